@@ -144,7 +144,7 @@ class Costs:
 def _kept(decoder: StackConfig | None) -> dict[int | None, int]:
     """Return the elements that a token keeps in the KV cache, by the window of the layers."""
     found: Counter[int | None] = Counter()
-    for spec in paged_specs(decoder, "float32") if decoder is not None else ():
+    for spec in paged_specs(decoder, "float32").values() if decoder is not None else ():
         found[spec.window] += spec.elements
     return dict(found)
 
@@ -167,7 +167,7 @@ def _weights(stack: StackConfig | None) -> int:
 def _columns(layer: LayerConfig) -> int:
     """Return the elements of a layer's matrices per dimension of its input; of experts only those of a token."""
     cross = layer.cross
-    columns = 2 * layer.mixer.query_size + 2 * layer.mixer.kv_size + _mlp_columns(layer.feed_forward)
+    columns = 2 * layer.attention.query_size + 2 * layer.attention.kv_size + _mlp_columns(layer.feed_forward)
     return columns + (2 * cross.query_size if cross is not None else 0)
 
 

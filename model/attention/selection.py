@@ -58,7 +58,7 @@ def _attentions(config: ModelConfig) -> Iterator[tuple[str, int, AttentionConfig
     for name, stack in config.stacks.items():
         for index, layer in enumerate(stack.layers):
             for attention in (layer.mixer, layer.cross):
-                if attention is not None:
+                if isinstance(attention, AttentionConfig):
                     yield name, index, attention
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.cache.states import StateCache
 from model.config.cache import SCALED_KINDS, PagedSpec, paged_specs, pools_of
 from model.config.model import StackConfig
 from model.system import huge_pages
@@ -59,16 +60,23 @@ class LayerCache:
 
 
 class KVCache:
-    """The caches of a decoder's layers, each of its own shape.
+    """The caches of a decoder's layers, each of its own shape: `pages` of those with attention, `states` of recurrent
+    ones, by layer.
 
     Layers of one window share the blocks of one pool (`model.config.cache.pools_of`), and equal layers of a pool one
-    tensor, so that a block is copied for all of them at once.
+    tensor, so that a block is copied for all of them at once. A state's slot is the same in all recurrent layers.
     """
 
     def __init__(
-        self, decoder: StackConfig, num_pages: Sequence[int], block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        decoder: StackConfig,
+        num_pages: Sequence[int],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_states: int = 0,
     ) -> None:
-        """`num_pages`: of each pool."""
+        """`num_pages`: of each pool; `num_states`: slots for states."""
         specs = paged_specs(decoder, str(dtype).removeprefix("torch."))
         self.pools = pools_of(specs)
         self.num_pages = tuple(num_pages)
@@ -78,10 +86,13 @@ class KVCache:
         layers: dict[int, LayerCache] = {}
         for at, (pool, pages) in enumerate(zip(self.pools, num_pages, strict=True)):
             self._tensors.append([])
-            for spec in dict.fromkeys(specs[index] for index in pool.layers):
+            for spec in dict.fromkeys(specs[layer] for layer in pool.layers):
                 equal = [index for index in pool.layers if specs[index] == spec]
                 layers |= zip(equal, self._make_layers(at, spec, len(equal), pages), strict=True)
-        self.layers = tuple(layers[index] for index in range(len(specs)))
+        self.pages = {index: layers[index] for index in specs}
+        self.states = {
+            index: StateCache.zeros(config, num_states, device) for index, config in decoder.recurrences.items()
+        }
 
     def _make_layers(self, pool: int, spec: PagedSpec, count: int, pages: int) -> list[LayerCache]:
         shape = (count, pages, self.block_size, spec.kv_heads)
@@ -96,9 +107,18 @@ class KVCache:
         return [LayerCache(*pages, pool) for pages in zip(keys, values, scales, strict=True)]
 
     @property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """The pages of the layers that have some, in their order."""
+        return tuple(self.pages.values())
+
+    def of_layer(self, index: int) -> LayerCache | StateCache:
+        return self.pages[index] if index in self.pages else self.states[index]
+
+    @property
     def nbytes(self) -> int:
-        """The memory of all pools."""
-        return sum(tensor.nbytes for tensors in self._tensors for tensor in tensors)
+        """The memory of all pools and states."""
+        pages = sum(tensor.nbytes for tensors in self._tensors for tensor in tensors)
+        return pages + sum(states.nbytes for states in self.states.values())
 
     def copy_blocks(self, pool: int, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Fill whole blocks of a pool with others of it, all read before any is written."""

@@ -1,11 +1,15 @@
-"""The cache of each layer as data, and the pools that their blocks are taken from. Frozen, without torch."""
+"""The cache of each layer as data, and the pools that their blocks are taken from. Frozen, without torch.
+
+Layers with attention keep keys and values of every token, in pages; recurrent ones a state of fixed size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from model.config.layer import AttentionConfig
 from model.config.model import StackConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
@@ -34,16 +38,26 @@ class PagedSpec:
         return self.elements * ITEM_BYTES[self.dtype] + scales
 
 
-def paged_specs(decoder: StackConfig, dtype: str) -> tuple[PagedSpec, ...]:
-    """The cache of each layer of a decoder, whose cross attention keeps as much for each position of a source."""
-    mixers = (layer.mixer for layer in decoder.layers)
-    return tuple(PagedSpec(one.num_kv_heads, one.head_dim, one.head_dim, dtype, one.window) for one in mixers)
+def paged_specs(decoder: StackConfig, dtype: str) -> dict[int, PagedSpec]:
+    """The pages of each layer of a decoder that has attention, by its index; its cross attention keeps as much for each
+    position of a source."""
+    return {
+        index: PagedSpec(mixer.num_kv_heads, mixer.head_dim, mixer.head_dim, dtype, mixer.window)
+        for index, layer in enumerate(decoder.layers)
+        if isinstance(mixer := layer.mixer, AttentionConfig)
+    }
+
+
+def state_bytes(decoder: StackConfig | None) -> int:
+    """Bytes of the float32 states of all recurrent layers, of one sequence; 0 where there are none."""
+    recurrences = decoder.recurrences.values() if decoder is not None else ()
+    return ITEM_BYTES["float32"] * sum(one.state_elements for one in recurrences)
 
 
 def cached_elements(decoder: StackConfig | None, context: int = 1) -> int:
     """Numbers that a sequence of `context` tokens keeps of its self attention, over all layers; 0 without a decoder."""
-    specs = paged_specs(decoder, "float32") if decoder is not None else ()
-    return sum(spec.elements * min(context, spec.window or context) for spec in specs)
+    specs = paged_specs(decoder, "float32") if decoder is not None else {}
+    return sum(spec.elements * min(context, spec.window or context) for spec in specs.values())
 
 
 class PoolSize(NamedTuple):
@@ -58,6 +72,17 @@ class PoolSize(NamedTuple):
         return self.num_blocks + (self.window is not None)
 
 
+class StateSize(NamedTuple):
+    """How many slots there are for the states of recurrent layers: a running sequence reads one and writes another."""
+
+    num_sequences: int  # that can run at a time
+    num_snapshots: int  # more, for states that others may go on from
+
+    @property
+    def num_slots(self) -> int:
+        return 2 * self.num_sequences + self.num_snapshots
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
     """The layers that read equally far back: a sequence has one table of blocks for all of them."""
@@ -67,24 +92,28 @@ class PoolSpec:
     token_bytes: int  # of all these layers
 
 
-def pools_of(layers: Sequence[PagedSpec]) -> tuple[PoolSpec, ...]:
+def pools_of(layers: Mapping[int, PagedSpec]) -> tuple[PoolSpec, ...]:
     """One pool for each window: first that of the layers that read everything, then the largest window first."""
     return tuple(
         PoolSpec(
             window,
-            tuple(index for index, spec in enumerate(layers) if spec.window == window),
-            sum(spec.token_bytes for spec in layers if spec.window == window),
+            tuple(index for index, spec in layers.items() if spec.window == window),
+            sum(spec.token_bytes for spec in layers.values() if spec.window == window),
         )
-        for window in _windows(spec.window for spec in layers)
+        for window in _windows(spec.window for spec in layers.values())
     )
 
 
 def pool_of_layers(stack: StackConfig) -> tuple[int, ...]:
-    """The index of each layer's pool, also of steps without a cache; an encoder, which never has one, has one pool."""
+    """The index of each layer's pool, also of steps without a cache; an encoder, which never has one, has one pool.
+
+    That of a recurrent layer, which has none, is 0.
+    """
     if not stack.causal:
         return (0,) * stack.num_layers
-    windows = _windows(layer.mixer.window for layer in stack.layers)
-    return tuple(windows.index(layer.mixer.window) for layer in stack.layers)
+    windows = _windows(attention.window for attention in stack.attentions)
+    mixers = (layer.mixer for layer in stack.layers)
+    return tuple(windows.index(mixer.window) if isinstance(mixer, AttentionConfig) else 0 for mixer in mixers)
 
 
 def _windows(found: Iterable[int | None]) -> list[int | None]:

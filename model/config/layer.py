@@ -173,6 +173,7 @@ class AttentionConfig:
     qk_norm_span: NormSpan = NormSpan.HEAD
     query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
     sinks: bool = False  # a learned score of each head takes part in its softmax, without a value (gpt-oss)
+    output_gate: bool = False  # outputs are multiplied by the sigmoid of a projection of their size (Qwen3-Next)
 
     def __post_init__(self) -> None:
         require_positive(self, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
@@ -218,6 +219,61 @@ class GateClamp:
 
     def __post_init__(self) -> None:
         require_positive(self, limit=self.limit, gain=self.gain)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaConfig:
+    """A recurrent layer by the gated delta rule (Yang et al. 2025: Gated DeltaNet), over a short causal convolution.
+
+    Each value head has a state S `[key_dim, value_dim]`; `num_value_heads / num_key_heads` neighbours share queries
+    and keys, which are normalised to length 1. With queries scaled by `key_dim^-0.5`, a decay g and a rate b:
+
+        S_t = g_t S_(t-1) + b_t k_t (v_t - g_t S_(t-1)^T k_t)^T        o_t = S_t^T q_t
+        g_t = exp(-exp(decay) * softplus(a_t + dt_bias))              b_t = sigmoid(b'_t)
+
+    Outputs are normalised head by head and multiplied by silu of a gate. Queries, keys and values are projections
+    through a convolution over `kernel` tokens of each channel, and silu.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    eps: float  # of the norm of outputs
+
+    def __post_init__(self) -> None:
+        require_positive(self, num_key_heads=self.num_key_heads, num_value_heads=self.num_value_heads)
+        require_positive(self, key_dim=self.key_dim, value_dim=self.value_dim)
+        if self.kernel < 2:
+            raise ConfigError(f"a recurrent layer's convolution sees 2 tokens or more, found {self.kernel}")
+        if self.num_value_heads % self.num_key_heads:
+            raise ConfigError(
+                f"num_value_heads ({self.num_value_heads}) must be a multiple of num_key_heads ({self.num_key_heads})"
+            )
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """That go through the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, int, int], tuple[int, int]]:
+        """Of what a sequence keeps: the states of all heads, and the last tokens' channels before the convolution."""
+        return (self.num_value_heads, self.key_dim, self.value_dim), (self.kernel - 1, self.channels)
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers that a sequence keeps, whatever its length."""
+        return self.value_size * self.key_dim + (self.kernel - 1) * self.channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,14 +331,15 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """One layer: a token mixer, in decoders of two stacks cross attention, then a feed-forward.
+    """One layer: a token mixer (attention, or a recurrence), in decoders of two stacks cross attention, then a
+    feed-forward.
 
     Each is a sublayer with a residual sum and `Norms` of its own. Of a `parallel` layer both sublayers read the same x:
     `x + output(mixer(pre(x))) + output(feed_forward(pre(x)))` (GPT-NeoX); with `one_norm` they read the same norm of
     it, the mixer's (GPT-J).
     """
 
-    mixer: AttentionConfig
+    mixer: AttentionConfig | GatedDeltaConfig
     feed_forward: MLPConfig | ExpertsConfig
     norms: tuple[Norms, ...]  # one a sublayer, in their order
     cross: AttentionConfig | None = None
@@ -303,6 +360,12 @@ class LayerConfig:
             raise ConfigError("one norm for both sublayers is the mixer's, in a parallel layer")
         if self.residual_scale != 1.0 and any(norms.output for norms in self.norms):
             raise ConfigError("a layer with output norms scales nothing behind them")
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer of a layer that is known to have attention."""
+        assert isinstance(self.mixer, AttentionConfig)
+        return self.mixer
 
     @property
     def mlp(self) -> MLPConfig:

@@ -14,9 +14,11 @@ from model.config.formats import Storage
 from model.config.layer import (
     Activation,
     AlibiConfig,
+    AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
     ExpertsConfig,
+    GatedDeltaConfig,
     LayerConfig,
     NormConfig,
     RopeScaling,
@@ -130,14 +132,18 @@ class StackConfig:
         require_positive(self, layers=len(self.layers), hidden_size=self.hidden_size)
         for index, layer in enumerate(self.layers):
             self._check_sharing(index, layer)
-        if not self.causal and any(isinstance(layer.mixer.position, AlibiConfig) for layer in self.layers):
+        if not self.attentions:
+            raise ConfigError("a stack needs a layer with attention")
+        if self.recurrences and (not self.causal or self.has_cross_attention):
+            raise ConfigError("recurrent layers are of causal stacks without cross attention")
+        positions = [attention.position for attention in self.attentions]
+        if not self.causal and any(isinstance(position, AlibiConfig) for position in positions):
             raise ConfigError("slopes of scores are of causal stacks")
         if len({layer.cross is None for layer in self.layers}) > 1:
             raise ConfigError("cross attention is in all layers of a stack or in none")
-        biased = [layer.mixer for layer in self.layers if _has_shared_bias(layer)]
+        biased = [layer.attention for layer in self.layers if _has_shared_bias(layer)]
         if len({(mixer.position, mixer.num_heads) for mixer in biased}) > 1:
             raise ConfigError("layers that share a table of bucketed biases must agree on its heads and buckets")
-        positions = [layer.mixer.position for layer in self.layers]
         if len({position.span for position in positions if isinstance(position, DisentangledConfig)}) > 1:
             raise ConfigError("layers that share a table of relative positions must agree on its span")
         sinusoids = self.position.kind is PositionKind.SINUSOIDAL or self.has_xlnet_layers
@@ -169,18 +175,29 @@ class StackConfig:
         return tuple(places[index if owner is None else owner] for index, owner in enumerate(shared))
 
     @property
+    def attentions(self) -> tuple[AttentionConfig, ...]:
+        """The self attention of each layer that has one."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
+
+    @property
+    def recurrences(self) -> dict[int, GatedDeltaConfig]:
+        """The layers that keep a state of fixed size instead of keys and values, by their index."""
+        mixers = ((index, layer.mixer) for index, layer in enumerate(self.layers))
+        return {index: mixer for index, mixer in mixers if isinstance(mixer, GatedDeltaConfig)}
+
+    @property
     def has_cross_attention(self) -> bool:
         return self.layers[0].cross is not None
 
     @property
     def has_xlnet_layers(self) -> bool:
         """Whether segments are told apart by scores, not by an embedding."""
-        return any(isinstance(layer.mixer.position, XLNetRelativeConfig) for layer in self.layers)
+        return any(isinstance(attention.position, XLNetRelativeConfig) for attention in self.attentions)
 
     @property
     def relative_span(self) -> int | None:
         """The span of the table of relative positions; None: no layer reads one."""
-        positions = (layer.mixer.position for layer in self.layers)
+        positions = (attention.position for attention in self.attentions)
         return next((position.span for position in positions if isinstance(position, DisentangledConfig)), None)
 
     @property
@@ -191,7 +208,7 @@ class StackConfig:
     @property
     def rotaries(self) -> tuple[RotaryConfig, ...]:
         """The rotary positions of the layers, each once."""
-        found = (layer.mixer.position for layer in self.layers)
+        found = (attention.position for attention in self.attentions)
         return tuple(dict.fromkeys(position for position in found if isinstance(position, RotaryConfig)))
 
     def with_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> StackConfig:
@@ -201,7 +218,8 @@ class StackConfig:
 
 
 def _has_shared_bias(layer: LayerConfig) -> bool:
-    return isinstance(layer.mixer.position, BucketBiasConfig) and layer.mixer.position.shared
+    mixer = layer.mixer
+    return isinstance(mixer, AttentionConfig) and isinstance(mixer.position, BucketBiasConfig) and mixer.position.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,10 +391,12 @@ class ModelConfig:
         """For sequences of up to `context` tokens: a dynamic rotary base is then the one for that length."""
 
         def stretch(layer: LayerConfig) -> LayerConfig:
-            rotary = layer.mixer.position
-            if not isinstance(rotary, RotaryConfig) or rotary.scaling is not RopeScaling.DYNAMIC:
+            mixer = layer.mixer
+            if not isinstance(mixer, AttentionConfig) or not isinstance(rotary := mixer.position, RotaryConfig):
                 return layer
-            return replace(layer, mixer=replace(layer.mixer, position=replace(rotary, length=context)))
+            if rotary.scaling is not RopeScaling.DYNAMIC:
+                return layer
+            return replace(layer, mixer=replace(mixer, position=replace(rotary, length=context)))
 
         return self if self.decoder is None else replace(self, decoder=self.decoder.with_layers(stretch))
 

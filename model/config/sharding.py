@@ -15,7 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from model.config.layer import AlibiConfig, AttentionConfig, ExpertsConfig, LayerConfig, MLPConfig, NormSpan
+from model.config.layer import (
+    AlibiConfig,
+    AttentionConfig,
+    ExpertsConfig,
+    GatedDeltaConfig,
+    LayerConfig,
+    MLPConfig,
+    NormSpan,
+)
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 
@@ -29,6 +37,9 @@ _SPLITS: tuple[tuple[str, int, str], ...] = (
     ("*.attn.sinks", 0, "heads"),
     ("*.attn.q_norm.weight", 0, "normed heads"),
     ("*.attn.k_norm.weight", 0, "normed key heads"),
+    ("*.delta.convolution", 0, "channels"),
+    ("*.delta.decay", 0, "value heads"),
+    ("*.delta.dt_bias", 0, "value heads"),
     ("*.bias.weight", 1, "heads"),  # T5's buckets
     ("*.relative.*_offset", 0, "heads"),
     ("*.relative.segments", 1, "heads"),
@@ -59,8 +70,11 @@ class Shard:
                 self._check_layer(name, layer)
 
     def _check_layer(self, name: str, layer: LayerConfig) -> None:
+        if isinstance(layer.mixer, GatedDeltaConfig) and layer.mixer.num_key_heads % self.size:
+            heads = layer.mixer.num_key_heads
+            raise ConfigError(f"tensor_parallel_size {self.size} must divide the {heads} recurrent heads of the {name}")
         for attention in (layer.mixer, layer.cross):
-            if attention is None:
+            if not isinstance(attention, AttentionConfig):
                 continue
             heads, kv_heads = attention.num_heads, attention.num_kv_heads
             if heads % self.size:
@@ -100,6 +114,8 @@ class Shard:
         if things == "vocabulary":
             return ShardSlice(dim, (self.shard_range(config.embedding.vocab_size),))
         mixer = _layer_of(config, name).mixer
+        if isinstance(mixer, GatedDeltaConfig):
+            return ShardSlice(dim, self._recurrent_ranges(mixer, things))
         if things != "heads" and mixer.qk_norm_span is NormSpan.HEAD:
             return None  # one gain for all of them
         heads = mixer.num_kv_heads if things == "normed key heads" else mixer.num_heads
@@ -109,7 +125,7 @@ class Shard:
         mlp = layer.feed_forward
         return replace(
             layer,
-            mixer=self._attention(layer.mixer),
+            mixer=self._mixer(layer.mixer),
             cross=layer.cross and self._attention(layer.cross),
             feed_forward=self._experts(mlp) if isinstance(mlp, ExpertsConfig) else self._mlp(mlp),
         )
@@ -121,6 +137,21 @@ class Shard:
     def _mlp(self, mlp: MLPConfig) -> MLPConfig:
         first, last = self.shard_range(mlp.intermediate_size)
         return replace(mlp, intermediate_size=last - first)
+
+    def _mixer(self, mixer: AttentionConfig | GatedDeltaConfig) -> AttentionConfig | GatedDeltaConfig:
+        if isinstance(mixer, AttentionConfig):
+            return self._attention(mixer)
+        keys, values = mixer.num_key_heads // self.size, mixer.num_value_heads // self.size
+        return replace(mixer, num_key_heads=keys, num_value_heads=values)
+
+    def _recurrent_ranges(self, mixer: GatedDeltaConfig, things: str) -> tuple[Range, ...]:
+        """Of value heads, or of the channels of queries, keys and values."""
+        first, last = self.shard_range(mixer.num_value_heads)
+        if things == "value heads":
+            return ((first, last),)
+        keys, begin = mixer.key_size // self.size, 2 * mixer.key_size
+        both = ((start + self.rank * keys, start + (self.rank + 1) * keys) for start in (0, mixer.key_size))
+        return (*both, (begin + first * mixer.value_dim, begin + last * mixer.value_dim))
 
     def _attention(self, attention: AttentionConfig) -> AttentionConfig:
         queries, keys = self.shard_range(attention.num_heads), self.shard_range(attention.num_kv_heads)

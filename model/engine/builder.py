@@ -17,7 +17,7 @@ from model.api.stats import CachePool, ModelInfo
 from model.attention.selection import Selection, select_backend, select_layers
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.config.cache import PoolSize
+from model.config.cache import PoolSize, StateSize
 from model.config.formats import QUANTIZED_LAYERS
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
@@ -99,6 +99,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     if selection.library is not None and spec.engine.quantization == "none":
         spec = replace(spec, engine=replace(spec.engine, quantization=checkpoint.quantization))
     _check_native(spec.engine, checkpoint.config, selection)
+    _check_speculation(spec.engine, checkpoint.config)
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
     if checkpoint.not_served:
         logger.warning(
@@ -153,9 +154,11 @@ def assemble(
                 pool = min(pool, max(0, spec.memory // spec.engine.tensor_parallel_size - weight_bytes(model)))
         kv = KVLayout.of(spec.engine, checkpoint.config, dtype, limits)
         context = fit_context(spec.engine, context, kv, pool)
+        limits = replace(limits, max_num_seqs=kv.sequences_in(pool, context.tokens, limits.max_num_seqs))
         pools = kv.divide(pool, context.tokens, limits.max_num_seqs)
+        states = kv.states_for(limits.max_num_seqs) if kv.state_bytes else None
         cache_pools = kv.describe(pools)
-        generate = _generate_engine(spec, checkpoint, model, limits, context.tokens, pools)
+        generate = _generate_engine(spec, checkpoint, model, limits, context.tokens, pools, states)
     if device.type == "cuda":
         warm_up(encode, generate, context.tokens)
     slow = slow_ways(spec.engine, selection, generate, device)
@@ -281,6 +284,14 @@ def _rank_processes(model: Transformer) -> RankProcesses | None:
     return model.rank_processes if isinstance(model, Rank0Transformer) else None
 
 
+def _check_speculation(engine: EngineConfig, config: ModelConfig) -> None:
+    if engine.num_speculative_tokens and config.decoder is not None and config.decoder.recurrences:
+        raise ConfigError(
+            f"num_speculative_tokens is {engine.num_speculative_tokens}, but {config.model_type} has recurrent layers, "
+            "whose states cannot go back behind a wrong draft: leave it at 0 for this model"
+        )
+
+
 def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selection) -> None:
     """Refuse what only the native kernels can do where they are not, or do not compute the model."""
     if engine.quantization == "fp8" and selection.library is not None:
@@ -314,6 +325,7 @@ def _generate_engine(
     limits: BatchLimits,
     max_model_len: int,
     pools: tuple[PoolSize, ...],
+    states: StateSize | None,
 ) -> GenerateEngine:
     config, device = checkpoint.config, next(model.parameters()).device
     block_manager = BlockManager(
@@ -321,11 +333,15 @@ def _generate_engine(
         spec.engine.block_size,
         prefix_caching=spec.engine.prefix_caching,
         short_context=model.config.short_context,
+        states=states,
     )
-    cache = _cache(model, spec.engine, [pool.num_pages for pool in pools], device)
+    num_states = states.num_slots if states is not None else 0
+    cache = _cache(model, spec.engine, [pool.num_pages for pool in pools], num_states, device)
     scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens)
     graphs, unrecorded = None, ""
-    if can_record(spec.engine, model, device):
+    if states is not None and device.type == "cuda" and spec.engine.cuda_graphs:
+        unrecorded = "recurrent layers are torch's"
+    elif can_record(spec.engine, model, device):
         graphs, unrecorded = _recorded(model, cache, limits.max_num_seqs, max_model_len)
     runner = ModelRunner(model, cache, block_manager, graphs)
     runner.unrecorded = unrecorded
@@ -354,13 +370,15 @@ def _recorded(
     return (None if reason else graphs), reason
 
 
-def _cache(model: Transformer, engine: EngineConfig, num_pages: Sequence[int], device: torch.device) -> KVCache:
+def _cache(
+    model: Transformer, engine: EngineConfig, num_pages: Sequence[int], num_states: int, device: torch.device
+) -> KVCache:
     """The caches of all layers, of the heads that this rank has."""
     assert model.decoder is not None
     rank_processes, dtype = _rank_processes(model), kv_dtype(engine, model.dtype)
-    cache = KVCache(model.decoder.config, num_pages, engine.block_size, dtype, device)
+    cache = KVCache(model.decoder.config, num_pages, engine.block_size, dtype, device, num_states)
     if rank_processes is not None:
-        rank_processes.make_pools(num_pages, engine.block_size, dtype)
+        rank_processes.make_pools(num_pages, engine.block_size, dtype, num_states)
     return cache
 
 
@@ -371,7 +389,8 @@ def _overlaps(config: ModelConfig, device: torch.device) -> bool:
 
 def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:
     """Whether decode steps run from graphs, for which the attention of every layer must be fit."""
-    return device.type == "cuda" and engine.cuda_graphs and model.backend.graph_safe
+    recurrent = model.decoder is not None and model.decoder.config.recurrences
+    return device.type == "cuda" and engine.cuda_graphs and model.backend.graph_safe and not recurrent
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars | None:

@@ -9,6 +9,9 @@ later tokens read them. So pools differ in what a sequence takes of them, and me
 The division is that of as many sequences of a quarter of the context as memory holds: traffic is seldom as long as the
 context allows, and shorter sequences need more of the windowed pools. A pool never gets less than one sequence of the
 whole context takes, nor more than the most sequences take.
+
+A sequence of a model with recurrent layers takes slots for their states beside that (`StateSize`), whatever its length.
+They decide how many sequences run at a time, where memory holds fewer than were asked for.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ import torch
 
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.stats import CachePool
-from model.config.cache import PoolSize, PoolSpec, paged_specs, pools_of
+from model.config.cache import PoolSize, PoolSpec, StateSize, paged_specs, pools_of, state_bytes
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.errors import ConfigError
 
 MIN_CONTEXT = 256  # what `auto` will go down to; less is served where it was asked for
 _TYPICAL_SHARE = 4  # of the context is the length that memory is divided for
+_SNAPSHOTS = 2  # of a sequence's states that others may begin with: behind its prompt, and where it parts from others'
 _UNBOUNDED = 1 << 32  # blocks: more than any memory holds
 
 
@@ -46,6 +50,8 @@ class KVLayout:
     pools: tuple[PoolSpec, ...]
     has_source: bool  # each sequence may have a source as long as itself
     step_tokens: int  # the most of one step
+    state_bytes: int = 0  # of a slot for the states of all recurrent layers
+    snapshots: int = 0  # slots of each sequence beside those that it runs with
 
     @classmethod
     def of(cls, engine: EngineConfig, config: ModelConfig, dtype: torch.dtype, limits: BatchLimits) -> KVLayout:
@@ -53,7 +59,9 @@ class KVLayout:
         decoder = Shard(0, engine.tensor_parallel_size).config(config).decoder
         assert decoder is not None
         pools = pools_of(paged_specs(decoder, str(kv_dtype(engine, dtype)).removeprefix("torch.")))
-        return cls(engine.block_size, pools, config.encoder is not None, limits.max_num_batched_tokens)
+        snapshots = _SNAPSHOTS * engine.prefix_caching
+        step_tokens = limits.max_num_batched_tokens
+        return cls(engine.block_size, pools, config.encoder is not None, step_tokens, state_bytes(decoder), snapshots)
 
     @property
     def token_bytes(self) -> int:
@@ -72,7 +80,21 @@ class KVLayout:
         return sequences * (kept + all_blocks * self.has_source) + filled
 
     def bytes_for(self, context: int, sequences: int = 1) -> int:
-        return sum(self._bytes(pool, self.blocks_for(pool, context, sequences)) for pool in self.pools)
+        """Of blocks and of states."""
+        blocks = sum(self._bytes(pool, self.blocks_for(pool, context, sequences)) for pool in self.pools)
+        return blocks + self._state_bytes(sequences)
+
+    def states_for(self, sequences: int) -> StateSize:
+        return StateSize(sequences, sequences * self.snapshots)
+
+    def sequences_in(self, memory: int, context: int, max_num_seqs: int) -> int:
+        """How many can run at a time: `max_num_seqs`, or as many of a quarter of the context as have room for their
+        states; one at least."""
+        if not self.state_bytes:
+            return max_num_seqs
+        typical = -(-context // _TYPICAL_SHARE)
+        counts = range(1, max_num_seqs + 1)
+        return max(1, bisect_right(counts, memory, key=lambda count: self.bytes_for(typical, count)))
 
     def context_in(self, memory: int) -> int:
         """The longest that one sequence may have."""
@@ -80,7 +102,9 @@ class KVLayout:
         return max(0, blocks - 1) * self.block_size
 
     def divide(self, memory: int, context: int, max_num_seqs: int) -> tuple[PoolSize, ...]:
-        """The pools that `memory` bytes make for sequences of up to `context` tokens, of which one at least fits."""
+        """The pools that `memory` bytes make beside `max_num_seqs` states, for sequences of up to `context` tokens,
+        of which one at least fits."""
+        memory -= self._state_bytes(max_num_seqs)
         typical = -(-context // _TYPICAL_SHARE)
         least = [self.blocks_for(pool, context) for pool in self.pools]
         most = [self.blocks_for(pool, context, max_num_seqs) for pool in self.pools]
@@ -114,6 +138,9 @@ class KVLayout:
             for pool, size in zip(self.pools, sizes, strict=True)
         )
 
+    def _state_bytes(self, sequences: int) -> int:
+        return self.state_bytes * self.states_for(sequences).num_slots
+
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
@@ -132,7 +159,7 @@ def kv_bytes_per_token(engine: EngineConfig, config: ModelConfig, weights: torch
     if own.decoder is None:
         return 0
     dtype = str(kv_dtype(engine, weights)).removeprefix("torch.")
-    return sum(spec.token_bytes for spec in paged_specs(own.decoder, dtype))
+    return sum(spec.token_bytes for spec in paged_specs(own.decoder, dtype).values())
 
 
 def max_context(engine: EngineConfig, config: ModelConfig, limits: BatchLimits) -> Context:
@@ -164,7 +191,7 @@ def fit_context(engine: EngineConfig, most: Context, kv: KVLayout, memory: int) 
         return Context(fits, f"what the KV pool holds; the model takes {most.tokens}")
     least = least_context(engine, most)
     size = f"{kv.bytes_for(least) / 2**20:.0f} MiB"
-    if len(kv.pools) == 1:
+    if len(kv.pools) == 1 and not kv.state_bytes:
         room = f"{memory // (kv.token_bytes * kv.block_size)} blocks"
         needed = f"{kv.blocks_for(kv.pools[0], least)} ({size})"
     else:

@@ -118,12 +118,15 @@ class GenerateEngine:
             self.scheduler.add(sequence)
 
     def _drafting(self, request: Request) -> NgramDrafts | None:
-        """Return what drafts a request's tokens; None where nothing does. Beams have no next token to draft."""
+        """Return what drafts a request's tokens; None where nothing does.
+
+        Beams have no next token to draft, and recurrent layers no state to go back to behind a wrong one.
+        """
         asked = request.params.num_speculative_tokens
         limit = self.num_speculative_tokens if asked is None else asked
         if asked is None and request.prediction:
             limit = limit or PREDICTED_TOKENS
-        if not limit or request.params.num_beams > 1:
+        if not limit or request.params.num_beams > 1 or self.block_manager.has_states:
             return None
         source = request.source.token_ids if request.source is not None else ()
         return NgramDrafts(limit, source, request.prediction)

@@ -131,7 +131,7 @@ def pool_memory(
     if model.backend.gathers_pages and model.decoder is not None:
         specs = paged_specs(model.decoder.config, "float32")
         # A layer's pages and a copy in the query's dtype. A windowed layer copies as many, though it has fewer.
-        gathered = 2 * max(spec.token_bytes for spec in specs) / pools_of(specs)[0].token_bytes
+        gathered = 2 * max(spec.token_bytes for spec in specs.values()) / pools_of(specs)[0].token_bytes
     gpus = [memory.gpu_memory(), *others]
     pool = pool_bytes(gpus, utilization, peak, recorded_sizes=recorded_sizes, gathered_layers=gathered)
     logger.info(

@@ -104,7 +104,8 @@ class RankWorker:
     def _make_pools(self, pools: Pools) -> None:
         assert self._group is not None and self._model is not None and self._model.decoder is not None
         config, device = self._model.decoder.config, self._group.device
-        self._cache = KVCache(config, pools.num_pages, pools.block_size, dtype_of(pools.dtype), device)
+        dtype = dtype_of(pools.dtype)
+        self._cache = KVCache(config, pools.num_pages, pools.block_size, dtype, device, pools.num_states)
         self._program = StepProgram(self._model, self._cache, group=self._group)
         self._answer()
 

@@ -20,7 +20,7 @@ from model.api.source import token_source
 from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
 from model.attention.per_layer import backend_of
 from model.cache.paged import KVCache
-from model.config.layer import BucketBiasConfig
+from model.config.layer import AttentionConfig, BucketBiasConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
@@ -140,7 +140,7 @@ def _bounds(
     """Bounds of the launches of all layers' attention, the one to their own rows or the `cross` one."""
     found = (layer.cross if cross else layer.mixer for layer in stack.config.layers)
     for attention in dict.fromkeys(found):
-        if attention is None:
+        if not isinstance(attention, AttentionConfig):
             continue
         backend = backend_of(model.backend, attention)
         if isinstance(backend, CompiledBackend):

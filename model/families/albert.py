@@ -58,7 +58,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield LinearRule("encoder.embedding_hidden_mapping_in", "encoder.project")
     here, there = "encoder.albert_layer_groups.0.albert_layers.0", "encoder.layers.0"
     names = (f"{here}.attention.{part}" for part in ("query", "key", "value", "dense"))
-    yield from self_attention(config.encoder.layers[0].mixer, f"{there}.attn", *names)
+    yield from self_attention(config.encoder.layers[0].attention, f"{there}.attn", *names)
     yield from affine(f"{here}.attention.LayerNorm", f"{there}.attn_norms.post")
     yield LinearRule(f"{here}.ffn", f"{there}.mlp.up")
     yield LinearRule(f"{here}.ffn_output", f"{there}.mlp.down")

@@ -130,7 +130,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
             here = there = f"{side}.layers.{i}"
             slot = "pre" if layer.norms[0].pre else "post"
             names = (f"{here}.self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
-            yield from self_attention(layer.mixer, f"{there}.attn", *names)
+            yield from self_attention(layer.attention, f"{there}.attn", *names)
             yield from affine(f"{here}.self_attn_layer_norm", f"{there}.attn_norms.{slot}")
             if layer.cross is not None:
                 names = (f"{here}.encoder_attn.{part}_proj" for part in ("q", "k", "v", "out"))

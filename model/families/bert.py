@@ -106,7 +106,7 @@ def rules(config: ModelConfig, norms: Mapping[str, str] = _POST_NORMS) -> Iterat
         here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
         parts = ("self.query", "self.key", "self.value", "output.dense")
         names = (f"{here}.attention.{part}" for part in parts)
-        yield from self_attention(layer.mixer, f"{there}.attn", *names)
+        yield from self_attention(layer.attention, f"{there}.attn", *names)
         yield LinearRule(f"{here}.intermediate.dense", f"{there}.mlp.up")
         yield LinearRule(f"{here}.output.dense", f"{there}.mlp.down")
         for stored, norm in norms.items():

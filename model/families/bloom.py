@@ -56,7 +56,7 @@ def bloom_rules(config: ModelConfig) -> Iterator[Rule]:
     yield from affine("word_embeddings_layernorm", "decoder.embed_norm")
     for i, layer in enumerate(config.decoder.layers):
         here, there = f"h.{i}", f"decoder.layers.{i}"
-        stored = Interleaved(layer.mixer.num_heads)
+        stored = Interleaved(layer.attention.num_heads)
         yield from affine(f"{here}.input_layernorm", f"{there}.attn_norms.pre")
         yield LinearRule(f"{here}.self_attention.query_key_value", f"{there}.attn.qkv", interleaved=stored)
         yield LinearRule(f"{here}.self_attention.dense", f"{there}.attn.out")

@@ -32,7 +32,7 @@ def _parallel(raw: Settings, names: Collection[str] | None, *, qk_norm: bool) ->
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5), bias=False)
     base = llama.config(raw, names, norm=norm, head_scale=raw.get("logit_scale", 0.0625))
     assert base.decoder is not None
-    position = base.decoder.layers[0].mixer.position
+    position = base.decoder.layers[0].attention.position
     assert isinstance(position, RotaryConfig)
     base = with_attention(base, position=replace(position, interleaved=True))
     if qk_norm:
@@ -50,8 +50,8 @@ def cohere2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     assert base.decoder is not None
     layer = base.decoder.layers[0]
     layers = {
-        "sliding_attention": replace(layer, mixer=replace(layer.mixer, window=raw.get("sliding_window", 4096))),
-        "full_attention": replace(layer, mixer=replace(layer.mixer, position=None)),
+        "sliding_attention": replace(layer, mixer=replace(layer.attention, window=raw.get("sliding_window", 4096))),
+        "full_attention": replace(layer, mixer=replace(layer.attention, position=None)),
     }
     period = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", _PERIOD))
     return replace(

@@ -87,7 +87,7 @@ def version_2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = config(raw, names)
     encoder = base.encoder
     assert encoder is not None and encoder.embed_norm is not None
-    refuse_unless(raw, conv_groups=1, attention_head_size=encoder.layers[0].mixer.head_dim)
+    refuse_unless(raw, conv_groups=1, attention_head_size=encoder.layers[0].attention.head_dim)
     norms = {word.strip() for word in raw.get("norm_rel_ebd", "none").lower().split("|")}
     if norms - {"none", "layer_norm"}:
         raise ConfigError(f"norm_rel_ebd {raw['norm_rel_ebd']!r} is not served, only none and layer_norm")
@@ -97,13 +97,13 @@ def version_2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     shared, buckets = bool(raw.get("share_att_key", False)), raw.get("position_buckets") or -1
 
     def buckets_of(layer: LayerConfig) -> LayerConfig:
-        position = layer.mixer.position
+        position = layer.attention.position
         if not isinstance(position, DisentangledConfig):
             return layer
         position = replace(position, shared=shared, key_bias=True)
         if buckets > 0:
             position = replace(position, span=buckets, max_distance=position.span)
-        return replace(layer, mixer=replace(layer.mixer, position=position))
+        return replace(layer, mixer=replace(layer.attention, position=position))
 
     encoder = encoder.with_layers(buckets_of)
     relative_norm = encoder.embed_norm if "layer_norm" in norms and encoder.relative_span else None
@@ -187,7 +187,7 @@ def _rules(config: ModelConfig, attention: Callable[[AttentionConfig, str, str],
         yield from affine("encoder.conv.LayerNorm", "encoder.convolution.norm")
     for i, layer in enumerate(encoder.layers):
         here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
-        yield from attention(layer.mixer, f"{here}.attention", there)
+        yield from attention(layer.attention, f"{here}.attention", there)
         yield from affine(f"{here}.attention.output.LayerNorm", f"{there}.attn_norms.post")
         yield LinearRule(f"{here}.intermediate.dense", f"{there}.mlp.up")
         yield LinearRule(f"{here}.output.dense", f"{there}.mlp.down")

@@ -51,7 +51,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     for i, layer in enumerate(config.encoder.layers):
         here, there = f"transformer.layer.{i}", f"encoder.layers.{i}"
         names = (f"{here}.attention.{part}_lin" for part in ("q", "k", "v", "out"))
-        yield from self_attention(layer.mixer, f"{there}.attn", *names)
+        yield from self_attention(layer.attention, f"{there}.attn", *names)
         yield from affine(f"{here}.sa_layer_norm", f"{there}.attn_norms.post")
         yield LinearRule(f"{here}.ffn.lin1", f"{there}.mlp.up")
         yield LinearRule(f"{here}.ffn.lin2", f"{there}.mlp.down")

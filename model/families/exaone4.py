@@ -31,8 +31,8 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         raw.get("sliding_window_pattern")
         return base
     layers = {
-        "sliding_attention": replace(layer, mixer=replace(layer.mixer, window=window)),
-        "full_attention": replace(layer, mixer=replace(layer.mixer, position=None)),
+        "sliding_attention": replace(layer, mixer=replace(layer.attention, window=window)),
+        "full_attention": replace(layer, mixer=replace(layer.attention, position=None)),
     }
     return replace(base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, count, _period(raw))))
 

@@ -73,7 +73,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.decoder is not None
     yield TensorRule("word_embeddings.weight", "tokens.weight")
     for i, layer in enumerate(config.decoder.layers):
-        attention, bias = layer.mixer, layer.mlp.bias
+        attention, bias = layer.attention, layer.mlp.bias
         here, there = f"h.{i}", f"decoder.layers.{i}"
         # Head by head of the keys: its queries, the key, the value. Of one head that is the order of ours.
         stored = Interleaved(attention.num_kv_heads, (attention.num_heads // attention.num_kv_heads, 1, 1))

@@ -22,7 +22,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     assert base.decoder is not None
     layer = base.decoder.layers[0]
     full = replace(
-        layer.mixer,
+        layer.attention,
         scale=raw.get("query_pre_attn_scalar", 256) ** -0.5,
         softcap=raw.get("attn_logit_softcapping", 50.0),
     )

@@ -32,7 +32,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     assert base.decoder is not None
     layer = base.decoder.layers[0]
     full = replace(
-        layer.mixer,
+        layer.attention,
         scale=raw.get("query_pre_attn_scalar", 256) ** -0.5,
         qk_norm=base.decoder.final_norm,
     )

@@ -37,7 +37,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.decoder is not None
     yield TensorRule("embed_in.weight", "tokens.weight")
     for i, layer in enumerate(config.decoder.layers):
-        attention = layer.mixer
+        attention = layer.attention
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         yield from affine(f"{here}.input_layernorm", f"{there}.attn_norms.pre")
         qkv = f"{here}.attention.query_key_value"

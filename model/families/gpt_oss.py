@@ -41,7 +41,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = with_experts(base, experts)
     assert base.decoder is not None
     layer = base.decoder.layers[0]
-    sliding = replace(layer, mixer=replace(layer.mixer, window=raw.get("sliding_window", 128)))
+    sliding = replace(layer, mixer=replace(layer.attention, window=raw.get("sliding_window", 128)))
     layers = {"sliding_attention": sliding, "full_attention": layer}
     stack = layers_by_type(raw, layers, base.decoder.num_layers, _PERIOD)
     return replace(base, decoder=replace(base.decoder, layers=stack))

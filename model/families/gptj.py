@@ -41,7 +41,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.decoder is not None
     yield TensorRule("wte.weight", "tokens.weight")
     for i, layer in enumerate(config.decoder.layers):
-        attention = layer.mixer
+        attention = layer.attention
         here, there = f"h.{i}", f"decoder.layers.{i}"
         if config.model_type == "codegen":
             local = attention.num_heads // _CORES

@@ -84,7 +84,7 @@ def ministral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base, window = config(raw, names), raw.get("sliding_window", 4096)
     assert base.decoder is not None
     layer, count = base.decoder.layers[0], base.decoder.num_layers
-    sliding = replace(layer, mixer=replace(layer.mixer, window=window))
+    sliding = replace(layer, mixer=replace(layer.attention, window=window))
     layers = {"sliding_attention": sliding, "full_attention": layer}
     if window is None and raw.get("layer_types") is None:
         return base
@@ -134,28 +134,21 @@ def rules(
 ) -> Iterator[Rule]:
     """Yield the weight rules; `norms` maps the stored names of a layer's norms to parameters."""
     assert config.decoder is not None
-    yield from _outside(config)
+    yield from outside(config)
     for i, layer in enumerate(config.decoder.layers):
-        attention, mlp = layer.mixer, layer.feed_forward
+        attention = layer.attention
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         names = (f"{here}.self_attn.{part}_proj" for part in "qkvo")
         yield from self_attention(attention, f"{there}.attn", *names)
         yield from heads_norm(attention, f"{there}.attn", f"{here}.self_attn.q_norm", f"{here}.self_attn.k_norm")
         if attention.sinks:
             yield TensorRule(f"{here}.self_attn.sinks", f"{there}.attn.sinks")
-        if isinstance(mlp, ExpertsConfig):
-            assert experts is not None
-            yield from experts.rules(mlp, config.decoder.hidden_size, here, f"{there}.mlp")
-        else:
-            gated = dict.fromkeys((f"{here}.mlp.gate_proj", f"{here}.mlp.up_proj"), mlp.intermediate_size)
-            yield from fused(gated, f"{there}.mlp.up", bias=False)
-            yield LinearRule(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
-        yield from _norms(config, here, there, norms)
+        yield from rest(config, i, norms, experts)
 
 
 def phi3_rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.decoder is not None
-    yield from _outside(config)
+    yield from outside(config)
     for i in range(config.decoder.num_layers):
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         yield LinearRule(f"{here}.self_attn.qkv_proj", f"{there}.attn.qkv", bias=False)
@@ -163,6 +156,22 @@ def phi3_rules(config: ModelConfig) -> Iterator[Rule]:
         yield LinearRule(f"{here}.mlp.gate_up_proj", f"{there}.mlp.up", bias=False)
         yield LinearRule(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
         yield from _norms(config, here, there, _PRE_NORMS)
+
+
+def rest(
+    config: ModelConfig, index: int, norms: Mapping[str, str] = _PRE_NORMS, experts: ExpertNames | None = None
+) -> Iterator[Rule]:
+    """Yield the rules of a layer's feed-forward and its norms."""
+    assert config.decoder is not None
+    mlp, here, there = config.decoder.layers[index].feed_forward, f"layers.{index}", f"decoder.layers.{index}"
+    if isinstance(mlp, ExpertsConfig):
+        assert experts is not None
+        yield from experts.rules(mlp, config.decoder.hidden_size, here, f"{there}.mlp")
+    else:
+        gated = dict.fromkeys((f"{here}.mlp.gate_proj", f"{here}.mlp.up_proj"), mlp.intermediate_size)
+        yield from fused(gated, f"{there}.mlp.up", bias=False)
+        yield LinearRule(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
+    yield from _norms(config, here, there, norms)
 
 
 def _norms(config: ModelConfig, here: str, there: str, norms: Mapping[str, str]) -> Iterator[Rule]:
@@ -176,7 +185,8 @@ def _shifts(config: ModelConfig) -> bool:
     return norm is not None and norm.kind is NormKind.LAYER and norm.bias
 
 
-def _outside(config: ModelConfig) -> Iterator[Rule]:
+def outside(config: ModelConfig) -> Iterator[Rule]:
+    """Yield the rules of what is before and behind the layers."""
     yield TensorRule("embed_tokens.weight", "tokens.weight")
     yield from affine("norm", "decoder.final_norm", bias=_shifts(config))
     yield from classifier_rules(config)

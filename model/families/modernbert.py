@@ -96,8 +96,8 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     yield from affine("final_norm", "encoder.final_norm", bias=shifts)
     for i, layer in enumerate(encoder.layers):
         here, there = f"layers.{i}", f"encoder.layers.{i}"
-        yield LinearRule(f"{here}.attn.Wqkv", f"{there}.attn.qkv", layer.mixer.qkv_bias)
-        yield LinearRule(f"{here}.attn.Wo", f"{there}.attn.out", layer.mixer.out_bias)
+        yield LinearRule(f"{here}.attn.Wqkv", f"{there}.attn.qkv", layer.attention.qkv_bias)
+        yield LinearRule(f"{here}.attn.Wo", f"{there}.attn.out", layer.attention.out_bias)
         yield LinearRule(f"{here}.mlp.Wi", f"{there}.mlp.up", layer.mlp.bias)
         yield LinearRule(f"{here}.mlp.Wo", f"{there}.mlp.down", layer.mlp.bias)
         if layer.norms[0].pre is not None:

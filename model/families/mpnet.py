@@ -25,7 +25,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = bert.roberta(raw.but(type_vocab_size=0, pad_token_id=_PAD), names)
     assert base.encoder is not None
     buckets = BucketBiasConfig(num_buckets=32, max_distance=128)
-    encoder = base.encoder.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, position=buckets)))
+    encoder = base.encoder.with_layers(lambda layer: replace(layer, mixer=replace(layer.attention, position=buckets)))
     return replace(base, encoder=encoder, pad_token_id=raw.get("pad_token_id", _PAD))
 
 
@@ -38,7 +38,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     for i, layer in enumerate(config.encoder.layers):
         here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
         names = (f"{here}.attention.attn.{part}" for part in "qkvo")
-        yield from self_attention(layer.mixer, f"{there}.attn", *names)
+        yield from self_attention(layer.attention, f"{there}.attn", *names)
         yield from affine(f"{here}.attention.LayerNorm", f"{there}.attn_norms.post")
         yield LinearRule(f"{here}.intermediate.dense", f"{there}.mlp.up")
         yield LinearRule(f"{here}.output.dense", f"{there}.mlp.down")

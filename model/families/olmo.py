@@ -44,8 +44,8 @@ def olmo3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = olmo2(ropes["full_attention"], names)
     assert base.decoder is not None
     layer = base.decoder.layers[0]
-    position, window = rotary(ropes["sliding_attention"], layer.mixer.head_dim), raw.get("sliding_window", 4096)
-    sliding = replace(layer, mixer=replace(layer.mixer, window=window, position=position))
+    position, window = rotary(ropes["sliding_attention"], layer.attention.head_dim), raw.get("sliding_window", 4096)
+    sliding = replace(layer, mixer=replace(layer.attention, window=window, position=position))
     layers = {"sliding_attention": sliding, "full_attention": layer}
     return replace(
         base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, base.decoder.num_layers, _PERIOD))

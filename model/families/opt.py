@@ -45,7 +45,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         here = there = f"decoder.layers.{i}"
         slot, bias = "pre" if layer.norms[0].pre else "post", layer.mlp.bias
         names = (f"{here}.self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
-        yield from self_attention(layer.mixer, f"{there}.attn", *names)
+        yield from self_attention(layer.attention, f"{there}.attn", *names)
         yield from affine(f"{here}.self_attn_layer_norm", f"{there}.attn_norms.{slot}")
         yield LinearRule(f"{here}.fc1", f"{there}.mlp.up", bias)
         yield LinearRule(f"{here}.fc2", f"{there}.mlp.down", bias)

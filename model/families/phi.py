@@ -46,8 +46,8 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     for i, layer in enumerate(config.decoder.layers):
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         names = (f"{here}.self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "dense"))
-        yield from self_attention(layer.mixer, f"{there}.attn", *names)
-        for side in "qk" if layer.mixer.qk_norm else "":
+        yield from self_attention(layer.attention, f"{there}.attn", *names)
+        for side in "qk" if layer.attention.qk_norm else "":
             yield from affine(f"{here}.self_attn.{side}_layernorm", f"{there}.attn.{side}_norm")
         yield from affine(f"{here}.input_layernorm", f"{there}.attn_norms.pre")
         yield LinearRule(f"{here}.mlp.fc1", f"{there}.mlp.up")

@@ -223,7 +223,7 @@ def _rules(
     for i, layer in enumerate(encoder.layers):
         here, there = f"{names['layer']}.{i}", f"encoder.layers.{i}"
         for part in ("attn.qkv", "attn.out"):
-            yield LinearRule(f"{here}.{names[part]}", f"{there}.{part}", layer.mixer.qkv_bias)
+            yield LinearRule(f"{here}.{names[part]}", f"{there}.{part}", layer.attention.qkv_bias)
         yield from mlp(layer, encoder.hidden_size, f"{here}.mlp", f"{there}.mlp")
         for norm in ("attn_norms", "mlp_norms"):
             yield from affine(f"{here}.{names[norm]}", f"{there}.{norm}.post")

@@ -33,8 +33,8 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
     def layer(turn: bool, sliding: bool) -> LayerConfig:
         if (turn, sliding) not in found:
-            position = plain.mixer.position if turn else None
-            mixer = replace(plain.mixer, position=position, window=window if sliding else None)
+            position = plain.attention.position if turn else None
+            mixer = replace(plain.attention, position=position, window=window if sliding else None)
             found[turn, sliding] = replace(plain, mixer=mixer)
         return found[turn, sliding]
 

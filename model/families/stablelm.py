@@ -33,7 +33,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     norms = {"input_layernorm": "attn_norms.pre"} | ({} if one_norm else {"post_attention_layernorm": "mlp_norms.pre"})
     yield from llama.rules(with_attention(config, qk_norm=None), norms=norms)
     for i, layer in enumerate(config.decoder.layers):
-        attention = layer.mixer
+        attention = layer.attention
         for side, heads in (("q", attention.num_heads), ("k", attention.num_kv_heads)) if attention.qk_norm else ():
             for head in range(heads):
                 source = f"layers.{i}.self_attn.{side}_layernorm.norms.{head}.weight"

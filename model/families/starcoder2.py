@@ -37,7 +37,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     for i, layer in enumerate(config.decoder.layers):
         here, there, bias = f"layers.{i}", f"decoder.layers.{i}", layer.mlp.bias
         names = (f"{here}.self_attn.{part}_proj" for part in "qkvo")
-        yield from self_attention(layer.mixer, f"{there}.attn", *names)
+        yield from self_attention(layer.attention, f"{there}.attn", *names)
         yield from affine(f"{here}.input_layernorm", f"{there}.attn_norms.pre")
         yield from affine(f"{here}.post_attention_layernorm", f"{there}.mlp_norms.pre")
         yield LinearRule(f"{here}.mlp.c_fc", f"{there}.mlp.up", bias)

@@ -116,7 +116,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
                 table = f"{there}.bias.weight" if stack.shared_bias is None else f"{side}.bias.weight"
                 yield TensorRule(f"{here}.0.SelfAttention.relative_attention_bias.weight", table)
             names = (f"{here}.0.SelfAttention.{part}" for part in "qkvo")
-            yield from self_attention(layer.mixer, f"{there}.attn", *names)
+            yield from self_attention(layer.attention, f"{there}.attn", *names)
             yield from affine(f"{here}.0.layer_norm", f"{there}.attn_norms.pre", bias=False)
             if layer.cross is not None:
                 names = (f"{here}.1.EncDecAttention.{part}" for part in "qkvo")

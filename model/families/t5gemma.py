@@ -51,7 +51,7 @@ def _module(raw: Settings, side: str) -> ModelConfig:
 
 
 def _with_cross(layer: LayerConfig) -> LayerConfig:
-    cross = replace(layer.mixer, position=None, window=None)
+    cross = replace(layer.attention, position=None, window=None)
     return replace(layer, cross=cross, norms=(layer.norms[0], *layer.norms))
 
 
@@ -69,7 +69,9 @@ def _layers(side: str, stack: StackConfig) -> Iterator[Rule]:
     for i, layer in enumerate(stack.layers):
         here = f"{side}.layers.{i}"
         sublayers = {"self_attn": "attn", "feedforward": "mlp"}
-        yield from self_attention(layer.mixer, f"{here}.attn", *(f"{here}.self_attn.{part}_proj" for part in "qkvo"))
+        yield from self_attention(
+            layer.attention, f"{here}.attn", *(f"{here}.self_attn.{part}_proj" for part in "qkvo")
+        )
         if layer.cross is not None:
             sublayers["cross_attn"] = "cross"
             names = (f"{here}.cross_attn.{part}_proj" for part in "qkvo")

@@ -59,7 +59,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
         parts = ("attention.query", "attention.key", "attention.value", "output.dense")
         names = (f"{here}.attention.{part}" for part in parts)
-        yield from self_attention(layer.mixer, f"{there}.attn", *names)
+        yield from self_attention(layer.attention, f"{there}.attn", *names)
         yield from affine(f"{here}.layernorm_before", f"{there}.attn_norms.pre")
         yield from affine(f"{here}.layernorm_after", f"{there}.mlp_norms.pre")
         yield LinearRule(f"{here}.intermediate.dense", f"{there}.mlp.up")

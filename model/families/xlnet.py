@@ -54,7 +54,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.encoder is not None
     yield TensorRule("word_embedding.weight", "tokens.weight")
     for i, layer in enumerate(config.encoder.layers):
-        attention = layer.mixer
+        attention = layer.attention
         stored = (config.encoder.hidden_size, attention.num_heads, attention.head_dim)
         here, there = f"layer.{i}.rel_attn", f"encoder.layers.{i}"
         for part, name in enumerate("qkv"):

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.config.cache import cached_elements
+from model.config.cache import cached_elements, state_bytes
 from model.config.layer import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
     ExpertsConfig,
+    GatedDeltaConfig,
     LayerConfig,
     MLPConfig,
     RotaryConfig,
@@ -32,6 +33,7 @@ _POSITIONS = {
     XLNetRelativeConfig: "xlnet relative",
     DisentangledConfig: "disentangled",
 }
+_RECURRENCE = 8  # operations on each number of a state: what keys and queries read of it, its decay, its update
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -40,7 +42,7 @@ class Flops:
     """Floating-point operations for one token; over n tokens attention costs O(n^2 d), the rest O(n d^2)."""
 
     projections: int  # q, k, v and out, of self and cross attention; a convolution
-    attention: int  # scores and weighted sums
+    attention: int  # scores and weighted sums; what a recurrent layer does with its state
     feed_forward: int
     head: int
 
@@ -84,8 +86,10 @@ class Anatomy:
         return Flops(
             projections=2 * projections,
             attention=sum(
-                2 * _products(layer.mixer) * _seen(layer.mixer, context, causal=config.causal) * layer.mixer.query_size
-                for layer in config.layers
+                2 * _products(mixer) * _seen(mixer, context, causal=config.causal) * mixer.query_size
+                if isinstance(mixer, AttentionConfig)
+                else _RECURRENCE * mixer.value_size * mixer.key_dim
+                for mixer in (layer.mixer for layer in config.layers)
             ),
             feed_forward=2 * self.multiplied[f"{stack} MLP"],
             head=head,
@@ -102,7 +106,7 @@ class Anatomy:
 
     def sequences_that_fit(self, memory: int, length: int, dtype: str) -> int:
         """Return the number of decoder sequences of `length` tokens whose KV cache fits into `memory` bytes."""
-        each = cached_elements(self.config.decoder, length) * DTYPE_BYTES[dtype]
+        each = cached_elements(self.config.decoder, length) * DTYPE_BYTES[dtype] + state_bytes(self.config.decoder)
         return memory // each if each else 0
 
 
@@ -140,10 +144,14 @@ def describe_stack(config: StackConfig) -> dict[str, str]:
         return "; ".join(f"{words} ({_in_layers(indices)})" for words, indices in groups.items())
 
     def attention(layer: LayerConfig) -> str:
-        window = f", window {layer.mixer.window}" if layer.mixer.window else ""
-        softcap = f", softcap {layer.mixer.softcap:g}" if layer.mixer.softcap else ""
+        mixer = layer.mixer
+        if isinstance(mixer, GatedDeltaConfig):
+            return f"gated delta rule, convolution over {mixer.kernel}"
+        window = f", window {mixer.window}" if mixer.window else ""
+        softcap = f", softcap {mixer.softcap:g}" if mixer.softcap else ""
+        gate = ", output gate" if mixer.output_gate else ""
         cross = " + cross" if layer.cross is not None else ""
-        return ("causal" if config.causal else "bidirectional") + window + softcap + cross
+        return ("causal" if config.causal else "bidirectional") + window + softcap + gate + cross
 
     return {
         "layers": f"{config.num_layers}{sharing}",
@@ -168,7 +176,10 @@ def _in_layers(indices: Sequence[int]) -> str:
     return f"layer{'s' if len(indices) > 1 else ''} {', '.join(names)}"
 
 
-def _heads(attention: AttentionConfig) -> str:
+def _heads(attention: AttentionConfig | GatedDeltaConfig) -> str:
+    if isinstance(attention, GatedDeltaConfig):
+        keys = f", {attention.num_key_heads} key heads of {attention.key_dim}"
+        return f"{attention.num_value_heads} of {attention.value_dim}{keys}"
     heads = f"{attention.num_heads} of {attention.head_dim}"
     if attention.num_kv_heads != attention.num_heads:
         heads += f", {attention.num_kv_heads} key/value heads"
@@ -176,7 +187,7 @@ def _heads(attention: AttentionConfig) -> str:
 
 
 def _positions(config: StackConfig, layer: LayerConfig) -> str:
-    position = layer.mixer.position
+    position = layer.mixer.position if isinstance(layer.mixer, AttentionConfig) else None
     if position is None:
         return config.position.kind.value
     words = _POSITIONS[type(position)]

@@ -18,13 +18,14 @@ from model.network.step_context import StepContext
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention of a sequence to itself; q, k and v come from one matrix `[q; k; v]`."""
+    """Multi-head attention of a sequence to itself; q, k and v are of one matrix `[q; k; v]`, or `[q; gate; k; v]`."""
 
     def __init__(self, config: AttentionConfig, hidden_size: int, linear: LinearFactory) -> None:
         super().__init__()
         self.config = config
         queries, keys = Part(config.num_heads, config.head_dim), Part(config.num_kv_heads, config.head_dim)
-        self.qkv = linear(LinearSpec("qkv", hidden_size, (queries, keys, keys), config.qkv_bias, Split.OUTPUTS))
+        parts = (queries, *[queries] * config.output_gate, keys, keys)
+        self.qkv = linear(LinearSpec("qkv", hidden_size, parts, config.qkv_bias, Split.OUTPUTS))
         self.out = linear(_output(config, hidden_size))
         self.offset = nn.Parameter(torch.empty(config.num_heads, config.head_dim)) if config.query_offset else None
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
@@ -43,7 +44,9 @@ class SelfAttention(nn.Module):
         bias: ScoreBias | None,
     ) -> Tensor:
         config = self.config
-        q, k, v = step.project(self.qkv, x).split((config.query_size, config.kv_size, config.kv_size), dim=-1)
+        gates = config.query_size * config.output_gate  # or none
+        sizes = (config.query_size, gates, config.kv_size, config.kv_size)
+        q, gate, k, v = step.project(self.qkv, x).split(sizes, dim=-1)
         q = q.unflatten(-1, (config.num_heads, config.head_dim))
         k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
         v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
@@ -54,7 +57,7 @@ class SelfAttention(nn.Module):
         backend, metadata = backend_of(step.backend, config), step.inputs.metadata_of(cache)
         if isinstance(backend, PreparingBackend) and (preparation := self._preparation(step)) is not None:
             mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias, self.sinks)
-            return step.project(self.out, mixed.flatten(1))
+            return step.project(self.out, self._gated(mixed.flatten(1), gate))
         if config.qk_norm is not None and not self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.offset is not None:
@@ -64,7 +67,11 @@ class SelfAttention(nn.Module):
         if (read := step.inputs.read_rows) is not None:
             k, v = k[read], v[read]
         mixed = backend.forward(q, k, v, cache, metadata, config, bias, self.sinks)
-        return step.project(self.out, mixed.flatten(1))
+        return step.project(self.out, self._gated(mixed.flatten(1), gate))
+
+    def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        """What the heads have read `[T, H D]`, through the gate if there is one."""
+        return mixed * gate.sigmoid() if self.config.output_gate else mixed
 
     def _preparation(self, step: StepContext) -> Preparation | None:
         """The norms and the rotation of heads as data; None: there is neither, or more than these."""

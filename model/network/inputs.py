@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata
 from model.cache.paged import LayerCache
+from model.cache.states import StateSpan
 from model.network.adapters import RowAdapters
 from model.system.transfer import device_tensor, to_device
 
@@ -29,6 +30,7 @@ class StackInput:
     read_rows: Tensor | None = None  # [T'] the rows that are keys, without a cache; None: all
     adapters: RowAdapters | None = None  # None: no row has one
     contexts: Tensor | None = None  # [T] tokens that each row's request may come to; None: those of its segment
+    states: tuple[StateSpan, ...] = ()  # which states the rows of recurrent layers go on from, if there is a cache
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
         """What a layer with this cache attends by."""

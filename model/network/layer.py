@@ -1,4 +1,4 @@
-"""One layer: attention, cross attention and feed-forward, each with its norms and a residual sum."""
+"""One layer: attention or a recurrence, cross attention and feed-forward, each with its norms and a residual sum."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from model.attention.base import ScoreBias, SegmentGroup
 from model.cache.paged import LayerCache
+from model.cache.states import StateCache
 from model.config.layer import (
     AlibiConfig,
+    AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
     LayerConfig,
@@ -17,6 +19,7 @@ from model.config.layer import (
 )
 from model.linear.factory import LinearFactory
 from model.network.attention import CrossAttention, SelfAttention
+from model.network.delta_net import GatedDeltaNet
 from model.network.disentangled import DisentangledBias
 from model.network.experts import build_feed_forward
 from model.network.fused_ops import add_norm
@@ -55,6 +58,9 @@ class Residual:
 class Layer(nn.Module):
     """`x = post(x + output(sublayer(pre(x))))` for attention, cross attention and MLP (`model.config.layer.Norms`)."""
 
+    attn: SelfAttention  # of a layer with attention
+    delta: GatedDeltaNet  # of a recurrent one
+
     def __init__(
         self, config: LayerConfig, hidden_size: int, linear: LinearFactory, *, causal: bool, source_size: int
     ) -> None:
@@ -63,20 +69,11 @@ class Layer(nn.Module):
         self.config = config
         self.hidden_size = hidden_size
         norms = iter(config.norms)
-        position = config.mixer.position
         self.attn_norms = SublayerNorms(next(norms), hidden_size)
-        self.attn = SelfAttention(config.mixer, hidden_size, linear.within("attn"))
         self.bias: BucketBias | AlibiBias | None = None  # of this layer alone
-        if isinstance(position, BucketBiasConfig) and not position.shared:
-            self.bias = BucketBias(position, config.mixer.num_heads, bidirectional=not causal)
-        if isinstance(position, AlibiConfig):
-            self.bias = AlibiBias(position)
-        self.shares_bias = isinstance(position, BucketBiasConfig) and position.shared
+        self.shares_bias = False
         self.relative: RelativeBias | DisentangledBias | None = None
-        if isinstance(position, XLNetRelativeConfig):
-            self.relative = RelativeBias(config.mixer, hidden_size, linear.within("relative"))
-        if isinstance(position, DisentangledConfig):
-            self.relative = DisentangledBias(config.mixer, hidden_size, linear.within("relative"))
+        self._set_mixer(linear, causal=causal)
         self.cross: CrossAttention | None = None
         if config.cross is not None:
             self.cross_norms = SublayerNorms(next(norms), hidden_size)
@@ -84,14 +81,30 @@ class Layer(nn.Module):
         self.mlp_norms = SublayerNorms(next(norms), hidden_size)
         self.mlp = build_feed_forward(config.feed_forward, hidden_size, linear.within("mlp"))
 
+    def _set_mixer(self, linear: LinearFactory, *, causal: bool) -> None:
+        mixer, hidden_size = self.config.mixer, self.hidden_size
+        if not isinstance(mixer, AttentionConfig):
+            self.delta = GatedDeltaNet(mixer, hidden_size, linear.within("delta"))
+            return
+        self.attn, position = SelfAttention(mixer, hidden_size, linear.within("attn")), mixer.position
+        if isinstance(position, BucketBiasConfig) and not position.shared:
+            self.bias = BucketBias(position, mixer.num_heads, bidirectional=not causal)
+        if isinstance(position, AlibiConfig):
+            self.bias = AlibiBias(position)
+        self.shares_bias = isinstance(position, BucketBiasConfig) and position.shared
+        if isinstance(position, XLNetRelativeConfig):
+            self.relative = RelativeBias(mixer, hidden_size, linear.within("relative"))
+        if isinstance(position, DisentangledConfig):
+            self.relative = DisentangledBias(mixer, hidden_size, linear.within("relative"))
+
     def forward(self, x: Tensor, step: StepContext, cache: LayerCache | None) -> Tensor:  # [T, d] -> [T, d]
         return self.advance(Residual(x), step, cache).whole
 
-    def advance(self, residual: Residual, step: StepContext, cache: LayerCache | None) -> Residual:
+    def advance(self, residual: Residual, step: StepContext, cache: LayerCache | StateCache | None) -> Residual:
         """As `forward`, but with sums left open: whatever norm comes next is computed with them."""
         attn, mlp = self.attn_norms, self.mlp_norms
         x, read = residual.normed(attn.pre)
-        mixed = self._scaled(self.attn(read, step, cache, self._score_bias(step)))
+        mixed = self._scaled(self._mixed(read, step, cache))
         if self.config.parallel:
             mixed = attn.output(mixed) if attn.has_output else mixed
             inner = self._scaled(self.mlp(read if self.config.one_norm else mlp.pre(x), step))
@@ -100,11 +113,22 @@ class Layer(nn.Module):
             x, read = _join(x, mixed, attn, mlp.pre)
         else:
             x, read = _join(x, mixed, attn, self.cross_norms.pre)
+            assert not isinstance(cache, StateCache)
             x, read = _join(x, self._scaled(self.cross(read, step, cache)), self.cross_norms, mlp.pre)
         last = Update(self._scaled(self.mlp(read, step)), mlp.output if mlp.has_output else None)
         if isinstance(mlp.post, nn.Identity):
             return Residual(x, last)
         return Residual(add_norm(x, last.rows, mlp.post, last.norm)[1])
+
+    def _mixed(self, x: Tensor, step: StepContext, cache: LayerCache | StateCache | None) -> Tensor:
+        """What attention or the recurrence makes of the rows."""
+        if isinstance(self.config.mixer, AttentionConfig):
+            assert not isinstance(cache, StateCache)
+            mixed: Tensor = self.attn(x, step, cache, self._score_bias(step))
+        else:
+            assert not isinstance(cache, LayerCache)
+            mixed = self.delta(x, step, cache)
+        return mixed
 
     def _scaled(self, rows: Tensor) -> Tensor:
         """What a sublayer adds to the residual stream."""

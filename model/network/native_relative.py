@@ -61,7 +61,7 @@ class NativePositions:
         for side, rows in zip(("keys", "queries"), vectors.by_reach(self._reach), strict=True):
             if rows is not None:
                 by_head = rows.transpose(0, 1).flatten(0, 1)  # [H * 2 reach, D]
-                packed = packed_linear(self._library, by_head, kind=_kind(layer.config.mixer, self._dtype))
+                packed = packed_linear(self._library, by_head, kind=_kind(layer.config.attention, self._dtype))
                 setattr(into, side, packed.matrix)
                 self._packed.append(packed)
 
@@ -70,7 +70,7 @@ def relative_bytes(config: StackConfig, dtype: torch.dtype, longest: int) -> int
     """What the relative positions of a stack take for segments of up to `longest` keys."""
     total = 0
     for layer in config.distinct_layers:
-        mixer, position = layer.mixer, layer.mixer.position
+        mixer, position = layer.attention, layer.attention.position
         if isinstance(position, DisentangledConfig):
             sides = position.content_to_position + position.position_to_content
             rows = mixer.num_heads * 2 * _reach_of(longest)

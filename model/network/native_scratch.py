@@ -55,7 +55,7 @@ def _of_stack(
 
 def _layer(config: LayerConfig, stack: StackConfig, kind: Kind, group: int) -> Layer:
     """A layer whose matrices have sizes and no data."""
-    hidden, query, kv = stack.hidden_size, config.mixer.query_size, config.mixer.kv_size
+    hidden, query, kv = stack.hidden_size, config.attention.query_size, config.attention.kv_size
 
     def matrix(n: int, k: int) -> PackedMatrix:
         return PackedMatrix(int(kind), n, k, group=group)

@@ -21,6 +21,7 @@ from model.config.cache import pool_of_layers
 from model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind
 from model.config.layer import (
     AlibiConfig,
+    AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
     LayerConfig,
@@ -126,7 +127,7 @@ class NativeStack:
         """Why the stack is not computed in C; None: it is. It is when each of its layers is."""
         if config.position.every_layer:
             return "positions are added before every layer"
-        if not config.causal and any(layer.mixer.sinks for layer in config.layers):
+        if not config.causal and any(layer.attention.sinks for layer in config.layers):
             return "an encoder's layers have attention sinks"
         reasons = ((index, unsupported_layer(layer)) for index, layer in enumerate(config.layers))
         return next((f"layer {index} has {reason}" for index, reason in reasons if reason is not None), None)
@@ -150,7 +151,7 @@ class NativeStack:
         step.num_segments, step.segments = len(segments), segments
         kept: list[Tensor] = []
         for pool in range(pools):
-            layer = cache.layers[cache.pools[pool].layers[0]] if cache is not None else None
+            layer = cache.pages[cache.pools[pool].layers[0]] if cache is not None else None
             kept += fill_segments(segments[pool], inputs.metadata_of(layer), layer)
             if cross is not None:
                 kept += fill_segments(segments[pools + pool], cross.metadata_of(layer), layer)
@@ -190,7 +191,7 @@ class NativeStack:
         data = layer_structure(layer.config, self.stack.config)
         attn, mlp = data.self, data.mlp
         attn.norms = self._norms(layer.attn_norms)
-        if layer.config.mixer.qk_norm is not None:
+        if layer.config.attention.qk_norm is not None:
             attn.q_norm, attn.k_norm = self._norm(layer.attn.q_norm), self._norm(layer.attn.k_norm)
         attn.input, attn.output = packed_matrix(layer.attn.qkv), packed_matrix(layer.attn.out)
         if layer.attn.sinks is not None:
@@ -258,16 +259,21 @@ class NativeStack:
 
 def unsupported_layer(layer: LayerConfig) -> str | None:
     """What of a layer is not computed in C; None: nothing."""
-    if isinstance(layer.mixer.position, XLNetRelativeConfig):
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionConfig):
+        return "a recurrence"
+    if mixer.output_gate:
+        return "an output gate"
+    if isinstance(mixer.position, XLNetRelativeConfig):
         return "XLNet's relative positions"
-    if isinstance(layer.mixer.position, DisentangledConfig) and layer.mixer.window is not None:
+    if isinstance(mixer.position, DisentangledConfig) and mixer.window is not None:
         return "a window beside disentangled positions"
     return unsupported_feed_forward(layer.feed_forward)
 
 
 def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     """A layer without weights: what it computes, which norms it has, and which of a step's arrays it reads."""
-    attention, cross = config.mixer, config.cross
+    attention, cross = config.attention, config.cross
     pools = pool_of_layers(stack)
     pool = pools[stack.layers.index(config)]
     attn = AttentionLayer(shape=shape_of(attention), segments=pool, rotary=_NONE, score_bias=_NONE, relative=_NONE)

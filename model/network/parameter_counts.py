@@ -11,6 +11,7 @@ from model.network.build import build_model
 
 _SUBLAYERS = {
     "attn": "attention",
+    "delta": "attention",
     "relative": "attention",
     "cross": "cross attention",
     "mlp": "MLP",

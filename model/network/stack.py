@@ -164,7 +164,7 @@ class StackPass:
         if index > 0 and stack.positions is not None and stack.config.position.every_layer:
             x = before.whole
             before = Residual(x + stack.positions(step.inputs.positions).to(x.dtype))
-        cache = self._cache.layers[index] if self._cache is not None else None
+        cache = self._cache.of_layer(index) if self._cache is not None else None
         self._residual = stack.layer(index).advance(before, step, cache)
         if index == 0 and stack.convolution is not None:
             self._residual = Residual(stack.convolution(before.whole, self._residual.whole, step.inputs.metadata))
@@ -174,8 +174,9 @@ def _shared_bias(config: StackConfig) -> BucketBias | None:
     """The table of bucketed biases that layers have in common (T5)."""
     if (shared := config.shared_bias) is None:
         return None
-    assert isinstance(shared.mixer.position, BucketBiasConfig)
-    return BucketBias(shared.mixer.position, shared.mixer.num_heads, bidirectional=not config.causal)
+    attention = shared.attention
+    assert isinstance(attention.position, BucketBiasConfig)
+    return BucketBias(attention.position, attention.num_heads, bidirectional=not config.causal)
 
 
 def _added_positions(config: StackConfig, size: int) -> nn.Module | None:

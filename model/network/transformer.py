@@ -147,7 +147,7 @@ class Transformer(nn.Module):
     def write_encoder_output(self, encoder_output: Tensor, cache: KVCache, slots: Tensor) -> None:
         """Put each layer's cross keys and values of `encoder_output` `[S, d]` at `slots` `[P, S]` of its pool."""
         assert self.decoder is not None
-        for index, layer_cache in enumerate(cache.layers):
+        for index, layer_cache in cache.pages.items():
             cross = self.decoder.layer(index).cross
             assert cross is not None
             layer_cache.write(slots[layer_cache.pool], *cross.project(encoder_output))

@@ -47,6 +47,7 @@ class Pools(msgspec.Struct, tag=True):
     num_pages: list[int]  # of each pool
     block_size: int
     dtype: str
+    num_states: int = 0  # slots, of recurrent layers
 
 
 class Record(msgspec.Struct, tag=True):
@@ -70,6 +71,7 @@ class Step(msgspec.Struct, tag=True):
     sources: tuple[Source, ...] = ()
     source_slots: tuple[int, ...] = ()
     scored: tuple[tuple[int, int], ...] = ()
+    states: tuple[tuple[int, int, int, int], ...] = ()
 
 
 class Call(msgspec.Struct, tag=True):

@@ -89,9 +89,9 @@ class RankProcesses:
         self.group.connect(self._rendezvous)
         return [(answer.free, answer.total) for answer in self._receive_answers()]
 
-    def make_pools(self, num_pages: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
-        """Have every rank allocate the KV pools of its heads; return when that is done."""
-        self._send(Pools(list(num_pages), block_size, dtype_name(dtype)))
+    def make_pools(self, num_pages: Sequence[int], block_size: int, dtype: torch.dtype, num_states: int = 0) -> None:
+        """Have every rank allocate the KV pools, and slots for states, of its heads; return when that is done."""
+        self._send(Pools(list(num_pages), block_size, dtype_name(dtype), num_states))
         self._receive_answers()
 
     def record(self, max_num_seqs: int, max_model_len: int, record_own: Callable[[], str]) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from model.api.engine_config import EngineConfig
 from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.config.cache import paged_specs, pools_of
+from model.config.cache import paged_specs, pools_of, state_bytes
 from model.engine.cache_budget import KVLayout
 from model.engine.memory_plan import WeightPlan, cpu_formats, plan_weights
 from model.errors import ConfigError
@@ -134,6 +134,9 @@ def _costs(anatomy: Anatomy, context: int, memory: int) -> Table:
             if pool.window is not None:
                 kept = f"  of which {len(pool.layers)} layers keep the last {pool.window:,} tokens"
                 table.add_row(kept, f"{pool.token_bytes:,}")
+        if recurrent := state_bytes(anatomy.config.decoder):
+            layers = len(anatomy.config.decoder.recurrences)
+            table.add_row(f"state bytes a sequence, of {layers} recurrent layers (float32)", f"{recurrent:,}")
         fitting = anatomy.sequences_that_fit(memory, context, _DTYPE)
         table.add_row(f"sequences of {context} tokens in {_size(memory)} of KV", f"{fitting:,}")
     return table

@@ -10,12 +10,12 @@ from zlib import crc32
 
 from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
 from model.api.source import token_source
-from model.config.cache import PoolSize
+from model.config.cache import PoolSize, StateSize
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.block_pool import NULL_BLOCK
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
-from model.engine.scheduling.sequence import PLACEHOLDER, SequenceStatus
+from model.engine.scheduling.sequence import NO_STATE, PLACEHOLDER, SequenceStatus
 from model.engine.scheduling.step_budget import UNLIMITED
 
 VOCAB = 1000
@@ -46,6 +46,7 @@ class ScriptedRunner:
         self.steps: list[SchedulerOutput] = []
         # By (pool, slot): what its keys were computed of, which is all that they depend on.
         self.written: dict[tuple[int, int], object] = {}
+        self.states: dict[int, object] = {}  # the same by slot of a state
 
     def probe(self) -> None:
         """A script always works."""
@@ -84,6 +85,8 @@ class ScriptedRunner:
             slots = self._slots(number, sequence.tables[number], read, stop)
             assert [self.written[slot] for slot in slots] == keys[read:], "keys of other tokens"
             assert [self.written[slot] for slot in cross_slots] == memory, "memory of another source"
+        if self.block_manager.has_states:
+            self._recur(step, salt, tokens)
         if not step.samples:
             return None
         end = len(tokens) - len(step.drafts)
@@ -91,6 +94,14 @@ class ScriptedRunner:
         right = sum(accumulate(map(eq, said, step.drafts), and_))  # up to the first that is wrong
         first, *later = map(SampledToken, said[: 1 + right])
         return first._replace(later=tuple(later))
+
+    def _recur(self, step: ScheduledSequence, salt: str, tokens: list[int]) -> None:
+        sequence = step.sequence
+        read = None if sequence.state_slot == NO_STATE else self.states[sequence.state_slot]
+        assert read == ((salt, tuple(tokens[: step.start])) if step.start else None), "a state of other tokens"
+        assert sequence.state_slot not in [slot for _, slot in sequence.state_writes], "a state that is read is written"
+        self.states |= {slot: (salt, tuple(tokens[:at])) for at, slot in sequence.state_writes}
+        assert sequence.state_writes[-1][0] == step.start + step.num_tokens
 
     def _slots(self, pool: int, table: list[int], start: int, stop: int) -> list[tuple[int, int]]:
         slots = self.block_manager.slots(table, start, stop)
@@ -116,9 +127,11 @@ class Harness:
         overlap: bool = False,
         pools: Sequence[PoolSize] = (),
         num_speculative_tokens: int = 0,
+        states: StateSize | None = None,
     ) -> None:
         """`pools` instead of one of `num_blocks` without a window."""
-        blocks = BlockManager(pools or [PoolSize(num_blocks)], block_size, prefix_caching=prefix_caching)
+        pools = pools or [PoolSize(num_blocks)]
+        blocks = BlockManager(pools, block_size, prefix_caching=prefix_caching, states=states)
         self.runner = ScriptedRunner(blocks, script)
         self.engine = GenerateEngine(
             "scripted",

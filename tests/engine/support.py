@@ -13,7 +13,7 @@ from model.api.request import Request, SamplingParams, TokenOutput
 from model.api.source import token_source
 from model.attention.base import AttentionBackend
 from model.cache.paged import KVCache
-from model.config.cache import PoolSize, paged_specs, pools_of
+from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from model.config.model import StackConfig
 from model.engine.execution.model_runner import ModelRunner, SampledToken, decodes_first
 from model.engine.execution.step_program import StepPlan, StepProgram
@@ -108,8 +108,10 @@ def running(
     decoder = model.config.decoder
     assert decoder is not None
     pools = pools_for(decoder, num_blocks)
-    blocks = BlockManager(pools, block_size, short_context=model.config.short_context)
-    cache = KVCache(decoder, [pool.num_pages for pool in pools], block_size, torch.float32, CPU)
+    states = StateSize(max_num_seqs, max_num_seqs) if decoder.recurrences else None
+    blocks = BlockManager(pools, block_size, short_context=model.config.short_context, states=states)
+    num_states = states.num_slots if states is not None else 0
+    cache = KVCache(decoder, [pool.num_pages for pool in pools], block_size, torch.float32, CPU, num_states)
     runner = RecordingRunner(model, cache, blocks)
     scheduler = Scheduler(blocks, max_num_seqs, budget)
     engine = GenerateEngine(kind, runner, scheduler, max_model_len=100, eos_token_ids=model.config.eos_token_ids)

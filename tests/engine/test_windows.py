@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model.api.engine_config import EngineConfig
 from model.api.request import SamplingParams
 from model.api.stats import CachePool, ModelInfo
-from model.config.cache import PoolSize, PoolSpec
+from model.config.cache import PoolSize, PoolSpec, StateSize
 from model.engine.cache_budget import KVLayout
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.block_pool import NULL_BLOCK
@@ -66,17 +66,27 @@ def test_more_sequences_fit_where_five_of_six_layers_have_a_window() -> None:
     assert kept_together(layout.divide(memory, 1100, 64)) >= 2 * 6
 
 
+STATES = StateSize(6, 6)
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["", "uncached"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("pools", [
     [PoolSize(30), PoolSize(14, 9), PoolSize(11, 3)],
     [PoolSize(40), PoolSize(40, 1)],
     [PoolSize(16, 12)],
-], ids=["three", "one-token", "no-full"])  # fmt: skip
-def test_random_steps_over_a_few_prefixes(pools: list[PoolSize], overlap: bool, prefix_caching: bool) -> None:
+    [PoolSize(30), STATES],
+], ids=["three", "one-token", "no-full", "states"])  # fmt: skip
+def test_random_steps_over_a_few_prefixes(
+    pools: list[PoolSize | StateSize], overlap: bool, prefix_caching: bool
+) -> None:
     """Chunks, prefix hits, preemption, forks, searches and aborts; the runner checks what every token reads."""
     rng = random.Random(7)
-    harness = Harness(pools=pools, budget=13, max_num_seqs=6, overlap=overlap, prefix_caching=prefix_caching)
+    states = STATES if STATES in pools else None
+    blocks = [pool for pool in pools if isinstance(pool, PoolSize)]
+    harness = Harness(
+        pools=blocks, states=states, budget=13, max_num_seqs=6, overlap=overlap, prefix_caching=prefix_caching
+    )
     harness.engine.runner = harness.runner = BeamRunner(harness.engine.block_manager)
     made = []
     for number in range(500):
@@ -84,7 +94,8 @@ def test_random_steps_over_a_few_prefixes(pools: list[PoolSize], overlap: bool, 
             ids = [*[rng.randrange(3)] * rng.randrange(1, 40), *(rng.randrange(5) for _ in range(rng.randrange(1, 4)))]
             settings: dict[str, object] = {"max_tokens": rng.randrange(1, 14), "cache_salt": rng.choice("xy")}
             source = [1, 2, 3, rng.randrange(3)]
-            settings |= rng.choice(({}, {}, {"n": 2}, {"num_beams": 3, "n": 2}, {"source": source}))
+            forms: list[dict[str, object]] = [{}, {}, {"n": 2}, {"num_beams": 3, "n": 2}]
+            settings |= rng.choice(forms if states else [*forms, {"source": source}])
             made.append(harness.add(str(number), ids, **settings))
         if made and rng.random() < 0.05:
             harness.abort(rng.choice(made).request_id)

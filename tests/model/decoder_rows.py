@@ -104,6 +104,20 @@ T5GEMMA: dict[str, Any] = dict(
     decoder_start_token_id=0,
 )
 
+# Two of value heads to one of keys, of different widths.
+_RECURRENT: dict[str, Any] = dict(
+    **{**LLAMA, "num_hidden_layers": 3},
+    head_dim=16,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=12,
+    linear_value_head_dim=8,
+    rms_norm_eps=1e-2,  # of outputs that may be small: what is left of rounding is not blown up
+)
+
+_SHARED_EXPERT = dict(**EXPERTS, shared_expert_intermediate_size=24)
+
 DENSE_DECODERS: Rows = {
     "ministral": random_model("MinistralForCausalLM", LLAMA, **_FOUR, head_dim=12, **_ROPE),
     "ministral3": random_model("Ministral3ForCausalLM", LLAMA, head_dim=12, **_MINISTRAL3),
@@ -160,4 +174,6 @@ DENSE_DECODERS: Rows = {
     "gpt-oss": random_model("GptOssForCausalLM", LLAMA, **_GPT_OSS),
     "mixtral": random_model("MixtralForCausalLM", LLAMA, num_local_experts=5, intermediate_size=20),
     "opt-post-norm": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, enable_bias=False),
+    "qwen3-next": random_model("Qwen3NextForCausalLM", _RECURRENT, **_SHARED_EXPERT, mlp_only_layers=[1], **_ROPE),
+    "qwen3-5": random_model("Qwen3_5ForCausalLM", _RECURRENT, linear_conv_kernel_dim=3, **_ROPE),
 }

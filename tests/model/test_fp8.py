@@ -267,7 +267,7 @@ def test_a_cache_in_fp8_takes_what_one_in_int8_does_and_moves_its_blocks() -> No
     assert decoder is not None
     caches = [KVCache(decoder, [4], 8, dtype, CPU) for dtype in (torch.float8_e4m3fn, torch.int8)]
     assert caches[0].nbytes == caches[1].nbytes == 4 * 8 * pools_of(paged_specs(decoder, "int8"))[0].token_bytes
-    layer, rows = caches[0].layers[1], torch.randn(8, decoder.layers[1].mixer.num_kv_heads, 8)
+    layer, rows = caches[0].layers[1], torch.randn(8, decoder.layers[1].attention.num_kv_heads, 8)
     layer.write(torch.arange(8, 16), rows, -rows)
     caches[0].copy_blocks(0, [3], [1])
     kept, copied = (layer.read(torch.tensor([[block]]), 8) for block in (1, 3))

@@ -93,7 +93,7 @@ def plain(config: ModelConfig, kind: str) -> ModelConfig:
         changes["max_positions"] = 2048
     for name, stack in config.stacks.items():
         if kind.startswith(("gemma2", "gemma3")):  # query_pre_attn_scalar
-            stack = stack.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, scale=1.0)))
+            stack = stack.with_layers(lambda layer: replace(layer, mixer=replace(layer.attention, scale=1.0)))
         if kind in ("smollm3", "starcoder2"):  # windows, and which layers have no positions
             stack = stack.with_layers(without_windows)
         if "t5" in kind:
@@ -104,12 +104,12 @@ def plain(config: ModelConfig, kind: str) -> ModelConfig:
 
 def reach_far(layer: LayerConfig) -> LayerConfig:
     """With T5's own distance, which GGUF takes for granted."""
-    assert isinstance(layer.mixer.position, BucketBiasConfig)
-    return replace(layer, mixer=replace(layer.mixer, position=replace(layer.mixer.position, max_distance=128)))
+    assert isinstance(layer.attention.position, BucketBiasConfig)
+    return replace(layer, mixer=replace(layer.attention, position=replace(layer.attention.position, max_distance=128)))
 
 
 def without_windows(layer: LayerConfig) -> LayerConfig:
-    return replace(layer, mixer=replace(layer.mixer, window=None, position=None))
+    return replace(layer, mixer=replace(layer.attention, window=None, position=None))
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -123,11 +123,11 @@ def test_what_llama_cpp_converts_is_read_back(kind: str, tmp_path: Path) -> None
     original, read = read_checkpoint(saved(kind).path), read_checkpoint(converted(kind, tmp_path, **period))
     expected = plain(original.config, kind)
     if kind == "llama-llama3":  # whose factors say nothing of the context that they were made for
-        position = read.config.decoder.layers[0].mixer.position  # type: ignore[union-attr]
+        position = read.config.decoder.layers[0].attention.position  # type: ignore[union-attr]
         expected = replace(
             expected,
             decoder=expected.decoder.with_layers(  # type: ignore[union-attr]
-                lambda layer: replace(layer, mixer=replace(layer.mixer, position=position))
+                lambda layer: replace(layer, mixer=replace(layer.attention, position=position))
             ),
         )
     assert plain(read.config, kind) == expected
@@ -151,7 +151,7 @@ def test_positions_of_a_roberta_begin_at_zero(tmp_path: Path) -> None:
 
 def test_factors_of_llama_3_are_the_same(tmp_path: Path) -> None:
     paths = (saved("llama-llama3").path, converted("llama-llama3", tmp_path))
-    made, read = (read_checkpoint(path).config.decoder.layers[0].mixer.position for path in paths)  # type: ignore[union-attr]
+    made, read = (read_checkpoint(path).config.decoder.layers[0].attention.position for path in paths)  # type: ignore[union-attr]
     assert isinstance(made, RotaryConfig) and isinstance(read, RotaryConfig)
     assert torch.allclose(rotary_frequencies(made, CPU), rotary_frequencies(read, CPU), rtol=1e-5)
 

@@ -69,13 +69,13 @@ _RMS = NormConfig(NormKind.RMS, 1e-6)  # whose gain is what is stored, not 1 + t
 
 
 def _windows(layer: LayerConfig, by: int) -> LayerConfig:
-    window = layer.mixer.window
-    return layer if window is None else replace(layer, mixer=replace(layer.mixer, window=window + by))
+    window = layer.attention.window
+    return layer if window is None else replace(layer, mixer=replace(layer.attention, window=window + by))
 
 
 def _local_rotary(layer: LayerConfig) -> LayerConfig:
-    position = RotaryConfig(layer.mixer.head_dim, theta=300.0)
-    return replace(layer, mixer=replace(layer.mixer, position=position))
+    position = RotaryConfig(layer.attention.head_dim, theta=300.0)
+    return replace(layer, mixer=replace(layer.attention, position=position))
 
 
 @pytest.mark.parametrize("backend", [SdpaBackend(), *native_backends()], ids=lambda backend: backend.name)
@@ -85,8 +85,8 @@ def _local_rotary(layer: LayerConfig) -> LayerConfig:
         *((kind, partial(_windows, by=by)) for kind in ("mistral", "gemma2", "gemma3", "modernbert") for by in (-1, 1)),
         ("gemma3", _local_rotary),
         ("modernbert", _local_rotary),
-        ("gemma2", lambda layer: replace(layer, mixer=replace(layer.mixer, softcap=2.1))),
-        ("gemma2", lambda layer: replace(layer, mixer=replace(layer.mixer, scale=12**-0.5))),
+        ("gemma2", lambda layer: replace(layer, mixer=replace(layer.attention, softcap=2.1))),
+        ("gemma2", lambda layer: replace(layer, mixer=replace(layer.attention, scale=12**-0.5))),
         ("gemma2", lambda layer: replace(layer, norms=(layer.norms[0], replace(layer.norms[1], output=_RMS)))),
     ],
 )
@@ -206,7 +206,7 @@ def _torch_transformer(model: Transformer) -> nn.Transformer:
     config = model.config
     theirs = nn.Transformer(
         config.decoder.hidden_size,
-        config.decoder.layers[0].mixer.num_heads,
+        config.decoder.layers[0].attention.num_heads,
         config.encoder.num_layers,
         config.decoder.num_layers,
         config.decoder.layers[0].feed_forward.intermediate_size,

@@ -143,7 +143,7 @@ def decoder(*dims: int) -> ModelConfig:
 
 def chosen(found: Selection, config: ModelConfig) -> list[str]:
     assert config.decoder is not None
-    return [backend_of(found.backend, layer.mixer).name for layer in config.decoder.layers]
+    return [backend_of(found.backend, layer.attention).name for layer in config.decoder.layers]
 
 
 def test_a_backend_that_can_computes_every_layer() -> None:

@@ -165,7 +165,7 @@ def test_a_size_is_positive(size: int) -> None:
 def test_heads_of_keys_that_ranks_cannot_share_are_refused() -> None:
     config = config_of("llama")
     assert config.decoder is not None
-    attention = replace(config.decoder.layers[0].mixer, num_heads=12, num_kv_heads=4)
+    attention = replace(config.decoder.layers[0].attention, num_heads=12, num_kv_heads=4)
     config = replace(config, decoder=config.decoder.with_layers(lambda layer: replace(layer, mixer=attention)))
     with pytest.raises(ConfigError, match="must divide the 4 key and value heads of the decoder, or be a multiple"):
         Shard(0, 6).check(config)

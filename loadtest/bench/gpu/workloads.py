@@ -133,7 +133,7 @@ def _prefill(bench: Bench, *, name: str, **settings: Any) -> Figures:
     costs, decoder = ready.roofline(bench).costs, ready.model.config.decoder
     assert decoder is not None
     flops = 2.0 * count * (prompt * costs.decoder + costs.head)
-    attention = 2.0 * count * prompt**2 * sum(layer.mixer.query_size for layer in decoder.layers)  # causal: half of 4
+    attention = 2.0 * count * prompt**2 * sum(one.query_size for one in decoder.attentions)  # causal: half of 4
     rate = bench.ceilings.flops_per_second
     found: Figures = {
         "tokens_per_s": prompt * count / done.seconds,

@@ -19,6 +19,7 @@ from torch import Tensor
 from model.api.request import TokenLogprob
 from model.attention.base import are_uneven
 from model.cache.paged import KVCache
+from model.cache.states import StateSpan
 from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs
@@ -154,6 +155,7 @@ class ModelRunner:
             sources=tuple(sequence.request.source for sequence in new if sequence.request.source is not None),
             source_slots=tuple(self._source_slots(new)),
             scored=tuple(part.rows for part in slices),
+            states=tuple(state_spans(steps)) if self.cache.states else (),
         )
         return plan, slices
 
@@ -261,6 +263,16 @@ def prompt_slices(steps: Rows[ScheduledSequence]) -> Iterator[PromptSlice]:
                 end = min(begin + LOGPROB_ROWS, stop)
                 yield PromptSlice(sequence, (before + begin, before + end), sequence.token_ids[begin:end], top)
         first += step.num_tokens
+
+
+def state_spans(steps: Rows[ScheduledSequence]) -> Iterator[StateSpan]:
+    """Which slots the rows of a step read and write, a span for each state that is kept."""
+    first = 0
+    for step in steps:
+        source, begin = step.sequence.state_slot, step.start
+        for tokens, slot in step.sequence.state_writes:
+            yield StateSpan(first, first + tokens - begin, source, slot)
+            first, begin, source = first + tokens - begin, tokens, slot
 
 
 def _last_rows(steps: Rows[ScheduledSequence]) -> tuple[int, ...] | None:

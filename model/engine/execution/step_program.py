@@ -21,6 +21,7 @@ from torch import Tensor
 from model.api.source import Source
 from model.attention.base import AttentionMetadata, DeviceLengths
 from model.cache.paged import KVCache
+from model.cache.states import StateSpan
 from model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch
 from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
 from model.engine.execution.sources import source_input
@@ -48,6 +49,7 @@ class StepPlan:
     sources: tuple[Source, ...] = ()  # encoded before
     source_slots: tuple[int, ...] = ()  # [P * S] of their S positions in each pool
     scored: tuple[tuple[int, int], ...] = ()  # ranges of rows that prompts are scored by, behind the step
+    states: tuple[tuple[int, int, int, int], ...] = ()  # fields of each `StateSpan`, of recurrent layers
 
     def message(self) -> Step:
         """The plan for the other ranks."""
@@ -65,6 +67,7 @@ class StepPlan:
             self.sources,
             self.source_slots,
             self.scored,
+            self.states,
         )
 
     @classmethod
@@ -83,6 +86,7 @@ class StepPlan:
             message.sources,
             message.source_slots,
             message.scored,
+            message.states,
         )
 
     def check_ids(self, vocabulary: int) -> None:
@@ -154,7 +158,14 @@ class StepProgram:
             fill_placeholders(step, tokens)
         q_lens = tuple(np.diff(host.cu_seqlens.numpy()).tolist())
         metadata, *others = self._metadata(q_lens, tuple(host.kv_lens.tolist()), step, causal=True, uneven=plan.uneven)
-        inputs = StackInput(step.ids, step.positions, metadata, other_pools=tuple(others), contexts=step.contexts)
+        inputs = StackInput(
+            step.ids,
+            step.positions,
+            metadata,
+            other_pools=tuple(others),
+            contexts=step.contexts,
+            states=tuple(StateSpan(*span) for span in plan.states),
+        )
         cross = None
         if self._model.encoder is not None:
             metadata, *others = self._metadata(

@@ -18,6 +18,9 @@ Sequences of equal salt and source share one set of source blocks. It is kept wh
 of them are preempted its blocks are cached, so it is encoded anew only if something else needed the room.
 
 Without prefix caching all sharing is among the sequences of one request, and nothing outlives them.
+
+Of a model with recurrent layers a prefix can be taken over up to a block whose state is known too (`StateSlots`), and
+only what is computed is known: states are read and written in the order of layers, not before them.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from model.config.cache import PoolSize
+from model.config.cache import PoolSize, StateSize
 from model.engine.scheduling.block_hashes import BlockHasher
 from model.engine.scheduling.block_pool import NULL_BLOCK, BlockPool
 from model.engine.scheduling.sequence import SequenceState
+from model.engine.scheduling.state_slots import StateSlots
 
 
 class BlockCopy(NamedTuple):
@@ -50,8 +54,10 @@ class BlockManager:
         *,
         prefix_caching: bool = True,
         short_context: int | None = None,
+        states: StateSize | None = None,
     ) -> None:
-        """`short_context` is the model's: longer requests share no blocks with others (`BlockHasher`)."""
+        """`short_context` is the model's: longer requests share no blocks with others (`BlockHasher`). `states` are for
+        recurrent layers; None: there are none."""
         self.pools = tuple(BlockPool(*size) for size in pools)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
@@ -61,13 +67,26 @@ class BlockManager:
         self._reach = [None if pool.window is None else self.blocks_for(pool.window - 1) for pool in self.pools]
         self._windowed = [(at, reach) for at, reach in enumerate(self._reach) if reach is not None]
         self._hasher = BlockHasher(block_size, across_requests=prefix_caching, short_context=short_context)
+        self._states: StateSlots | None = None
+        if states is not None:
+            self._states = StateSlots(states, block_size, self._hasher, keeps=prefix_caching)
         self._sources: Counter[bytes] = Counter()  # sequences that have not ended, by salt and source
 
     def reset(self) -> None:
         """Make every block free, whatever has it: only after what the sequences say can no longer be believed."""
-        for pool in self.pools:
+        for pool in self._all_pools:
             pool.reset()
         self._sources.clear()
+
+    @property
+    def _all_pools(self) -> tuple[BlockPool, ...]:
+        """Of blocks, and of states."""
+        return self.pools if self._states is None else (*self.pools, self._states.pool)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self._states is not None
 
     @property
     def num_blocks(self) -> int:
@@ -93,14 +112,17 @@ class BlockManager:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no block of any pool is in use."""
-        return all(pool.num_free == pool.num_blocks for pool in self.pools)
+        """Whether no block of any pool is in use, and no state."""
+        return all(pool.num_free == pool.num_blocks for pool in self._all_pools)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def has_room(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Whether `num_tokens` more fit into the blocks of the sequence, the first of which it does not share."""
+        """Whether `num_tokens` more fit into the blocks of the sequence, the first of which it does not share, and
+        nothing else is to be taken for them."""
+        if self._states is not None:
+            return False
         computed, table = sequence.num_computed_tokens, sequence.tables[0]
         if computed + num_tokens > len(table) * self.block_size or sequence.needs_source:
             return False
@@ -109,11 +131,13 @@ class BlockManager:
 
     def can_allocate(self, sequence: SequenceState, num_tokens: int) -> bool:
         """Whether `num_tokens` more tokens of the sequence, and its source if that has no place yet, fit."""
+        if self._states is not None and not self._states.pool.num_free:
+            return False
         wanted = self._missing(sequence, num_tokens) + self._missing_source(sequence)
         return all(wanted <= pool.num_free for pool in self.pools)
 
     def fitting(self, sequence: SequenceState, num_tokens: int) -> int:
-        """As many of the tokens as windowed pools have room for in this step.
+        """As many of the tokens as windowed pools have room for in this step, and as leave a state that can be shared.
 
         Their blocks come back as the sequence goes on, so smaller steps need less; in other pools nothing does.
         """
@@ -121,7 +145,7 @@ class BlockManager:
             free = self.pools[at].num_free - self._writes_shared(sequence) - self._missing_source(sequence)
             room = (len(sequence.tables[0]) + free) * self.block_size - sequence.num_computed_tokens
             num_tokens = min(num_tokens, room if free >= 0 else 0)
-        return num_tokens
+        return num_tokens if self._states is None else self._states.aligned(sequence, num_tokens)
 
     def can_admit(self, together: Sequence[SequenceState]) -> bool:
         """Whether all that is known of waiting sequences fits: of one, or of the beams of a search.
@@ -152,6 +176,8 @@ class BlockManager:
         """
         begin = sequence.num_computed_tokens // self.block_size
         reached = self._find(sequence, begin)
+        if self._states is not None and not sequence.num_computed_tokens:
+            sequence.shared_border = self._num_known(sequence) * self.block_size
         if sequence.scheduled_time is None and self.prefix_caching and sequence.reuses_prefix:
             self.num_queried_tokens += sequence.num_prompt_tokens
         if reached > begin:
@@ -160,6 +186,8 @@ class BlockManager:
                 self.num_hit_tokens += reached * self.block_size - sequence.num_computed_tokens
             sequence.num_computed_tokens = reached * self.block_size
             sequence.num_offered_blocks = reached
+            if self._states is not None:
+                self._states.take_over(sequence, self._hasher.block(sequence, reached - 1))
             self.free_behind_window(sequence)
             for at, table in enumerate(sequence.tables):
                 self._go_on(sequence, at, table, begin, reached)
@@ -185,6 +213,8 @@ class BlockManager:
 
         Returns what must be copied before anything is written: the last block, where others have it too.
         """
+        if self._states is not None:
+            self._states.allocate(sequence, num_tokens)
         copies = []
         if self._writes_shared(sequence):
             last = sequence.num_computed_tokens // self.block_size
@@ -233,6 +263,13 @@ class BlockManager:
                 pool.release(table[index], keep=self.prefix_caching)
                 table[index] = NULL_BLOCK
 
+    def settle(self, sequence: SequenceState) -> None:
+        """Let a sequence have the states that its last step has left, and others the blocks that it has computed."""
+        if self._states is not None:
+            self._states.settle(sequence)
+            if sequence.num_computed_tokens // self.block_size > sequence.num_offered_blocks:
+                self.cache_full_blocks(sequence)
+
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
         """Let the child have the parent's blocks as well."""
         for at, pool in enumerate(self.pools):
@@ -245,6 +282,8 @@ class BlockManager:
                     pool.share(block)
         if parent.uses_source:
             self._use_source(child)
+        if self._states is not None:
+            self._states.fork(parent, child)
 
     def cache_full_blocks(self, sequence: SequenceState, num_tokens: int = 0) -> None:
         """Let the full blocks be found that the sequence has computed, or will have with `num_tokens` more in the step
@@ -291,6 +330,8 @@ class BlockManager:
         What was promised to others and is not computed is known no longer. One that has not `ended`, but was
         preempted, still counts as a user of its source.
         """
+        if self._states is not None:
+            self._states.free(sequence)
         begin = sequence.num_computed_tokens // self.block_size
         if ended and sequence.uses_source:
             self._leave_source(sequence)
@@ -306,7 +347,7 @@ class BlockManager:
 
     def clear_cache(self) -> None:
         """Forget everything; blocks in use stay in use."""
-        for pool in self.pools:
+        for pool in self._all_pools:
             pool.clear_cache()
 
     def forget(self) -> None:
@@ -322,6 +363,8 @@ class BlockManager:
     def check_invariants(self, sequences: Iterable[SequenceState]) -> None:
         """Raise `AssertionError` unless every pool's blocks, every table and every source's users add up."""
         everyone = list(sequences)
+        if self._states is not None:
+            self._states.check_invariants(everyone)
         for at, pool in enumerate(self.pools):
             tables = [table for one in everyone for table in (one.tables[at], one.source_tables[at])]
             pool.check_invariants(Counter(block for table in tables for block in pool.held(table)))
@@ -339,7 +382,9 @@ class BlockManager:
         return 0 if reach is None else max(0, block - reach)
 
     def _is_shared(self, sequence: SequenceState) -> bool:
-        """Whether any other sequence could begin the same."""
+        """Whether any other sequence could begin the same, and find states to go on from."""
+        if self._states is not None:
+            return self.prefix_caching
         return self.prefix_caching or sequence.params.n > 1 or sequence.params.num_beams > 1
 
     def _num_shareable(self, sequence: SequenceState) -> int:
@@ -351,7 +396,7 @@ class BlockManager:
     def _find(self, sequence: SequenceState, begin: int = 0) -> int:
         """The last block up to which a sequence, computed up to block `begin`, could go on from known blocks."""
         stop, reached = self._num_shareable(sequence), begin
-        if not self._windowed:
+        if not self._windowed and self._states is None:
             known = self.pools[0].known
             for index in range(begin, stop):
                 if self._hasher.block(sequence, index) not in known:
@@ -365,9 +410,15 @@ class BlockManager:
                     if pool.window is None:
                         return reached
                     runs[at] = index + 1
-            if all(runs[at] <= max(0, index + 1 - reach) for at, reach in self._windowed):
+            has_windows = all(runs[at] <= max(0, index + 1 - reach) for at, reach in self._windowed)
+            if has_windows and (self._states is None or digest in self._states.pool.known):
                 reached = index + 1
         return reached
+
+    def _num_known(self, sequence: SequenceState) -> int:
+        """Full blocks from its first token on that the first pool knows, whatever states there are."""
+        blocks, known = range(self._num_shareable(sequence)), self.pools[0].known
+        return next((index for index in blocks if self._hasher.block(sequence, index) not in known), len(blocks))
 
     def _num_evictable(self, at: int, together: Sequence[SequenceState], reached: Sequence[int]) -> int:
         """Blocks of a pool that the sequences would take over up to `reached` and that only the cache has."""

@@ -36,6 +36,11 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def num_unused(self) -> int:
+        """Blocks that can be taken and hold nothing."""
+        return len(self._free)
+
+    @property
     def num_cached(self) -> int:
         return len(self._cached)
 

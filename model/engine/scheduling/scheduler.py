@@ -229,6 +229,9 @@ class Scheduler:
         prompt; none for one that lets an older one compute the next of it.
         """
         uncomputed = [sequence.num_uncomputed_tokens for sequence in self.running]
+        if self.block_manager.has_states:
+            for sequence in self.running:
+                self.block_manager.settle(sequence)
         if self.block_manager.has_windows:
             for sequence in self.running:
                 self.block_manager.free_behind_window(sequence)
@@ -315,9 +318,13 @@ class Scheduler:
     def _put(
         self, output: SchedulerOutput, sequence: SequenceState, num_tokens: int, *, encode_source: bool = False
     ) -> None:
-        """Let a sequence that has the blocks compute so many tokens; those behind it may use what it fills."""
+        """Let a sequence that has the blocks compute so many tokens; those behind it may use what it fills, or wait."""
         start = sequence.num_computed_tokens
         output.scheduled.append(ScheduledSequence(sequence, start, num_tokens, encode_source))
+        if self.block_manager.has_states:  # what it fills is known behind the step
+            if num_tokens > 1:
+                self._lead(sequence)
+            return
         if (start + num_tokens) // self.block_manager.block_size > sequence.num_offered_blocks:
             self.block_manager.cache_full_blocks(sequence, num_tokens)
         if start + num_tokens < sequence.num_tokens:

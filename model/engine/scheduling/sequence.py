@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from model.text.grammar_matcher import Matcher
 
 
+NO_STATE = -1  # of a sequence without computed tokens, or of a model without recurrent layers
 PLACEHOLDER = -1  # stands for a token that is sampled already but that only the device knows
 
 
@@ -57,6 +58,12 @@ class SequenceState:
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])  # of its tokens, by pool
     source_tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])  # of its source, by pool
+    state_slot: int = NO_STATE  # of recurrent layers' states behind its computed tokens
+    state_writes: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (tokens, slot) that its step writes; its end last
+    state_border: bytes | None = None  # the hash of the last state that was kept of its output
+    shared_border: int = 0  # tokens up to which others have had the same, when it began
     uses_source: bool = False  # it is counted among those that read its source
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -116,6 +123,7 @@ class SequenceState:
         child = replace(self, token_ids=[*self.token_ids, token_id])
         child.tables = [BlockTable() for _ in self.tables]
         child.source_tables = [BlockTable() for _ in self.source_tables]
+        child.state_slot, child.state_writes = NO_STATE, []
         child.uses_source = False
         child.num_prompt_tokens, child.longest_context = self.num_prompt_tokens, self.longest_context
         child.history = self.history.fork() if self.history is not None else None

@@ -45,5 +45,5 @@ def encoder_rules(rules: Callable[[ModelConfig], Iterable[Rule]]) -> Callable[[M
 
 def see_one_more(layer: LayerConfig) -> LayerConfig:
     """In both directions `transformers` counts a window without the token itself."""
-    window = layer.mixer.window
-    return layer if window is None else replace(layer, mixer=replace(layer.mixer, window=window + 1))
+    window = layer.attention.window
+    return layer if window is None else replace(layer, mixer=replace(layer.attention, window=window + 1))

@@ -47,5 +47,5 @@ def with_layers(config: ModelConfig, **changes: Any) -> ModelConfig:
 def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
     """Return a decoder-only model with fields of every layer's attention changed."""
     assert config.decoder is not None
-    changed = config.decoder.with_layers(lambda layer: replace(layer, mixer=replace(layer.mixer, **changes)))
+    changed = config.decoder.with_layers(lambda layer: replace(layer, mixer=replace(layer.attention, **changes)))
     return replace(config, decoder=changed)

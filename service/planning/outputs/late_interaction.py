@@ -100,6 +100,6 @@ def _can_leave_unread(served: ServedModel, late: LateInteraction) -> bool:
     encoder = served.config.encoder
     if encoder is None:
         return False
-    mixers = [layer.mixer for layer in encoder.layers]
+    mixers = [layer.attention for layer in encoder.layers]
     plain = all(mixer.position is None or isinstance(mixer.position, RotaryConfig) for mixer in mixers)
     return plain and all(mixer.window is None or mixer.window >= (late.query_length or 0) for mixer in mixers)

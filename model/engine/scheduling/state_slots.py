@@ -1,0 +1,118 @@
+"""Gives sequences slots for the states of recurrent layers, and finds slots that hold what they begin with. No tensors.
+
+A step reads the slot of a sequence and writes another, which is the sequence's own once the step is computed: what a
+step has read stays as it was, so a step can be run again, and sequences that were forked read one slot together.
+
+A state cannot be cut: what is shared is the state at the end of a block, under the hash of that block (`BlockHasher`).
+Such snapshots are taken behind the last block that the same prompt could take over, and where a prompt that begins
+like known ones parts from them; while slots are unused also wherever a step ends at the end of a block, of outputs the
+last such. Those that nobody has are evicted, the least recently used first. None takes the place of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from model.config.cache import StateSize
+from model.engine.scheduling.block_hashes import BlockHasher
+from model.engine.scheduling.block_pool import BlockPool
+from model.engine.scheduling.sequence import NO_STATE, SequenceState
+
+
+class StateSlots:
+    """The slots of one model; `keeps`: whether snapshots are taken."""
+
+    def __init__(self, size: StateSize, block_size: int, hasher: BlockHasher, *, keeps: bool) -> None:
+        self.pool = BlockPool(size.num_slots)
+        self._reserved = size.num_sequences
+        self._block_size = block_size
+        self._hasher = hasher
+        self._keeps = keeps
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no sequence has a slot."""
+        return self.pool.num_free == self.pool.num_blocks
+
+    def aligned(self, sequence: SequenceState, num_tokens: int) -> int:
+        """So many tokens, or fewer where a step within known tokens can end at the end of a block instead."""
+        start, stop = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+        border = stop // self._block_size * self._block_size
+        return border - start if self._keeps and start < border and stop < sequence.num_tokens else num_tokens
+
+    def allocate(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Take the slots that a step of so many tokens writes: one for its end, and for snapshots if there is room."""
+        start, stop = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+        last = (sequence.num_tokens - 1) // self._block_size * self._block_size
+        for border in sorted({sequence.shared_border, last}):
+            if self._keeps and start < border < stop and self.pool.num_free > self._reserved:
+                sequence.state_writes.append((border, self.pool.take()))
+        sequence.state_writes.append((stop, self.pool.take()))
+
+    def settle(self, sequence: SequenceState) -> None:
+        """Let the sequence have the state that its last step has left; what no step has computed is given back."""
+        writes = sequence.state_writes
+        if not writes:
+            return
+        sequence.state_writes = []
+        computed = writes[-1][0] == sequence.num_computed_tokens
+        for tokens, slot in writes:
+            if computed:
+                self._make_known(sequence, tokens, slot)
+        kept, last = writes[:-1], writes[-1][1]
+        for slot in [slot for _, slot in kept] + ([sequence.state_slot] if computed else [last]):
+            self._release(slot)
+        if computed:
+            sequence.state_slot = last
+
+    def take_over(self, sequence: SequenceState, digest: bytes) -> None:
+        """Let the sequence have the known state with this hash, instead of its own."""
+        slot = self.pool.known[digest]
+        self.pool.share(slot)
+        self._release(sequence.state_slot)
+        sequence.state_slot = slot
+
+    def fork(self, parent: SequenceState, child: SequenceState) -> None:
+        """Let the child go on from the parent's state."""
+        self.settle(parent)
+        child.state_slot = parent.state_slot
+        if child.state_slot != NO_STATE:
+            self.pool.share(child.state_slot)
+
+    def free(self, sequence: SequenceState) -> None:
+        """Take back what the sequence has; its last state stays known if it can be."""
+        self.settle(sequence)
+        self._release(sequence.state_slot)
+        sequence.state_slot = NO_STATE
+
+    def check_invariants(self, sequences: Iterable[SequenceState]) -> None:
+        """Raise `AssertionError` unless slots and sequences add up."""
+        owned: Counter[int] = Counter()
+        for one in sequences:
+            owned.update(slot for _, slot in one.state_writes)
+            owned.update([one.state_slot] if one.state_slot != NO_STATE else [])
+            assert one.num_computed_tokens == 0 or owned, "computed tokens without a state"
+        self.pool.check_invariants(owned)
+
+    def _release(self, slot: int) -> None:
+        if slot != NO_STATE:
+            self.pool.release(slot, keep=self._keeps)
+
+    def _make_known(self, sequence: SequenceState, tokens: int, slot: int) -> None:
+        """Let a state be found that is at the end of a block of known tokens."""
+        blocks, rest = divmod(tokens, self._block_size)
+        if rest or not self._keeps or tokens > sequence.num_tokens - sequence.has_placeholder:
+            return
+        size, prompt = self._block_size, sequence.num_prompt_tokens
+        wanted = tokens in (sequence.shared_border, (prompt - 1) // size * size, prompt)
+        if not wanted and self.pool.num_unused < self._reserved:
+            return
+        for index in range(len(sequence.block_hashes), blocks):
+            self._hasher.block(sequence, index)
+        digest = sequence.block_hashes[blocks - 1]
+        self.pool.make_known(digest, slot)
+        if tokens > prompt:  # of an output: in the place of the one before
+            if sequence.state_border is not None and sequence.state_border != digest:
+                self.pool.drop(sequence.state_border)
+            sequence.state_border = digest

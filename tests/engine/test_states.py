@@ -1,0 +1,76 @@
+"""Sequences of models with recurrent layers: slots of states, snapshots that others go on from. Without torch."""
+
+from __future__ import annotations
+
+from model.config.cache import PoolSize, PoolSpec, StateSize
+from model.engine.cache_budget import KVLayout
+from tests.engine.scripted import Harness
+
+PREFIX = list(range(100, 122))  # 22 tokens: 5 blocks of 4, and 2 more
+
+
+def hits(harness: Harness, request_id: str) -> int:
+    return max(output.cached_tokens for output in harness.outputs if output.request_id == request_id)
+
+
+def run(harness: Harness, request_id: str, prompt: list[int], **settings: object) -> int:
+    """The tokens of a request's prompt that were found, when it runs alone."""
+    harness.add(request_id, prompt, max_tokens=3, **settings)
+    harness.run()
+    return hits(harness, request_id)
+
+
+def test_a_prompt_is_found_up_to_its_last_full_block() -> None:
+    harness = Harness(states=StateSize(4, 4), budget=64)
+    assert run(harness, "first", PREFIX) == 0
+    assert run(harness, "again", PREFIX) == 20
+    assert run(harness, "longer", [*PREFIX, 7, 8, 9]) == 20
+    assert run(Harness(states=StateSize(4, 4), prefix_caching=False), "alone", PREFIX) == 0
+
+
+def test_where_two_prompts_part_the_third_goes_on() -> None:
+    """No state is known there until the second has come by, whose keys are known up to it."""
+    harness = Harness(states=StateSize(4, 4), budget=64)
+    ways = [[*PREFIX, *range(number, number + 9)] for number in (300, 400, 500)]
+    assert [run(harness, str(number), way) for number, way in enumerate(ways)] == [0, 0, 20]
+
+
+def test_equal_prompts_that_come_together_are_computed_once() -> None:
+    harness = Harness(states=StateSize(4, 4), budget=64)
+    for number in range(3):
+        harness.add(str(number), PREFIX, max_tokens=2)
+    harness.run()
+    assert [hits(harness, str(number)) for number in range(3)] == [0, 20, 20]
+
+
+def test_snapshots_never_take_the_place_of_sequences() -> None:
+    harness = Harness(states=StateSize(2, 0), max_num_seqs=2, budget=64)
+    for number in range(6):
+        harness.add(str(number), list(range(50 * number, 50 * number + 30)), max_tokens=9)
+    harness.run()
+    assert harness.engine.scheduler.num_preemptions == 0
+
+
+def test_a_preempted_sequence_goes_on_from_its_prompts_snapshot() -> None:
+    harness = Harness(states=StateSize(4, 4), budget=64)
+    harness.add("r", PREFIX, max_tokens=12)
+    for _ in range(4):
+        harness.step()
+    harness.engine.scheduler.preempt(harness.engine.scheduler.running[0])
+    harness.run()
+    [again] = [s for step in harness.runner.steps[4:] for s in step.scheduled if s.num_tokens > 1]
+    assert again.start == 20 or again.start == 24  # behind the prompt's last full block, or the output's
+
+
+def test_memory_is_divided_between_blocks_and_states() -> None:
+    layout = KVLayout(16, (PoolSpec(None, (3,), 1000),), False, 256, state_bytes=1_000_000, snapshots=2)
+    assert layout.states_for(3) == StateSize(3, 6)
+    memory = layout.bytes_for(4096) + 20_000_000
+    count = layout.sequences_in(memory, 4096, 64)
+    [pool] = layout.divide(memory, 4096, count)
+    assert 4 <= count <= 6
+    assert pool.num_blocks >= 256  # one of the whole context
+    assert pool.num_pages * 16_000 + layout.states_for(count).num_slots * 1_000_000 <= memory
+    assert layout.context_in(4_000_000) == 0  # which one sequence's states take
+    assert KVLayout(16, (PoolSpec(None, (0,), 1000),), False, 256).sequences_in(0, 4096, 64) == 64
+    assert PoolSize(4).num_pages == 4
