@@ -15,6 +15,7 @@ from model.api.messages import ModelSpec
 from model.api.request import Request, TokenOutput
 from model.config.cache import PoolSize
 from model.engine.builder import LoadedModel, load
+from model.engine.scheduling import ngram_drafts
 from model.engine.scheduling.ngram_drafts import NgramDrafts
 from model.engine.scheduling.scheduler import MAX_VERIFIED_ROWS
 from tests.engine.scripted import Harness
@@ -179,6 +180,15 @@ def test_a_long_prompt_is_read_over_several_steps() -> None:
     drafts, prompt = NgramDrafts(4), [*range(10_000), 1, 2, 3, 4]
     found = [drafts.propose(prompt, len(prompt)) for _ in range(3)]
     assert found == [[], [], [5, 6, 7, 8]]
+
+
+def test_a_prompt_is_read_while_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_drafts, "_READ_AT_ONCE", 10)
+    harness = Harness(budget=10, script=lambda source, tokens: tokens[-20], num_speculative_tokens=4)
+    harness.add("r", [*range(20), *range(20)], max_tokens=20)
+    harness.run()
+    steps = [(s.num_tokens, len(s.drafts)) for step in harness.runner.steps for s in step.scheduled]
+    assert steps[:5] == [(10, 0)] * 4 + [(5, 4)]
 
 
 def test_an_encoder_decoder_drafts_from_its_source() -> None:

@@ -151,8 +151,8 @@ class Scheduler:
         places = [place for place, step in enumerate(steps) if step.sequence.drafting is not None]
         for drafted, place in enumerate(places):
             step = steps[place]
-            share = budget // (len(places) - drafted)
-            drafts = step.sequence.propose_drafts()[: max(0, share)] if step.samples else []
+            share = max(0, budget // (len(places) - drafted)) if step.samples else 0
+            drafts = step.sequence.propose_drafts()[:share]  # also of prompts that go on, which are read meanwhile
             if drafts:
                 count = self.block_manager.extend(step.sequence, step.num_tokens, len(drafts))
                 steps[place] = step._replace(num_tokens=step.num_tokens + count, drafts=tuple(drafts[:count]))
