@@ -1,16 +1,15 @@
 """What holds for all tests.
 
-Without a GPU, Triton's kernels run in its interpreter: it must be told before anything imports Triton.
+Without a GPU, Triton's kernels run in its interpreter: it must be told before anything imports Triton. A bare GPU
+machine, where `-m gpu` runs the kernels' tests, has neither httpx nor hypothesis.
 """
 
 import functools
 import os
 import ssl
 
-import httpx
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.workers"]
 
@@ -21,15 +20,25 @@ if not torch.cuda.is_available():
 # without TLS: what was read once is every client's.
 ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 
-# A client waits 5 s by default, which a machine with other work takes for a start of threads or a first request.
-_WAITS = httpx._config.DEFAULT_TIMEOUT_CONFIG  # every call's and client's default is this one object
-_WAITS.connect = _WAITS.read = _WAITS.write = _WAITS.pool = 60.0
+try:
+    import httpx
+except ImportError:
+    pass
+else:
+    # A client waits 5 s by default, which a machine with other work takes for a start of threads or a first request.
+    _WAITS = httpx._config.DEFAULT_TIMEOUT_CONFIG  # every call's and client's default is this one object
+    _WAITS.connect = _WAITS.read = _WAITS.write = _WAITS.pool = 60.0
 
-# The same examples each time, however slow the machine; --hypothesis-profile=default looks for others.
-settings.register_profile(
-    "repeatable", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("repeatable")
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    pass
+else:
+    # The same examples each time, however slow the machine; --hypothesis-profile=default looks for others.
+    settings.register_profile(
+        "repeatable", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
