@@ -49,18 +49,22 @@ def context_of_request() -> RequestContext:
 
 async def read_body(request: Request, model: type[B]) -> B:
     """Parse the body as `model`; raises a 400 that names the field. A `request_id` in it becomes the request's."""
-    return _parse(await _raw_body(request), model)
+    return parsed(await raw_body(request), model)
 
 
 async def read_one_of(request: Request, default: type[B], keys: Mapping[str, type[B]]) -> B:
     """Parse the body as the model of the one of `keys` that it has, else as `default`; a 400 if it has keys of two."""
-    raw = await _raw_body(request)
+    return parsed_as_one_of(await raw_body(request), default, keys)
+
+
+def parsed_as_one_of(raw: bytes, default: type[B], keys: Mapping[str, type[B]]) -> B:
+    """Parse a body as `read_one_of` does."""
     known = [key for key in _keys(raw) if key in keys]
     for key in known[1:]:
         if keys[key] is not keys[known[0]]:
             message = f"{known[0]} and {key} are fields of different APIs; send one of them"
             raise invalid(message, key, "ambiguous_body")
-    return _parse(raw, keys[known[0]] if known else default)
+    return parsed(raw, keys[known[0]] if known else default)
 
 
 def with_model_of_query(request: Request, body: B) -> B:
@@ -73,7 +77,8 @@ def with_model_of_query(request: Request, body: B) -> B:
     return body.model_copy(update={"model": name})
 
 
-async def _raw_body(request: Request) -> bytes:
+async def raw_body(request: Request) -> bytes:
+    """Return the bytes of a JSON body; raises a 415 for another content type, a 400 if there are none."""
     _check_content_type(request)
     raw = await whole_body(request.receive)
     if not raw or raw.isspace():
@@ -106,7 +111,8 @@ def _keys(raw: bytes) -> list[str]:
     return list(found) if isinstance(found, dict) else []
 
 
-def _parse(raw: bytes, model: type[B]) -> B:
+def parsed(raw: bytes, model: type[B]) -> B:
+    """Parse a body as `model`, as `read_body` does."""
     try:
         body = model.model_validate_json(raw)
     except ValidationError as error:

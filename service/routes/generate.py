@@ -22,9 +22,11 @@ from service.http.bodies import (
     cancel_on_disconnect,
     context_of_request,
     json_response,
-    read_one_of,
+    parsed_as_one_of,
+    raw_body,
     with_model_of_query,
 )
+from service.http.early_refusal import refuse_if_full
 from service.http.json_replies import Generation, Json, NativeRendering, Render
 from service.http.model_use import hold_model
 from service.http.sse import EventStream, GenerationEvents
@@ -72,7 +74,9 @@ async def generate(request: Request) -> Response:
 
     A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's; the reply has that API's shape.
     """
-    body = with_model_of_query(request, await read_one_of(request, GenerateBody, _BODIES))
+    raw = await raw_body(request)
+    refuse_if_full(request, raw)
+    body = with_model_of_query(request, parsed_as_one_of(raw, GenerateBody, _BODIES))
     if isinstance(body, TextGenerationBody):
         return await huggingface_answer(request, body)
     if isinstance(body, SglangGenerateBody):

@@ -14,7 +14,8 @@ from service.dialects.common import naming_errors
 from service.dialects.embedding_bodies import EmbeddingBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody
 from service.dialects.openai_replies import ChatCompletions, Completions
-from service.http.bodies import read_body
+from service.http.bodies import parsed, raw_body, read_body
+from service.http.early_refusal import refuse_if_full
 from service.http.model_use import hold_model
 from service.lifecycle.state import service_of
 from service.planning.generate import check_room
@@ -41,7 +42,9 @@ _EMBEDDING = {"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]
 )
 async def completions(request: Request) -> Response:
     """Works with OpenAI's client. `max_tokens` is 16 by default, `temperature` the checkpoint's or 1."""
-    body = await read_body(request, CompletionBody)
+    raw = await raw_body(request)
+    refuse_if_full(request, raw)
+    body = parsed(raw, CompletionBody)
     service = service_of(request)
     await hold_model(request, body.model, Task.GENERATE)
     served = service.registry.resolve(body.model, Task.GENERATE)
@@ -63,7 +66,9 @@ async def completions(request: Request) -> Response:
 )
 async def chat_completions(request: Request) -> Response:
     """Works with OpenAI's client. The checkpoint's chat template makes the prompt; a model without one gets a 400."""
-    body = await read_body(request, ChatBody)
+    raw = await raw_body(request)
+    refuse_if_full(request, raw)
+    body = parsed(raw, ChatBody)
     service = service_of(request)
     await hold_model(request, body.model, Task.GENERATE)
     served = service.registry.resolve(body.model, Task.GENERATE)

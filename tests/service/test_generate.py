@@ -23,6 +23,7 @@ from tests.service.support import (
     ask,
     byte_tokenizer,
     check_accounts,
+    counted,
     events,
     hold,
     let_time_pass,
@@ -274,6 +275,49 @@ def test_a_full_queue_is_a_429_before_any_byte(app: App) -> None:
         check_error(reply, 429, None, "queue_full")
         assert reply.headers["retry-after"] == "3"
     assert not app.client.submitted
+
+
+def test_a_full_queue_is_seen_before_a_body_is_validated(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text for a named model; the reply is as it is after validation."""
+    monkeypatch.setattr(app.service.generate_planner, "plan", None)
+    app.script.queue_full, app.script.retry_after_s = "queue_requests", 7.0
+    wrong = {"model": "gen", "prompt": "ab", "temprature": 1, "request_id": "mine-1"}
+    for path, fields in (("/generate", {}), ("/generate", {"n": 1, "num_beams": 1}), ("/v1/completions", {"n": None})):
+        reply = ask(app, "POST", path, json=wrong | fields)
+        check_error(reply, 429, None, "queue_full")
+        assert (reply.headers["retry-after"], reply.headers["x-request-id"]) == ("7", "mine-1")
+    assert counted(app, "triptych_rejections_total") == {("gen", "queue_requests"): 3}
+    assert counted(app, "triptych_requests_received_total") == {("generate",): 3}
+    slot = app.service.models.get("gen")
+    assert slot is not None and not slot.users
+
+
+FULL_BUT = [  # bodies that a full queue does not answer: status, code
+    ({"prompt": "ab"}, 400, "missing_field"),  # two models generate
+    ({"model": "nope", "prompt": "ab"}, 404, "model_not_found"),
+    ({"model": "enc", "prompt": "ab"}, 400, "wrong_task"),
+    ({"model": "gen", "prompt": "ab", "n": 9}, 400, "invalid_value"),
+    ({"model": "gen", "prompt": "ab", "num_beams": "2"}, 400, "invalid_type"),
+    ({"model": "gen", "prompt": "ab", "request_id": "no id"}, 400, "invalid_value"),
+    ({"model": "gen"}, 400, "missing_field"),
+    ({"model": "gen", "prompt": ["ab", 1]}, 400, "invalid_type"),
+    ([], 400, "invalid_type"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "code"), FULL_BUT)
+def test_what_goes_before_a_full_queue(app: App, body: Any, status: int, code: str) -> None:
+    app.script.queue_full = "queue_tokens"
+    reply = ask(app, "POST", "/generate", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code), reply.text
+
+
+def test_a_conversation_without_a_template_and_a_drain_go_before_a_full_queue(app: App) -> None:
+    app.script.queue_full = "queue_tokens"
+    chat = {"model": "gen", "messages": [{"role": "user", "content": "hi"}]}
+    check_error(ask(app, "POST", "/v1/chat/completions", json=chat), 400, "model", "no_chat_template")
+    app.service.begin_drain()
+    check_error(ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab"}), 503, None, "draining")
 
 
 def test_an_engine_that_dies_under_a_request() -> None:
