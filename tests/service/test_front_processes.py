@@ -23,12 +23,14 @@ import uvloop
 from model.api.stats import Health
 from model.client.async_engine import AsyncEngine
 from model.client.counts import SharedTable
-from model.client.relay import Relay
+from model.client.relay import Relay, RelayClient
 from model.errors import ConfigError
 from service.app import create_app
+from service.core.model_registry import ServedModel
 from service.runtimes.fronts import hub as hub_module
 from service.runtimes.fronts import messages as m
 from service.runtimes.fronts.connections import ConnectionGiver
+from service.runtimes.fronts.front import Front
 from service.runtimes.fronts.hub import Hub
 from service.runtimes.fronts.link import Link
 from service.runtimes.fronts.messages import Stop, ToWorker
@@ -37,6 +39,7 @@ from service.runtimes.fronts.worker import HubClient, Worker
 from service.settings.resolve import resolve_config
 from tests.service.asking import LONG, PROMPT, generate, metric, post, read_all
 from tests.service.processes import ServiceProcess, eventually, running
+from tests.service.support import served
 
 _MOST = 6  # requests that are admitted: 4 run, 2 wait
 _ENDLESS = {**LONG, "stream": True, "ignore_eos": True}
@@ -237,10 +240,10 @@ def test_a_message_to_a_process_that_has_gone_is_lost() -> None:
 _CONFIG = resolve_config({"a": {"path": "/a"}}, {"front_processes": 2, "runtime": "local"})
 
 
-def make_hub() -> Hub:
-    """A hub without models; no process is started."""
+def make_hub(*models: ServedModel) -> Hub:
+    """A hub with models that it has not loaded; no process is started."""
     table = SharedTable(3, 0)
-    registry = MirroredRegistry((), {}, table.row_of, pickle=False)
+    registry = MirroredRegistry(models, {}, table.row_of, pickle=False)
     app = create_app(AsyncEngine([], lambda: pytest.fail("an engine is started"), {}), registry, _CONFIG.settings)
     return Hub(_CONFIG, app, registry, Relay(), table)
 
@@ -357,6 +360,24 @@ def test_nothing_waits_for_a_process_that_starts() -> None:
             assert await hub._cancel("of-nobody") == 0
             await hub.drain()
         assert told == [m.Drain()], "it refuses requests once it serves"
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_stood_still_while_a_model_went_may_tell_late_that_it_held_it() -> None:
+    """It was ended for that, with all of its streams."""
+
+    async def run() -> None:
+        hub, taken = make_hub(served("gen", "decoder-only", None)), []
+        hub._relay = SimpleNamespace(take=lambda *work: taken.append(work))  # type: ignore[assignment]
+        front = Front.__new__(Front)  # without its process
+        front.client, front._held = RelayClient(front), {}
+        hub._registry.remove("gen")
+        hub._take(front, m.RawWork(1, held={0: 2}))
+        hub._take(front, m.RawWork(1, held={0: -1}))
+        assert [held for _, held in front._held.values()] == [1]
+        front.let_go()
+        assert len(taken) == 2 and hub._service.models.get("gen") is None
 
     asyncio.run(run())
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from model.api.messages import ModelSpec
 from model.api.stats import Health
 from model.client.counts import SharedTable
 from model.client.relay import Relay, RelayedCommands, RelayedRequest
@@ -27,7 +28,7 @@ from service.core.errors import ApiError, error_fields, internal, log_unexpected
 from service.core.model_registry import Task
 from service.core.request_context import RequestContext, set_current
 from service.http.bodies import cancel_all
-from service.lifecycle.model_slots import Slot
+from service.lifecycle.model_slots import Origin, Slot, State
 from service.lifecycle.state import Service, service_of
 from service.planning.generate import public_id
 from service.runtimes.fronts import messages as m
@@ -273,8 +274,12 @@ class Hub:
     def _slot(self, adoption: int) -> Slot:
         """Return who counts the requests that hold a model."""
         if adoption not in self._slots:
-            slot = self._service.models.get(self._registry.name_of(adoption))
-            assert slot is not None, "it is known until all workers have settled it"
+            name = self._registry.name_of(adoption)
+            slot = self._service.models.get(name)
+            if slot is None:
+                # A worker says this late that stood still for longer than an unload waits. The engine refuses the
+                # requests; here nobody asks how many they are.
+                slot = Slot(ModelSpec(name, ""), Origin.REQUEST, False, State.UNLOADED)
             self._slots[adoption] = slot
         return self._slots[adoption]
 
