@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -29,6 +31,7 @@ from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.shapes import GPU_MODELS, tiny_shape
 from model.api.request import EncodeRequest, FinishReason, Pooling, SamplingParams
 from model.api.source import token_source
+from model.engine.execution.model_runner import Launched, ModelRunner
 
 _DRAWN = replace(GREEDY, temperature=0.6)
 _FP8: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
@@ -60,6 +63,7 @@ def cases(bench: Bench) -> list[Case]:
         Case("t5-xl x128", partial(bart, name="t5-xl"), 60),
         Case("bert-base, texts of 512", partial(_encodings, name="bert-base"), 40),
         Case("llama-1b, one stream", partial(_one_stream, name="llama-1b"), 40),
+        Case("qwen3-0.6b, 256 clients, short requests", partial(_in_turn, name="qwen3-0.6b"), 40),
         *(more if not bench.tiny else []),  # which are like others there
     ]
 
@@ -186,6 +190,57 @@ def _arriving(bench: Bench, *, name: str) -> Figures:
         "first_token_ms_p50": 1e3 * statistics.median(waits),
         "first_token_ms_max": 1e3 * waits[-1],
     } | _setup(ready)
+
+
+def _in_turn(bench: Bench, *, name: str) -> Figures:
+    """Have 256 clients send 100 to 256 tokens and get as many, one request after the other, paced as in the service.
+
+    So prompts are in most steps, which are launched kernel by kernel. Returns the throughput, the share of these steps,
+    and how long the host takes to launch them and the others.
+    """
+    clients, least, most = _scaled(bench, 256), _scaled(bench, 100), _scaled(bench, 256)
+    rng = random.Random(0)
+    lengths = [(rng.randint(least, most), rng.randint(least, most)) for _ in range(4 * clients)]
+    ready = load(bench, _raw(bench, name), seqs=clients, context=2 * most, name=name)
+    warm(ready, most)
+    left = list(enumerate(bench_requests(ready, lengths)))
+
+    def between(_: float) -> None:
+        for _ in range(min(clients - len(list(ready.engine.scheduler)), len(left))):
+            number, ask = left.pop()
+            params = replace(GREEDY, max_tokens=ask.wanted)
+            ready.engine.add(ready.request(number, ask.prompt, params, streams=True))
+
+    between(0.0)
+    with _launch_times(ready.runner) as (decodes, prompts):
+        done = finish(ready, between, Paced(ready, cuda=bench.cuda).step)
+    return {
+        "out_tokens_per_s": sum(wanted for _, wanted in lengths) / done.seconds,
+        "steps_with_prompts": len(prompts) / (len(prompts) + len(decodes)),
+        "launch_ms_with_prompts": 1e3 * statistics.median(prompts),
+        "launch_ms_of_decodes": 1e3 * statistics.median(decodes),
+    } | _setup(ready)
+
+
+@contextmanager
+def _launch_times(runner: ModelRunner) -> Iterator[tuple[list[float], list[float]]]:
+    """Yield the seconds of launches inside the block: of steps that only decode, and of those with prompts."""
+    times: tuple[list[float], list[float]] = ([], [])
+    launch = runner.launch
+
+    def timed(output: Any, before: Launched | None = None) -> Launched:
+        began = time.perf_counter()
+        try:
+            return launch(output, before)
+        finally:
+            with_prompts = any(step.num_tokens > 1 for step in output.scheduled)
+            times[with_prompts].append(time.perf_counter() - began)
+
+    runner.launch = timed  # type: ignore[method-assign]
+    try:
+        yield times
+    finally:
+        del runner.launch
 
 
 def _encodings(bench: Bench, *, name: str) -> Figures:
