@@ -250,7 +250,8 @@ def test_long_contexts_attend_in_tiles(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "int8", "window"), [(8, 2, True, None), (3, 3, False, 50), (17, 1, False, None)]
+    ("heads", "kv_heads", "int8", "window"),
+    [(8, 2, True, None), (3, 3, False, 50), (17, 1, False, None), (28, 4, False, None)],  # last: 448 queries at a time
 )
 def test_a_long_context_has_the_same_bits_however_it_is_divided(
     heads: int, kv_heads: int, int8: bool, window: int | None

@@ -366,12 +366,11 @@ INLINE int64_t first_tiled_row(const KeySource *s, const Attention *in, int64_t 
 INLINE void attend_segments(int kind, int64_t dim, const Attention *in, int thread, int threads, Scratch scratch) {
     const AttentionShape *a = in->shape;
     const Segments *g = in->segments;
-    int64_t step = tiled_rows(a);
     int64_t pieces = g->segments >= 4 * threads ? 1 : min_i64(threads, a->kv_heads), task = 0;
     KeySource s = {a, g, in->pages, in->bias, 0, !g->tables || g->block_size % KEY_GROUP == 0};
     for (s.segment = 0; s.segment < g->segments; s.segment++) {
         int64_t start = g->q_starts[s.segment], rows = g->q_starts[s.segment + 1] - start;
-        int64_t tiled = first_tiled_row(&s, in, rows);
+        int64_t tiled = first_tiled_row(&s, in, rows), step = tiled_rows(a, rows - tiled, threads);
         for (int64_t piece = 0; rows == 1 && piece < pieces; piece++, task++) {
             int64_t head = a->kv_heads * piece / pieces, last = a->kv_heads * (piece + 1) / pieces;
             if (task % threads != thread) continue;

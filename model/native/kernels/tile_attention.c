@@ -16,8 +16,9 @@
 #define STEP_KEYS 32                     /* keys of a tile of weights */
 #define PAIR_ROWS (2 * TILE_ROWS)        /* queries that share packed keys while they are in tiles */
 #define SCORE_STRIDE (BLOCK_KEYS + LANES) /* floats: not a power of two, whose rows would share sets of the cache */
-#define TASK_QUERIES 256
-#define AHEAD 64 /* keys by which memory is read ahead for few queries, which wait for nothing else */
+#define TASK_QUERIES 256       /* that a thread takes at least, of the heads that share keys */
+#define MOST_TASK_QUERIES 1024 /* and at most: what they need stays in the second cache while blocks pass */
+#define AHEAD 64               /* keys by which memory is read ahead */
 #define LOG2_E 1.44269504088896341f
 
 /* Queries of the heads that share the keys of one head, and a block of these. */
@@ -52,8 +53,15 @@ typedef struct {
 
 INLINE int64_t query_count(const AttentionShape *a, int64_t rows) { return rows * (a->heads / a->kv_heads); }
 
-int64_t tiled_rows(const AttentionShape *a) {
-    return max_i64(TILE_ROWS, TASK_QUERIES / query_count(a, 1) / TILE_ROWS * TILE_ROWS);
+/* The rows of so many queries. */
+INLINE int64_t task_rows(const AttentionShape *a, int64_t queries) {
+    return max_i64(TILE_ROWS, queries / query_count(a, 1) / TILE_ROWS * TILE_ROWS);
+}
+
+int64_t tiled_rows(const AttentionShape *a, int64_t rows, int64_t threads) {
+    int64_t queries = TASK_QUERIES;
+    while (queries < MOST_TASK_QUERIES && rows / task_rows(a, 2 * queries) * a->kv_heads >= 4 * threads) queries *= 2;
+    return task_rows(a, queries);
 }
 
 /* Take the buffers of a block, and find a head's sizes. */
@@ -83,7 +91,8 @@ int64_t tiled_scratch(const AttentionShape *a) {
     Scratch scratch = {0};
     TiledQueries sizes;
     scratch_take(&scratch, a->kv_heads * sizeof sizes);
-    int64_t many = query_count(a, tiled_rows(a)), few = a->kv_heads * round_up(query_count(a, 1), PAIR_ROWS);
+    int64_t many = query_count(a, task_rows(a, MOST_TASK_QUERIES));
+    int64_t few = a->kv_heads * round_up(query_count(a, 1), PAIR_ROWS);
     take_block(&scratch, a, &sizes);
     take_queries(&scratch, max_i64(many, few), &sizes); /* several heads' buffers, or one's of more queries */
     scratch.used += a->kv_heads * 4 * (SCRATCH_ALIGNMENT + SCRATCH_GAP);
@@ -108,13 +117,13 @@ typedef struct {
     const char *base;
     int64_t stride, bytes, dim; /* bytes from row to row, and of a head */
     const int64_t *rows;        /* of each key from the block's first on */
-    int64_t located;            /* how many of these are known; 0: nothing is read ahead */
+    int64_t located;            /* how many of these are known */
 } StoredHead;
 
 INLINE StoredHead stored_head(int kind, const TiledQueries *t, const void *rows, int64_t stride) {
     int64_t size = element_bytes(kind), bytes = t->source->shape->dim * size;
     return (StoredHead){(const char *)rows + t->kv_head * bytes, stride * size, bytes, t->source->shape->dim,
-                        t->rows, t->few ? t->located : 0};
+                        t->rows, t->located};
 }
 INLINE StoredHead stored_keys(int kind, const TiledQueries *t) {
     return stored_head(kind, t, t->source->pages->keys, t->source->pages->key_stride);
@@ -156,7 +165,8 @@ INLINE void pack_keys(int kind, const TiledQueries *t) {
     const StoredHead stored = stored_keys(kind, t);
     __m512i *to = (__m512i *)t->keys, rows[KEY_GROUP];
     int64_t from = t->from - t->begin, last = t->to - t->begin;
-    for (int64_t key = 0; key < last; key += KEY_GROUP)
+    for (int64_t key = 0; key < last; key += KEY_GROUP) {
+        if (key + AHEAD >= from) read_ahead(&stored, key + AHEAD, KEY_GROUP);
         for (int64_t depth = 0; depth < t->depth; depth += 32, to += 16) {
             for (int i = 0; i < KEY_GROUP; i++) {
                 int seen = key + i >= from && key + i < last;
@@ -166,6 +176,7 @@ INLINE void pack_keys(int kind, const TiledQueries *t) {
             transpose_pairs(rows);
             for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i, rows[i]);
         }
+    }
 }
 
 /* Write the values of two keys, null for zeros, as a row of each panel from `to` on. Returns the larger of `most` and

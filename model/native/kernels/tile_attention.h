@@ -15,14 +15,17 @@ typedef struct {
 } TiledRows;
 
 #if HAS_TILES
-/* Rows of a prefill that one thread takes: as many queries as make the packing of keys cheap. */
-int64_t tiled_rows(const AttentionShape *shape);
+/* Of `rows` rows of a prefill, those that a thread takes at a time: so many that packing keys for them is cheap, and so
+ * few that each thread gets some. No result depends on it. */
+int64_t tiled_rows(const AttentionShape *shape, int64_t rows, int64_t threads);
 /* Bytes of scratch that attend_tiled needs. */
 int64_t tiled_scratch(const AttentionShape *shape);
 /* Attend with these rows. */
 void attend_tiled(const KeySource *source, const Attention *in, TiledRows rows, Scratch scratch);
 #else /* nothing is computed so */
-INLINE int64_t tiled_rows(const AttentionShape *shape) { return shape->heads; }
+INLINE int64_t tiled_rows(const AttentionShape *shape, int64_t rows, int64_t threads) {
+    return shape->heads * rows * threads;
+}
 INLINE int64_t tiled_scratch(const AttentionShape *shape) { return shape->heads * 0; }
 INLINE void attend_tiled(const KeySource *source, const Attention *in, TiledRows rows, Scratch scratch) {
     (void)source, (void)in, (void)rows, (void)scratch;
