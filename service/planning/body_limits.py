@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from model.api.engine_config import MAX_SPECULATIVE_TOKENS
 from model.api.request import Request
 from service.core.errors import ApiError, invalid, too_large
 from service.schemas.bodies import GenerateBody
@@ -18,7 +17,6 @@ def check_generate(body: GenerateBody, limits: Limits) -> None:
     _at_most("num_beams", body.num_beams, limits.max_beams)
     _at_most("logprobs", body.logprobs, limits.max_logprobs)
     _at_most("prompt_logprobs", body.prompt_logprobs, limits.max_logprobs)
-    _at_most("num_speculative_tokens", body.num_speculative_tokens, MAX_SPECULATIVE_TOKENS)
     _no_longer("stop_token_ids", len(body.stop_token_ids), limits.max_stop_token_ids)
     _no_longer("logit_bias", len(body.logit_bias), limits.max_logit_bias)
     _no_longer("prompt", num_inputs(body.prompt), limits.max_prompts)

@@ -237,8 +237,8 @@ class GenerateBody(Body):
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,
-        le=MAX_INT,
-        description="Draft up to this many tokens (at most 64) a step where the output repeats the prompt, the source "
+        le=64,  # MAX_SPECULATIVE_TOKENS, which is the engine's
+        description="Draft up to this many tokens a step where the output repeats the prompt, the source "
         "or itself (n-gram speculation); 0: off. The output is the same. Default: the server's setting.",
         examples=[8],
     )

@@ -12,12 +12,19 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import Request, TokenOutput
+from model.api.request import Request, SamplingParams, TokenOutput
+from model.checkpoint.folder import read_checkpoint
 from model.config.cache import PoolSize
 from model.engine.builder import LoadedModel, load
 from model.engine.scheduling import ngram_drafts
 from model.engine.scheduling.ngram_drafts import NgramDrafts
 from model.engine.scheduling.scheduler import MAX_VERIFIED_ROWS
+from model.errors import ConfigError
+from model.llm import LLM
+from service.core.errors import ApiError
+from service.core.model_registry import ServedModel
+from service.planning.sampling import sampling_params
+from service.schemas.bodies import GenerateBody
 from tests.engine.scripted import Harness
 from tests.engine.support import request
 from tests.model.checkpoints import native_backends, saved
@@ -195,6 +202,23 @@ def test_an_encoder_decoder_drafts_from_its_source() -> None:
     drafts = NgramDrafts(4, source=range(50, 60))
     assert drafts.propose([1], 1) == []
     assert drafts.propose([1, 52, 53], 1) == [54, 55, 56]  # two agree, of which half are expected to be right
+
+
+@pytest.mark.parametrize("field", [{"num_speculative_tokens": 4}, {"prediction": "a"}])
+def test_recurrent_models_refuse_drafts_by_name(field: dict[str, object]) -> None:
+    served = ServedModel("m", read_checkpoint(saved("qwen3-next").path), None)
+    with pytest.raises(ApiError, match=f"{next(iter(field))}: m has recurrent layers"):
+        sampling_params(GenerateBody.model_validate({"prompt": [1], **field}), served, 5)
+
+
+def test_a_recurrent_model_computes_no_drafts() -> None:
+    llm = LLM(saved("qwen3-next").path, EngineConfig(device="cpu", kv_cache_memory=1 << 20, max_model_len=64))
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens: .* recurrent layers"):
+        next(llm.stream([[1]], SamplingParams(num_speculative_tokens=4)))
+    engine = llm._generate
+    assert engine is not None
+    engine.add(replace(request("llama", "r", 5), prediction=(3, 4)))
+    assert [one.drafting for one in engine.scheduler] == [None]
 
 
 def test_drafts_take_only_what_is_left() -> None:
