@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,21 @@ NO_TORCH = (
 )
 
 
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """For all tests here; for those of other files it would be a million objects to collect garbage among."""
+    yield
+    nodes.cache_clear()
+
+
 def imports(file: Path) -> Iterator[str]:
     """Full names of everything that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -84,24 +97,24 @@ def test_a_file_imports_only_what_its_layer_may() -> None:
 def test_families_define_no_class() -> None:
     for name, file in FILES.items():
         if Path(name).parent == Path("model/families"):  # a table each
-            assert not [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ClassDef)], name
+            assert not [n for n in nodes(file) if isinstance(n, ast.ClassDef)], name
 
 
 def test_nothing_is_unpickled() -> None:
     for name in (name for name in FILES if not name.startswith("model/pretrained/")):
-        for node in ast.walk(ast.parse(FILES[name].read_text())):
+        for node in nodes(FILES[name]):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
                 assert node.attr not in ("load", "save"), f"{name}:{node.lineno}"
 
 
 def test_only_monotonic_clocks_decide_anything() -> None:
     """A jump of the time of day moves no deadline: it is read only for dates that are shown."""
-    readers = set()
+    readers, clocks = set(), {name.rpartition(".")[2] for name in _TIME_OF_DAY}
     for name, file in FILES.items():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file):
             if isinstance(node, ast.ImportFrom) and node.module == "time":
                 assert not {alias.name for alias in node.names} & {"time", "time_ns"}, name
-            if isinstance(node, ast.Attribute) and ast.unparse(node) in _TIME_OF_DAY:
+            if isinstance(node, ast.Attribute) and node.attr in clocks and ast.unparse(node) in _TIME_OF_DAY:
                 readers.add(name)
     # `created`, a chat template's date, the times of spans; how old a file is by its own times
     shown = {

@@ -58,7 +58,11 @@ def last(out: str) -> dict[str, Any]:
 
 
 def run(url: str, out: Path, *more: str, key: str = "") -> tuple[int, str, str]:
-    return command("run", "--url", url, "--out", str(out), "--max-lag", "20000", "--output-tokens", "8", *more, key=key)
+    return command(*run_of(url, out), *more, key=key)
+
+
+def run_of(url: str, out: Path) -> tuple[str, ...]:
+    return ("run", "--url", url, "--out", str(out), "--max-lag", "20000", "--output-tokens", "8")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +179,7 @@ def test_a_server_that_is_not_ours_is_one_line(script: Script, said: str) -> Non
 )
 def test_a_server_that_describes_itself_strangely_is_measured(described: str, tmp_path: Path) -> None:
     with serving(Script(described=described, metrics="<html>\nno metrics")) as server:
-        code, out, err = run(server.url, tmp_path, "--requests", "2")
+        code, out, err = here(*run_of(server.url, tmp_path), "--requests", "2")
     assert code == 0, err
     assert last(out)["counts"]["ok"] == 2
 
@@ -327,7 +331,7 @@ def test_help_shows_defaults() -> None:
 
 def test_the_page_takes_no_text_for_markup(tmp_path: Path) -> None:
     with serving(FAST) as server:
-        run(server.url, tmp_path, "--requests", "1", "--model", "</script><b>x")
+        here(*run_of(server.url, tmp_path), "--requests", "1", "--model", "</script><b>x")
     page = (tmp_path / "report.html").read_text()
     assert "</script><b>" not in page
     assert "\\u003c/script>\\u003cb>x" in page or '"model":"m"' in page
