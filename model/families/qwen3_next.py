@@ -27,7 +27,7 @@ _OF_IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, attn_output_gate=True, mamba_ssm_dtype="float32", hidden_act="silu")
     raw.get("mtp_num_hidden_layers"), raw.get("mtp_use_dedicated_embeddings")  # of layers that are dropped
-    raw = raw.otherwise(head_dim=256, max_position_embeddings=32_768, partial_rotary_factor=0.25)
+    raw = raw.otherwise(head_dim=256, num_key_value_heads=4, max_position_embeddings=32_768, partial_rotary_factor=0.25)
     rope = {key: value for key, value in (raw.get("rope_parameters") or {}).items() if key not in _OF_IMAGE_POSITIONS}
     base = llama.config(raw.but(rope_parameters=rope or None), names)
     assert base.decoder is not None
@@ -58,13 +58,13 @@ def _recurrence(raw: Settings, eps: float) -> GatedDeltaConfig:
 
 def qwen3_next(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build Qwen3-Next, in which layers may have an MLP instead of experts."""
-    raw = raw.otherwise(intermediate_size=5632, num_experts=512, num_experts_per_tok=10)
+    raw = raw.otherwise(intermediate_size=5632, num_key_value_heads=2, num_experts=512, num_experts_per_tok=10)
     return _sparse(raw, config(raw, names))
 
 
 def qwen3_5_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build Qwen3.5 with experts in all layers."""
-    raw = raw.otherwise(num_experts=256, num_experts_per_tok=8)
+    raw = raw.otherwise(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8)
     return _sparse(raw, config(raw.otherwise(intermediate_size=1), names))
 
 

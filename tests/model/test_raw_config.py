@@ -30,6 +30,7 @@ CLASSES = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Ministral", "Ministral3", "Mistral3", "Gemma3", "Phi3", "Gemma"),
     *("Gemma2", "Gemma3Text", "GPT2", "GPTNeoX", "Granite", "SmolLM3", "Olmo2", "Olmo3", "Exaone4", "Cohere"),
     *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss"),
+    *("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3_5", "Qwen3_5Moe"),
     *("Cohere2", "StableLm", "Starcoder2", "Phi", "GPTJ", "CodeGen", "Falcon", "Bloom", "Mpt", "OPT"),
     *("Blenderbot", "T5Gemma", "Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5", "Bert", "Roberta"),
     *("Camembert", "XLMRoberta", "XLMRobertaXL", "MPNet", "Electra", "DistilBert", "Albert", "XLNet", "ViT"),
