@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 VOCAB = 97
@@ -16,7 +17,8 @@ def random_model(architecture: str, settings: dict[str, Any], **changes: Any) ->
         import transformers
 
         model_class = getattr(transformers, architecture)
-        model = model_class(model_class.config_class(**{**settings, **changes}))
+        # A copy: configurations write their defaults into the settings of positions, which other rows have too.
+        model = model_class(model_class.config_class(**deepcopy({**settings, **changes})))
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_()
         return model
@@ -84,7 +86,7 @@ def _with_images(name: str, text: dict[str, Any], **settings: Any) -> Callable[[
         import transformers
 
         vision = dict(hidden_size=16, **_VISION, **({"head_dim": 8} if name == "Mistral3" else {}))
-        config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **settings)
+        config = getattr(transformers, f"{name}Config")(text_config=deepcopy(text), vision_config=vision, **settings)
         return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
     return make

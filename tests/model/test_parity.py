@@ -23,6 +23,7 @@ from model.network.inputs import CrossInput, packed_input
 from model.network.transformer import Transformer
 from model.network.weights import load_model
 from tests.model.checkpoints import CPU, DECODERS, KINDS, copied, load_native, loaded, native_backends, prompt, saved
+from tests.model.decoder_rows import LLAMA, random_model
 from tests.model.parity import (
     MECHANISMS,
     decoder_logits,
@@ -46,6 +47,13 @@ def test_logits_equal_transformers(kind: str, backend: AttentionBackend) -> None
     ours, theirs = ours_and_theirs(kind, loaded(kind, backend))
     assert is_varied(theirs)
     assert difference(ours, theirs) < 1e-4
+
+
+def test_a_row_leaves_the_settings_of_other_rows_alone() -> None:
+    """`transformers` writes Qwen3-Next's share of rotary dimensions into what it is given."""
+    rope = dict(rope_type="default", rope_theta=500.0)
+    random_model("Qwen3NextForCausalLM", LLAMA, num_experts=2, rope_parameters=rope)()
+    assert rope == dict(rope_type="default", rope_theta=500.0)
 
 
 @pytest.mark.parametrize("kind", MECHANISMS)
