@@ -15,6 +15,7 @@ from model.config.cache import PoolSize
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
+from model.engine.scheduling.source_blocks import SourceBlocks
 from model.llm import LLM
 from model.network.inputs import StackInput
 from model.network.transformer import Transformer
@@ -403,7 +404,7 @@ def test_encoder_runs_once_for_sequences_that_share_and_their_logits_are_the_sam
     found, encode = [], Transformer.encode
     for shares in (True, False):
         if not shares:
-            monkeypatch.setattr(BlockManager, "_has_source", lambda *_: False)
+            monkeypatch.setattr(SourceBlocks, "_is_known", lambda *_: False)
         run, sources = running(kind), 0
 
         def counting(model: Transformer, inputs: StackInput) -> Tensor:

@@ -14,8 +14,7 @@ writes all of its keys before it reads any, so a block may be read in the step t
 scheduled behind. A prefix can be taken over up to a block where every pool still has what the next token reads there:
 all blocks before it, or those of the window.
 
-Sequences of equal salt and source share one set of source blocks. It is kept while any of them has not ended; when all
-of them are preempted its blocks are cached, so it is encoded anew only if something else needed the room.
+Blocks that hold the keys and values of a source are shared too (`SourceBlocks`).
 
 Without prefix caching all sharing is among the sequences of one request, and nothing outlives them.
 
@@ -33,6 +32,7 @@ from model.config.cache import PoolSize, StateSize
 from model.engine.scheduling.block_hashes import BlockHasher
 from model.engine.scheduling.block_pool import NULL_BLOCK, BlockPool
 from model.engine.scheduling.sequence import SequenceState
+from model.engine.scheduling.source_blocks import SourceBlocks
 from model.engine.scheduling.state_slots import StateSlots
 
 
@@ -70,13 +70,13 @@ class BlockManager:
         self._states: StateSlots | None = None
         if states is not None:
             self._states = StateSlots(states, block_size, self._hasher, keeps=prefix_caching)
-        self._sources: Counter[bytes] = Counter()  # sequences that have not ended, by salt and source
+        self._sources = SourceBlocks(self.pools, self._hasher)
 
     def reset(self) -> None:
         """Make every block free, whatever has it: only after what the sequences say can no longer be believed."""
         for pool in self._all_pools:
             pool.reset()
-        self._sources.clear()
+        self._sources.reset()
 
     @property
     def _all_pools(self) -> tuple[BlockPool, ...]:
@@ -133,7 +133,7 @@ class BlockManager:
         """Whether `num_tokens` more tokens of the sequence, and its source if that has no place yet, fit."""
         if self._states is not None and not self._states.pool.num_free:
             return False
-        wanted = self._missing(sequence, num_tokens) + self._missing_source(sequence)
+        wanted = self._missing(sequence, num_tokens) + self._sources.num_missing(sequence)
         return all(wanted <= pool.num_free for pool in self.pools)
 
     def fitting(self, sequence: SequenceState, num_tokens: int) -> int:
@@ -142,7 +142,7 @@ class BlockManager:
         Their blocks come back as the sequence goes on, so smaller steps need less; in other pools nothing does.
         """
         for at, _ in self._windowed:
-            free = self.pools[at].num_free - self._writes_shared(sequence) - self._missing_source(sequence)
+            free = self.pools[at].num_free - self._writes_shared(sequence) - self._sources.num_missing(sequence)
             room = (len(sequence.tables[0]) + free) * self.block_size - sequence.num_computed_tokens
             num_tokens = min(num_tokens, room if free >= 0 else 0)
         return num_tokens if self._states is None else self._states.aligned(sequence, num_tokens)
@@ -153,7 +153,7 @@ class BlockManager:
         Blocks that they would find, or that one of them would compute for the others, are counted once.
         """
         reached = [self._find(sequence) for sequence in together]
-        source = self._missing_source(together[0])
+        source = self._sources.num_missing(together[0])
         own = 0
         computed: set[bytes] = set()  # by one of them for all
         for sequence, found in zip(together, reached, strict=True):
@@ -166,7 +166,7 @@ class BlockManager:
             wanted = own + len(computed) + self._num_evictable(at, together, reached)
             if reach is not None:
                 wanted = min(wanted, len(together) * (reach + 1))
-            if wanted + source + self._num_evictable_source(at, together[0]) > pool.num_free:
+            if wanted + source + self._sources.num_evictable(at, together[0]) > pool.num_free:
                 return False
         return True
 
@@ -191,12 +191,7 @@ class BlockManager:
             self.free_behind_window(sequence)
             for at, table in enumerate(sequence.tables):
                 self._go_on(sequence, at, table, begin, reached)
-        if sequence.needs_source and self._has_source(sequence):
-            for pool, table in zip(self.pools, sequence.source_tables, strict=True):
-                table.extend(pool.known[key] for key in self._hasher.source(sequence))
-                for block in table:
-                    pool.share(block)
-            self._use_source(sequence)
+        self._sources.reuse(sequence)
 
     def _go_on(self, sequence: SequenceState, at: int, table: list[int], begin: int, reached: int) -> None:
         """Put known blocks up to `reached` into a table, in the place of what the sequence has from `begin` on."""
@@ -225,13 +220,7 @@ class BlockManager:
         missing = self._missing(sequence, num_tokens)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             table.extend(pool.take() for _ in range(missing))
-        if sequence.needs_source:
-            keys = self._hasher.source(sequence)
-            for pool, table in zip(self.pools, sequence.source_tables, strict=True):
-                for key in keys:
-                    table.append(pool.take())
-                    pool.make_known(key, table[-1])
-            self._use_source(sequence)
+        self._sources.allocate(sequence)
         return copies
 
     def extend(self, sequence: SequenceState, num_tokens: int, most: int) -> int:
@@ -272,16 +261,11 @@ class BlockManager:
 
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
         """Let the child have the parent's blocks as well."""
-        for at, pool in enumerate(self.pools):
-            for ours, theirs in (
-                (parent.tables[at], child.tables[at]),
-                (parent.source_tables[at], child.source_tables[at]),
-            ):
-                theirs.extend(ours)
-                for block in pool.held(ours):
-                    pool.share(block)
-        if parent.uses_source:
-            self._use_source(child)
+        for pool, ours, theirs in zip(self.pools, parent.tables, child.tables, strict=True):
+            theirs.extend(ours)
+            for block in pool.held(ours):
+                pool.share(block)
+        self._sources.fork(parent, child)
         if self._states is not None:
             self._states.fork(parent, child)
 
@@ -333,17 +317,13 @@ class BlockManager:
         if self._states is not None:
             self._states.free(sequence)
         begin = sequence.num_computed_tokens // self.block_size
-        if ended and sequence.uses_source:
-            self._leave_source(sequence)
-        for pool, table, source_table in zip(self.pools, sequence.tables, sequence.source_tables, strict=True):
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
             for block in table[begin:]:
                 pool.forget(block)
             for block in reversed(pool.held(table)):  # the end of a prefix is evicted before its beginning
                 pool.release(block, keep=self.prefix_caching)
             table.clear()
-            for block in reversed(source_table):
-                pool.release(block, keep=self._hasher.root(sequence) in self._sources)
-            source_table.clear()
+        self._sources.free(sequence, ended=ended)
 
     def clear_cache(self) -> None:
         """Forget everything; blocks in use stay in use."""
@@ -373,8 +353,7 @@ class BlockManager:
                 table, first = one.tables[at], self._first_kept(at, one.num_computed_tokens // self.block_size)
                 assert len(table) == len(one.tables[0]), "tables of different lengths"
                 assert NULL_BLOCK not in table[first:], "a block that the next token reads was freed"
-        users = Counter(self._hasher.root(one) for one in everyone if one.uses_source)
-        assert users == self._sources, "a source's users are counted wrong"
+        self._sources.check_invariants(everyone)
 
     def _first_kept(self, at: int, block: int) -> int:
         """The first block of a pool that a token in `block` reads."""
@@ -443,37 +422,4 @@ class BlockManager:
 
     def must_encode(self, sequence: SequenceState) -> bool:
         """Whether the encoder has to run for a sequence: its source's encoding is not there."""
-        return sequence.needs_source and not self._has_source(sequence)
-
-    def _missing_source(self, sequence: SequenceState) -> int:
-        """Blocks of each pool."""
-        return self.blocks_for(sequence.source_length) if self.must_encode(sequence) else 0
-
-    def _has_source(self, sequence: SequenceState) -> bool:
-        if self._hasher.root(sequence) not in self._sources:
-            return False
-        keys = self._hasher.source(sequence)
-        return all(key in pool.known for pool in self.pools for key in keys)
-
-    def _num_evictable_source(self, at: int, sequence: SequenceState) -> int:
-        """Blocks of a pool that hold the sequence's source and that only the cache has."""
-        if not sequence.needs_source or not self._has_source(sequence):
-            return 0
-        pool = self.pools[at]
-        return sum(pool.is_cached(pool.known[key]) for key in self._hasher.source(sequence))
-
-    def _use_source(self, sequence: SequenceState) -> None:
-        if not sequence.uses_source:
-            sequence.uses_source = True
-            self._sources[self._hasher.root(sequence)] += 1
-
-    def _leave_source(self, sequence: SequenceState) -> None:
-        """Count one user of its source less; behind the last one nothing of it is cached."""
-        root = self._hasher.root(sequence)
-        sequence.uses_source = False
-        self._sources[root] -= 1
-        if not self._sources[root]:
-            del self._sources[root]
-            for pool in self.pools:
-                for key in self._hasher.source(sequence):
-                    pool.drop(key)
+        return self._sources.must_encode(sequence)

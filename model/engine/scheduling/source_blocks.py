@@ -1,0 +1,108 @@
+"""The blocks that hold the encodings of sources: who has them, and for how long they are kept. No tensors.
+
+Sequences of equal salt and source share one set of source blocks. It is kept while any of them has not ended; when all
+of them are preempted its blocks are cached, so it is encoded anew only if something else needed the room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from model.engine.scheduling.block_hashes import BlockHasher
+from model.engine.scheduling.block_pool import BlockPool
+from model.engine.scheduling.sequence import SequenceState
+
+
+class SourceBlocks:
+    """The sources of one model, whose blocks are taken from `pools`, equally many of each."""
+
+    def __init__(self, pools: Sequence[BlockPool], hasher: BlockHasher) -> None:
+        self._pools = pools
+        self._hasher = hasher
+        self._users: Counter[bytes] = Counter()  # sequences that have not ended, by salt and source
+
+    def reset(self) -> None:
+        """As if no sequence had a source; the pools are reset by who has them."""
+        self._users.clear()
+
+    def must_encode(self, sequence: SequenceState) -> bool:
+        """Whether the encoder has to run for a sequence: its source's encoding is not there."""
+        return sequence.needs_source and not self._is_known(sequence)
+
+    def num_missing(self, sequence: SequenceState) -> int:
+        """Blocks of each pool that the source of a sequence is to get."""
+        return len(self._hasher.source(sequence)) if self.must_encode(sequence) else 0
+
+    def num_evictable(self, at: int, sequence: SequenceState) -> int:
+        """Blocks of pool `at` that hold the sequence's source and that only the cache has."""
+        if not sequence.needs_source or not self._is_known(sequence):
+            return 0
+        pool = self._pools[at]
+        return sum(pool.is_cached(pool.known[key]) for key in self._hasher.source(sequence))
+
+    def reuse(self, sequence: SequenceState) -> None:
+        """Give a sequence the blocks of its source, if it needs them and that is encoded."""
+        if not sequence.needs_source or not self._is_known(sequence):
+            return
+        for pool, table in zip(self._pools, sequence.source_tables, strict=True):
+            table.extend(pool.known[key] for key in self._hasher.source(sequence))
+            for block in table:
+                pool.share(block)
+        self._use(sequence)
+
+    def allocate(self, sequence: SequenceState) -> None:
+        """Give a sequence that needs them the blocks that its source is written to in this step."""
+        if not sequence.needs_source:
+            return
+        for pool, table in zip(self._pools, sequence.source_tables, strict=True):
+            for key in self._hasher.source(sequence):
+                table.append(pool.take())
+                pool.make_known(key, table[-1])
+        self._use(sequence)
+
+    def fork(self, parent: SequenceState, child: SequenceState) -> None:
+        """Let the child have the parent's blocks as well."""
+        for pool, ours, theirs in zip(self._pools, parent.source_tables, child.source_tables, strict=True):
+            theirs.extend(ours)
+            for block in ours:
+                pool.share(block)
+        if parent.uses_source:
+            self._use(child)
+
+    def free(self, sequence: SequenceState, *, ended: bool) -> None:
+        """Take the blocks back; one that has not `ended`, but was preempted, still counts as a user of its source."""
+        if ended and sequence.uses_source:
+            self._leave(sequence)
+        kept = bool(self._users) and self._hasher.root(sequence) in self._users
+        for pool, table in zip(self._pools, sequence.source_tables, strict=True):
+            for block in reversed(table):
+                pool.release(block, keep=kept)
+            table.clear()
+
+    def check_invariants(self, sequences: Iterable[SequenceState]) -> None:
+        """Raise `AssertionError` unless every source's users add up."""
+        users = Counter(self._hasher.root(one) for one in sequences if one.uses_source)
+        assert users == self._users, "a source's users are counted wrong"
+
+    def _is_known(self, sequence: SequenceState) -> bool:
+        if self._hasher.root(sequence) not in self._users:
+            return False
+        keys = self._hasher.source(sequence)
+        return all(key in pool.known for pool in self._pools for key in keys)
+
+    def _use(self, sequence: SequenceState) -> None:
+        if not sequence.uses_source:
+            sequence.uses_source = True
+            self._users[self._hasher.root(sequence)] += 1
+
+    def _leave(self, sequence: SequenceState) -> None:
+        """Count one user of its source less; behind the last one nothing of it is cached."""
+        root = self._hasher.root(sequence)
+        sequence.uses_source = False
+        self._users[root] -= 1
+        if not self._users[root]:
+            del self._users[root]
+            for pool in self._pools:
+                for key in self._hasher.source(sequence):
+                    pool.drop(key)
