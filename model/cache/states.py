@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.config.cache import NO_STATE
 from model.config.layer import GatedDeltaConfig
 from model.system import huge_pages
 from model.system.transfer import device_tensor
-
-NO_STATE = -1  # a slot to read: zeros, before the first token; a slot to write: nothing is kept
 
 
 class StateSpan(NamedTuple):

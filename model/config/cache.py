@@ -15,6 +15,7 @@ from model.config.model import StackConfig
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 SCALED_KINDS = ("int8", "float8_e4m3fn")  # that have a float32 scale for each key and each value
 _SCALE_BYTES = 4  # float32
+NO_STATE = -1  # instead of a state's slot: to read, zeros, as before the first token; to write, nothing is kept
 
 
 @dataclass(frozen=True, slots=True)

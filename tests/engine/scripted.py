@@ -10,12 +10,12 @@ from zlib import crc32
 
 from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
 from model.api.source import token_source
-from model.config.cache import PoolSize, StateSize
+from model.config.cache import NO_STATE, PoolSize, StateSize
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.block_pool import NULL_BLOCK
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
-from model.engine.scheduling.sequence import NO_STATE, PLACEHOLDER, SequenceStatus
+from model.engine.scheduling.sequence import PLACEHOLDER, SequenceStatus
 from model.engine.scheduling.step_budget import UNLIMITED
 
 VOCAB = 1000

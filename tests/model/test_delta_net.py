@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.cache.states import NO_STATE, StateCache, StateSpan, waves
+from model.cache.states import StateCache, StateSpan, waves
+from model.config.cache import NO_STATE
 from model.config.layer import GatedDeltaConfig
 from model.network.delta_net import delta_rule
 

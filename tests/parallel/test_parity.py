@@ -8,6 +8,8 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata
 from model.cache.paged import KVCache
+from model.cache.states import StateSpan
+from model.config.cache import NO_STATE
 from model.linear.parallel import ParallelLinear
 from model.network.inputs import CrossInput, StackInput, packed_input
 from model.network.transformer import Transformer
@@ -17,8 +19,8 @@ from tests.model.parity import decoder_logits, decoder_prompts, encoder_decoder_
 from tests.parallel.ranks import load_rank, on_ranks
 
 QUICK = (
-    *("llama-gqa", "llama-mqa-head-dim", "llama-tied", "phi3", "qwen3", "gemma", "gpt2", "gpt-neox"),
-    *("cohere", "olmo2", "granite", "bloom"),
+    *("llama-gqa", "llama-mqa-head-dim", "llama-tied", "phi3", "qwen3-next", "gemma", "gpt2", "gpt-neox"),
+    *("cohere", "olmo2", "gpt-oss", "bloom"),
     *(
         "marian",
         "bart",
@@ -87,16 +89,18 @@ def test_four_ranks_of_which_some_share_heads_of_keys(kind: str) -> None:
     check(kind, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_steps_over_a_pool_of_each_ranks_heads(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama-gqa", torch.float32), ("llama-gqa", torch.int8), ("qwen3-next", torch.float32)]
+)
+def test_steps_over_a_pool_of_each_ranks_heads(kind: str, dtype: torch.dtype) -> None:
     """Prompt, copied block, decode, over a cache; int8 scales are each head's own, so they are one rank's."""
 
     def steps(model: Transformer) -> Tensor:
         assert model.decoder is not None
         tables = torch.tensor([[3, 1], [0, 2]])
-        cache = KVCache(model.decoder.config, [5], 4, dtype, CPU)
+        cache = KVCache(model.decoder.config, [5], 4, dtype, CPU, num_states=4)
         found = []
-        for start, stop in ((0, 3), (3, 4), (4, 6)):
+        for number, (start, stop) in enumerate(((0, 3), (3, 4), (4, 6))):
             ids = [prompt(6, seed)[start:stop] for seed in range(2)]
             inputs = packed_input(ids, CPU, causal=True)
             length = stop - start
@@ -105,17 +109,23 @@ def test_steps_over_a_pool_of_each_ranks_heads(dtype: torch.dtype) -> None:
                 (length, length), (stop, stop), causal=True, block_tables=tables, slot_mapping=torch.tensor(slots)
             )
             positions = torch.tensor([*range(start, stop)] * 2)
-            found.append(model.logits(model.decode(StackInput(inputs.input_ids, positions, metadata), cache)))
+            read, written = 2 * (number % 2), 2 - 2 * (number % 2)  # the first of two slots each
+            sources = [NO_STATE] * 2 if start == 0 else [read, read + 1]
+            states = tuple(
+                StateSpan(seed * length, (seed + 1) * length, sources[seed], written + seed) for seed in range(2)
+            )
+            step = StackInput(inputs.input_ids, positions, metadata, states=states)
+            found.append(model.logits(model.decode(step, cache)))
             cache.copy_blocks(0, [4], [3])  # the first sequence goes on in a copy
             tables = torch.tensor([[4, 1], [0, 2]])
         return torch.cat(found)
 
     with torch.inference_mode():
-        expected = steps(loaded("llama-gqa"))
+        expected = steps(loaded(kind))
 
     @torch.inference_mode()
     def work(group: Group) -> Tensor:
-        return steps(load_rank("llama-gqa", group))
+        return steps(load_rank(kind, group))
 
     # int8 rounds what two ranks' last bits may have put on the other side of a half
     limit = RELATIVE if dtype is torch.float32 else 2e-3

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from model.api.request import FinishReason, Request, SamplingParams, TokenLogprob
 from model.api.token_history import History
+from model.config.cache import NO_STATE
 from model.engine.scheduling.beam_search import BeamSearch, Candidates
 from model.engine.scheduling.block_table import BlockTable
 from model.engine.scheduling.ngram_drafts import NgramDrafts
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from model.text.grammar_matcher import Matcher
 
 
-NO_STATE = -1  # of a sequence without computed tokens, or of a model without recurrent layers
 PLACEHOLDER = -1  # stands for a token that is sampled already but that only the device knows
 
 

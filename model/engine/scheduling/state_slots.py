@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from model.config.cache import StateSize
+from model.config.cache import NO_STATE, StateSize
 from model.engine.scheduling.block_hashes import BlockHasher
 from model.engine.scheduling.block_pool import BlockPool
-from model.engine.scheduling.sequence import NO_STATE, SequenceState
+from model.engine.scheduling.sequence import SequenceState
 
 
 class StateSlots:
@@ -90,9 +90,9 @@ class StateSlots:
         """Raise `AssertionError` unless slots and sequences add up."""
         owned: Counter[int] = Counter()
         for one in sequences:
-            owned.update(slot for _, slot in one.state_writes)
-            owned.update([one.state_slot] if one.state_slot != NO_STATE else [])
-            assert one.num_computed_tokens == 0 or owned, "computed tokens without a state"
+            slots = [slot for _, slot in one.state_writes] + [one.state_slot] * (one.state_slot != NO_STATE)
+            assert one.num_computed_tokens == 0 or slots, "computed tokens without a state"
+            owned.update(slots)
         self.pool.check_invariants(owned)
 
     def _release(self, slot: int) -> None:
