@@ -154,7 +154,14 @@ def assemble(
                 pool = min(pool, max(0, spec.memory // spec.engine.tensor_parallel_size - weight_bytes(model)))
         kv = KVLayout.of(spec.engine, checkpoint.config, dtype, limits)
         context = fit_context(spec.engine, context, kv, pool)
-        limits = replace(limits, max_num_seqs=kv.sequences_in(pool, context.tokens, limits.max_num_seqs))
+        fitting = kv.sequences_in(pool, context.tokens, limits.max_num_seqs)
+        if fitting < limits.max_num_seqs:
+            logger.warning(
+                "%s: the KV pool has room for the states of %d sequences at a time, not for max_num_seqs %d: "
+                "more kv_cache_memory or a lower max_model_len makes room",
+                *(spec.name, fitting, limits.max_num_seqs),
+            )
+        limits = replace(limits, max_num_seqs=fitting)
         pools = kv.divide(pool, context.tokens, limits.max_num_seqs)
         states = kv.states_for(limits.max_num_seqs) if kv.state_bytes else None
         cache_pools = kv.describe(pools)

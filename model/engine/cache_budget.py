@@ -11,12 +11,14 @@ context allows, and shorter sequences need more of the windowed pools. A pool ne
 whole context takes, nor more than the most sequences take.
 
 A sequence of a model with recurrent layers takes slots for their states beside that (`StateSize`), whatever its length.
-They decide how many sequences run at a time, where memory holds fewer than were asked for.
+They decide how many sequences run at a time, where memory holds fewer than were asked for; the context, where nobody
+says how long, leaves room for a few.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +54,7 @@ class KVLayout:
     step_tokens: int  # the most of one step
     state_bytes: int = 0  # of a slot for the states of all recurrent layers
     snapshots: int = 0  # slots of each sequence beside those that it runs with
+    max_num_seqs: int = 1  # that are to run at a time, where there are states
 
     @classmethod
     def of(cls, engine: EngineConfig, config: ModelConfig, dtype: torch.dtype, limits: BatchLimits) -> KVLayout:
@@ -61,7 +64,10 @@ class KVLayout:
         pools = pools_of(paged_specs(decoder, str(kv_dtype(engine, dtype)).removeprefix("torch.")))
         snapshots = _SNAPSHOTS * engine.prefix_caching
         step_tokens = limits.max_num_batched_tokens
-        return cls(engine.block_size, pools, config.encoder is not None, step_tokens, state_bytes(decoder), snapshots)
+        return cls(
+            *(engine.block_size, pools, config.encoder is not None, step_tokens),
+            *(state_bytes(decoder), snapshots, limits.max_num_seqs),
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -81,43 +87,48 @@ class KVLayout:
 
     def bytes_for(self, context: int, sequences: int = 1) -> int:
         """Of blocks and of states."""
-        blocks = sum(self._bytes(pool, self.blocks_for(pool, context, sequences)) for pool in self.pools)
-        return blocks + self._state_bytes(sequences)
+        blocks = [self.blocks_for(pool, context, sequences) for pool in self.pools]
+        return self._bytes_of(blocks) + self._state_bytes(sequences)
 
     def states_for(self, sequences: int) -> StateSize:
         return StateSize(sequences, sequences * self.snapshots)
 
     def sequences_in(self, memory: int, context: int, max_num_seqs: int) -> int:
-        """How many can run at a time: `max_num_seqs`, or as many of a quarter of the context as have room for their
-        states; one at least."""
+        """How many can run at a time: `max_num_seqs`, or as many as have room for their states beside the pools that
+        `divide` makes for them; one at least."""
         if not self.state_bytes:
             return max_num_seqs
-        typical = -(-context // _TYPICAL_SHARE)
-        counts = range(1, max_num_seqs + 1)
-        return max(1, bisect_right(counts, memory, key=lambda count: self.bytes_for(typical, count)))
+
+        def taken(count: int) -> int:
+            return self._state_bytes(count) + self._bytes_of(self._wanted(context, count))
+
+        return max(1, bisect_right(range(1, max_num_seqs + 1), memory, key=taken))
 
     def context_in(self, memory: int) -> int:
         """The longest that one sequence may have."""
         blocks = bisect_right(range(_UNBOUNDED), memory, key=lambda count: self.bytes_for(count * self.block_size))
         return max(0, blocks - 1) * self.block_size
 
+    def shared_context_in(self, memory: int) -> int:
+        """The longest that one may have beside the states of four, or of as many as take half of the memory."""
+        counts = range(2, min(self.max_num_seqs, _TYPICAL_SHARE) + 1)
+        others = bisect_right(counts, memory // 2, key=self._state_bytes)
+        return self.context_in(memory - self._state_bytes(others))
+
     def divide(self, memory: int, context: int, max_num_seqs: int) -> tuple[PoolSize, ...]:
         """The pools that `memory` bytes make beside `max_num_seqs` states, for sequences of up to `context` tokens,
         of which one at least fits."""
         memory -= self._state_bytes(max_num_seqs)
-        typical = -(-context // _TYPICAL_SHARE)
-        least = [self.blocks_for(pool, context) for pool in self.pools]
         most = [self.blocks_for(pool, context, max_num_seqs) for pool in self.pools]
 
         def blocks(sequences: int) -> list[int]:
-            wanted = [self.blocks_for(pool, typical, sequences) for pool in self.pools]
-            return [max(low, min(want, high)) for low, want, high in zip(least, wanted, most, strict=True)]
+            return list(map(min, self._wanted(context, sequences), most))
 
         def taken(sequences: int) -> int:
-            return sum(self._bytes(pool, count) for pool, count in zip(self.pools, blocks(sequences), strict=True))
+            return self._bytes_of(blocks(sequences))
 
         found = blocks(max(0, bisect_right(range(_UNBOUNDED), memory, key=taken) - 1))
-        left = memory - sum(self._bytes(pool, count) for pool, count in zip(self.pools, found, strict=True))
+        left = memory - self._bytes_of(found)
         for at, pool in enumerate(self.pools):
             block_bytes = pool.token_bytes * self.block_size
             more = min(most[at] - found[at], max(0, left) // block_bytes)
@@ -137,6 +148,15 @@ class KVLayout:
             )
             for pool, size in zip(self.pools, sizes, strict=True)
         )
+
+    def _wanted(self, context: int, sequences: int) -> list[int]:
+        """Blocks of each pool for so many sequences of a quarter of the context, and for one of all of it."""
+        typical = -(-context // _TYPICAL_SHARE)
+        return [max(self.blocks_for(pool, context), self.blocks_for(pool, typical, sequences)) for pool in self.pools]
+
+    def _bytes_of(self, blocks: Sequence[int]) -> int:
+        """Of so many blocks of each pool."""
+        return sum(self._bytes(pool, count) for pool, count in zip(self.pools, blocks, strict=True))
 
     def _state_bytes(self, sequences: int) -> int:
         return self.state_bytes * self.states_for(sequences).num_slots
@@ -184,12 +204,13 @@ def fit_context(engine: EngineConfig, most: Context, kv: KVLayout, memory: int) 
 
     Raises `ConfigError` where a request of the context that was asked for, or of `MIN_CONTEXT`, has no room.
     """
-    fits = kv.context_in(memory)
+    fits, least = kv.context_in(memory), least_context(engine, most)
+    if engine.max_model_len is None:
+        fits = max(min(fits, least), kv.shared_context_in(memory))
     if fits >= most.tokens:
         return most
-    if engine.max_model_len is None and fits >= least_context(engine, most):
+    if engine.max_model_len is None and fits >= least:
         return Context(fits, f"what the KV pool holds; the model takes {most.tokens}")
-    least = least_context(engine, most)
     size = f"{kv.bytes_for(least) / 2**20:.0f} MiB"
     if len(kv.pools) == 1 and not kv.state_bytes:
         room = f"{memory // (kv.token_bytes * kv.block_size)} blocks"

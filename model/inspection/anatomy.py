@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.config.cache import cached_elements, state_bytes
+from model.config.cache import StateSize, cached_elements, state_bytes
 from model.config.layer import (
     AlibiConfig,
     AttentionConfig,
@@ -105,8 +105,10 @@ class Anatomy:
         return sum(self.flops_per_token(stack, position + 1) for position in range(length)) / length
 
     def sequences_that_fit(self, memory: int, length: int, dtype: str) -> int:
-        """Return the number of decoder sequences of `length` tokens whose KV cache fits into `memory` bytes."""
-        each = cached_elements(self.config.decoder, length) * DTYPE_BYTES[dtype] + state_bytes(self.config.decoder)
+        """Return the number of decoder sequences of `length` tokens whose KV cache fits into `memory` bytes, without
+        snapshots of states."""
+        states = StateSize(1, 0).num_slots * state_bytes(self.config.decoder)
+        each = cached_elements(self.config.decoder, length) * DTYPE_BYTES[dtype] + states
         return memory // each if each else 0
 
 

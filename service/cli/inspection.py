@@ -57,6 +57,7 @@ def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
                 "parameters": {**anatomy.parameters, "all": anatomy.total_parameters},
                 "weight_bytes": {dtype: anatomy.weight_bytes(dtype) for dtype in DTYPE_BYTES},
                 "kv_bytes_per_token": {dtype: anatomy.kv_bytes_per_token(dtype) for dtype in DTYPE_BYTES},
+                "state_bytes": state_bytes(config.decoder),
                 "flops_per_token": {
                     stack: {
                         "prompt_of": _PROMPT,
@@ -136,7 +137,7 @@ def _costs(anatomy: Anatomy, context: int, memory: int) -> Table:
                 table.add_row(kept, f"{pool.token_bytes:,}")
         if recurrent := state_bytes(anatomy.config.decoder):
             layers = len(anatomy.config.decoder.recurrences)
-            table.add_row(f"state bytes a sequence, of {layers} recurrent layers (float32)", f"{recurrent:,}")
+            table.add_row(f"bytes of a state, of {layers} recurrent layers (float32)", f"{recurrent:,}")
         fitting = anatomy.sequences_that_fit(memory, context, _DTYPE)
         table.add_row(f"sequences of {context} tokens in {_size(memory)} of KV", f"{fitting:,}")
     return table

@@ -122,6 +122,17 @@ def layout(*, has_source: bool) -> KVLayout:
     return KVLayout(16, (PoolSpec(None, (0,), 1000),), has_source, step_tokens=2048)
 
 
+def test_fewer_sequences_than_were_asked_for_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Recurrent layers keep a state of each, whatever its length."""
+    engine = EngineConfig(device="cpu", kv_cache_memory=1 << 16, max_model_len=64, max_num_seqs=8)
+    loaded = load(ModelSpec("m", str(saved("qwen3-next").path), engine))
+    assert loaded.generate is not None
+    assert 1 <= loaded.info.max_num_seqs == loaded.generate.scheduler.max_num_seqs < 8
+    assert f"the states of {loaded.info.max_num_seqs} sequences at a time, not for max_num_seqs 8" in caplog.text
+    cache = loaded.generate.runner.cache  # type: ignore[attr-defined]
+    assert 0 < cache.nbytes <= 1 << 16
+
+
 def planned(checkpoint: Checkpoint, kept: Format, available: float, **settings: Any) -> int:
     engine = EngineConfig(device="cpu", **settings)
     return plan_memory("m", engine, checkpoint, kept(checkpoint.config, None), engine.limits(), int(available))

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from model.api.engine_config import EngineConfig
 from model.config.cache import PoolSize, PoolSpec, StateSize
-from model.engine.cache_budget import KVLayout
-from tests.engine.scripted import Harness
+from model.engine.cache_budget import Context, KVLayout, fit_context
+from model.engine.scheduling.block_hashes import BlockHasher
+from model.engine.scheduling.sequence import SequenceState
+from model.engine.scheduling.state_slots import StateSlots
+from tests.engine.scripted import Harness, request
 
 PREFIX = list(range(100, 122))  # 22 tokens: 5 blocks of 4, and 2 more
 
@@ -60,6 +68,43 @@ def test_a_preempted_sequence_goes_on_from_its_prompts_snapshot() -> None:
     harness.run()
     [again] = [s for step in harness.runner.steps[4:] for s in step.scheduled if s.num_tokens > 1]
     assert again.start == 20 or again.start == 24  # behind the prompt's last full block, or the output's
+
+
+def test_invariants_notice_a_sequence_without_its_state() -> None:
+    """Also beside one that has its own."""
+    slots = StateSlots(StateSize(2, 0), 4, BlockHasher(4, across_requests=True), keeps=True)
+    there, lost = (SequenceState.of(request(name, 5), 0, 0, ()) for name in "ab")
+    slots.allocate(there, 5)
+    there.num_computed_tokens = lost.num_computed_tokens = 5
+    slots.check_invariants([there])
+    with pytest.raises(AssertionError, match="computed tokens without a state"):
+        slots.check_invariants([there, lost])
+
+
+@pytest.mark.parametrize("context", [4096, 65_536])
+def test_blocks_and_states_take_no_more_than_there_is(context: int) -> None:
+    """Also where the states of the sequences that could run leave no room for one of the whole context."""
+    layout = KVLayout(16, (PoolSpec(None, (3,), 1000),), False, 256, state_bytes=5_000_000, snapshots=2)
+    for memory in range(layout.bytes_for(context), layout.bytes_for(context, 20), 3_000_000):
+        count = layout.sequences_in(memory, context, 64)
+        [pool] = layout.divide(memory, context, count)
+        assert pool.num_blocks >= context // 16
+        assert pool.num_pages * 16_000 + layout.states_for(count).num_slots * 5_000_000 <= memory
+
+
+def test_a_context_that_memory_decides_leaves_room_for_states_of_a_few() -> None:
+    """Of Qwen3.5's size; a context that was asked for may take all."""
+    pools = (PoolSpec(None, tuple(range(8)), 8 * 2 * 4 * 256 * 2),)
+    layout = KVLayout(16, pools, False, 2048, state_bytes=52_690_944, snapshots=2, max_num_seqs=64)
+    most, found = Context(262_144, ""), {}
+    for gib in (1, 2, 4):
+        context = fit_context(EngineConfig(), most, layout, gib << 30).tokens
+        found[gib] = context, layout.sequences_in(gib << 30, context, 64)
+    assert found == {1: (19_904, 2), 2: (39_808, 4), 4: (105_344, 4)}
+    asked = EngineConfig(max_model_len=26_000)
+    assert fit_context(asked, Context(26_000, ""), layout, 1 << 30).tokens == 26_000
+    alone = replace(layout, max_num_seqs=1)
+    assert fit_context(EngineConfig(), most, alone, 1 << 30).tokens == layout.context_in(1 << 30) == 26_336
 
 
 def test_memory_is_divided_between_blocks_and_states() -> None:

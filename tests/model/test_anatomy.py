@@ -56,6 +56,13 @@ def test_kv_bytes_are_two_vectors_a_layer() -> None:
     assert anatomy.sequences_that_fit(1 << 30, 1024, "float16") == 2
 
 
+def test_a_running_sequence_has_two_states() -> None:
+    anatomy = dissect(read_checkpoint(saved("qwen3-next").path).config)
+    state = 2 * 4 * (4 * 12 * 8 + 3 * (2 * 2 * 12 + 4 * 8))  # of two recurrent layers: heads, and the convolution
+    keys = 2 * 4 * 2 * 16  # of a token, in the other layer
+    assert anatomy.sequences_that_fit(10 * (2 * state + 100 * keys), 100, "float32") == 10
+
+
 def test_flops_are_twice_the_parameters_plus_attention() -> None:
     anatomy = dissect(config_from_raw(LLAMA_2_7B))
     matrices = anatomy.parameters["decoder attention"] + anatomy.parameters["decoder MLP"] + anatomy.parameters["head"]
