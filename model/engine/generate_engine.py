@@ -359,22 +359,21 @@ class GenerateEngine:
 
     def _append_run(self, step: ScheduledSequence, token: SampledToken) -> None:
         """Append a token that has drafts behind it, and what was sampled behind those that are right."""
-        sequence, count = step.sequence, 0
+        sequence = step.sequence
         is_computed = sequence.num_computed_tokens == step.stop  # else it was preempted while the step was pending
-        for one in (token, *token.later):
-            if count and is_computed:
+        self.num_drafts += 1
+        self.num_draft_tokens += len(step.drafts)
+        for place, one in enumerate((token, *token.later)):
+            if place and is_computed:
                 sequence.num_computed_tokens += 1
                 self._cache_full_blocks(sequence)
             self._append_token(step, one)
-            count += 1
+            output = self._outputs[-1]  # of this token: a stop string may end the text with any of them
+            output.drafted_tokens = len(step.drafts) if place == 0 else 0
+            output.accepted_tokens = int(place < len(token.later))
+            self.num_accepted_tokens += output.accepted_tokens
             if sequence.finished:
                 break
-        accepted = min(count, len(token.later))
-        self.num_drafts += 1
-        self.num_draft_tokens += len(step.drafts)
-        self.num_accepted_tokens += accepted
-        output = self._outputs[-1]  # of this sequence
-        output.drafted_tokens, output.accepted_tokens = len(step.drafts), accepted
         if is_computed and not sequence.finished:
             self.block_manager.trim(sequence)
 

@@ -16,7 +16,7 @@ from model.api.request import Request, SamplingParams, TokenOutput
 from model.checkpoint.folder import read_checkpoint
 from model.config.cache import PoolSize
 from model.engine.builder import LoadedModel, load
-from model.engine.scheduling import ngram_drafts
+from model.engine.scheduling import scheduler
 from model.engine.scheduling.ngram_drafts import NgramDrafts
 from model.engine.scheduling.scheduler import MAX_VERIFIED_ROWS
 from model.errors import ConfigError
@@ -170,7 +170,7 @@ def test_results_have_the_same_bits_with_and_without(kind: str, dtype: str, quan
 def test_drafts_cease_where_they_are_wrong_and_begin_again() -> None:
     rng = random.Random(1)
     tokens, drafts, counts = [rng.randrange(30) for _ in range(200)], NgramDrafts(8), []
-    begin = len(tokens)
+    begin = drafts.read(tokens, len(tokens), len(tokens))
     for at in range(400):
         tokens.append(rng.randrange(30) if at < 300 else tokens[at - 300])
         counts.append(len(drafts.propose(tokens, begin)))
@@ -180,17 +180,21 @@ def test_drafts_cease_where_they_are_wrong_and_begin_again() -> None:
 
 
 def test_a_run_that_repeats_itself_is_drafted_beyond_its_first_copy() -> None:
-    assert NgramDrafts(10).propose([9, *(5, 6, 7) * 4], 5) == [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
+    drafts, tokens = NgramDrafts(10), [9, *(5, 6, 7) * 4]
+    drafts.read(tokens, 5, 5)
+    assert drafts.propose(tokens, 5) == [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
 
 
-def test_a_long_prompt_is_read_over_several_steps() -> None:
-    drafts, prompt = NgramDrafts(4), [*range(10_000), 1, 2, 3, 4]
-    found = [drafts.propose(prompt, len(prompt)) for _ in range(3)]
-    assert found == [[], [], [5, 6, 7, 8]]
+def test_what_is_known_before_an_output_is_read_over_several_steps() -> None:
+    drafts, tokens = NgramDrafts(4, tuple(range(50, 60)), tuple(range(100, 107))), [*range(20), 1, 2, 3, 4, 52, 53]
+    found = []
+    while count := drafts.read(tokens, 24, 9):
+        found.append((count, drafts.propose(tokens, 24)))
+    assert found == [(9, []), (9, []), (9, []), (9, []), (5, [54, 55, 56])]
 
 
 def test_a_prompt_is_read_while_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_drafts, "_READ_AT_ONCE", 10)
+    monkeypatch.setattr(scheduler, "READ_AT_ONCE", 10)
     harness = Harness(budget=10, script=lambda source, tokens: tokens[-20], num_speculative_tokens=4)
     harness.add("r", [*range(20), *range(20)], max_tokens=20)
     harness.run()
@@ -198,8 +202,23 @@ def test_a_prompt_is_read_while_it_is_computed(monkeypatch: pytest.MonkeyPatch) 
     assert steps[:5] == [(10, 0)] * 4 + [(5, 4)]
 
 
+def test_a_step_reads_so_many_tokens_for_all_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "READ_AT_ONCE", 10)
+    harness = Harness(budget=200, script=lambda source, tokens: 7, num_speculative_tokens=4)
+    for number in range(3):
+        harness.add(f"r{number}", [number] * 30, max_tokens=30)
+    drafting, read = [one.drafting for one in harness.engine.scheduler], []
+    for _ in range(2):
+        harness.step()
+        read.append(sum(len(one._tokens) for one in drafting if one is not None))
+    assert read == [10, 20]
+    harness.run()
+    assert harness.engine.stats().accepted_tokens > 20
+
+
 def test_an_encoder_decoder_drafts_from_its_source() -> None:
-    drafts = NgramDrafts(4, source=range(50, 60))
+    drafts = NgramDrafts(4, source=tuple(range(50, 60)))
+    drafts.read([1], 1, 100)
     assert drafts.propose([1], 1) == []
     assert drafts.propose([1, 52, 53], 1) == [54, 55, 56]  # two agree, of which half are expected to be right
 
@@ -230,6 +249,39 @@ def test_drafts_take_only_what_is_left() -> None:
     assert [harness.tokens(one.request_id) for one in made] == [[7] * 7] * 2
     drafted = [len(s.drafts) for step in harness.runner.steps for s in step.scheduled]
     assert 0 < max(drafted) <= 6
+
+
+def test_drafts_take_no_block_that_a_step_launched_ahead_needs() -> None:
+    """One sequence drafts in its first step, wrongly; the next one takes the last three blocks for three others."""
+    settings = {"num_blocks": 11, "budget": 64, "overlap": True, "prefix_caching": False}
+    harness = Harness(script=lambda source, tokens: 20 + len(tokens), **settings)
+    harness.add("r", [7] * 6, max_tokens=12, num_speculative_tokens=16)
+    for number in range(3):
+        harness.add(f"s{number}", [7] * 8, max_tokens=2)
+    stats = harness.run().engine.stats()
+    assert stats.draft_tokens > 0 and stats.preemptions == 0
+
+
+def test_a_batch_without_room_for_drafts_runs_ahead() -> None:
+    harness = Harness(num_blocks=400, max_num_seqs=32, budget=400, script=lambda source, tokens: 7, overlap=True)
+    for number in range(MAX_VERIFIED_ROWS):
+        harness.add(f"r{number}", [7] * 6, max_tokens=20, num_speculative_tokens=8)
+    for _ in range(4):
+        harness.step()
+    assert all(one.has_placeholder for one in harness.engine.scheduler.running)
+    harness.run()
+
+
+def test_drafts_are_counted_with_the_tokens_that_they_became() -> None:
+    """A stop string may end the text with any of them."""
+    harness = Harness(
+        num_blocks=100, script=lambda source, tokens: 7 + len(tokens) % 12 // 11, num_speculative_tokens=8
+    )
+    harness.add("r", [7] * 6, max_tokens=60)
+    stats = harness.run().engine.stats()
+    assert all(output.accepted_tokens <= len(output.token_ids) == 1 for output in harness.outputs)
+    assert sum(output.accepted_tokens for output in harness.outputs) == stats.accepted_tokens > 20
+    assert sum(output.drafted_tokens for output in harness.outputs) == stats.draft_tokens > stats.accepted_tokens
 
 
 def test_a_full_batch_has_no_drafts() -> None:

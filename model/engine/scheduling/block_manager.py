@@ -223,11 +223,12 @@ class BlockManager:
         self._sources.allocate(sequence)
         return copies
 
-    def extend(self, sequence: SequenceState, num_tokens: int, most: int) -> int:
+    def extend(self, sequence: SequenceState, num_tokens: int, most: int, spare: int) -> int:
         """Extend the tables of a sequence by drafts behind the `num_tokens` that it computes in this step, for which it
-        has blocks: at most so many, and as free blocks allow; returns how many.
+        has blocks: at most so many, and as free blocks allow, of which `spare` are left; returns how many.
         """
-        free, end = min(pool.num_free for pool in self.pools), sequence.num_computed_tokens + num_tokens
+        end = sequence.num_computed_tokens + num_tokens
+        free = max(0, min(pool.num_free for pool in self.pools) - spare)
         count = min(most, (len(sequence.tables[0]) + free) * self.block_size - end)
         missing = self.blocks_for(end + count) - len(sequence.tables[0])
         for pool, table in zip(self.pools, sequence.tables, strict=True):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 _LENGTHS = (3, 2, 1)  # of n-grams that are looked up, in tokens
 _MAX_AGREEMENT = 8  # tokens; more are not told apart
-_READ_AT_ONCE = 4096  # tokens of a prompt, which take 2 to 3 ms
+READ_AT_ONCE = 4096  # tokens of prompts that a step reads for drafts, which take 2 to 3 ms
 _KEY_BITS = 32  # of a token in the key of an n-gram
 _LEARNING_RATE = 0.125
 _LEAST_CHANCE = 0.1  # of a draft that is worth its row of a step
@@ -27,35 +27,46 @@ _FIRST_RATES = (0.0, 0.25, 0.5, 0.8, 0.9)
 class NgramDrafts:
     """Finds the drafts of one sequence."""
 
-    def __init__(self, max_tokens: int, source: Sequence[int] = (), prediction: Sequence[int] = ()) -> None:
+    def __init__(self, max_tokens: int, source: tuple[int, ...] = (), prediction: tuple[int, ...] = ()) -> None:
         """At most `max_tokens` are drafted. The output may also copy from a source, and is expected to begin as a
         prediction does, if there is one.
         """
         self.max_tokens = max_tokens
         self._predicted = bool(prediction)
-        self._tokens = [*prediction, *source]  # and the sequence's, as far as they were read
-        self._num_before = len(self._tokens)
+        self._before = prediction + source
+        self._tokens: list[int] = []  # of `_before`, then the sequence's, as far as they were read
         self._num_indexed = 0  # tokens that are found by the n-grams before them
         self._places: tuple[dict[int, int], ...] = tuple({} for _ in _LENGTHS)  # of next tokens, by n-gram
         self._rates = list(_FIRST_RATES)
         self._place: int | None = None  # of the token that is expected next
         self._agreement = 0  # tokens before that place that are those at the end, as far as was looked
 
-    def propose(self, token_ids: Sequence[int], num_prompt_tokens: int) -> list[int]:
-        """Return drafts of what follows `token_ids`, often none; reads those that came since the last call.
+    def read(self, token_ids: Sequence[int], num_prompt_tokens: int, most: int) -> int:
+        """Read at most so many tokens more of what is known before the output; return how many: 0 once all are read.
 
-        A long prompt is read over several calls, which return nothing until its end.
+        Those are the prediction's, the source's and the first `num_prompt_tokens` of `token_ids`.
         """
-        begin = len(self._tokens) - self._num_before
-        if begin < num_prompt_tokens:
-            self._tokens += token_ids[begin : min(num_prompt_tokens, begin + _READ_AT_ONCE)]
+        before, begin = len(self._before), len(self._tokens)
+        end = before + num_prompt_tokens
+        stop = min(end, begin + most)
+        if stop > begin:
+            self._tokens += self._before[begin:stop]
+            self._tokens += token_ids[max(0, begin - before) : max(0, stop - before)]
             self._index()
-            begin = len(self._tokens) - self._num_before
-            if begin < num_prompt_tokens:
-                return []
-            self._look_up()
-            if self._predicted:
-                self._place, self._agreement = 0, _MAX_AGREEMENT
+            if stop == end:
+                self._look_up()
+                if self._predicted:
+                    self._place, self._agreement = 0, _MAX_AGREEMENT
+        return max(0, stop - begin)
+
+    def propose(self, token_ids: Sequence[int], num_prompt_tokens: int) -> list[int]:
+        """Return drafts of what follows `token_ids`, often none; reads the output's that came since the last call.
+
+        There are none until everything before the output is read.
+        """
+        begin = len(self._tokens) - len(self._before)
+        if begin < num_prompt_tokens:
+            return []
         for token in token_ids[begin:]:
             if token < 0:
                 break  # known to the device alone

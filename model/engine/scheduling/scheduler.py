@@ -17,6 +17,7 @@ from typing import NamedTuple
 from model.api.request import FinishReason, TokenLogprob
 from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
+from model.engine.scheduling.ngram_drafts import READ_AT_ONCE
 from model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
 from model.engine.scheduling.step_budget import (
     UNLIMITED,
@@ -141,20 +142,22 @@ class Scheduler:
         return output
 
     def _draft(self, output: SchedulerOutput) -> None:
-        """Add drafts to what the step samples, with rows and blocks that nothing else in it needs.
+        """Add drafts to what the step samples, with rows and blocks that nothing else needs, in it or in the next one,
+        which may be scheduled before they are given up (`BlockManager.trim`): nobody is preempted or waits for them.
 
-        They are given up behind the step (`BlockManager.trim`), so nobody is preempted or waits for them.
+        Prompts are read meanwhile, of all sequences together so many tokens that no step takes long for it.
         """
-        steps = output.scheduled
+        steps, unread = output.scheduled, READ_AT_ONCE
         rows = MAX_VERIFIED_ROWS - sum(step.samples for step in steps)
         budget = min(rows, self.max_num_batched_tokens - sum(step.num_tokens for step in steps))
         places = [place for place, step in enumerate(steps) if step.sequence.drafting is not None]
         for drafted, place in enumerate(places):
             step = steps[place]
+            unread -= step.sequence.read_for_drafts(unread)
             share = max(0, budget // (len(places) - drafted)) if step.samples else 0
-            drafts = step.sequence.propose_drafts()[:share]  # also of prompts that go on, which are read meanwhile
+            drafts = step.sequence.propose_drafts(share)
             if drafts:
-                count = self.block_manager.extend(step.sequence, step.num_tokens, len(drafts))
+                count = self.block_manager.extend(step.sequence, step.num_tokens, len(drafts), len(self.running))
                 steps[place] = step._replace(num_tokens=step.num_tokens + count, drafts=tuple(drafts[:count]))
                 budget -= count
 

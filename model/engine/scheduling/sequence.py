@@ -77,7 +77,7 @@ class SequenceState:
     history: History | None = None  # of one that is penalised or banned by what it said
     error: str | None = None  # why it could not go on
     drafting: NgramDrafts | None = None  # of one that is speculated
-    expects_drafts: bool = False  # there were drafts when it was last scheduled
+    expects_drafts: bool = False  # there were drafts, and room for them, when it was last scheduled
     is_blind: bool = False  # its tokens can be sampled before those before them are known here
 
     def __post_init__(self) -> None:
@@ -139,10 +139,15 @@ class SequenceState:
         """Whether the token after the next may be sampled before the next is known here, for which drafts wait."""
         return self.is_blind and not self.expects_drafts
 
-    def propose_drafts(self) -> list[int]:
+    def read_for_drafts(self, most: int) -> int:
+        """Read at most so many of the tokens before its output, which drafts are found in; return how many."""
+        assert self.drafting is not None
+        return self.drafting.read(self.token_ids, self.num_prompt_tokens, most)
+
+    def propose_drafts(self, most: int) -> list[int]:
         """Return tokens that may follow its last one, not beyond its end; none while that is not known here."""
         assert self.drafting is not None
-        drafts = self.drafting.propose(self.token_ids, self.num_prompt_tokens)
+        drafts = self.drafting.propose(self.token_ids, self.num_prompt_tokens)[:most]
         self.expects_drafts = bool(drafts)
         if self.has_placeholder:
             return []
