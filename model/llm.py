@@ -120,21 +120,25 @@ class LLM:
 
     def _outputs(self, engine: GenerateEngine, params: SamplingParams) -> Iterator[tuple[int, TokenOutput]]:
         detokenizers: dict[tuple[int, int], Detokenizer] = {}
+        stopped: set[tuple[int, int]] = set()
         while engine.has_work:
             engine.wait_for_grammars(1.0)
             outputs, _ = engine.step()
             self._loaded.check()
             for output in outputs:
+                position = int(output.request_id)
+                key = (position, output.index)
+                if key in stopped:
+                    continue  # a draft that was right, behind the stop string
                 if output.error is not None:
                     raise ConfigError(f"the output cannot match: {output.error}")
                 if output.finish_reason is FinishReason.ERROR:
                     raise EngineDeadError("the engine failed while the prompt was in it; its log says why")
-                position = int(output.request_id)
                 if self.tokenizer is not None:
-                    key = (position, output.index)
                     if key not in detokenizers:
                         detokenizers[key] = Detokenizer.of(self.tokenizer, params)
                     if detokenizers[key].fill(output):
+                        stopped.add(key)
                         engine.abort(output.request_id, output.index, FinishReason.STOP)
                 yield position, output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import SamplingParams
+from model.api.request import FinishReason, SamplingParams
 from model.engine.builder import load
 from model.engine.memory_plan import max_context
 from model.errors import ConfigError, EngineDeadError
@@ -44,6 +45,19 @@ def test_offline_generation_is_the_engines_and_becomes_text(kind: str, tmp_path:
     if kind == "llama-gqa":  # the encoder-decoder starts from its start token alone here
         assert texts == [bytes_tokenizer().decode(direct.ids(one.request_id)) for one in made]
     assert all(texts)
+
+
+def test_nothing_is_said_behind_a_stop_string_that_drafts_go_beyond(tmp_path: Path) -> None:
+    folder = copied("llama-gqa", tmp_path)
+    bytes_tokenizer()._tokenizer.save(str(folder / "tokenizer.json"))
+    llm = LLM(folder, EngineConfig(**SMALL))
+    [said] = bytes_tokenizer().encode("5", add_special_tokens=False).ids
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logit_bias={said: 100.0}, stop=("555",))
+    for drafts in (0, 8):
+        asked = replace(params, num_speculative_tokens=drafts)
+        outputs = [output for _, output in llm.stream([[said] * 20], asked)]
+        assert [token for output in outputs for token in output.token_ids] == [said] * 3
+        assert [output.finish_reason for output in outputs] == [None, None, FinishReason.STOP]
 
 
 def test_offline_encoding_gives_one_vector_an_input() -> None:
