@@ -45,6 +45,11 @@ class DraftingEngine:
         self.vocab_size = model.embedding.vocab_size
         self._start = () if model.decoder_start_token_id is None else (model.decoder_start_token_id,)
 
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Return whether prompts and outputs of these lengths fit the model's context, which cuts off longer ones."""
+        length = max(prompt_tokens, 1 + output_tokens) if self._start else prompt_tokens + output_tokens
+        return length <= self._engine.max_model_len
+
     def run(self, asks: Sequence[tuple[Ids, Ids]], drafts: int) -> Run:
         """Compute outputs to prompts, given in pairs, with up to so many drafts a step."""
         engine, runner = self._engine, self._engine.runner

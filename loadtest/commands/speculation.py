@@ -73,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         engine = DraftingEngine(path, config)
     except (ConfigError, ValueError) as error:
         raise UsageError(f"--model: {error}") from None
+    if not engine.fits(arguments.prompt_tokens, arguments.output_tokens):
+        raise UsageError("--prompt-tokens and --output-tokens are more than the model's context together")
     results = [_measure(engine, kind, arguments) for kind in KINDS]
     Console(width=120).print(_table(results))
     settings = {key: str(value) for key, value in vars(arguments).items() if key != "command"}

@@ -93,9 +93,12 @@ def test_impossible_output_lengths_are_refused(name: str, tokens: int, said: str
 
 
 def test_drafts_are_right_where_outputs_copy(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--prompt-tokens", "60", "--output-tokens", "80", "--pairs", "1"]
+    command = ["speculation", "--model", str(embedded_models()["code"]), "--output-tokens", "80", "--pairs", "1"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--prompt-tokens", "100000"])
+    assert "--prompt-tokens and --output-tokens are more than the model's context" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="0"):
-        main(["speculation", "--model", str(embedded_models()["code"]), *sizes])
+        main([*command, "--prompt-tokens", "60"])
     copies, fresh = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]
     assert copies["tokens_per_step"] > 2.5 and copies["accepted"] > 0.5
     assert fresh["tokens_per_step"] < 1.1 and fresh["accepted"] < 0.3
