@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:\-]{1,128}$"
-_REQUEST_ID = re.compile(REQUEST_ID_PATTERN[:-1] + r"\Z")
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN[:-1] + r"\Z")  # as Pydantic reads the pattern: no line break behind it
 
 
 @dataclass(slots=True)
@@ -50,8 +50,11 @@ def set_current(context: RequestContext) -> None:
     _current.set(context)
 
 
+def is_request_id(text: str) -> bool:
+    """Return whether a text is a valid request id: 1-128 letters, digits and `._:-`."""
+    return _REQUEST_ID.match(text) is not None
+
+
 def request_id_from(header: str | None) -> str:
-    """Return the client's request id if it is valid (1-128 letters, digits and `._:-`), else a new one."""
-    if header is not None and _REQUEST_ID.match(header):
-        return header
-    return secrets.token_hex(12)
+    """Return the client's request id if it is valid, else a new one."""
+    return header if header is not None and is_request_id(header) else secrets.token_hex(12)

@@ -7,15 +7,13 @@ else there may be to say of a request is found on the usual way.
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 from starlette.requests import Request
 
 from model.errors import EngineGoneError, ModelNotLoadedError, QueueFullError
 from service.core.errors import engine_refusal
 from service.core.model_registry import ServedModel, Task
-from service.core.request_context import REQUEST_ID_PATTERN
+from service.core.request_context import is_request_id
 from service.http.bodies import context_of_request
 from service.lifecycle.state import service_of
 
@@ -41,7 +39,6 @@ class _Asked(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Asked)
-_valid_id = re.compile(REQUEST_ID_PATTERN[:-1] + r"\Z").match
 
 
 def refuse_if_full(request: Request, raw: bytes) -> None:
@@ -57,7 +54,7 @@ def refuse_if_full(request: Request, raw: bytes) -> None:
     served = service.registry.get(asked.model)
     if served is None or not served.serves(Task.GENERATE) or not asked.is_one_sequence(served):
         return
-    if asked.request_id is not None and not _valid_id(asked.request_id):
+    if asked.request_id is not None and not is_request_id(asked.request_id):
         return
     try:
         service.client.check_room(served.name)

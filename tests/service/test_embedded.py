@@ -170,7 +170,9 @@ def test_drafts_change_nothing_but_the_number_of_steps(url: str) -> None:
     stopped = {**body, "stop": text[40:44], "return_token_ids": True}  # drafts behind it count for nothing
     cut, drafted_cut = post_all(url, "/generate", [stopped, {**stopped, "prediction": text}])
     assert drafted_cut["choices"] == cut["choices"]
-    assert drafted_cut["usage"]["completion_tokens"] == cut["usage"]["completion_tokens"]  # type: ignore[index]
+    usage = drafted_cut["usage"]
+    assert isinstance(usage, dict) and usage["completion_tokens"] == cut["usage"]["completion_tokens"]  # type: ignore[index]
+    assert 0 < usage["accepted_prediction_tokens"] <= usage["completion_tokens"]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     reply = client.completions.create(
         model="code", prompt="x = 1\n" * 20, max_tokens=40, temperature=0, extra_body={"num_speculative_tokens": 4}
