@@ -50,7 +50,8 @@ class LinearSpec:
 
     `tied_to` names the tensor elsewhere in the network that serves as W too. With a `softcap` the outputs are
     `softcap * tanh(y / softcap)` of the projection's y. Of several `experts` W has the matrices of all, one below the
-    other, and so has b. An `exact` projection is kept in floats whatever format is asked for.
+    other, and so has b. An `exact` projection is kept in floats whatever format is asked for; in C
+    also if it is stored in integers.
     """
 
     name: str  # as in decoder.layers.0.attn.qkv

@@ -56,8 +56,8 @@ class LinearFactory:
         stored_as = self.stored_as.get(spec.name, FLOAT)
         for pattern, number_format in self.native:
             if fnmatchcase(spec.name, pattern):
-                kept = _EXACT if spec.exact else number_format
-                return native_linear(self._kept(kept, stored_as), spec, self.dtype, self.library)
+                kept = replace(_EXACT, stored_as=stored_as) if spec.exact else self._kept(number_format, stored_as)
+                return native_linear(kept, spec, self.dtype, self.library)
         if spec.experts > 1:  # in floats: who asks for less is refused before (`engine.integer_settings`)
             if stored_as.scale is None:
                 return ExpertsLinear(spec, self.dtype, self.device)

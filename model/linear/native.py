@@ -247,9 +247,9 @@ def native_linear(number_format: NumberFormat, spec: LinearSpec, dtype: torch.dt
     kind = kernel_of(number_format)
     if number_format.stored_as.scale is None:
         return NativeLinear(spec, kind, dtype, library, number_format.group)
-    if number_format.stored_as == INT8_ROWS:
-        return Int8RowsLinear(spec, kind, dtype, library)
     if number_format == kept_as_stored(number_format.stored_as):
+        if number_format.stored_as == INT8_ROWS:
+            return Int8RowsLinear(spec, kind, dtype, library)
         return GivenIntegersLinear(spec, kind, dtype, library, number_format.stored_as)
     return DequantizedNativeLinear(spec, kind, dtype, library, number_format.stored_as, number_format.group)
 

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.config.formats import FLOAT, INT8_ROWS, NumberFormat, NumberKind, Storage, integers_in_groups, joined
+from model.config.formats import (
+    FLOAT,
+    INT8_ROWS,
+    QUANTIZED_LAYERS,
+    NumberFormat,
+    NumberKind,
+    Storage,
+    integers_in_groups,
+    joined,
+)
 from model.linear.base import Linear, LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.linear.native import GivenIntegersLinear, NativeLinear, packed_linear
@@ -137,6 +146,35 @@ def test_experts_whose_integers_are_given_are_those_of_each_alone(storage: Stora
     y = made("all", slice(None), experts).of_experts(x, starts)
     for expert, rows in ((0, slice(0, 4)), (2, slice(4, 9))):
         assert torch.equal(y[rows], made("one", slice(expert * outputs, (expert + 1) * outputs), 1)(x[rows]))
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [INT8_ROWS, integers_in_groups(4, 32, offsets=True), replace(FLOAT, nearest=(8, 32))],
+    ids=lambda one: one.name,
+)
+def test_what_must_be_exact_is_in_floats_however_it_is_stored(storage: Storage) -> None:
+    """A router, whose rows C reads as floats."""
+    outputs, inputs = 5, 70
+    groups = storage.scales_of(inputs)
+    tensors = {
+        "weight_scale": torch.rand(outputs, groups),
+        "weight_offset": torch.randn(outputs, groups),
+        "weight": torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8),
+    }
+    int8 = QUANTIZED_LAYERS["int8"][0]
+    factory = LinearFactory(stored_as={"m": storage}, library=library(), native=(("*", int8),))
+    linear = factory(LinearSpec("m", inputs, (Part(outputs),), bias=False, exact=True))
+    for tensor in storage.tensors:
+        linear.fill(f"m.{tensor}", (slice(0, outputs),), tensors[tensor])
+    stands_for = tensors["weight"].float()
+    if storage.scale is not None:
+        stands_for = stands_for * spread(tensors["weight_scale"], storage.block[1] or inputs, inputs)
+    if storage.offset is not None:
+        stands_for = stands_for + spread(tensors["weight_offset"], storage.block[1], inputs)
+    assert isinstance(linear, NativeLinear) and linear.kind is Kind.F32
+    x = torch.randn(9, inputs)
+    torch.testing.assert_close(linear(x), x @ stands_for.T)
 
 
 def spread(factors: Tensor, group: int, k: int) -> Tensor:
