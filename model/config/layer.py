@@ -10,6 +10,8 @@ from enum import StrEnum
 
 from model.errors import ConfigError
 
+MOST_EXPERTS = 4096  # of a layer; a larger number is an error in the file
+
 
 class NormKind(StrEnum):
     LAYER = "layer"  # Ba et al. 2016
@@ -312,6 +314,8 @@ class ExpertsConfig:
         require_positive(self, per_token=self.per_token)
         if self.count < 2 or self.per_token > self.count:
             raise ConfigError(f"a token cannot choose {self.per_token} of {self.count} experts")
+        if self.count > MOST_EXPERTS:
+            raise ConfigError(f"a layer has at most {MOST_EXPERTS} experts, found {self.count}")
         if self.shared_gate and self.shared is None:
             raise ConfigError("a gate of shared experts needs them")
 

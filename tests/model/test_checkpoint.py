@@ -74,6 +74,14 @@ def test_experts_are_read_from_the_tensors_of_newer_folders_too(kind: str, tmp_p
     assert all(torch.equal(tensor, older[name]) for name, tensor in newer.items())
 
 
+def test_a_header_cannot_ask_for_the_names_of_any_number_of_experts(tmp_path: Path) -> None:
+    folder = copied("mixtral", tmp_path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    edit_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(10**7, 0)}))
+    with pytest.raises(ConfigError, match="has 10000000 experts, of at most 4096"):
+        read_checkpoint(folder)
+
+
 def test_one_error_lists_all_that_is_missing_extra_and_misshaped(tmp_path: Path) -> None:
     folder = copied("llama", tmp_path)
 

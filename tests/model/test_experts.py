@@ -89,6 +89,7 @@ def test_of_equal_scores_the_first_experts_are_chosen() -> None:
     [
         ({"per_token": 6}, "cannot choose 6 of 5 experts"),
         ({"count": 1}, "cannot choose 2 of 1 experts"),
+        ({"count": 10**9}, "a layer has at most 4096 experts, found 1000000000"),
         ({"shared_gate": True}, "a gate of shared experts needs them"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 from model.checkpoint.gguf.architectures import DROPPED_TENSORS, Architecture
 from model.checkpoint.gguf.settings import architecture_of
 from model.config.formats import Storage, integers_in_groups, joined
+from model.config.layer import MOST_EXPERTS
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import FAMILIES, config_from_raw
@@ -72,6 +73,8 @@ def origins(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Origin]:
 def _each_expert(tensor: GGUFTensor) -> Iterator[tuple[int, GGUFTensor]]:
     """Yield each expert's matrix of a tensor that has all of a layer."""
     count, *shape = tensor.shape
+    if count > MOST_EXPERTS:
+        raise ConfigError(f"{tensor.path.name}: {tensor.name} has {count} experts, of at most {MOST_EXPERTS}")
     for expert in range(count):
         yield expert, replace(tensor, shape=tuple(shape), offset=tensor.offset + expert * tensor.nbytes // count)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from model.config.formats import FLOAT, NumberKind, Storage
-from model.config.layer import Activation
+from model.config.layer import MOST_EXPERTS, Activation
 from model.config.model import ClassifierInput, ModelConfig
+from model.errors import ConfigError
 from model.families.table.raw_config import Settings
 
 Shape = tuple[int, ...]
@@ -122,7 +123,12 @@ class FusedExperts:
     written: bool = False
 
     def part_names(self, name: str, experts: int) -> list[tuple[str, ...]]:
-        """Return what is read of the stored tensor `name`: the names of each expert's parts."""
+        """Return what is read of the stored tensor `name`: the names of each expert's parts.
+
+        Raises `ConfigError` where a header tells of more experts than there can be.
+        """
+        if experts > MOST_EXPERTS:
+            raise ConfigError(f"{name} has {experts} experts, of at most {MOST_EXPERTS}")
         layer = name.removesuffix(self.source)
         return [tuple(layer + part.format(expert) for part in self.parts) for expert in range(experts)]
 
