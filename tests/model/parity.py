@@ -19,7 +19,7 @@ SOURCE_LENGTHS = (7, 19, 1, 7, 30)
 # Kinds with one of each form, position scheme, norm and head: for what a family's own tables cannot change.
 MECHANISMS = (
     *("llama-gqa", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "gpt2", "gpt-neox"),
-    *("granite", "olmo2", "cohere", "gptj", "bloom", "mixtral", "qwen2-moe", "gpt-oss"),
+    *("granite", "olmo2", "cohere", "gptj", "bloom", "mixtral", "qwen2-moe", "gpt-oss", "qwen3-next"),
     *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5"),
     *("bert", "albert", "mpnet", "xlnet", "vit", "deberta-v2-unshared", "modernbert"),
     *("bert-token", "roberta-sequence", "llama-sequence", "vit-image"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import os
 import platform
 import shutil
 import subprocess
@@ -94,6 +95,8 @@ def _compiled(source: Path, flags: tuple[str, ...], amx: str = "") -> Path:
     KEPT.mkdir(parents=True, exist_ok=True)
     with (KEPT / f"{source.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling it
+        with suppress(FileNotFoundError):
+            os.utime(kept)  # before it is looked for: another process forgets what is old
         if not kept.exists():
             _forget_old()
             with tempfile.TemporaryDirectory(dir=KEPT) as name:
@@ -105,7 +108,6 @@ def _compiled(source: Path, flags: tuple[str, ...], amx: str = "") -> Path:
                 file = folder / source.name if amx else source
                 gcc(*flags, "-I", str(build._SOURCES), "-c", str(file), "-o", str(made))
                 made.replace(kept)
-        kept.touch()
     return kept
 
 
