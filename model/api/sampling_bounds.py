@@ -49,6 +49,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         check_value(name, getattr(params, name))
     if params.min_tokens > params.max_tokens:
         raise ConfigError(f"min_tokens ({params.min_tokens}) must be at most max_tokens ({params.max_tokens})")
+    if params.num_speculative_tokens and params.num_beams > 1:
+        raise ConfigError("num_speculative_tokens has no meaning with beam search")
     if "" in params.stop:
         raise ConfigError("stop must be no empty text")
     if not all(abs(bias) <= _MAX_BIAS for bias in params.logit_bias.values()):

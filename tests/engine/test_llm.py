@@ -143,6 +143,7 @@ def test_beams_that_never_fit_are_refused_offline(
         ({"temperature": float("nan")}, "temperature must be 0 to 100, found nan"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens \(9\) must be at most max_tokens \(8\)"),
+        ({"num_speculative_tokens": 4, "num_beams": 2}, "num_speculative_tokens has no meaning with beam search"),
         ({"stop": ("a", "")}, "stop must be no empty text"),
         ({"logit_bias": {3: 101.0}}, "logit_bias must be -100 to 100"),
         ({"stop_token_ids": (VOCAB,)}, f"stop_token_ids must be of token ids below {VOCAB}"),
