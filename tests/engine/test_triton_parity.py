@@ -19,8 +19,8 @@ from tests.model.parity import difference, hidden_states
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
 KINDS = ("llama-mqa-head-dim", "qwen3", "gpt-neox", "gemma2", "cohere", "bloom", "t5-relu", "bart")
-# What these have, one of those has: windows (gemma2), norms of heads (qwen3), biases of T5.
-SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "gemma3", "umt5")]
+# What these have, one of those has: windows (gemma2), norms of heads (qwen3), biases of T5; sinks: `test_triton.py`.
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "gemma3", "umt5", "gpt-oss")]
 
 
 class Counting(TritonBackend):
