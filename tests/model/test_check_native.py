@@ -104,7 +104,7 @@ def test_threads_do_not_race(level: Level, tmp_path: Path) -> None:
         ),
         (  # rows are read while another thread still writes them
             THREADS,
-            ("thread_context.h", "t->threads, sums);\n    wait_for_threads(t);", "t->threads, sums);"),
+            ("thread_context.h", "scratch(t, rows));\n    wait_for_threads(t);", "scratch(t, rows));"),
             "data race",
         ),
     ],
