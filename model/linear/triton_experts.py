@@ -6,26 +6,12 @@ number of rows and of experts, so it can be captured once and replayed over othe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
 
-FEW = 16  # rows of the smallest tile: the least that tensor cores multiply
-SEVERAL = 64  # rows of the next one
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How a launch of `experts_product` is cut."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
+from model.linear.tiles import FEW, SEVERAL, Tiles
 
 
 @triton.jit

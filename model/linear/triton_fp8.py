@@ -6,29 +6,16 @@ Products are summed over 128 or 256 inputs at a time, each such sum then in floa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
 
+from model.linear.tiles import FEW, SEVERAL, Tiles
 from model.system.float8_kernels import to_float8
 
-FEW = 16  # rows of one tile: the least that tensor cores multiply
 _GROUPS = 16  # groups that a program quantises
 _MOST = tl.constexpr(448.0)  # of float8_e4m3fn
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How a launch of `scaled_product` is cut."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
 
 
 @triton.jit
@@ -120,8 +107,8 @@ def choose_tiles(rows: int, group: int) -> Tiles:
         depth = min(group or 256, 256)
         return Tiles(FEW, 16, depth, 2, 6 if depth < 256 else 5)
     depth = min(group or 128, 128)
-    if rows <= 64:
-        return Tiles(64, 64, depth, 4, 4)
+    if rows <= SEVERAL:
+        return Tiles(SEVERAL, 64, depth, 4, 4)
     return Tiles(128, 64, depth, 8, 4) if group else Tiles(128, 128, depth, 8, 3)  # two sums in registers, or one
 
 

@@ -15,10 +15,9 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from model.linear.tiles import FEW, SEVERAL
 from model.system.devices import processors
 
-FEW = 16  # rows of the smallest tile: the least that tensor cores multiply
-SEVERAL = 64  # rows of the next one
 _COUNTERS = 1 << 14  # tiles of a launch whose inputs are divided, at most
 _MOST_PARTS = 8
 _LEAST_SPANS = 4  # of a part

@@ -21,6 +21,7 @@ from model.inspection.anatomy import describe_stack, dissect
 from model.linear.base import LinearSpec, Part, linears
 from model.linear.experts import ExpertsLinear
 from model.linear.factory import LinearFactory
+from model.linear.tiles import Tiles
 from model.network.build import build_model
 from model.network.experts import Experts, routes
 from model.network.inputs import packed_input
@@ -112,12 +113,12 @@ def test_the_kernel_multiplies_each_row_by_its_expert(dtype: torch.dtype, device
         starts = torch.tensor(bounds, dtype=torch.int32, device=device)
         linear.kernels = False
         expected = linear.of_experts(x.float(), starts) if dtype is torch.float32 else linear.of_experts(x, starts)
-        for tiles in (None, triton_experts.Tiles(16, 32, 32, 4, 2)):
+        for tiles in (None, Tiles(16, 32, 32, 4, 2)):
             found = triton_experts.multiply(x, weight, bias, starts, tiles)
             atol = 2e-5 if dtype is torch.float32 else 0.13  # half a step of numbers up to 32
             torch.testing.assert_close(found, expected, atol=atol, rtol=0)
         alone = torch.tensor([int(bound > 40) for bound in bounds], dtype=torch.int32, device=device)
-        one = triton_experts.multiply(x[40:41], weight, bias, alone, triton_experts.Tiles(16, 32, 32, 4, 2))
+        one = triton_experts.multiply(x[40:41], weight, bias, alone, Tiles(16, 32, 32, 4, 2))
         assert torch.equal(one[0], found[40])
 
 
