@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.tensor_files import StoredTensor
+from model.errors import CheckpointError
 from model.families.table.rules import Family, FusedExperts
 
 
 def parted(family: Family, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint with those in parts that have several experts' matrices."""
+    """Return the tensors of a checkpoint with those in parts that have several experts' matrices.
+
+    Raises `CheckpointError` where parts cannot have equal numbers of outputs.
+    """
     if not family.fused:
         return dict(stored)
     found: dict[str, StoredTensor] = {}
@@ -34,7 +38,11 @@ def _parts(fused: FusedExperts, tensor: StoredTensor) -> Iterator[StoredTensor]:
     strides: tuple[int, ...] = (columns, 1)
     if fused.transposed and len(rest) > 1:
         rows, columns, strides = columns, rows, (1, columns)
-    count = rows // len(fused.parts)
+    count, odd = divmod(rows, len(fused.parts))
+    if odd:
+        raise CheckpointError(
+            f"{tensor.name} has {rows} outputs, which {' and '.join(fused.parts)} do not share evenly"
+        )
     begin = count * strides[0]
     if fused.interleaved:
         begin, strides = strides[0], (strides[0] * len(fused.parts), strides[1])

@@ -74,6 +74,14 @@ def test_experts_are_read_from_the_tensors_of_newer_folders_too(kind: str, tmp_p
     assert all(torch.equal(tensor, older[name]) for name, tensor in newer.items())
 
 
+def test_an_output_of_experts_that_is_of_no_part_is_refused(tmp_path: Path) -> None:
+    saved("qwen2-moe").reference.save_pretrained(tmp_path, save_original_format=False)
+    name = next(name for name in stored(tmp_path) if name.endswith("experts.gate_up_proj"))
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: torch.cat((tensors[name], tensors[name][:, :1]), 1)}))
+    with pytest.raises(CheckpointError, match=r"gate_up_proj has \d+ outputs, which .*gate_proj.* do not share evenly"):
+        read_and_load(tmp_path)
+
+
 def test_a_header_cannot_ask_for_the_names_of_any_number_of_experts(tmp_path: Path) -> None:
     folder = copied("mixtral", tmp_path)
     name = "model.layers.0.mlp.experts.gate_up_proj"
