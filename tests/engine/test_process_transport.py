@@ -23,7 +23,7 @@ import pytest
 from model.api.engine_config import EngineConfig
 from model.api.messages import Commands, Events, ModelSpec
 from model.api.request import EncodeRequest
-from model.api.source import token_source
+from model.api.source import SourceKind, audio_source, token_source
 from model.api.stats import Demand
 from model.client import async_engine
 from model.client.process_transport import ProcessTransport
@@ -176,6 +176,19 @@ async def test_undeliverable_frame_counts_as_a_lost_engine(monkeypatch: pytest.M
         assert str(failure) == "a frame of the engine could not be delivered: ZeroDivisionError"
         await until(lambda: engine.health().ready, 60.0)
         assert len(ids_of(await collect(engine.submit([request("llama-gqa", "b", 5)])), "b")) == 12
+
+
+def test_audio_is_whole_and_known_again_behind_the_socket() -> None:
+    features = bytes(range(4 * 2 * 3))
+    source = audio_source(features, (2, 3), 2)
+    sent = msgspec.msgpack.encode(Commands(encode=[EncodeRequest("a", "m", source)]))
+    (arrived,) = msgspec.msgpack.decode(sent, type=Commands).encode
+    assert arrived.source == source
+    assert (source.kind, source.shape, source.num_positions) == (SourceKind.AUDIO, (2, 3), 2)
+    others = (audio_source(features, (3, 2), 2), audio_source(features[::-1], (2, 3), 2), token_source((2, 3)))
+    assert len({one.digest for one in (source, *others)}) == 4
+    with pytest.raises(ValueError, match="2 x 4 take 32 bytes, found 24"):
+        audio_source(features, (2, 4), 2)
 
 
 def test_socket_descriptor_above_1023_works() -> None:
