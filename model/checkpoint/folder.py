@@ -174,7 +174,7 @@ def _sentences(
     path: Path, raw: dict[str, Any], config: ModelConfig, files: Iterable[Path], *, pickle: bool
 ) -> SentenceSettings:
     """Return what the folder says of its vectors, completed by its network."""
-    hidden_size = next(iter(config.stacks.values())).hidden_size
+    hidden_size = next(iter(config.stacks.values())).output_width
     sentences = read_sentence_settings(path, raw, hidden_size, pickle=pickle)
     late = sentences.late
     if late is None and FAMILIES[config.model_type].drops("linear.weight"):

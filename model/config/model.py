@@ -125,6 +125,8 @@ class StackConfig:
     token_types: int = 0  # segments that are told apart (BERT 2)
     embed_norm_last: bool = False  # behind the projection of narrower embeddings, not before it
     project_bias: bool = True  # of that projection
+    positions_last: bool = False  # added behind the norm and the projection of embeddings, not before (OPT-350M)
+    output_size: int | None = None  # hidden states are projected to this width in the end, without a bias (OPT-350M)
     relative_norm: NormConfig | None = None  # over the table of relative positions (DeBERTa-v2)
     convolution: ConvolutionConfig | None = None
 
@@ -160,6 +162,11 @@ class StackConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def output_width(self) -> int:
+        """The width of the hidden states that come out."""
+        return self.output_size or self.hidden_size
 
     @property
     def distinct_layers(self) -> tuple[LayerConfig, ...]:

@@ -79,7 +79,7 @@ def describe_model(
         block_size=spec.engine.block_size,
         num_blocks=generate.block_manager.num_blocks if generate else 0,
         kv_bytes_per_token=kv_bytes_per_token(spec.engine, config, model.dtype),
-        embedding_size=checkpoint.sentences.output_size(next(iter(config.stacks.values())).hidden_size),
+        embedding_size=checkpoint.sentences.output_size(next(iter(config.stacks.values())).output_width),
         load_seconds=0.0,
         tensor_parallel_size=spec.engine.tensor_parallel_size,
         recorded_sizes=_recorded_sizes(generate),

@@ -2,12 +2,13 @@
 
 Marian (Junczys-Dowmunt et al. 2018) is the original: sinusoidal positions, post-norm. BART (Lewis et al. 2020) has
 learned positions and an embedding norm. mBART, M2M-100 (and NLLB), Pegasus and Blenderbot are pre-norm, with a final
-norm.
+norm. The small Blenderbot is BART again, but that its decoder adds positions behind the norm of embeddings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import partial
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
@@ -118,6 +119,14 @@ def blenderbot(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return config(raw, names, positions=PositionKind.LEARNED, pre_norm=True)
 
 
+def blenderbot_small(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, layernorm_variant="xlm", variant="xlm", do_blenderbot_90_layernorm=True, extra_layer_norm=False)
+    raw = raw.otherwise(max_position_embeddings=512, decoder_start_token_id=1)
+    model = config(raw, names, positions=PositionKind.LEARNED, embed_norm=True)
+    assert model.decoder is not None
+    return replace(model, decoder=replace(model.decoder, positions_last=True))
+
+
 def rules(config: ModelConfig) -> Iterator[Rule]:
     yield TensorRule("shared.weight", "tokens.weight")
     for side, stack in config.stacks.items():
@@ -157,5 +166,6 @@ FAMILIES = {
     "mbart": Family(partial(_LEARNED, pre_norm=True), rules, "model.", _DROPPED),
     "m2m_100": Family(m2m_100, rules, "model.", _TABLES),
     "blenderbot": Family(blenderbot, rules, "model.", _DROPPED),
+    "blenderbot-small": Family(blenderbot_small, rules, "model.", _DROPPED),
     "pegasus": Family(partial(config, pre_norm=True, float16_overflows=True), rules, "model.", _TABLES),
 }

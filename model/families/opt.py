@@ -1,11 +1,12 @@
 """OPT: learned positions, LayerNorm before or behind the sublayers, ReLU (Zhang et al. 2022).
 
-The 350M is refused: its embeddings are narrower than its layers.
+The 350M has embeddings that are narrower than its layers, which read and write them through projections.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import ModelConfig, PositionConfig, PositionKind, StackConfig
@@ -18,7 +19,8 @@ from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     size, heads, positions = raw["hidden_size"], raw["num_attention_heads"], raw.get("max_position_embeddings", 2048)
-    refuse_unless(raw, layer_norm_elementwise_affine=True, word_embed_proj_dim=size)
+    refuse_unless(raw, layer_norm_elementwise_affine=True)
+    width = raw.get("word_embed_proj_dim") or size
     raw.get("output_projection")  # of the 13B's file: that there is a head
     pre_norm, bias = raw.get("do_layer_norm_before", True), bool(raw.get("enable_bias", True))
     dim, norm = split_width(size, heads), NormConfig(NormKind.LAYER, 1e-5)
@@ -33,14 +35,21 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         causal=True,
         position=PositionConfig(PositionKind.LEARNED, max_positions=positions, offset=2),
         final_norm=norm if pre_norm and not raw.get("_remove_final_layer_norm", False) else None,
+        project_bias=False,
+        positions_last=width != size,
+        output_size=width if width != size else None,
     )
-    return decoder_model(raw, names, decoder, positions)
+    model = decoder_model(raw, names, decoder, positions)
+    return replace(model, embedding=replace(model.embedding, embedding_size=width))
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.decoder is not None
     yield TensorRule("decoder.embed_tokens.weight", "tokens.weight")
     yield TensorRule("decoder.embed_positions.weight", "decoder.positions.weight")
+    if config.decoder.output_size is not None:
+        yield LinearRule("decoder.project_in", "decoder.project", bias=False)
+        yield LinearRule("decoder.project_out", "decoder.output", bias=False)
     for i, layer in enumerate(config.decoder.layers):
         here = there = f"decoder.layers.{i}"
         slot, bias = "pre" if layer.norms[0].pre else "post", layer.mlp.bias

@@ -82,7 +82,7 @@ class Anatomy:
         projections = self.multiplied[f"{stack} attention"] + sum(others)
         head = 0
         if stack == "decoder" and self.config.head is not None:
-            head = 2 * self.config.embedding.vocab_size * config.hidden_size
+            head = 2 * self.config.embedding.vocab_size * config.output_width
         return Flops(
             projections=2 * projections,
             attention=sum(

@@ -88,6 +88,7 @@ def native_linears(
     native = [*((name, in_layers) for name in inside), ("head", in_head)]
     if batch_invariant:
         native += [(f"{module}.project", own) for module in (*stacks, "patches")]
+        native += [(f"{stack}.output", own) for stack in stacks]
     return LinearFactory(dtype, native=tuple(native), library=library, quantization=quantization)
 
 

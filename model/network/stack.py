@@ -11,7 +11,7 @@ from model.attention.base import AttentionBackend
 from model.cache.paged import KVCache
 from model.config.layer import BucketBiasConfig
 from model.config.model import EmbeddingConfig, PositionKind, StackConfig
-from model.linear.base import LinearSpec, Part
+from model.linear.base import Linear, LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.network.convolution import Convolution
 from model.network.disentangled import RelativeTable
@@ -49,7 +49,7 @@ class Stack(nn.Module):
         super().__init__()
         self.config = config
         size = embedding.embedding_size
-        self.positions = _added_positions(config, size)
+        self.positions = _added_positions(config, config.hidden_size if config.positions_last else size)
         added = config.token_types and not config.has_xlnet_layers
         self.types = TokenTable(config.token_types, size) if added else None
         self._types_name = f"{linear.prefix}types"
@@ -75,6 +75,10 @@ class Stack(nn.Module):
             for index, layer in enumerate(config.distinct_layers)
         )
         self.final_norm = build_norm(config.final_norm, config.hidden_size)
+        self.output: Linear | None = None
+        if config.output_size is not None:
+            part = Part(config.output_size)
+            self.output = linear(LinearSpec("output", config.hidden_size, (part,), bias=False))
         self._weights_of = config.weights_of
         self.runner: StackRunner | None = None  # what computes the layers instead, attached once weights are there
 
@@ -91,7 +95,7 @@ class Stack(nn.Module):
 
     def embed(self, tokens: Tensor, inputs: StackInput) -> Tensor:
         """Token vectors `[T, E]` plus position and segment, normalised and projected to `[T, d]`."""
-        if self.positions is not None:
+        if self.positions is not None and not self.config.positions_last:
             tokens = tokens + self.positions(inputs.positions).to(tokens.dtype)
         if self.types is not None:
             types = inputs.token_types
@@ -100,9 +104,11 @@ class Stack(nn.Module):
                 ids = torch.zeros_like(inputs.input_ids) if types is None else types
                 added = inputs.adapters.embedded(self._types_name, ids, added)
             tokens = tokens + added
-        if self.config.embed_norm_last:
-            return self.embed_norm(self.project(tokens))
-        return self.project(self.embed_norm(tokens))
+        last = self.config.embed_norm_last
+        x: Tensor = self.embed_norm(self.project(tokens)) if last else self.project(self.embed_norm(tokens))
+        if self.positions is not None and self.config.positions_last:
+            x = x + self.positions(inputs.positions).to(x.dtype)
+        return x
 
     def forward(
         self,
@@ -154,10 +160,11 @@ class StackPass:
             self._residual = Residual(self._residual.normed(self._stack.final_norm)[1])
 
     def finish(self) -> Tensor:
-        """The hidden states `[T, d]` behind the final norm; float32 where the layers run in C."""
+        """The hidden states `[T, output_width]` behind the final norm; float32 where the layers run in C."""
         if self.layers_left:
             self.advance(self.layers_left)
-        return self._residual.whole
+        hidden, output = self._residual.whole, self._stack.output
+        return hidden if output is None else output(hidden.to(output.dtype))
 
     def _layer(self, index: int) -> None:
         stack, step, before = self._stack, self._step, self._residual

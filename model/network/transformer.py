@@ -57,7 +57,7 @@ class Transformer(nn.Module):
         )
         self.encoder = self._stack("encoder", own.encoder)
         self.decoder = self._stack("decoder", own.decoder)
-        hidden_size = next(reversed(config.stacks.values())).hidden_size
+        hidden_size = next(reversed(config.stacks.values())).output_width
         self.head = self._head(own, hidden_size) if config.head is not None else None
         self.classifier: Classifier | None = None
         if config.classifier is not None:

@@ -188,6 +188,7 @@ _ENCODER_DECODERS: Rows = {
     "m2m-100": random_model("M2M100ForConditionalGeneration", BART),
     "m2m-100-other-pad": random_model("M2M100ForConditionalGeneration", BART, pad_token_id=2, eos_token_id=1),
     "blenderbot": random_model("BlenderbotForConditionalGeneration", BART),
+    "blenderbot-small": random_model("BlenderbotSmallForConditionalGeneration", BART),
     "pegasus": random_model("PegasusForConditionalGeneration", BART),
     "t5gemma": random_model("T5GemmaForConditionalGeneration", T5GEMMA),
     "t5-relu": random_model("T5ForConditionalGeneration", T5),

@@ -176,6 +176,7 @@ DENSE_DECODERS: Rows = {
     "gpt-oss": random_model("GptOssForCausalLM", LLAMA, **_GPT_OSS),
     "mixtral": random_model("MixtralForCausalLM", LLAMA, num_local_experts=5, intermediate_size=20),
     "opt-post-norm": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, enable_bias=False),
+    "opt-narrow": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, word_embed_proj_dim=20),
     "qwen3-next": random_model("Qwen3NextForCausalLM", _RECURRENT, **_SHARED_EXPERT, mlp_only_layers=[1], **_ROPE),
     "qwen3-5": random_model("Qwen3_5ForCausalLM", _RECURRENT, linear_conv_kernel_dim=3, **_ROPE),
 }

@@ -146,7 +146,7 @@ def token_classifier(config: ModelConfig, tokens: tuple[int, ...]) -> ModelConfi
 
 def _token_rules(config: ModelConfig, labels: ClassifierConfig) -> Iterator[Rule]:
     """Yield the rules of the rows of the vocabulary's matrix that belong to the tokens."""
-    hidden_size = next(iter(config.stacks.values())).hidden_size
+    hidden_size = next(iter(config.stacks.values())).output_width
     shape = (config.embedding.vocab_size, hidden_size)
     source = "embed_tokens.weight" if labels.tied else "lm_head.weight"
     for place, token in enumerate(labels.tokens):
