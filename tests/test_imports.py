@@ -25,6 +25,7 @@ MODEL = """
     gguf                : errors
     text                : errors api gguf
     media               : errors config
+    speech
     families/table      : errors config
     families            : errors config families/table
     native              : errors config

@@ -1,0 +1,175 @@
+"""Long audio as chunks that overlap, all decoded at once, and one text of their outputs, as transformers' pipeline has
+it (`chunk_length_s`): where two chunks overlap, the longest run of tokens that both have is found, and the halves of it
+come from the chunk that heard more around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+OVERLAP = 6  # a chunk shares a sixth of its length with each neighbour
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Samples `start` to `end` of an audio, of which the first `left` and the last `right` are its neighbours' too."""
+
+    start: int
+    end: int
+    left: int
+    right: int
+
+
+def cut_chunks(num_samples: int, chunk_samples: int) -> list[Chunk]:
+    """Cut an audio into chunks of `chunk_samples`; the last one may be shorter."""
+    stride = round(chunk_samples / OVERLAP)
+    found = []
+    for start in range(0, num_samples, chunk_samples - 2 * stride):
+        end = start + chunk_samples
+        left, right = (0 if start == 0 else stride), (0 if end >= num_samples else stride)
+        if min(end, num_samples) - start > left:
+            found.append(Chunk(start, min(end, num_samples), left, right))
+        if end >= num_samples:
+            break
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of a chunk's output, in seconds from the chunk's start: a timestamp has `stamp`, a word's part maybe a
+    `start` and an `end`."""
+
+    id: int
+    stamp: float | None = None
+    start: float = 0.0
+    end: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOutput:
+    """What was decoded of a chunk; lengths are in seconds, `tokens` are without special ones other than timestamps."""
+
+    length: float
+    left: float
+    right: float
+    tokens: tuple[Token, ...]
+
+
+@dataclass(slots=True)
+class Merged:
+    """A segment of the merged outputs, in seconds of the whole audio; None: its output has no such timestamp."""
+
+    start: float | None = None
+    end: float | None = None
+    tokens: list[Token] = field(default_factory=list)
+
+
+class ChunkMerger:
+    """Joins the outputs of chunks, given in order, to segments.
+
+    Without timestamps all of them are one segment, which `rest` gives. This is transformers' `_decode_asr`.
+    """
+
+    def __init__(self, *, timed: bool = False) -> None:
+        """`timed`: tokens have times, and those that are the same must also be in the order of their times."""
+        self._timed = timed
+        self._offset = 0.0
+        self._open = Merged()
+        self._runs: list[list[Token]] = []  # of the open segment, one of each chunk
+        self._skips = False
+
+    def add(self, output: ChunkOutput) -> list[Merged]:
+        """Take the next chunk's output; return the segments that end in it."""
+        ended: list[Merged] = []
+        self._offset -= output.left
+        last = _first_of_overlap(output) if output.right else None
+        run: list[Token] = []
+        for token in output.tokens:
+            if token.stamp is None:
+                run.append(_moved(token, self._offset))
+                continue
+            time = round(token.stamp + self._offset, 2)
+            if last is not None and token.stamp >= last:
+                self._skips = True  # it stands in the overlap: the next chunk says more; its second one is skipped too
+            elif self._skips or (self._runs and token.stamp < output.left):
+                self._skips = False
+            elif self._open.start is None:
+                self._open.start = time
+            elif time != self._open.start:
+                self._runs.append(run)
+                run = []
+                ended.append(self._close(time))
+        self._offset += output.length - output.right
+        if run:
+            self._runs.append(run)
+        elif not any(self._runs):
+            self._open, self._runs = Merged(), []
+        return ended
+
+    def rest(self) -> list[Merged]:
+        """Return what no timestamp has ended, at most one segment."""
+        return [self._close(None)] if self._runs else []
+
+    def _close(self, end: float | None) -> Merged:
+        merged = Merged(self._open.start, end, join_runs(self._runs, timed=self._timed))
+        self._open, self._runs = Merged(), []
+        return merged
+
+
+def join_runs(runs: Sequence[Sequence[Token]], *, timed: bool = False) -> list[Token]:
+    """Join runs of tokens of which each overlaps the one before, as `_find_longest_common_sequence` does."""
+    joined: list[Token] = []
+    left = list(runs[0]) if runs else []
+    for right in runs[1:]:
+        (left_start, left_stop), (right_start, right_stop) = _best_overlap(left, right, timed)
+        joined += left[: (left_start + left_stop) // 2]
+        left = list(right[(right_start + right_stop) // 2 :])
+    return joined + left
+
+
+def _best_overlap(
+    left: Sequence[Token], right: Sequence[Token], timed: bool
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Slide `right` over the end of `left`; return the places in both where most tokens are the same."""
+    ids, others = (np.array([token.id for token in run], np.int64) for run in (left, right))
+    starts, later = (np.array([(token.start, token.end) for token in run]).reshape(-1, 2) for run in (left, right))
+    best, found = 0.0, ((len(left), len(left)), (0, 0))
+    for shift, ours, theirs in _overlaps(len(left), len(right)):
+        same = ids[slice(*ours)] == others[slice(*theirs)]
+        if timed:
+            same &= _not_later(starts[slice(*ours)], later[slice(*theirs)])
+        matches = int(same.sum())
+        matching = matches / shift + shift / 10000.0  # longer ones win a tie
+        if matches > 1 and matching > best:
+            best, found = matching, (ours, theirs)
+    return found
+
+
+def _overlaps(left: int, right: int) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+    for shift in range(1, left + right):
+        ours = (max(0, left - shift), min(left, left + right - shift))
+        yield shift, ours, (max(0, shift - left), min(right, shift))
+
+
+def _not_later(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """Whether each (start, end) of ours is at most theirs, as tuples compare."""
+    first = ours[:, 0] < theirs[:, 0]
+    return first | ((ours[:, 0] == theirs[:, 0]) & (ours[:, 1] <= theirs[:, 1]))
+
+
+def _moved(token: Token, seconds: float) -> Token:
+    return Token(token.id, None, round(token.start + seconds, 2), round(token.end + seconds, 2))
+
+
+def _first_of_overlap(output: ChunkOutput) -> float | None:
+    """Return the first timestamp in the overlap with the next chunk, which says more there, or else the last one."""
+    border, found = output.length - output.right, None
+    stamps: Iterable[float] = (token.stamp for token in reversed(output.tokens) if token.stamp is not None)
+    for stamp in stamps:
+        if found is not None and stamp < border:
+            break
+        found = stamp
+    return found

@@ -1,0 +1,76 @@
+"""Segments of a window: its output tokens parted at the timestamps among them.
+
+A timestamp token is `timestamp_begin + n` and means `n` positions of the encoder from the window's start, each of two
+frames. Two of them in a row end one segment and begin the next (Radford et al. 2022). Positions of audio are counted in
+frames, as in transformers' `_retrieve_segment`, which gives the same segments.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FRAMES_PER_POSITION = 2  # the stride of the encoder's second convolution
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Frames of an audio that one request decodes: the first `num_frames` of a window of fixed size are audio."""
+
+    seek: int  # the first frame
+    num_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A segment of a window: tokens `first` to `last` (exclusive) of its output, and frames of the whole audio."""
+
+    first: int
+    last: int
+    start: float
+    end: float
+
+
+def cut_segments(tokens: Sequence[int], timestamp_begin: int, window: Window) -> tuple[list[Span], int]:
+    """Part a window's output tokens, without the end id; return the segments and by how many frames to go on.
+
+    What comes behind the last complete segment is left out, since the next window begins there, unless the output ends
+    with a single timestamp: then there is no speech behind it.
+    """
+    stamped = [token >= timestamp_begin for token in tokens]
+    ends = [at + 1 for at in range(len(stamped) - 1) if stamped[at] and stamped[at + 1]]
+    if not ends:
+        return [_whole(tokens, stamped, timestamp_begin, window)], window.num_frames
+    single = stamped[-2:] == [False, True]
+    if single:
+        ends.append(len(tokens))
+    else:
+        ends[-1] += 1  # the second of the last two timestamps shows that this was no single ending
+    spans, first = [], 0
+    for at, last in enumerate(ends):
+        closing = last - 1 if single or at < len(ends) - 1 else last - 2
+        times = (tokens[place] - timestamp_begin for place in (first, closing))
+        start, end = (float(window.seek + FRAMES_PER_POSITION * time) for time in times)
+        spans.append(Span(first, last, start, end))
+        first = last
+    if single:
+        return spans, window.num_frames
+    return spans, (tokens[first - 2] - timestamp_begin) * FRAMES_PER_POSITION
+
+
+def _whole(tokens: Sequence[int], stamped: Sequence[bool], timestamp_begin: int, window: Window) -> Span:
+    """Return the segment of an output without an end of one: it lasts to its last timestamp, or the window's end."""
+    length = window.num_frames // FRAMES_PER_POSITION
+    last = max((at for at, is_stamp in enumerate(stamped) if is_stamp), default=None)
+    if last is not None and tokens[last] != timestamp_begin:
+        length = tokens[last] - timestamp_begin
+    return Span(0, len(tokens), float(window.seek), float(window.seek + FRAMES_PER_POSITION * length))
+
+
+def compression_ratio(tokens: Sequence[int], vocab_size: int) -> float:
+    """Return how often an output repeats itself: the bytes of its ids over those of them compressed by zlib."""
+    size = int(math.log2(vocab_size) / 8) + 1
+    data = b"".join(token.to_bytes(size, "little") for token in tokens)
+    return len(data) / len(zlib.compress(data))
