@@ -25,6 +25,7 @@ from model.engine.fault_isolation import run_isolated
 from model.engine.runner import PendingStep, Runner
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.ngram_drafts import NgramDrafts
+from model.engine.scheduling.ngram_index import KnownText
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.scheduling.sequence import PLACEHOLDER, Beams, SequenceState, SequenceStatus
 from model.engine.scheduling.step_budget import UNLIMITED, StepBudget, StepDemand
@@ -112,13 +113,16 @@ class GenerateEngine:
         if request.params.grammar:
             assert self.grammars is not None, f"{self.name} knows no text"
             self._compiling.append((self.grammars.compile(request.params.grammar), sequences))
+        drafts = self._drafts(request)
+        source = request.source.token_ids if request.source is not None else ()
+        known = KnownText(request.prompt_token_ids, source, request.prediction) if drafts else None
         for sequence in sequences:
             sequence.is_prepared = not request.params.grammar
-            sequence.drafting = self._drafting(request)
+            sequence.drafting = NgramDrafts(drafts, known) if known is not None else None
             self.scheduler.add(sequence)
 
-    def _drafting(self, request: Request) -> NgramDrafts | None:
-        """Return what drafts a request's tokens; None where nothing does.
+    def _drafts(self, request: Request) -> int:
+        """Return how many tokens of a request a step may draft.
 
         Beams have no next token to draft, and recurrent layers no state to go back to behind a wrong one.
         """
@@ -126,10 +130,7 @@ class GenerateEngine:
         limit = self.num_speculative_tokens if asked is None else asked
         if asked is None and request.prediction:
             limit = limit or PREDICTED_TOKENS
-        if not limit or request.params.num_beams > 1 or self.block_manager.has_states:
-            return None
-        source = request.source.token_ids if request.source is not None else ()
-        return NgramDrafts(limit, source, request.prediction)
+        return 0 if request.params.num_beams > 1 or self.block_manager.has_states else limit
 
     def _limit_max_tokens(self, request: Request) -> Request:
         limit = max(1, self.max_model_len - len(request.prompt_token_ids))

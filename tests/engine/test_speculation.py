@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -18,6 +19,7 @@ from model.config.cache import PoolSize
 from model.engine.builder import LoadedModel, load
 from model.engine.scheduling import scheduler
 from model.engine.scheduling.ngram_drafts import NgramDrafts
+from model.engine.scheduling.ngram_index import LENGTHS, KnownText, NgramTables, hash_end
 from model.engine.scheduling.scheduler import MAX_VERIFIED_ROWS
 from model.errors import ConfigError
 from model.llm import LLM
@@ -143,6 +145,13 @@ def predicted(one: Request, output: list[object]) -> Request:
     return replace(one, prediction=tuple(1 + token % 7 if at % 7 == 3 else token for at, token in enumerate(tokens)))
 
 
+def drafting(max_tokens: int, prompt: Sequence[int], source: tuple[int, ...] = ()) -> NgramDrafts:
+    """Return drafts of a prompt that is read."""
+    known = KnownText(tuple(prompt), source)
+    known.read(len(prompt) + len(source))
+    return NgramDrafts(max_tokens, known)
+
+
 CASES = [
     *(("llama-gqa", *one) for one in (("float32", "none"), ("float32", "int8"), ("bfloat16", "none"))),
     *(("gemma3", "bfloat16", quantization) for quantization in ("none", "int8", "int4")),
@@ -169,28 +178,57 @@ def test_results_have_the_same_bits_with_and_without(kind: str, dtype: str, quan
 
 def test_drafts_cease_where_they_are_wrong_and_begin_again() -> None:
     rng = random.Random(1)
-    tokens, drafts, counts = [rng.randrange(30) for _ in range(200)], NgramDrafts(8), []
-    begin = drafts.read(tokens, len(tokens), len(tokens))
+    tokens, counts = [rng.randrange(30) for _ in range(200)], []
+    drafts = drafting(8, tokens)
     for at in range(400):
         tokens.append(rng.randrange(30) if at < 300 else tokens[at - 300])
-        counts.append(len(drafts.propose(tokens, begin)))
+        counts.append(len(drafts.propose(tokens, 200)))
     assert 0 < sum(counts[:30]) < 30
     assert sum(counts[100:300]) < 30  # of 200 tokens, each of which was seen before, and one in 30 is right by chance
     assert sum(counts[300:310]) > 10 and min(counts[320:]) == 8
 
 
 def test_a_run_that_repeats_itself_is_drafted_beyond_its_first_copy() -> None:
-    drafts, tokens = NgramDrafts(10), [9, *(5, 6, 7) * 4]
-    drafts.read(tokens, 5, 5)
-    assert drafts.propose(tokens, 5) == [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
+    tokens = [9, *(5, 6, 7) * 4]
+    assert drafting(10, tokens[:5]).propose(tokens, 5) == [5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
 
 
 def test_what_is_known_before_an_output_is_read_over_several_steps() -> None:
-    drafts, tokens = NgramDrafts(4, tuple(range(50, 60)), tuple(range(100, 107))), [*range(20), 1, 2, 3, 4, 52, 53]
-    found = []
-    while count := drafts.read(tokens, 24, 9):
+    tokens = [*range(20), 1, 2, 3, 4, 52, 53]
+    known = KnownText(tuple(tokens[:24]), tuple(range(50, 60)), tuple(range(100, 107)))
+    drafts, found = NgramDrafts(4, known), []
+    while count := known.read(9):
         found.append((count, drafts.propose(tokens, 24)))
     assert found == [(9, []), (9, []), (9, []), (9, []), (5, [54, 55, 56])]
+
+
+def test_places_are_found_as_a_table_of_all_n_grams_would() -> None:
+    """But for a few: slots are shared, and the latest place stays."""
+    rng, found, missed = random.Random(4), 0, 0
+    known, tokens = KnownText(tuple(rng.choices(range(1, 400), k=3000))), array("i")
+    while known.read(rng.choice((1, 2, 700))):
+        pass
+    tokens, own = known.tokens[:], NgramTables(3000)
+    for _ in range(1000):
+        before = hash_end(tokens)
+        tokens.append(rng.randrange(1, 400))
+        own.put(before, tokens)
+        later, earlier = (tables.find(hash_end(tokens)) for tables in (own, known.tables))
+        for length, *places in zip(LENGTHS, later, earlier, strict=True):
+            tail, place = tokens[-length:], max(places)
+            right = [at for at in range(length, len(tokens)) if tokens[at - length : at] == tail]
+            found += bool(right) and place == right[-1]
+            missed += bool(right) and place != right[-1]
+            assert place < len(tokens)
+    assert found > 10 * missed > 0
+
+
+def test_a_long_prompt_takes_little_memory_and_is_shared() -> None:
+    harness = Harness(num_blocks=2000, budget=5000, max_model_len=6000, num_speculative_tokens=4)
+    harness.add("r", [number * 7 % 991 for number in range(4000)], max_tokens=20, n=3)
+    known = {id(one.drafting.known): one.drafting.known for one in harness.engine.scheduler if one.drafting is not None}
+    assert [one.tables.nbytes / 4000 < 50 for one in known.values()] == [True]
+    harness.run()
 
 
 def test_a_prompt_is_read_while_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,18 +245,17 @@ def test_a_step_reads_so_many_tokens_for_all_of_its_sequences(monkeypatch: pytes
     harness = Harness(budget=200, script=lambda source, tokens: 7, num_speculative_tokens=4)
     for number in range(3):
         harness.add(f"r{number}", [number] * 30, max_tokens=30)
-    drafting, read = [one.drafting for one in harness.engine.scheduler], []
+    drafts, read = [one.drafting for one in harness.engine.scheduler], []
     for _ in range(2):
         harness.step()
-        read.append(sum(len(one._tokens) for one in drafting if one is not None))
+        read.append(sum(len(one.known.tokens) for one in drafts if one is not None))
     assert read == [10, 20]
     harness.run()
     assert harness.engine.stats().accepted_tokens > 20
 
 
 def test_an_encoder_decoder_drafts_from_its_source() -> None:
-    drafts = NgramDrafts(4, source=tuple(range(50, 60)))
-    drafts.read([1], 1, 100)
+    drafts = drafting(4, [1], source=tuple(range(50, 60)))
     assert drafts.propose([1], 1) == []
     assert drafts.propose([1, 52, 53], 1) == [54, 55, 56]  # two agree, of which half are expected to be right
 

@@ -142,7 +142,7 @@ class SequenceState:
     def read_for_drafts(self, most: int) -> int:
         """Read at most so many of the tokens before its output, which drafts are found in; return how many."""
         assert self.drafting is not None
-        return self.drafting.read(self.token_ids, self.num_prompt_tokens, most)
+        return self.drafting.known.read(most)
 
     def propose_drafts(self, most: int) -> list[int]:
         """Return tokens that may follow its last one, not beyond its end; none while that is not known here."""
