@@ -47,12 +47,12 @@ MODEL = """
     llm                 : errors api text checkpoint network engine
     quantization        : errors api native gguf checkpoint families families/table linear attention network engine llm
     pretrained
-    pretrained/training : errors config api text families families/table attention network llm pretrained
+    pretrained/training : errors config api text media families families/table attention network llm pretrained
     pretrained/__main__ : pretrained pretrained/training
 """
 SERVICE = """
     settings            : model/errors model/api model/pretrained
-    sandbox             : model/text
+    sandbox             : model/text model/media
     core                : model/errors model/api model/config model/gguf model/text model/checkpoint sandbox
     schemas             : settings core
     observability       : model/errors model/api settings core

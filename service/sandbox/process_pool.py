@@ -1,7 +1,8 @@
 """A pool of processes for tasks that a client can make expensive; a process that takes too long is killed.
 
 Each process works on one task at a time. Requests and replies are JSON with a length before it
-(`service.sandbox.chat_main`, `service.sandbox.grammar_main`). The next task replaces a process that was killed.
+(`service.sandbox.chat_main`, `service.sandbox.grammar_main`), and may have bytes behind a NUL
+(`service.sandbox.audio_main`). The next task replaces a process that was killed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ T = TypeVar("T")
 W = TypeVar("W", bound="Worker")
 
 _LENGTH = struct.Struct(">I")
+_BYTES_FOLLOW = b"\0"  # which JSON never contains
+_PART = 1 << 20  # bytes received at a time
 _START_SECONDS = 20.0
 _GRACE_SECONDS = 0.5  # beyond the time limit, until a worker that has not ended by its alarm is killed
 _QUEUE_SECONDS = 5.0  # for a worker to become free
@@ -47,10 +50,14 @@ class Worker:
 
     def ask(self, request: Mapping[str, Any]) -> Any:
         """Send a request and return the reply, within the worker's time limit; raises `WorkerError`."""
-        reply = json.loads(self._exchange(json.dumps({**request, "seconds": self._seconds}).encode()))
-        if "error" in reply:
-            raise WorkerError(reply["error"], reply["message"])
-        return reply
+        return self._reply(self._exchange(self._request(request)))
+
+    def ask_with_bytes(self, request: Mapping[str, Any], data: bytes) -> memoryview:
+        """Send a request with bytes and return those of the reply; raises `WorkerError`."""
+        answer = self._exchange(b"".join((self._request(request), _BYTES_FOLLOW, data)))
+        end = answer.find(_BYTES_FOLLOW)
+        self._reply(answer[: end if end >= 0 else None])
+        return memoryview(answer)[end + 1 :]
 
     def close(self) -> None:
         """Kill the process."""
@@ -61,6 +68,16 @@ class Worker:
             self._process.wait()
         self._channel = self._process = None
 
+    def _request(self, request: Mapping[str, Any]) -> bytes:
+        return json.dumps({**request, "seconds": self._seconds}).encode()
+
+    @staticmethod
+    def _reply(answer: bytes) -> Any:
+        reply = json.loads(answer)
+        if "error" in reply:
+            raise WorkerError(reply["error"], reply["message"])
+        return reply
+
     def _exchange(self, request: bytes) -> bytes:
         try:
             channel = self._started()
@@ -70,7 +87,8 @@ class Worker:
         try:
             end = time.monotonic() + self._seconds + _GRACE_SECONDS
             channel.settimeout(self._seconds + _GRACE_SECONDS)
-            channel.sendall(_LENGTH.pack(len(request)) + request)
+            channel.sendall(_LENGTH.pack(len(request)))
+            channel.sendall(request)
             size = _LENGTH.unpack(_take(channel, _LENGTH.size, end))[0]
             return _take(channel, size, end)
         except OSError as error:  # a timeout is one
@@ -109,7 +127,7 @@ def _take(channel: socket.socket, size: int, end: float) -> bytes:
     data = bytearray()
     while len(data) < size:
         channel.settimeout(max(end - time.monotonic(), 0.001))
-        part = channel.recv(size - len(data))
+        part = channel.recv(min(size - len(data), _PART))
         if not part:
             raise ConnectionResetError
         data += part

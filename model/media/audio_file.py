@@ -1,0 +1,180 @@
+"""Audio files to mono samples at a model's rate, within bounds.
+
+The format is known by the file's first bytes alone. WAV, FLAC, Ogg (Vorbis, Opus) and MP3 are decoded by libsndfile
+(the package soundfile); MP4 and M4A, WebM and Matroska, and AAC by FFmpeg's libraries (the package av, the optional
+extra `audio`), with the one demultiplexer for that format: playlists and other formats that name further files or
+addresses are never opened.
+
+A file is decoded block by block and mixed and resampled at once, so memory is bounded by the result. Bounds are
+checked in the header first, then on what is decoded, as headers lie. Time is not bounded here: files of strangers
+belong in a process that can be killed (`service.sandbox.audio_pool`).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.media.resampling import Resampler
+
+FORMATS = ("WAV", "FLAC", "Ogg", "MP3")
+EXTRA_FORMATS = ("MP4", "WebM", "AAC")  # with the extra `audio`
+_BLOCK = 1 << 15  # frames decoded at a time
+_UNKNOWN = 1 << 36  # frames: a header that says this many or more does not know
+
+
+class AudioError(ValueError):
+    """An audio file was refused; the message says why and may be shown to whoever sent it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AudioLimits:
+    """What an audio file may have."""
+
+    seconds: float = 3600.0
+    file_bytes: int = 100_000_000
+    channels: int = 32
+    lowest_rate: int = 1000  # samples a second
+    highest_rate: int = 768_000
+
+
+def decode_audio(data: bytes, sampling_rate: int, limits: AudioLimits) -> NDArray[np.float32]:
+    """Return mono samples `[n]` at `sampling_rate`, the mean of all channels; raises `AudioError`.
+
+    Full scale is 1, also for integers. Samples that are no numbers, and none at all, are errors.
+    """
+    if len(data) > limits.file_bytes:
+        raise AudioError(f"the audio file has {len(data)} bytes, more than {limits.file_bytes} are not taken")
+    blocks = _blocks(data, limits)
+    rate = next(blocks)
+    assert isinstance(rate, int)
+    most = int(limits.seconds * rate)
+    resampler, mono, count = Resampler(rate, sampling_rate), bytearray(), 0
+    for block in blocks:
+        assert not isinstance(block, int)
+        count += len(block)
+        if count > most:
+            raise _too_long(limits)
+        if not np.isfinite(block).all():
+            raise AudioError("the audio file has samples that are no numbers")
+        mono += resampler.feed(block.mean(axis=1, dtype=np.float32) if block.shape[1] > 1 else block[:, 0]).tobytes()
+    if not count:
+        raise AudioError("the audio file has no samples")
+    mono += resampler.finish().tobytes()
+    return np.frombuffer(mono, np.float32)
+
+
+def _blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:
+    """Yield the rate, then blocks `[frames, channels]`."""
+    if data[:4] in (b"RIFF", b"RIFX", b"RF64") and data[8:12] == b"WAVE":
+        return _sound_file_blocks(_with_data_size(data), "WAV", limits)
+    if data[:4] == b"fLaC":
+        return _sound_file_blocks(data, "FLAC", limits)
+    if data[:4] == b"OggS":
+        return _sound_file_blocks(data, "Ogg", limits)
+    if data[:3] == b"ID3":
+        return _sound_file_blocks(data, "MP3", limits)
+    if data[4:8] == b"ftyp":
+        return _container_blocks(data, "mp4", "MP4", limits)
+    if data[:4] == b"\x1a\x45\xdf\xa3":
+        return _container_blocks(data, "matroska", "WebM", limits)
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xF6 == 0xF0:
+        return _container_blocks(data, "aac", "AAC", limits)
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:
+        return _sound_file_blocks(data, "MP3", limits)
+    raise AudioError(
+        f"not an audio file of {', '.join(FORMATS)} or, with the extra `audio`, {', '.join(EXTRA_FORMATS)}"
+    )
+
+
+def _sound_file_blocks(data: bytes, name: str, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:
+    import soundfile  # imported where audio is read: text models do not need it
+
+    class Stream(soundfile.SoundFile):  # type: ignore[misc, unused-ignore]
+        def seekable(self) -> bool:
+            """Say no, so that it is read through without seeking, which fails in files of unknown length."""
+            return False
+
+    try:
+        with Stream(io.BytesIO(data)) as file:
+            yield _checked_rate(file.samplerate, file.channels, file.frames, limits)
+            missing = file.frames
+            while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
+                missing -= len(block)
+                yield block
+            if name == "FLAC" and 0 < missing < _UNKNOWN // 2:
+                raise AudioError("the FLAC file is cut off")
+    except (soundfile.LibsndfileError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, AudioError):
+            raise
+        raise AudioError(f"the audio file is no {name} file that can be decoded: it is broken or cut off") from None
+
+
+def _container_blocks(data: bytes, demuxer: str, name: str, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:
+    try:
+        import av  # imported where such a file is read: an optional extra
+    except ImportError:
+        raise AudioError(
+            f"{name} files are not decoded by this installation, which lacks the extra `audio`; "
+            f"it takes {', '.join(FORMATS)}"
+        ) from None
+    try:
+        with closing(av.open(io.BytesIO(data), mode="r", format=demuxer, metadata_errors="ignore")) as container:
+            if not container.streams.audio:
+                raise AudioError(f"the {name} file has no audio")
+            stream = container.streams.audio[0]
+            stream.codec_context.thread_count = 1
+            declared = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
+            rate = _checked_rate(stream.rate, stream.channels, int(declared * stream.rate), limits)
+            yield rate
+            to_floats = av.AudioResampler(format="fltp", rate=rate)
+            for frame in container.decode(stream):
+                if frame.layout.nb_channels > limits.channels:
+                    raise _too_many_channels(frame.layout.nb_channels, limits)
+                for converted in to_floats.resample(frame):
+                    yield np.asarray(converted.to_ndarray().T, np.float32)
+    except (av.FFmpegError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, AudioError):
+            raise
+        raise AudioError(f"the audio file is no {name} file that can be decoded: it is broken or cut off") from None
+
+
+def _checked_rate(rate: int, channels: int, frames: int, limits: AudioLimits) -> int:
+    """Return the rate; raises `AudioError` for what the header says."""
+    if not limits.lowest_rate <= rate <= limits.highest_rate:
+        raise AudioError(
+            f"the audio file has {rate} samples a second, it must be {limits.lowest_rate} to {limits.highest_rate}"
+        )
+    if channels > limits.channels:
+        raise _too_many_channels(channels, limits)
+    if limits.seconds * rate < frames < _UNKNOWN:
+        raise _too_long(limits)
+    return rate
+
+
+def _too_long(limits: AudioLimits) -> AudioError:
+    return AudioError(f"the audio is longer than {limits.seconds:g} seconds, which are the most that are taken")
+
+
+def _too_many_channels(channels: int, limits: AudioLimits) -> AudioError:
+    return AudioError(f"the audio file has {channels} channels, more than {limits.channels} are not taken")
+
+
+def _with_data_size(data: bytes) -> bytes:
+    """Return a WAV file in which a size of 0, that programs write to pipes, stands for the rest of the file."""
+    order: Any = "big" if data[:4] == b"RIFX" else "little"
+    place = 12
+    while place + 8 <= len(data):
+        size = int.from_bytes(data[place + 4 : place + 8], order)
+        if data[place : place + 4] == b"data":
+            if size or place + 8 == len(data):
+                return data
+            return data[: place + 4] + min(len(data) - place - 8, 0xFFFFFFFF).to_bytes(4, order) + data[place + 8 :]
+        place += 8 + size + size % 2
+    return data

@@ -1,0 +1,124 @@
+"""Samples to log-mel features, as Whisper reads them and its checkpoint's preprocessor_config.json describes them.
+
+Radford et al. (2022), section 2.2. Spectra are computed in float64: weak bands beside strong ones stay exact. Needs
+numpy, no torch. The transforms and products release the interpreter's lock, so a thread that computes features holds
+up an event loop for milliseconds only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.errors import ConfigError
+
+_HIGHEST = 8000.0  # Hz of the upper edge of the last filter, whatever the sampling rate
+_FLOOR = 1e-10  # of a filter's power
+_RANGE = 8.0  # powers of ten below the loudest value; what is weaker is raised to that
+_BLOCK = 512  # frames that are transformed at a time, which bounds memory
+
+
+@dataclass(frozen=True)
+class LogMel:
+    """Computes log-mel features: Hann windows, power spectra, Slaney's mel filters, log10, and a range of 80 dB."""
+
+    num_mel_bins: int = 80
+    n_fft: int = 400  # samples of one frame's window
+    hop_length: int = 160  # samples from a frame to the next
+    sampling_rate: int = 16000  # samples a second
+    chunk_length: int = 30  # seconds of a window
+
+    @property
+    def window_samples(self) -> int:
+        """Samples of one whole window."""
+        return self.chunk_length * self.sampling_rate
+
+    @property
+    def window_frames(self) -> int:
+        """Frames of one whole window."""
+        return self.window_samples // self.hop_length
+
+    def features(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return features `[num_mel_bins, len(samples) // hop_length]` of mono samples within -1 and 1, of any length.
+
+        The range is that below the loudest value of all samples given: features of a part are not a part of these.
+        """
+        count = len(samples) // self.hop_length
+        features = np.empty((self.num_mel_bins, count), np.float32)
+        if not count:
+            return features
+        padded = np.pad(np.asarray(samples, np.float32), self.n_fft // 2, mode="reflect")
+        frames = np.lib.stride_tricks.sliding_window_view(padded, self.n_fft)[:: self.hop_length]  # [count + 1, n_fft]
+        for start in range(0, count, _BLOCK):
+            end = min(start + _BLOCK, count)
+            spectrum = np.fft.rfft(frames[start:end] * self._window)  # [block, n_fft / 2 + 1]
+            power = np.square(spectrum.real) + np.square(spectrum.imag)
+            features[:, start:end] = np.log10(np.maximum(self._filters @ power.T, _FLOOR))
+        np.maximum(features, features.max() - _RANGE, out=features)
+        features += 4.0
+        features /= 4.0
+        return features
+
+    def window(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return features `[num_mel_bins, window_frames]` of at most one window, filled up with silence."""
+        if len(samples) > self.window_samples:
+            raise ValueError(f"{len(samples)} samples are more than a window of {self.window_samples}")
+        return self.features(np.pad(samples, (0, self.window_samples - len(samples))))
+
+    @cached_property
+    def _window(self) -> NDArray[np.float64]:
+        """The periodic Hann window `[n_fft]`."""
+        return np.hanning(self.n_fft + 1)[:-1]
+
+    @cached_property
+    def _filters(self) -> NDArray[np.float64]:
+        """Slaney's filters `[num_mel_bins, n_fft / 2 + 1]`: triangles of equal area, evenly spaced in mel."""
+        edges = _hertz(np.linspace(0.0, _mel(_HIGHEST), self.num_mel_bins + 2))  # [bins + 2]
+        frequencies = np.linspace(0.0, self.sampling_rate // 2, self.n_fft // 2 + 1)  # [n_fft / 2 + 1]
+        lower, centre, upper = edges[:-2, None], edges[1:-1, None], edges[2:, None]
+        rising, falling = (frequencies - lower) / (centre - lower), (upper - frequencies) / (upper - centre)
+        return np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (upper - lower))
+
+
+def read_log_mel(raw: Mapping[str, Any]) -> LogMel:
+    """Read preprocessor_config.json, with Whisper's defaults for missing fields; raises `ConfigError`."""
+    features = LogMel(
+        num_mel_bins=_integer(raw, "feature_size", 80, 1, 512),
+        n_fft=_integer(raw, "n_fft", 400, 2, 8192),
+        hop_length=_integer(raw, "hop_length", 160, 1, 8192),
+        sampling_rate=_integer(raw, "sampling_rate", 16000, 16000, 192_000),
+        chunk_length=_integer(raw, "chunk_length", 30, 1, 600),
+    )
+    if raw.get("dither"):
+        raise ConfigError("preprocessor_config.json: dither adds random noise, which is not served")
+    if raw.get("padding_value"):
+        raise ConfigError("preprocessor_config.json: padding_value must be 0")
+    if raw.get("do_normalize"):
+        raise ConfigError("preprocessor_config.json: do_normalize is not served")
+    for name, derived in (("n_samples", features.window_samples), ("nb_max_frames", features.window_frames)):
+        if raw.get(name, derived) != derived:
+            raise ConfigError(f"preprocessor_config.json: {name} must be {derived} for its chunk_length")
+    return features
+
+
+def _integer(raw: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
+    value = raw.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"preprocessor_config.json: {name} must be an integer from {least} to {most}")
+    return value
+
+
+# Slaney's scale (Auditory Toolbox, 1998): linear up to 1,000 Hz, 15 mel, then 27 mel for a factor of 6.4.
+
+
+def _mel(frequency: float) -> float:
+    return float(15.0 + np.log(frequency / 1000.0) * 27.0 / np.log(6.4)) if frequency >= 1000.0 else frequency * 0.015
+
+
+def _hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.where(mel < 15.0, mel / 0.015, 1000.0 * np.exp((mel - 15.0) * np.log(6.4) / 27.0))

@@ -1,0 +1,62 @@
+"""Worker processes that decode audio files of strangers; `service.sandbox.audio_main` says why they are processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.media.audio_file import AudioError, AudioLimits
+from service.sandbox.process_pool import Worker, WorkerError, WorkerPool
+
+_WORKERS = 2
+
+
+class AudioWorker(Worker):
+    """Runs one process, started on first use. Not thread-safe."""
+
+    def __init__(self, seconds: float, limits: AudioLimits) -> None:
+        environment = {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        super().__init__(seconds, [sys.executable, "-m", "service.sandbox.audio_main"], environment)
+        self._limits = limits
+
+    def decode(self, data: bytes, sampling_rate: int) -> NDArray[np.float32]:
+        """Return mono samples; raises `AudioError` for what the file is to blame for, else `WorkerError`."""
+        if len(data) > self._limits.file_bytes:
+            raise AudioError(f"the audio file has {len(data)} bytes, more than {self._limits.file_bytes} are not taken")
+        request = {"sampling_rate": sampling_rate, "limits": asdict(self._limits)}
+        try:
+            return np.frombuffer(self.ask_with_bytes(request, data), "<f4")
+        except WorkerError as error:
+            if error.kind in ("refused", "memory"):
+                raise AudioError(str(error)) from None
+            if error.kind == "time":
+                raise AudioError(f"decoding the audio takes {error}") from None
+            if error.kind == "crashed":
+                raise AudioError("the audio file is broken: its decoder failed") from None
+            raise
+
+
+class AudioPool:
+    """Decodes several files at a time outside the event loop, each within `seconds` and `limits`."""
+
+    def __init__(self, seconds: float, limits: AudioLimits, workers: int = _WORKERS) -> None:
+        self._pool = WorkerPool(lambda: AudioWorker(seconds, limits), seconds, workers, "triptych-audio")
+
+    async def decode(self, data: bytes, sampling_rate: int) -> NDArray[np.float32]:
+        """Return mono samples `[n]` in float32 at `sampling_rate`, read-only.
+
+        Raises `AudioError` for a file that is not taken, `WorkerError` where no process starts or becomes free.
+        """
+        return await self._pool.run(lambda worker: worker.decode(data, sampling_rate))
+
+    def close(self) -> None:
+        """Wait for files in progress and end all processes; a later `decode` starts new ones."""
+        self._pool.close()

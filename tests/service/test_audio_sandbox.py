@@ -1,0 +1,104 @@
+"""Processes that decode audio files of strangers: results, refusals, and files that take too long or too much."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import soundfile
+
+from model.media.audio_file import AudioError, AudioLimits, decode_audio
+from service.sandbox.audio_pool import AudioPool, AudioWorker
+from service.sandbox.process_pool import WorkerError
+
+LIMITS = AudioLimits(seconds=30.0, file_bytes=3_000_000)
+
+
+def flac(seconds: float, rate: int = 16_000, *, unknown: bool = False) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.full(round(seconds * rate), 0.25, np.float32), rate, format="FLAC", subtype="PCM_16")
+    data = bytearray(file.getvalue())
+    if unknown:  # the length that the header declares
+        data[21] &= 0xF0
+        data[22:26] = bytes(4)
+    return bytes(data)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[AudioWorker]:
+    worker = AudioWorker(5.0, LIMITS)
+    yield worker
+    worker.close()
+
+
+def test_a_process_returns_the_same_samples(worker: AudioWorker) -> None:
+    for rate in (16_000, 44_100):
+        file = flac(2.0, rate)
+        np.testing.assert_array_equal(worker.decode(file, 16_000), decode_audio(file, 16_000, LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        (b"", "not an audio file"),
+        (flac(1.0)[:60], "broken|cut off"),
+        (flac(3600.0, unknown=True), "longer than 30 seconds"),
+        (bytes(3_000_001), "3000001 bytes"),
+    ],
+)
+def test_a_file_that_is_not_taken_leaves_the_process_alive(worker: AudioWorker, file: bytes, reason: str) -> None:
+    worker.decode(flac(0.1), 16_000)
+    before = worker._process
+    with pytest.raises(AudioError, match=reason):
+        worker.decode(file, 16_000)
+    assert worker._process is before and before is not None and before.poll() is None
+
+
+def test_a_process_that_ends_is_the_files_fault_and_is_replaced(worker: AudioWorker) -> None:
+    worker.decode(flac(0.1), 16_000)
+    assert worker._process is not None
+    os.kill(worker._process.pid, signal.SIGSTOP)  # as a decoder that does not return
+    hanging = AudioWorker(0.2, LIMITS)
+    hanging._process, hanging._channel = worker._process, worker._channel
+    worker._process = worker._channel = None
+    with pytest.raises(AudioError, match=r"more than 0\.2 s"):
+        hanging.decode(flac(0.1), 16_000)
+    assert len(worker.decode(flac(0.1), 16_000)) == 1600
+    crashing = AudioWorker(5.0, LIMITS)
+    crashing._command = [sys.executable, "-c", "import socket, os; socket.socket(fileno=0).send(b'R'); os._exit(11)"]
+    with pytest.raises(AudioError, match="its decoder failed"):
+        crashing.decode(flac(0.1), 16_000)
+
+
+def test_a_pool_decodes_beside_the_event_loop_and_says_when_no_process_starts() -> None:
+    async def work() -> None:
+        pool = AudioPool(5.0, LIMITS)
+        try:
+            results = await asyncio.gather(*(pool.decode(flac(seconds), 16_000) for seconds in (1.0, 2.0, 3.0)))
+        finally:
+            pool.close()
+        assert [len(samples) for samples in results] == [16_000, 32_000, 48_000]
+
+    asyncio.run(work())
+    worker = AudioWorker(5.0, LIMITS)
+    worker._command = ["/bin/false"]
+    with pytest.raises(WorkerError, match="did not start"):
+        worker.decode(flac(0.1), 16_000)
+
+
+def test_a_process_has_neither_torch_nor_open_ended_memory() -> None:
+    code = "import resource, sys, json; from dataclasses import asdict; from service.sandbox import audio_main as m; "
+    code += "from model.media.audio_file import AudioLimits; m._confine({'limits': asdict(AudioLimits(seconds=60)), "
+    code += "'sampling_rate': 16000}); print(json.dumps([sorted({'torch', 'fastapi'} & sys.modules.keys()), "
+    code += "resource.getrlimit(resource.RLIMIT_AS)[0], resource.getrlimit(resource.RLIMIT_FSIZE)[0]]))"
+    reply = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    modules, memory, written = json.loads(reply.stdout)
+    assert modules == [] and memory < 1.5 * 2**30 and written == 0
