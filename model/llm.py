@@ -24,7 +24,7 @@ from model.api.request import (
     TokenOutput,
 )
 from model.api.sampling_bounds import GREEDY_BELOW, check_sampling
-from model.api.source import token_source
+from model.api.source import Source, SourceKind, token_source
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
 from model.engine.generate_engine import GenerateEngine
@@ -68,32 +68,38 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | Source],
         params: SamplingParams,
         *,
         source_language: str | None = None,
         target_language: str | None = None,
+        decoder_prompt: Sequence[int] = (),
     ) -> list[str]:
         """Return the whole text of each prompt's first sequence. Raises as `stream` does."""
         texts = [""] * len(prompts)
         languages = {"source_language": source_language, "target_language": target_language}
-        for position, output in self.stream(prompts, params, **languages):
+        for position, output in self.stream(prompts, params, **languages, decoder_prompt=decoder_prompt):
             if output.index == 0:
                 texts[position] += output.text
         return texts
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | Source],
         params: SamplingParams,
         *,
         source_language: str | None = None,
         target_language: str | None = None,
+        decoder_prompt: Sequence[int] = (),
     ) -> Iterator[tuple[int, TokenOutput]]:
         """Yield (position of the prompt, output) as tokens are generated; with a tokenizer outputs have text.
 
         The languages are codes of the tokenizer (NLLB, mBART, M2M-100): that of the prompts, by default the folder's,
         and that of the output, which begins behind its token.
+
+        A model that reads sound takes windows of it (`audio_source`). `decoder_prompt` is what an encoder-decoder's
+        output begins behind, its start token included: Whisper's start, language, task and whether there are
+        timestamps.
 
         The engine runs only while the iterator is read, so only one call may be active. Raises `ConfigError` for
         invalid requests, `EngineDeadError` if the engine fails.
@@ -109,7 +115,8 @@ class LLM:
         if params.temperature < GREEDY_BELOW:
             params = replace(params, temperature=0.0)
         source, target = self._source_language(source_language, prompts), self._target_language(target_language)
-        requests = [self._request(place, prompt, params, source, target) for place, prompt in enumerate(prompts)]
+        begin = self._decoder_prompt(decoder_prompt, target)
+        requests = [self._request(place, prompt, params, source, begin) for place, prompt in enumerate(prompts)]
         try:
             for request in requests:
                 engine.add(request)
@@ -192,7 +199,7 @@ class LLM:
             arrival_time=time.monotonic(),
         )
 
-    def _source_language(self, code: str | None, prompts: Sequence[Prompt]) -> int | None:
+    def _source_language(self, code: str | None, prompts: Sequence[Prompt | Source]) -> int | None:
         """Return the token that marks the sources; None for the folder's. Raises `ConfigError`."""
         if code is None:
             return None
@@ -217,24 +224,59 @@ class LLM:
             raise ConfigError(f"target_language: {self.info.name} has no language token {code!r}")
         return (token,)
 
+    def _decoder_prompt(self, ids: Sequence[int], target: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what an encoder-decoder's output begins behind; nothing for other models. Raises `ConfigError`."""
+        config = self.checkpoint.config
+        if config.form != "encoder-decoder":
+            if ids:
+                raise ConfigError(f"decoder_prompt: {self.info.name} is {config.form}; its prompts are all there is")
+            return ()
+        if ids and target:
+            raise ConfigError("decoder_prompt and target_language both say what an output begins behind")
+        if ids and not 0 <= min(ids) <= max(ids) < config.embedding.vocab_size:
+            raise ConfigError(f"decoder_prompt has ids outside the vocabulary of {config.embedding.vocab_size}")
+        assert config.decoder_start_token_id is not None
+        begin = tuple(ids) or (config.decoder_start_token_id, *target)
+        self._check_length(begin, self.info.max_model_len - 1)
+        return begin
+
+    def _window(self, prompt: Prompt | Source) -> Source:
+        """Return a window of sound that the model can read. Raises `ConfigError`."""
+        audio = self.checkpoint.config.audio
+        assert audio is not None
+        if not isinstance(prompt, Source) or prompt.kind is not SourceKind.AUDIO:
+            raise ConfigError(f"{self.info.name} reads sound: give windows of it")
+        shape = (audio.num_mel_bins, audio.num_frames)
+        if prompt.shape != shape or prompt.num_positions != audio.num_positions:
+            raise ConfigError(f"{self.info.name} takes windows of {shape}, found {prompt.shape}")
+        return prompt
+
     def _request(
-        self, position: int, prompt: Prompt, params: SamplingParams, language: int | None, target: tuple[int, ...]
+        self,
+        position: int,
+        prompt: Prompt | Source,
+        params: SamplingParams,
+        language: int | None,
+        begin: tuple[int, ...],
     ) -> Request:
+        if self.checkpoint.config.audio is not None:
+            window = self._window(prompt)
+            self._check_beams(window.num_positions, len(begin), params)
+            return Request(str(position), self.info.name, begin, params, window, arrival_time=time.monotonic())
+        if isinstance(prompt, Source):
+            raise ConfigError(f"{self.info.name} reads text: give texts or token ids")
         ids, _ = self._ids(prompt)
         if language is not None:
             assert self.tokenizer is not None and self.tokenizer.source_languages is not None
             ids = self.tokenizer.source_languages.mark(ids, language)
-        start = self.checkpoint.config.decoder_start_token_id
         reads = self.checkpoint.config.encoder is not None
         longest = self.info.max_model_len
         # A source is encoded in one step; a decoder's prompt leaves room for one token.
         self._check_length(ids, min(longest, self.info.max_num_batched_tokens) if reads else longest - 1)
-        if params.num_beams > 1:
-            self._check_beams(len(ids), 1 + len(target) if reads else 0, params)
+        self._check_beams(len(ids), len(begin), params)
         source = None
         if reads:
-            assert start is not None
-            ids, source = (start, *target), token_source(ids)
+            ids, source = begin, token_source(ids)
         return Request(str(position), self.info.name, ids, params, source, arrival_time=time.monotonic())
 
     def _check_length(self, ids: Sequence[int], limit: int) -> None:
@@ -248,6 +290,8 @@ class LLM:
         `start` is how many tokens the decoder of an encoder-decoder starts with; 0 without an encoder.
         """
         info = self.info
+        if params.num_beams == 1:
+            return
         if params.num_beams > info.max_num_seqs:
             raise ConfigError(f"num_beams must be at most {info.max_num_seqs}, the sequences of a step")
         length = min(params.max_tokens + (start or prompt_tokens), info.max_model_len)

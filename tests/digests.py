@@ -30,7 +30,7 @@ from model.engine.builder import LoadedModel, load
 from model.errors import ConfigError
 from model.native.library import Library, native
 from model.pretrained import embedded_models
-from tests.model.checkpoints import KINDS, prompt, saved
+from tests.model.checkpoints import KINDS, prompt, saved, source_of
 from tests.model.packers import CASES, folders
 
 FILE = Path(__file__).parent / "data" / "digests.json"
@@ -100,6 +100,8 @@ def _encoded(loaded: LoadedModel) -> Iterator[bytes]:
     for task in (EncodeTask.TOKENS, EncodeTask.EMBEDDING, *([EncodeTask.LOGITS] if config.classifier else [])):
         for number, length in enumerate((5, 30, 17)):
             source = token_source(prompt(length, number))
+            if config.audio is not None:
+                source = source_of(config.audio, length, number)
             if image is not None:
                 pixels = bytes(i % 251 for i in range(image.pixel_bytes))
                 source = image_source(pixels, (image.channels, image.size, image.size), image.num_tokens)
@@ -123,7 +125,7 @@ def _generated(loaded: LoadedModel) -> Iterator[bytes]:
             ids, source = prompt(length, place), None
             if config.encoder is not None:
                 assert config.decoder_start_token_id is not None
-                ids, source = (config.decoder_start_token_id,), token_source(ids)
+                ids, source = (config.decoder_start_token_id,), source_of(config.audio, length, place)
             engine.add(Request(name, engine.name, ids, params, source, arrival_time=time.monotonic()))
     outputs = []
     while engine.has_work:

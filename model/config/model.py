@@ -73,6 +73,24 @@ class ImageConfig:
         return self.channels * self.size**2
 
 
+@dataclass(frozen=True, slots=True)
+class AudioConfig:
+    """A window of sound as a sequence: two convolutions over its log-mel frames (Radford et al. 2022, 2.2).
+
+    Both see a frame and its neighbours, with zeros beyond the ends; the second takes every other frame.
+    """
+
+    num_mel_bins: int
+    num_positions: int  # rows of a window; all windows are equally long
+
+    def __post_init__(self) -> None:
+        require_positive(self, num_mel_bins=self.num_mel_bins, num_positions=self.num_positions)
+
+    @property
+    def num_frames(self) -> int:
+        return 2 * self.num_positions
+
+
 class PositionKind(StrEnum):
     NONE = "none"  # or of each layer (`AttentionConfig.position`)
     LEARNED = "learned"  # a table
@@ -333,6 +351,7 @@ class ModelConfig:
     masked_head: MaskedHeadConfig | None = None  # what a masked token was
     adapters: AdapterConfig | None = None
     image: ImageConfig | None = None  # what the encoder reads instead of tokens
+    audio: AudioConfig | None = None  # likewise; its decoder has tokens
     max_positions: int | None = None  # the longest input that the positions allow; None: unlimited
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -348,6 +367,8 @@ class ModelConfig:
             raise ConfigError("a model needs an encoder, a decoder or both")
         if (self.embedding.vocab_size == 0) != (self.image is not None):
             raise ConfigError("a model reads either tokens or images")
+        if self.audio is not None and self.form != "encoder-decoder":
+            raise ConfigError("a model that reads sound is an encoder-decoder")
         if self.source_embedding is not None and self.source_embedding.vocab_size != self.embedding.vocab_size:
             raise ConfigError("both token tables of a model have the same vocabulary")
         if self.form == "encoder-decoder" and self.decoder_start_token_id is None:
@@ -363,6 +384,13 @@ class ModelConfig:
     def stacks(self) -> dict[str, StackConfig]:
         named = {"encoder": self.encoder, "decoder": self.decoder}
         return {name: stack for name, stack in named.items() if stack is not None}
+
+    @property
+    def source_positions(self) -> int | None:
+        """The rows of every input of the encoder, where images or windows of sound are equally long; None: of texts."""
+        if self.image is not None:
+            return self.image.num_tokens
+        return self.audio.num_positions if self.audio is not None else None
 
     @property
     def has_experts(self) -> bool:

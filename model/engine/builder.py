@@ -259,9 +259,10 @@ def _plan_for_cpu(
     """Bytes of each rank's KV pool, and of scratch; raises `ConfigError` where the model does not fit."""
     scratch = 0
     if linear.library is not None:
-        rows, dtype = limits.max_num_batched_tokens, linear.dtype
+        source = checkpoint.config.source_positions or 0  # which one step encodes, however many tokens a step takes
+        rows, dtype = max(limits.max_num_batched_tokens, source), linear.dtype
         scratch = planned_scratch(
-            linear.library, checkpoint.config, dtype, linear.quantization, rows=rows, context=context
+            linear.library, checkpoint.config, dtype, linear.quantization, rows=rows, context=max(context, source)
         )
     resident, others = (packed.resident, packed.others_in_use) if packed is not None else (0, 0)
     available = available_memory(mapped=resident + others) + resident  # what is there need not be found room for

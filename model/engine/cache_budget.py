@@ -50,11 +50,12 @@ class KVLayout:
 
     block_size: int  # tokens
     pools: tuple[PoolSpec, ...]
-    has_source: bool  # each sequence may have a source as long as itself
+    has_source: bool  # each sequence may have one, as long as itself if `source_positions` does not say how long
     step_tokens: int  # the most of one step
     state_bytes: int = 0  # of a slot for the states of all recurrent layers
     snapshots: int = 0  # slots of each sequence beside those that it runs with
     max_num_seqs: int = 1  # that are to run at a time, where there are states
+    source_positions: int | None = None  # of every source, where they are equally long
 
     @classmethod
     def of(cls, engine: EngineConfig, config: ModelConfig, dtype: torch.dtype, limits: BatchLimits) -> KVLayout:
@@ -66,7 +67,7 @@ class KVLayout:
         step_tokens = limits.max_num_batched_tokens
         return cls(
             *(engine.block_size, pools, config.encoder is not None, step_tokens),
-            *(state_bytes(decoder), snapshots, limits.max_num_seqs),
+            *(state_bytes(decoder), snapshots, limits.max_num_seqs, config.source_positions),
         )
 
     @property
@@ -79,11 +80,12 @@ class KVLayout:
         return _UNBOUNDED if pool.window is None else self._blocks(pool.window - 1) + 1
 
     def blocks_for(self, pool: PoolSpec, context: int, sequences: int = 1) -> int:
-        """Of a pool for so many sequences of `context` tokens, and as many positions of a source."""
+        """Of a pool for so many sequences of `context` tokens, each with a source, of as many if that is not fixed."""
         all_blocks = self._blocks(context)
         kept = min(all_blocks, self.window_blocks(pool))
         filled = min(all_blocks - kept, self._blocks(self.step_tokens))
-        return sequences * (kept + all_blocks * self.has_source) + filled
+        source = self._blocks(self.source_positions or context) if self.has_source else 0
+        return sequences * (kept + source) + filled
 
     def bytes_for(self, context: int, sequences: int = 1) -> int:
         """Of blocks and of states."""

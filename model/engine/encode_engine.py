@@ -8,7 +8,6 @@ cache is used. `SentenceHead` and `VocabularyHead` turn hidden states into what 
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,12 +22,11 @@ from model.api.request import (
     EncodeTask,
     FinishReason,
 )
-from model.api.source import image_source, token_source
 from model.api.stats import StepStats
 from model.attention.base import AttentionMetadata
 from model.checkpoint.sentence_transformers import SentenceSettings
 from model.config.model import ClassifierInput
-from model.engine.execution.sources import source_input
+from model.engine.execution.sources import blank_source, source_input
 from model.engine.fault_isolation import run_isolated
 from model.engine.scheduling.step_budget import (
     UNLIMITED,
@@ -295,13 +293,7 @@ class EncodeEngine:
 
     def _probe(self) -> None:
         """Run the smallest possible forward pass."""
-        image = self.model.config.image
-        if image is None:
-            smallest = token_source((0,))
-        else:
-            shape = (image.channels, image.size, image.size)
-            smallest = image_source(bytes(math.prod(shape)), shape, image.num_tokens)
-        self._encode([EncodeRequest("", self.name, smallest, EncodeTask.TOKENS)])
+        self._encode([EncodeRequest("", self.name, blank_source(self.model.config), EncodeTask.TOKENS)])
 
     def _pack(self, batch: Sequence[EncodeRequest], causal: bool) -> StackInput:
         inputs = source_input([request.source for request in batch], self.device, causal=causal, images=self._images)

@@ -21,6 +21,7 @@ from model.api.engine_config import BatchLimits
 from model.api.request import SamplingParams
 from model.attention.base import AttentionMetadata
 from model.config.cache import paged_specs, pools_of
+from model.engine.execution.sources import blank_source, source_input
 from model.errors import ConfigError
 from model.network.inputs import CrossInput, StackInput, packed_input
 from model.network.transformer import Transformer
@@ -146,8 +147,13 @@ def largest_step(model: Transformer, limits: BatchLimits, max_model_len: int) ->
     """Run the step that needs the most memory: the maximum of prompt tokens, then sampling of the maximum of rows."""
     device = next(model.parameters()).device
     lengths = _split_lengths(limits.max_num_batched_tokens, max_model_len)
-    inputs = packed_input([[0] * length for length in lengths], device, causal=model.encoder is None)
-    encoder_output = model.encode(inputs) if model.encoder is not None else None
+    encoder_output = None
+    if model.encoder is not None:
+        longest = model.config.source_positions or max_model_len
+        sources = [
+            blank_source(model.config, length) for length in _split_lengths(limits.max_num_batched_tokens, longest)
+        ]
+        encoder_output = model.encode(source_input(sources, device))
     hidden = model.decode(*_decoder_inputs(lengths, encoder_output, device))
     rows = [_sampling_row() for _ in range(limits.max_num_seqs)]
     logits = model.logits(hidden[: len(rows)])
@@ -166,8 +172,10 @@ def _decoder_inputs(
     inputs = packed_input([[0] * length for length in lengths], device, causal=True)
     if encoder_output is None:
         return inputs, None, None
-    lens = tuple(lengths)
-    return inputs, None, CrossInput(AttentionMetadata(lens, lens, causal=False, device=device), encoder_output)
+    rows, count = len(encoder_output), len(lengths)
+    sources = tuple(rows * (place + 1) // count - rows * place // count for place in range(count))
+    metadata = AttentionMetadata(tuple(lengths), sources, causal=False, device=device)
+    return inputs, None, CrossInput(metadata, encoder_output)
 
 
 def _sampling_row() -> SamplingRow:

@@ -16,13 +16,13 @@ from itertools import accumulate
 import torch
 
 from model.api.request import EncodeRequest, EncodeTask, Request, SamplingParams
-from model.api.source import token_source
 from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
 from model.attention.per_layer import backend_of
 from model.cache.paged import KVCache
 from model.config.layer import AttentionConfig, BucketBiasConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
+from model.engine.execution.sources import blank_source
 from model.engine.generate_engine import GenerateEngine
 from model.linear.base import CompiledLinear, linears
 from model.linear.experts import ExpertsLinear
@@ -49,8 +49,9 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
         compile_sampling(encode.model)
     if encode.model.config.image is None:
         for length in LENGTHS:
-            tokens = (0,) * min(length, encode.max_num_batched_tokens, encode.model.config.max_positions or length)
-            encode.add(EncodeRequest("warm-up", encode.name, token_source(tokens), EncodeTask.TOKENS))
+            tokens = min(length, encode.max_num_batched_tokens, encode.model.config.max_positions or length)
+            source = blank_source(encode.model.config, tokens)
+            encode.add(EncodeRequest("warm-up", encode.name, source, EncodeTask.TOKENS))
             encode.step()
             give_way()
     if generate is not None:
@@ -76,12 +77,12 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
     stack = encoder if encoder is not None else decoder
     assert stack is not None
     reached = dict.fromkeys(_bounds(model, stack, most_queries, most_queries))
-    if model.config.image is not None:  # its inputs have one length; only into how many parts keys are split varies
-        length = model.config.image.num_tokens
+    length = model.config.source_positions
+    if length is not None:  # only into how many parts keys are split varies
         reached = dict.fromkeys((length, keys) for _, keys in _bounds(model, stack, length, length))
     for bounds in reached:
-        if model.config.image is not None:
-            _encode_image(model, bounds)
+        if length is not None:
+            _encode_blank(model, length, bounds)
         else:
             _encode_tokens(model, stack, bounds)
         launches += 1
@@ -89,6 +90,7 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
     if cache is not None and decoder is not None:
         reached = dict.fromkeys(_bounds(model, decoder, most_queries, most_keys, cache))
         if encoder is not None:
+            most_keys = length or most_keys
             reached |= dict.fromkeys(_bounds(model, decoder, most_queries, most_keys, cache, cross=True))
         for bounds in reached:
             _decode_tokens(model, cache, bounds)
@@ -156,12 +158,15 @@ def _bounds(
 
 
 @torch.inference_mode()
-def _encode_image(model: Transformer, bounds: tuple[int, int]) -> None:
-    image, device = model.config.image, next(model.parameters()).device
-    assert image is not None
-    inputs = _packed(image.num_tokens, [image.num_tokens], bounds, device, causal=False)
-    pixels = torch.zeros(1, image.channels, image.size, image.size, device=device)
-    model.encode(replace(inputs, pixels=pixels))
+def _encode_blank(model: Transformer, length: int, bounds: tuple[int, int]) -> None:
+    """An image or a window of sound."""
+    image, audio, device = model.config.image, model.config.audio, next(model.parameters()).device
+    inputs = _packed(length, [length], bounds, device, causal=False)
+    if image is not None:
+        inputs = replace(inputs, pixels=torch.zeros(1, image.channels, image.size, image.size, device=device))
+    if audio is not None:
+        inputs = replace(inputs, frames=torch.zeros(1, audio.num_mel_bins, audio.num_frames, device=device))
+    model.encode(inputs)
 
 
 @torch.inference_mode()
@@ -210,5 +215,5 @@ def _request(generate: GenerateEngine, encode: EncodeEngine, length: int, number
     params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=float(number % 2), top_p=0.9)
     source = None
     if encode.model.config.encoder is not None and start is not None:
-        prompt, source = (start,), token_source(prompt)
+        prompt, source = (start,), blank_source(encode.model.config, len(prompt))
     return Request(f"warm-up-{number}", generate.name, prompt, params, source, cache_salt=f"warm-up-{length}")

@@ -44,6 +44,7 @@ from model.families import (
     t5,
     t5gemma,
     vit,
+    whisper,
     xlnet,
 )
 from model.families.table.helpers import generation_rules
@@ -86,6 +87,7 @@ _TABLES = (
     t5,
     t5gemma,
     vit,
+    whisper,
     xlnet,
 )
 FAMILIES: dict[str, Family] = {name: family for table in _TABLES for name, family in table.FAMILIES.items()}

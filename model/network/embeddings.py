@@ -1,13 +1,13 @@
-"""Tokens, positions and image patches to vectors."""
+"""Tokens, positions, image patches and frames of sound to vectors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from model.config.model import ImageConfig, PositionConfig
+from model.config.model import AudioConfig, ImageConfig, PositionConfig
 from model.config.sharding import Range
-from model.linear.base import LinearSpec, Part
+from model.linear.base import Linear, LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.linear.parallel import Collective
 from model.network.rotary import inverse_frequencies
@@ -85,3 +85,26 @@ class PatchEmbedding(nn.Module):
         patches = nn.functional.unfold(pixels, self.patch, stride=self.patch).transpose(1, 2)  # [B, N, C * P * P]
         first = self.first.expand(len(pixels), 1, -1)
         return torch.cat((first, self.project(patches)), dim=1).flatten(0, 1)
+
+
+class AudioEmbedding(nn.Module):
+    """Log-mel frames to vectors: two convolutions of width 3, each behind it a GELU; the second has stride 2.
+
+    Each is one product with the matrix `[d, channels * 3]`, as Conv1d stores it, over what its outputs see.
+    """
+
+    def __init__(self, config: AudioConfig, size: int, linear: LinearFactory) -> None:
+        super().__init__()
+        self.conv1 = linear(LinearSpec("conv1", 3 * config.num_mel_bins, (Part(size),)))
+        self.conv2 = linear(LinearSpec("conv2", 3 * size, (Part(size),)))
+
+    def forward(self, frames: Tensor) -> Tensor:  # [B, mel bins, frames] -> [B * frames / 2, E]
+        x = _convolved(frames, 1, self.conv1).transpose(1, 2)  # [B, E, frames]
+        return _convolved(x, 2, self.conv2).flatten(0, 1)
+
+
+def _convolved(x: Tensor, stride: int, matrix: Linear) -> Tensor:
+    """`[B, T / stride, E]` of `[B, C, T]`, with zeros beyond both ends."""
+    seen = nn.functional.pad(x, (1, 1)).unfold(2, 3, stride)  # [B, C, T / stride, 3]
+    rows = seen.permute(0, 2, 1, 3).flatten(2)  # [B, T / stride, C * 3]
+    return nn.functional.gelu(matrix(rows.flatten(0, 1))).unflatten(0, rows.shape[:2])

@@ -26,6 +26,7 @@ class StackInput:
     metadata: AttentionMetadata  # by the tables of the cache's first pool, if there is a cache
     token_types: Tensor | None = None  # [T]; None: all of segment 0
     pixels: Tensor | None = None  # [B, channels, size, size] instead of token ids, normalised
+    frames: Tensor | None = None  # [B, mel bins, frames] instead of token ids, log-mel energies
     other_pools: tuple[AttentionMetadata, ...] = ()  # the same by the tables of the others
     read_rows: Tensor | None = None  # [T'] the rows that are keys, without a cache; None: all
     adapters: RowAdapters | None = None  # None: no row has one

@@ -85,7 +85,7 @@ def native_linears(
     in_layers, in_head = QUANTIZED_LAYERS.get(quantization, (own, own))
     stacks = [name for name, stack in config.stacks.items() if NativeStack.unsupported(stack) is None]
     inside = [f"{stack}.{part}.*" for stack in stacks for part in ("layers", "convolution")]
-    native = [*((name, in_layers) for name in inside), ("head", in_head)]
+    native = [*((name, in_layers) for name in inside), ("head", in_head), ("audio.*", own)]
     if batch_invariant:
         native += [(f"{module}.project", own) for module in (*stacks, "patches")]
         native += [(f"{stack}.output", own) for stack in stacks]

@@ -53,9 +53,8 @@ def part_of(name: str) -> str:
     """The part that a parameter belongs to, in words."""
     path = name.split(".")
     if path[0] not in ("encoder", "decoder"):
-        return {"tokens": "token table", "source_tokens": "encoder's token table", "patches": "patch embedding"}.get(
-            path[0], path[0]
-        )
+        names = {"tokens": "token table", "source_tokens": "encoder's token table", "patches": "patch embedding"}
+        return {**names, "audio": "convolutions"}.get(path[0], path[0])
     if path[1] != "layers":
         return f"{path[0]} " + {"bias": "position bias", "final_norm": "norms", **_BESIDE}.get(path[1], "embeddings")
     sublayer = path[3]

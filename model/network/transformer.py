@@ -22,7 +22,7 @@ from model.config.model import (
 from model.config.sharding import Shard
 from model.linear.base import Linear, LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
-from model.network.embeddings import PatchEmbedding, TokenTable, VocabularyTable
+from model.network.embeddings import AudioEmbedding, PatchEmbedding, TokenTable, VocabularyTable
 from model.network.heads import Classifier, MaskedHead
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack, StackPass
@@ -55,6 +55,7 @@ class Transformer(nn.Module):
         self.patches = (
             PatchEmbedding(config.image, size, linear.within("patches")) if config.image is not None else None
         )
+        self.audio = AudioEmbedding(config.audio, size, linear.within("audio")) if config.audio is not None else None
         self.encoder = self._stack("encoder", own.encoder)
         self.decoder = self._stack("decoder", own.decoder)
         hidden_size = next(reversed(config.stacks.values())).output_width
@@ -136,7 +137,10 @@ class Transformer(nn.Module):
         return StackPass(self.decoder, self.embed_tokens(inputs.input_ids), inputs, self.backend, None, cross)
 
     def _embedded(self, inputs: StackInput) -> Tensor:
-        """Vectors `[T, E]` of tokens or image patches."""
+        """Vectors `[T, E]` of tokens, image patches or frames of sound."""
+        if inputs.frames is not None:
+            assert self.audio is not None
+            return self.audio(inputs.frames.to(self.dtype))
         if inputs.pixels is None:
             vectors = self._embed_source(inputs.input_ids)
             adapters = inputs.adapters

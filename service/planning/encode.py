@@ -98,6 +98,8 @@ class EncodePlanner:
     async def plan(self, body: EncodeBody, request_id: str, arrival: float) -> EncodePlan:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served."""
         served = self._registry.resolve(body.model, Task.ENCODE)
+        if served.config.audio is not None:
+            raise invalid(f"input: model {served.name} reads sound, not text or images", "input")
         info = loaded_info(self._client, served)
         check_encode(body, self._limits)
         output = output_of(body, served)

@@ -141,6 +141,8 @@ class GeneratePlanner:
     ) -> GeneratePlan:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served."""
         served = self._registry.resolve(body.model, Task.GENERATE).for_task(body.task)
+        if served.config.audio is not None:
+            raise invalid(f"prompt: model {served.name} reads sound, not text", "prompt")
         info = loaded_info(self._client, served)
         check_generate(body, self._limits)
         constraint = constraint_of(body, self._limits)

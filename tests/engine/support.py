@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from model.api.request import Request, SamplingParams, TokenOutput
-from model.api.source import token_source
 from model.attention.base import AttentionBackend
 from model.cache.paged import KVCache
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
@@ -21,8 +20,7 @@ from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from model.network.transformer import Transformer
-from tests.engine.scripted import source_ids
-from tests.model.checkpoints import CPU, DECODERS, START, loaded, prompt, reference_logits
+from tests.model.checkpoints import AUDIO, CPU, DECODERS, START, loaded, prompt, reference_logits, source_of
 
 
 class RecordingProgram:
@@ -59,7 +57,7 @@ class RecordingRunner(ModelRunner):
 
     def worst(self, kind: str, request: Request, output_ids: Sequence[int]) -> float:
         """The largest difference from `transformers`' full forward, over all rows of the request."""
-        expected = reference_logits(kind, [*request.prompt_token_ids, *output_ids], source_ids(request))
+        expected = reference_logits(kind, [*request.prompt_token_ids, *output_ids], request.source)
         return max((row - expected[position]).abs().max().item() for position, row in self.rows[request.request_id])
 
 
@@ -123,7 +121,7 @@ def request(kind: str, request_id: str, length: int, variant: int = 0, **params:
     sampling = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **params})
     ids, source = prompt(length, variant), None
     if kind not in DECODERS:
-        ids, source = (START, *prompt(variant % 4, variant)), token_source(ids)
+        ids, source = (START, *prompt(variant % 4, variant)), source_of(AUDIO.get(kind), length, variant)
     return Request(request_id, kind, ids, sampling, source)
 
 

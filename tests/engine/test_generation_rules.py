@@ -11,6 +11,7 @@ import torch
 
 from model.api.engine_config import EngineConfig
 from model.api.request import FinishReason, SamplingParams, TokenOutput
+from model.api.source import token_source
 from model.checkpoint.folder import read_checkpoint
 from model.llm import LLM
 from tests.model.checkpoints import START, copied, prompt, reference_logits, saved
@@ -131,7 +132,7 @@ def test_an_only_token_is_the_forced_end(kind: str, tmp_path: Path) -> None:
 def test_decoder_start_tokens(kind: str, tmp_path: Path) -> None:
     outputs = ours(kind, tmp_path, {"decoder_start_token_id": OTHER}, ignore_eos=True, logprobs=0)
     for start, close in ((OTHER, True), (START, False)):
-        expected = reference_logits(kind, [start, *ids(outputs)], PROMPT).log_softmax(-1)
+        expected = reference_logits(kind, [start, *ids(outputs)], token_source(PROMPT)).log_softmax(-1)
         found = [(at, one.logprob) for at, output in enumerate(outputs) for one in output.logprobs or []]
         worst = max(abs(expected[at, ids(outputs)[at]].item() - logprob) for at, logprob in found)
         assert (worst < 1e-4) == close

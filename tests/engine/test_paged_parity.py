@@ -8,7 +8,6 @@ from model.api.request import Request
 from model.attention.base import AttentionBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
-from tests.engine.scripted import source_ids
 from tests.engine.support import Running, add_all, mixed, request, running
 from tests.model.checkpoints import DECODERS, ENCODER_DECODERS, native_backends, reference_logits
 from tests.model.decoder_rows import DENSE_DECODERS
@@ -27,7 +26,7 @@ KINDS = (
         "gpt2",
         "gpt-neox",
     ),
-    *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5", "t5gemma"),
+    *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5", "t5gemma", "whisper"),
 )
 BACKENDS = (SdpaBackend(), ReferenceBackend(), *native_backends())
 CLOSE = 1e-4
@@ -147,7 +146,7 @@ def test_logprobs_of_prompt_and_output_equal_transformers(kind: str, budget: int
     for one in requests:
         start = list(one.prompt_token_ids)
         ids = [*start, *run.ids(one.request_id)]
-        expected = reference_logits(kind, ids, source_ids(one)).log_softmax(-1)
+        expected = reference_logits(kind, ids, one.source).log_softmax(-1)
         mine = [o for o in run.outputs if o.request_id == one.request_id]
         prompt_logprobs = mine[0].prompt_logprobs
         assert prompt_logprobs is not None

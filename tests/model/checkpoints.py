@@ -21,12 +21,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from torch import Tensor, nn
 
+from model.api.source import Source, SourceKind, audio_source, token_source
 from model.attention.base import AttentionBackend
 from model.attention.native import NativeBackend
 from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection, select_layers
 from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.config.model import ModelConfig
+from model.config.model import AudioConfig, ModelConfig
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.native.library import Library, native
@@ -136,6 +137,27 @@ BART = dict(
     eos_token_id=2,
     decoder_start_token_id=START,
 )
+# Not as many layers on both sides, and an odd number of positions.
+WHISPER = dict(
+    vocab_size=VOCAB,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=3,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=40,
+    num_mel_bins=10,
+    max_source_positions=13,
+    max_target_positions=128,
+    pad_token_id=1,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=START,
+    suppress_tokens=None,
+    begin_suppress_tokens=None,
+)
+AUDIO = {"whisper": AudioConfig(num_mel_bins=10, num_positions=13)}  # by kind
 T5 = dict(
     vocab_size=VOCAB,
     d_model=32,
@@ -190,6 +212,7 @@ _ENCODER_DECODERS: Rows = {
     "blenderbot": random_model("BlenderbotForConditionalGeneration", BART),
     "blenderbot-small": random_model("BlenderbotSmallForConditionalGeneration", BART),
     "pegasus": random_model("PegasusForConditionalGeneration", BART),
+    "whisper": random_model("WhisperForConditionalGeneration", WHISPER),
     "t5gemma": random_model("T5GemmaForConditionalGeneration", T5GEMMA),
     "t5-relu": random_model("T5ForConditionalGeneration", T5),
     "t5-gated-untied": _t5_untied("T5ForConditionalGeneration", num_decoder_layers=3),
@@ -399,11 +422,28 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
 
 
-def reference_logits(kind: str, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
+def source_of(audio: AudioConfig | None, length: int, seed: int = 0) -> Source:
+    """A random source: so many tokens, or a window of sound, which has one length."""
+    if audio is None:
+        return token_source(prompt(length, seed))
+    shape = (audio.num_mel_bins, audio.num_frames)
+    features = torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + length))
+    return audio_source(features.numpy().tobytes(), shape, audio.num_positions)
+
+
+def reference_input(source: Source) -> dict[str, Tensor]:
+    """The source as `transformers` takes it."""
+    if source.kind is SourceKind.AUDIO:
+        frames = torch.frombuffer(bytearray(source.features), dtype=torch.float32)
+        return {"input_features": frames.view(1, *source.shape)}
+    return {"input_ids": torch.tensor([list(source.token_ids)])}
+
+
+def reference_logits(kind: str, ids: Sequence[int], source: Source | None = None) -> Tensor:
     """`transformers`' logits `[L, V]` after each of the decoder's `ids`, in one full forward."""
     reference = saved(kind).reference
     rows = torch.tensor([list(ids)])
     with torch.inference_mode():
-        if not source:
+        if source is None:
             return reference(input_ids=rows).logits[0]
-        return reference(input_ids=torch.tensor([list(source)]), decoder_input_ids=rows).logits[0]
+        return reference(**reference_input(source), decoder_input_ids=rows).logits[0]

@@ -8,11 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from model.api.source import Source
 from model.attention.base import AttentionMetadata
-from model.config.model import ImageConfig
+from model.config.model import ImageConfig, ModelConfig
+from model.engine.execution.sources import source_input
 from model.network.inputs import CrossInput, StackInput, packed_input
 from model.network.transformer import Transformer
-from tests.model.checkpoints import CPU, START, prompt, reference_logits, saved
+from tests.model.checkpoints import CPU, START, prompt, reference_input, reference_logits, saved, source_of
 
 LENGTHS = (5, 1, 23, 5, 12)  # equal and unequal neighbours, and a single token
 SOURCE_LENGTHS = (7, 19, 1, 7, 30)
@@ -20,7 +22,7 @@ SOURCE_LENGTHS = (7, 19, 1, 7, 30)
 MECHANISMS = (
     *("llama-gqa", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "gpt2", "gpt-neox"),
     *("granite", "olmo2", "cohere", "gptj", "bloom", "mixtral", "qwen2-moe", "gpt-oss", "qwen3-next"),
-    *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5"),
+    *("marian", "bart", "m2m-100", "t5-relu", "t5-gated-untied", "umt5", "whisper"),
     *("bert", "albert", "mpnet", "xlnet", "vit", "deberta-v2-unshared", "modernbert"),
     *("bert-token", "roberta-sequence", "llama-sequence", "vit-image"),
 )
@@ -30,8 +32,8 @@ def decoder_prompts() -> list[tuple[int, ...]]:
     return [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 
 
-def sources() -> list[tuple[int, ...]]:
-    return [prompt(length, 50 + seed) for seed, length in enumerate(SOURCE_LENGTHS)]
+def sources(config: ModelConfig) -> list[Source]:
+    return [source_of(config.audio, length, 50 + seed) for seed, length in enumerate(SOURCE_LENGTHS)]
 
 
 @torch.inference_mode()
@@ -41,12 +43,11 @@ def decoder_logits(model: Transformer, prompts: Sequence[Sequence[int]]) -> Tens
 
 
 @torch.inference_mode()
-def encoder_decoder_logits(
-    model: Transformer, sources: Sequence[Sequence[int]], begins: Sequence[Sequence[int]]
-) -> Tensor:
+def encoder_decoder_logits(model: Transformer, sources: Sequence[Source], begins: Sequence[Sequence[int]]) -> Tensor:
     """Packed logits `[T, V]` of the decoder over each source's own memory."""
-    memory = model.encode(packed_input(sources, CPU, causal=False))
-    cross = AttentionMetadata(tuple(map(len, begins)), tuple(map(len, sources)), causal=False)
+    memory = model.encode(source_input(sources, CPU))
+    lens = tuple(source.num_positions for source in sources)
+    cross = AttentionMetadata(tuple(map(len, begins)), lens, causal=False)
     return model.logits(model.decode(packed_input(begins, CPU, causal=True), cross=CrossInput(cross, memory)))
 
 
@@ -61,14 +62,18 @@ def ours_and_theirs(kind: str, model: Transformer) -> tuple[Tensor, Tensor]:
     if model.config.form == "encoder-only":
         return _encoded(kind, model)
     begins = [(START, *ids) for ids in decoder_prompts()]
-    theirs = [reference_logits(kind, ids, source) for ids, source in zip(begins, sources(), strict=True)]
-    return encoder_decoder_logits(model, sources(), begins), torch.cat(theirs)
+    read = sources(model.config)
+    theirs = [reference_logits(kind, ids, source) for ids, source in zip(begins, read, strict=True)]
+    return encoder_decoder_logits(model, read, begins), torch.cat(theirs)
 
 
 @torch.inference_mode()
 def hidden_states(model: Transformer) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Each input's hidden states `[L, d]`, packed with its neighbours, and the inputs as `transformers`'."""
     inputs, theirs = _images(model.config.image) if model.config.image else _texts(model)
+    if model.config.audio is not None:
+        windows = sources(model.config)
+        inputs, theirs = source_input(windows, CPU), [reference_input(window) for window in windows]
     hidden = model.encode(inputs) if model.encoder is not None else model.decode(inputs)
     return list(hidden.split(inputs.metadata.q_lens)), theirs
 

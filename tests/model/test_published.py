@@ -16,6 +16,7 @@ from model.families import config_from_raw
 from model.inspection.anatomy import dissect
 from tests.model.published_decoders import PUBLISHED_DECODERS
 from tests.model.published_experts import PUBLISHED_EXPERTS
+from tests.model.published_speech import PUBLISHED_SPEECH
 
 
 @dataclass(frozen=True)
@@ -612,7 +613,9 @@ PUBLISHED = {
 }
 
 
-PUBLISHED |= {name: Published(*row) for name, row in {**PUBLISHED_DECODERS, **PUBLISHED_EXPERTS}.items()}
+PUBLISHED |= {
+    name: Published(*row) for name, row in {**PUBLISHED_DECODERS, **PUBLISHED_EXPERTS, **PUBLISHED_SPEECH}.items()
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

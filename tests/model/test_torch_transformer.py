@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from model.api.source import token_source
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.errors import CheckpointError
@@ -67,7 +68,8 @@ def test_logits_are_the_modules(tmp_path: Path, tied: bool, arguments: dict[str,
     sources = [tuple(token % VOCAB for token in prompt(length, 1)) for length in (7, 3, 12)]
     begins = [(1, *(token % VOCAB for token in prompt(length, 2))) for length in (4, 9, 1)]
     theirs = [module(torch.tensor([s]), torch.tensor([b]))[0] for s, b in zip(sources, begins, strict=True)]
-    torch.testing.assert_close(encoder_decoder_logits(model, sources, begins), torch.cat(theirs), rtol=0, atol=1e-4)
+    read = [token_source(ids) for ids in sources]
+    torch.testing.assert_close(encoder_decoder_logits(model, read, begins), torch.cat(theirs), rtol=0, atol=1e-4)
 
 
 def test_it_is_stored_as_it_came(tmp_path: Path) -> None:

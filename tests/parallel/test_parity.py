@@ -51,7 +51,7 @@ def outputs(model: Transformer) -> Tensor:
         return torch.cat(hidden_states(model)[0])
     if model.config.form == "decoder-only":
         return decoder_logits(model, decoder_prompts())
-    return encoder_decoder_logits(model, sources(), [(0, *ids) for ids in decoder_prompts()])
+    return encoder_decoder_logits(model, sources(model.config), [(0, *ids) for ids in decoder_prompts()])
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:

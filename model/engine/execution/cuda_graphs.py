@@ -77,10 +77,12 @@ class DecodeGraphs:
         self._model = model
         self._cache = cache
         self._longest = max_model_len
+        self._longest_source = model.config.source_positions or max_model_len
         self._record = record
         self.sizes = sizes_up_to(max_num_seqs)
         width = -(-max_model_len // cache.block_size)
-        source, pools = width if model.encoder is not None else 0, len(cache.pools)
+        source = -(-self._longest_source // cache.block_size) if model.encoder is not None else 0
+        pools = len(cache.pools)
         self._layouts = {size: BatchLayout(size, size, width, source, pools) for size in self.sizes}
         # One row for all sizes: they never run at the same time.
         self._row = torch.zeros(sum(self._layouts[self.sizes[-1]].sizes), dtype=torch.int64, device=cache.device)
@@ -142,16 +144,17 @@ class DecodeGraphs:
 
     def _inputs(self, step: StepBatch, size: int, *, uneven: bool) -> tuple[StackInput, CrossInput | None]:
         def metadata(lens: Tensor, tables: Tensor, slots: Tensor | None) -> list[AttentionMetadata]:
+            longest = self._longest_source if slots is None else self._longest
             return [
                 AttentionMetadata(
                     q_lens=(1,) * size,
-                    kv_lens=(self._longest,) * size,
+                    kv_lens=(longest,) * size,
                     causal=slots is not None,
                     device=self._cache.device,
                     block_tables=tables[pool],
                     slot_mapping=None if slots is None else slots[pool],
                     device_lengths=DeviceLengths(
-                        step.cu_seqlens, lens, 1, self._longest, uneven=uneven and slots is not None
+                        step.cu_seqlens, lens, 1, longest, uneven=uneven and slots is not None
                     ),
                 )
                 for pool in range(len(tables))

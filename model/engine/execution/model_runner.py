@@ -23,6 +23,7 @@ from model.cache.states import StateSpan
 from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs
+from model.engine.execution.sources import blank_source, source_input
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
@@ -108,8 +109,10 @@ class ModelRunner:
     @torch.inference_mode()
     def probe(self) -> None:
         """The smallest pass there is, without the cache; raises if not even that works."""
-        smallest = packed_input([[0]], self.device, causal=self.model.encoder is None)
-        (self.model.decode if self.model.encoder is None else self.model.encode)(smallest)
+        if self.model.encoder is None:
+            self.model.decode(packed_input([[0]], self.device, causal=True))
+        else:
+            self.model.encode(source_input([blank_source(self.model.config)], self.device))
 
     def _run(self, steps: Rows[ScheduledSequence], copies: Rows[BlockCopy], before: Launched | None) -> Tensor:
         """Logits `[S, V]` of the last tokens of the sequences that sample; prompts are scored on the way."""

@@ -1,14 +1,16 @@
-"""Sources as what the network reads: packed token ids, or normalised pixels and as many positions as they become."""
+"""Sources as what the network reads: packed token ids, or pixels or frames and as many positions as they become."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from model.api.source import Source, SourceKind
+from model.api.source import Source, SourceKind, audio_source, image_source, token_source
+from model.config.model import ModelConfig
 from model.media.images import ImageProcessing
 from model.network.inputs import StackInput, packed_input
 from model.system.transfer import device_tensor, to_device
@@ -25,10 +27,30 @@ def source_input(
         assert images is not None
         inputs = packed_input([range(source.num_positions) for source in sources], device, causal=causal)
         return replace(inputs, pixels=_pixels(sources, device, images))
+    if sources[0].kind is SourceKind.AUDIO:
+        inputs = packed_input([range(source.num_positions) for source in sources], device, causal=causal)
+        return replace(inputs, frames=_frames(sources, device))
     types = None
     if any(any(source.token_type_ids) for source in sources):
         types = [source.token_type_ids or (0,) * source.num_positions for source in sources]
     return packed_input([source.token_ids for source in sources], device, causal=causal, token_types=types)
+
+
+def blank_source(config: ModelConfig, tokens: int = 1) -> Source:
+    """A source that a model can encode and that says nothing: so many tokens, a black image or a window of silence."""
+    if (image := config.image) is not None:
+        shape = (image.channels, image.size, image.size)
+        return image_source(bytes(math.prod(shape)), shape, image.num_tokens)
+    if (audio := config.audio) is not None:
+        frames = bytes(4 * audio.num_mel_bins * audio.num_frames)
+        return audio_source(frames, (audio.num_mel_bins, audio.num_frames), audio.num_positions)
+    return token_source((0,) * tokens)
+
+
+def _frames(sources: Sequence[Source], device: torch.device) -> Tensor:
+    """Log-mel energies `[B, mel bins, frames]`."""
+    raw = torch.frombuffer(bytearray(b"".join(source.features for source in sources)), dtype=torch.float32)
+    return to_device(raw, device).view(len(sources), *sources[0].shape)
 
 
 def _pixels(sources: Sequence[Source], device: torch.device, images: ImageProcessing) -> Tensor:

@@ -1,0 +1,127 @@
+"""Whisper: windows of sound through engines, against `transformers`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationMixin
+
+from model.api.engine_config import EngineConfig
+from model.api.request import EncodeRequest, EncodeTask, FinishReason, SamplingParams
+from model.api.source import Source, audio_source, token_source
+from model.errors import ConfigError
+from model.llm import LLM
+from tests.engine.support import request, running
+from tests.model.checkpoints import AUDIO, START, VOCAB, copied, reference_input, saved, source_of
+
+AUDIO_CONFIG = AUDIO["whisper"]
+BEGIN = (START, 5, 9)  # as language and task follow the start token
+RULES = {"suppress_tokens": [4, 11, 30, 31, 47], "begin_suppress_tokens": [2, 20, 21]}
+NEW = 14
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = copied("whisper", tmp_path_factory.mktemp("whisper"))
+    (folder / "generation_config.json").write_text(json.dumps({**RULES, "eos_token_id": 2, "max_length": 128}))
+    return LLM(folder, EngineConfig(dtype="float32", max_num_seqs=10, block_size=4, kv_cache_memory=1 << 22))
+
+
+def windows(count: int) -> list[Source]:
+    return [source_of(AUDIO_CONFIG, seed, seed) for seed in range(count)]
+
+
+def theirs(window: Source, **settings: Any) -> list[int]:
+    """What the library's own search generates; Whisper's is about languages, times and long sounds."""
+    found = GenerationMixin.generate(
+        saved("whisper").reference,
+        **reference_input(window),
+        decoder_input_ids=torch.tensor([BEGIN]),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=2,
+        pad_token_id=1,
+        **RULES,
+        **settings,
+    )
+    ids = found[0].tolist()[len(BEGIN) :]
+    return ids[: ids.index(2) + 1] if 2 in ids else ids
+
+
+@pytest.mark.parametrize("num_beams", [1, 5])
+def test_outputs_equal_transformers(llm: LLM, num_beams: int) -> None:
+    read = windows(4)
+    outputs = llm.stream(read, SamplingParams(max_tokens=NEW, num_beams=num_beams), decoder_prompt=BEGIN)
+    ids: list[list[int]] = [[] for _ in read]
+    for place, output in outputs:
+        ids[place] += output.token_ids
+    expected = [theirs(window, num_beams=num_beams) for window in read]
+    assert ids == expected
+    assert len(set(map(tuple, ids))) > 1
+
+
+def test_a_window_is_encoded_once_for_all_that_read_it() -> None:
+    run = running("whisper", num_blocks=30, max_num_seqs=3)
+    requests = [request("whisper", f"r{number}", 0, 3, max_tokens=12 + number) for number in range(5)]
+    encoded = 0
+    for one in requests:
+        run.engine.add(one)
+    while run.engine.has_work:
+        outputs, stats = run.engine.step()
+        run.outputs += outputs
+        encoded += stats.num_whole_tokens if stats is not None else 0
+    assert encoded == AUDIO_CONFIG.num_positions
+    assert max(run.runner.worst("whisper", one, run.ids(one.request_id)) for one in requests) < 1e-4
+
+
+def test_vectors_of_a_window_are_the_encoders(llm: LLM) -> None:
+    engine = llm._encode
+    for place, window in enumerate(read := windows(3)):
+        engine.add(EncodeRequest(str(place), engine.name, window, EncodeTask.TOKENS))
+    outputs = {output.request_id: output for output in engine.step()[0]}
+    for place, window in enumerate(read):
+        output = outputs[str(place)]
+        ours = torch.frombuffer(bytearray(output.data), dtype=torch.float32).view(output.shape)
+        (features,) = reference_input(window).values()
+        expected = saved("whisper").reference.model.encoder(features).last_hidden_state[0]
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+def test_what_cannot_be_read_is_refused(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2)
+    (window,) = windows(1)
+    short = audio_source(window.features[: 4 * 10 * 24], (10, 24), 12)
+    cases: list[tuple[Any, tuple[int, ...], str]] = [
+        ((3, 4), (), "reads sound"),
+        (token_source((3, 4)), (), "reads sound"),
+        (short, (), r"windows of \(10, 26\), found \(10, 24\)"),
+        (window, (START, VOCAB), "outside the vocabulary"),
+        (window, (START,) * 128, "takes 1 to 127 tokens"),
+    ]
+    for prompt, begin, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            list(llm.stream([prompt], params, decoder_prompt=begin))
+    [(_, output)] = llm.stream([window], SamplingParams(max_tokens=1))
+    assert output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, *({"quantization": name} for name in ("int8", "int4"))])
+def test_number_formats_stay_close(settings: dict[str, Any]) -> None:
+    """The first token's log-probabilities, of which a wrong matrix would leave nothing."""
+    exact, near = (
+        LLM(saved("whisper").path, EngineConfig(kv_cache_memory=1 << 22, **one))
+        for one in ({"dtype": "float32"}, settings)
+    )
+    tops = []
+    for llm in (exact, near):
+        params = SamplingParams(max_tokens=1, logprobs=VOCAB, ignore_eos=True)
+        [(_, output)] = llm.stream(windows(1), params, decoder_prompt=BEGIN)
+        assert output.logprobs is not None
+        tops.append(dict(output.logprobs[0].top))
+    common = sorted(tops[0].keys() & tops[1].keys())
+    ours, expected = (torch.tensor([top[token] for token in common]) for top in reversed(tops))
+    assert len(common) > VOCAB // 2
+    assert torch.corrcoef(torch.stack((ours, expected)))[0, 1] > 0.8
