@@ -21,7 +21,9 @@ from service.core.model_registry import Registry
 from service.core.model_source import ModelReader
 from service.http.bodies import cancel_all
 from service.http.direct_routes import DirectRoutes, direct_endpoints
-from service.http.middleware import ContextMiddleware, GuardMiddleware
+from service.http.guard import Guard
+from service.http.immediate_refusal import ImmediateRefusals
+from service.http.middleware import Accounts, ContextMiddleware, GuardMiddleware
 from service.http.sse import DIRECT
 from service.http.stream_writer import direct_send
 from service.lifecycle.state import Service
@@ -68,6 +70,7 @@ class Application(FastAPI):
 
     _direct_paths: frozenset[str] = frozenset()
     _direct: ASGIApp
+    refusals: ImmediateRefusals  # for a server that asks before it calls the application
 
     def call_directly(self) -> None:
         """Take what can be called directly out of the present routes."""
@@ -112,6 +115,8 @@ def create_app(
         finally:
             await service.close()
 
+    guard = Guard(settings.limits, keys, admins, tenants or Tenants())
+    accounts = Accounts(metrics, _TASKS)
     app = Application(
         title="triptych",
         version=service.version,
@@ -120,8 +125,8 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,  # `docs.install` adds this and /docs
         middleware=[
-            Middleware(ContextMiddleware, metrics=metrics, tasks=_TASKS),
-            Middleware(GuardMiddleware, limits=settings.limits, keys=keys, admins=admins, tenants=tenants or Tenants()),
+            Middleware(ContextMiddleware, accounts=accounts),
+            Middleware(GuardMiddleware, guard=guard, limits=settings.limits),
         ],
     )
     app.state.service = service
@@ -135,4 +140,5 @@ def create_app(
         app.router.routes.extend(module.router.routes)
     docs.install(app, with_keys=settings.asks_for_key)
     app.call_directly()
+    app.refusals = ImmediateRefusals(service, accounts, guard)
     return app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +36,7 @@ def _list_of_array(value: object) -> object:
     return msgspec.Raw(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
+JSON: Final = "application/json"
 _json = msgspec.json.Encoder(enc_hook=_list_of_array)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -127,7 +128,7 @@ def parsed(raw: bytes, model: type[B]) -> B:
 def _check_content_type(request: Request) -> None:
     """Require a JSON content type: browsers send other types across sites without a CORS check."""
     declared = request.headers.get("content-type", "")
-    if declared == "application/json":
+    if declared == JSON:
         return
     declared = declared.partition(";")[0].strip().lower()
     if declared != "application/json" and not (declared.startswith("application/") and declared.endswith("+json")):

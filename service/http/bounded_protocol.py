@@ -12,10 +12,12 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
 from service.http.connection_loss import LOSS, ConnectionLoss
+from service.http.immediate_refusal import ImmediateRefusals
 from service.settings.service_settings import Limits
 
 # Times `max_header_bytes`. The application refuses headers up to here, with a request id. HAProxy has the same factor.
@@ -26,9 +28,12 @@ _JOINED_BYTES = 65_536  # copied behind a head, rather than sent as two buffers
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
 
 
-def bounded_protocol(limits: Limits) -> Callable[..., BoundedProtocol]:
-    """Return a factory of protocols for one server, for uvicorn's option `http`."""
-    return partial(BoundedProtocol, limits, set())
+def bounded_protocol(limits: Limits, refusals: ImmediateRefusals | None = None) -> Callable[..., BoundedProtocol]:
+    """Return a factory of protocols for one server, for uvicorn's option `http`.
+
+    `refusals` answers what it can of the requests before the application is called.
+    """
+    return partial(BoundedProtocol, limits, refusals, set())
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -41,9 +46,19 @@ class BoundedProtocol(HttpToolsProtocol):
     the connection is to be closed, its writing side is closed before it is drained.
     """
 
-    def __init__(self, limits: Limits, drained: set[BoundedProtocol], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        refusals: ImmediateRefusals | None,
+        drained: set[BoundedProtocol],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """`drained`: the connections of the server that are being drained, shared by all its protocols."""
         super().__init__(*args, **kwargs)
+        self._refusals = refusals
+        self._parsing = False
+        self._unstarted: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until parsing ends
         self._drained = drained
         self._drain_left = self._drain_limit = _DRAIN_FACTOR * limits.max_body_bytes  # bytes
         self._discards_input = False  # after the writing side was closed
@@ -52,6 +67,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stall_seconds = limits.stream_stall_s
         self._unparsed = 0  # bytes since the last complete headers, part of a body, or message
         self._progressed = False
+        self._in_head = False  # a message has begun and its headers are not complete
         self._in_body = False  # headers are complete and the message is not
         self._timer: asyncio.TimerHandle | None = None
         self._unread = 0  # bytes of replies at the last check
@@ -80,17 +96,25 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._discards_input:
             return
         self._progressed = False
-        super().data_received(data)
+        self._parsing = True
+        try:
+            super().data_received(data)
+        finally:
+            self._parsing = False
+            self._start_or_refuse()
+        if self._in_head:  # the rest of it must come in time
+            self._start_timer()
         self._unparsed = 0 if self._progressed else self._unparsed + len(data)
         if self._unparsed > self._max_header_bytes:
             self._refuse(headers_too_large(f"the headers exceed {self._max_header_bytes} bytes"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._start_timer()
+        self._in_head = True
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self._in_head = False
         self._progressed = self._in_body = True
         self._newest = ConnectionLoss()
         self._losses.append(self._newest)
@@ -124,6 +148,41 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(invalid("this is not a valid HTTP request", code="invalid_http"))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Call the application for a request, of those that are being parsed only after that: it may be refused."""
+        if self._parsing:
+            self._unstarted = cycle, app
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _start_or_refuse(self) -> None:
+        """Answer a request that is to be refused at once, or call the application for it."""
+        if self._unstarted is None:
+            return
+        (cycle, app), self._unstarted = self._unstarted, None
+        if not self._refuse_at_once(cycle):
+            super()._start_asgi_task(cycle, app)
+
+    def _refuse_at_once(self, cycle: RequestResponseCycle) -> bool:
+        """Send the reply of `refusals`, and return whether there is one; only for a request that has come whole."""
+        if self._refusals is None or cycle.more_body or cycle.waiting_for_100_continue:
+            return False
+        if self.flow.write_paused or self.transport.is_closing():
+            return False
+        refusal = self._refusals.of(cycle.scope, cycle.body)  # type: ignore[arg-type]
+        if refusal is None:
+            return False
+        status, headers, body = refusal
+        lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
+        if not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        self.transport.write(b"".join((STATUS_LINE[status], *lines, b"\r\n", body)))
+        cycle.response_started = cycle.response_complete = True
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+        return True
 
     def _start_timer(self) -> None:
         if self._timer is None:

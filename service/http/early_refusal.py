@@ -7,16 +7,20 @@ else there may be to say of a request is found on the usual way.
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
 import msgspec
 from starlette.requests import Request
 
 from model.errors import EngineGoneError, ModelNotLoadedError, QueueFullError
-from service.core.errors import engine_refusal
+from service.core.errors import ApiError, engine_refusal
 from service.core.model_registry import ServedModel, Task
-from service.core.request_context import is_request_id
+from service.core.request_context import RequestContext, is_request_id
 from service.http.bodies import context_of_request
-from service.lifecycle.state import service_of
+from service.lifecycle.state import Service, service_of
 
+# The routes that ask `refuse_if_full` before anything else than the content type.
+REFUSING: Final = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 _ABSENT = msgspec.Raw(b" ")
 
 
@@ -41,32 +45,52 @@ class _Asked(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Asked)
 
 
+class FullQueue(NamedTuple):
+    """A body, not yet validated, whose model has no room for it."""
+
+    model: str
+    request_id: str | None
+    refusal: ApiError
+
+    def takes(self, service: Service, context: RequestContext) -> bool:
+        """Enter the request into `context`, and return whether it is to be refused for this.
+
+        Raises a 503 instead while the service drains. A model that is being unloaded is waited for.
+        """
+        service.check_ready()
+        if not service.holder.hold_loaded(self.model, Task.GENERATE, context):
+            return False
+        context.request_id = self.request_id or context.request_id
+        context.model = self.model
+        return True
+
+
+def full_queue(service: Service, raw: bytes | bytearray) -> FullQueue | None:
+    """Return what a body asks for if that model's queue has no room; changes nothing."""
+    try:
+        asked = _decoder.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    served = service.registry.get(asked.model)
+    if served is None or not served.serves(Task.GENERATE) or not asked.is_one_sequence(served):
+        return None
+    if asked.request_id is not None and not is_request_id(asked.request_id):
+        return None
+    try:
+        service.client.check_room(served.name)
+    except QueueFullError as error:
+        return FullQueue(served.name, asked.request_id, engine_refusal(error))
+    except (EngineGoneError, ModelNotLoadedError):
+        pass
+    return None
+
+
 def refuse_if_full(request: Request, raw: bytes) -> None:
     """Raise `ApiError` 429 for a body, not yet validated, whose model has a full queue; 503 if the service drains too.
 
     A `request_id` in the body becomes the request's, as when it is read.
     """
-    try:
-        asked = _decoder.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return
-    service, context = service_of(request), context_of_request()
-    served = service.registry.get(asked.model)
-    if served is None or not served.serves(Task.GENERATE) or not asked.is_one_sequence(served):
-        return
-    if asked.request_id is not None and not is_request_id(asked.request_id):
-        return
-    try:
-        service.client.check_room(served.name)
-    except QueueFullError as error:
-        refusal = engine_refusal(error)
-    except (EngineGoneError, ModelNotLoadedError):
-        return
-    else:
-        return
-    service.check_ready()
-    if not service.holder.hold_loaded(served.name, Task.GENERATE, context):
-        return  # it is being unloaded, which is waited for
-    context.request_id = asked.request_id or context.request_id
-    context.model = served.name
-    raise refusal
+    service = service_of(request)
+    full = full_queue(service, raw)
+    if full is not None and full.takes(service, context_of_request()):
+        raise full.refusal

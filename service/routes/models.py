@@ -91,7 +91,7 @@ async def unload(request: Request) -> Response:
 
 
 def _service(request: Request) -> Service:
-    """Return the service; raises a 403 while these routes are off. `GuardMiddleware` has checked the key."""
+    """Return the service; raises a 403 while these routes are off. `Guard` has checked the key."""
     service = service_of(request)
     if not service.settings.has_admin:
         message = "models are loaded and unloaded by request only with an admin key: set --admin-key"

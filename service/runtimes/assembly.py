@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from fastapi import FastAPI
-
 from model.checkpoint import hub
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport
 from model.errors import ConfigError
 from model.system.child_process import ConnectedChild
-from service.app import create_app
+from service.app import Application, create_app
 from service.core.model_registry import Registry
 from service.runtimes.model_reader import FolderReader, read_model
 from service.settings.serve_config import ServeConfig
@@ -35,7 +33,7 @@ def build_registry(config: ServeConfig) -> Registry:
     return Registry(map(read_model, config.models), config.models_elsewhere)
 
 
-def build_app(config: ServeConfig, engine: ConnectedChild | None = None) -> FastAPI:
+def build_app(config: ServeConfig, engine: ConnectedChild | None = None) -> Application:
     """Build the application; its lifespan starts the engines in a child process. Raises `ConfigError`.
 
     The first child process may have been started before, as `engine`.

@@ -15,9 +15,9 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from fastapi import FastAPI
 
 from model.system.child_process import ConnectedChild
+from service.app import Application
 from service.http.bodies import cancel_all
 from service.http.bounded_protocol import bounded_protocol
 from service.lifecycle.state import service_of
@@ -95,12 +95,14 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def http_server(app: FastAPI, listeners: list[socket.socket], limits: Limits) -> AsyncIterator[uvicorn.Server]:
+async def http_server(
+    app: Application, listeners: list[socket.socket], limits: Limits
+) -> AsyncIterator[uvicorn.Server]:
     """Serve `app` on the listeners inside the block, without its lifespan."""
     server = _Server(
         uvicorn.Config(
             app,
-            http=bounded_protocol(limits),  # type: ignore[arg-type]
+            http=bounded_protocol(limits, app.refusals),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

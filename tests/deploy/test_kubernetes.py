@@ -19,7 +19,7 @@ import yaml
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from service.http.middleware import OPEN_PATHS
+from service.http.guard import OPEN_PATHS
 from service.runtimes.ray_serve import environment
 from service.settings.option_table import OPTIONS
 from service.settings.parsers import byte_size

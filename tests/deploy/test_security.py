@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.http.middleware import OPEN_PATHS
+from service.http.guard import OPEN_PATHS
 from service.settings.service_settings import Limits
 from tests.deploy.docker import ROOT
 from tests.service.support import App, make_app

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
@@ -31,7 +30,7 @@ from model.checkpoint.sentence_transformers import SentenceSettings
 from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, Norms
 from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig, StackConfig
 from model.text.tokenizer import Encoded, Tokenizer
-from service.app import create_app
+from service.app import Application, create_app
 from service.core.fake_engine import FakeEngineClient, Script
 from service.core.model_registry import Registry, ServedModel
 from service.http.bounded_protocol import bounded_protocol
@@ -143,7 +142,7 @@ def info(name: str, form: str, **changes: Any) -> ModelInfo:
 class App:
     """Holds an application and its parts."""
 
-    app: FastAPI
+    app: Application
     client: FakeEngineClient
     metrics: Metrics
     served: dict[str, ServedModel] = field(default_factory=dict)
@@ -273,7 +272,7 @@ def events(text: str) -> list[Any]:
 @contextmanager
 def live(app: App) -> Iterator[str]:
     """The URL of the application under a real uvicorn in a thread, on a port of its own."""
-    protocol: Any = bounded_protocol(app.service.limits)
+    protocol: Any = bounded_protocol(app.service.limits, app.app.refusals)
     settings = uvicorn.Config(
         app.app, port=0, http=protocol, log_level="error", access_log=False, timeout_graceful_shutdown=2
     )

@@ -1,0 +1,108 @@
+"""What every request is checked for before its route is called: headers, key, and the size that its body declares.
+
+The path that is checked is the one that is routed (`scope["path"]`), never one built from headers.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+
+from starlette.types import Scope
+
+from service.core.errors import ApiError, forbidden, headers_too_large, too_large, unauthorized
+from service.core.request_context import current
+from service.settings.api_keys import KeyRing, Tenants
+from service.settings.service_settings import Limits
+
+ADMIN_PATHS = frozenset({"/models", "/models/load", "/models/unload"})
+OPEN_PATHS = frozenset({"/livez", "/readyz"})
+_BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
+
+_Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Guard:
+    """Refuses large headers (431), missing and wrong keys (401, 403), and bodies that say that they are large (413)."""
+
+    def __init__(self, limits: Limits, keys: KeyRing | None, admins: KeyRing | None, tenants: Tenants) -> None:
+        """`admins`: the keys of the routes for operators, which are off without any."""
+        self._limits = limits
+        self._keys = keys
+        self._admins = admins
+        self._tenants = tenants
+
+    def check(self, scope: Scope) -> None:
+        """Raise `ApiError` for a request that goes no further; a key's holder becomes its context's tenant."""
+        self._check_headers(scope)
+        self._check_key(scope)
+        self._check_declared_body(scope)
+
+    def body_too_large(self) -> ApiError:
+        """Return the 413 of a body above the limit."""
+        return too_large(f"the body has more than {self._limits.max_body_bytes} bytes")
+
+    def _check_headers(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        limits = self._limits
+        size = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > limits.max_header_fields or size > limits.max_header_bytes:
+            message = f"headers exceed {limits.max_header_fields} fields or {limits.max_header_bytes} bytes"
+            raise headers_too_large(message)
+
+    def _check_key(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        if scope["path"] in ADMIN_PATHS and self._admins is not None:
+            self._check_admin_key(self._admins, headers)
+            return
+        if self._keys is not None and scope["path"] not in OPEN_PATHS:
+            digest = self._keys.find(_key_in(headers))
+            if digest is None:
+                page = "text/html" in (header_of(headers, b"accept") or "")
+                message = "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+                raise unauthorized(message, _BROWSER if page else "Bearer")
+            context = current()
+            if context is not None:
+                context.tenant = self._tenants.name(digest)
+
+    def _check_admin_key(self, admins: KeyRing, headers: _Headers) -> None:
+        """Raise a 401 without an admin key, a 403 with a key that is only an API key."""
+        key = _key_in(headers)
+        if admins.find(key) is not None:
+            return
+        if self._keys is not None and self._keys.find(key) is not None:
+            raise forbidden("this route needs an admin key; this key is an API key", "admin_key_required")
+        raise unauthorized("an admin key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
+
+    def _check_declared_body(self, scope: Scope) -> None:
+        declared = header_of(scope["headers"], b"content-length") or ""
+        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._limits.max_body_bytes):
+            raise self.body_too_large()
+
+
+def header_of(headers: _Headers, name: bytes) -> str | None:
+    """Return the first header of this name, which is in lower case."""
+    for key, value in headers:
+        if key == name:
+            return value.decode("latin-1")
+    return None
+
+
+def _key_in(headers: _Headers) -> bytes:
+    """Return the key of a request; empty if there is none."""
+    return _authorized_key(header_of(headers, b"authorization") or "") or (
+        header_of(headers, b"x-api-key") or ""
+    ).encode("latin-1")
+
+
+def _authorized_key(authorization: str) -> bytes:
+    """Return the key of `Bearer KEY`, or the password of `Basic`, which browsers send; empty if there is none."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip().encode("latin-1")
+    if scheme.lower() != "basic":
+        return b""
+    try:
+        return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
