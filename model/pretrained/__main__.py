@@ -1,9 +1,10 @@
-"""Train the embedded models, measure them and write their cards: `python -m model.pretrained [code] [normalize]`."""
+"""Train the models of this package, measure them and write their cards: `python -m model.pretrained [NAME ...]`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -11,19 +12,23 @@ from safetensors import safe_open
 
 from model.pretrained import CHECKPOINTS
 from model.pretrained.training import cards, evaluate, recipes
+from model.pretrained.training.speech.card import write_speech_card
+from model.pretrained.training.speech.evaluate import evaluate_speech
+from model.pretrained.training.speech.recipe import train_speech
+
+_TRAIN = {"code": recipes.train_code, "normalize": recipes.train_normalize, "speech": train_speech}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m model.pretrained", description=__doc__)
-    parser.add_argument("models", nargs="*", choices=["code", "normalize", []], help="which (default: both)")
+    parser.add_argument("models", nargs="*", choices=[*_TRAIN, []], help="which (default: all)")
     parser.add_argument("--work", type=Path, default=Path("out/pretrained"), help="where a run keeps its state")
     parser.add_argument("--evaluate-only", action="store_true", help="measure the saved folders, write their cards")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    for name in arguments.models or ("code", "normalize"):
+    for name in arguments.models or _TRAIN:
         if not arguments.evaluate_only:
-            train = recipes.train_code if name == "code" else recipes.train_normalize
-            train(arguments.work, torch.device(arguments.device))
+            _TRAIN[name](arguments.work, torch.device(arguments.device))
         measure(name)
 
 
@@ -34,6 +39,10 @@ def measure(name: str) -> None:
         figures = evaluate.evaluate_code(folder)
         cards.write_code_card(folder, _parameters(folder), figures)
         print(json.dumps({"model": name, "bits_per_byte": figures.sample, "bits_per_byte_all": figures.held_out}))
+    elif name == "speech":
+        errors = evaluate_speech(folder)
+        write_speech_card(folder, _parameters(folder), errors)
+        print(json.dumps({"model": name, "word_error_rates": asdict(errors)}))
     else:
         exact = evaluate.evaluate_normalize(folder)
         cards.write_normalize_card(folder, _parameters(folder), exact)

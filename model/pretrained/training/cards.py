@@ -75,7 +75,4 @@ def write_normalize_card(folder: Path, parameters: int, exact: float) -> None:
 
 
 def _plan(plan: TrainingPlan, batch: str) -> str:
-    return (
-        f"{plan.steps} steps of {batch}, AdamW at {plan.learning_rate:g} after {plan.warmup} steps of warm-up, cosine "
-        f"decay, dropout {plan.dropout:g}, label smoothing {plan.label_smoothing:g}, weights averaged, seed {plan.seed}"
-    )
+    return plan.described(batch)

@@ -89,6 +89,11 @@ def held_out_pairs(count: int, seed: int = 0) -> list[tuple[str, str]]:
     return list(pairs.items())
 
 
+def spoken_value(rng: random.Random, kind: str, *, held_out: bool) -> str:
+    """Return a spoken form of a random value; `kind` is a slot of the templates: date, moment, digits, ..."""
+    return _slot(rng, kind, held_out).spoken
+
+
 def draw(rng: random.Random, *, held_out: bool) -> Sample:
     """Return a random pair with its values: 45 % are a value alone, the others sentences."""
     templates = TEMPLATES if held_out else TEMPLATES + PLAIN_TEMPLATES

@@ -44,6 +44,14 @@ class TrainingPlan:
         progress = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
+    def described(self, batch: str) -> str:
+        """Return the run in words, for a card; `batch` says what a step has."""
+        return (
+            f"{self.steps} steps of {batch}, AdamW at {self.learning_rate:g} after {self.warmup} steps of warm-up, "
+            f"cosine decay, dropout {self.dropout:g}, label smoothing {self.label_smoothing:g}, weights averaged, seed "
+            f"{self.seed}"
+        )
+
 
 def new_model(config: ModelConfig, seed: int, device: torch.device) -> Transformer:
     """Create a network with random weights: normal(0, 0.02) matrices, residual outputs scaled by depth (GPT-2)."""

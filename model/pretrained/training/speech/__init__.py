@@ -1,0 +1,1 @@
+"""Trains `speech`, a small Whisper, on speech that espeak-ng makes."""
