@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from model.api.source import Source
+from model.api.timestamp_rules import TimestampRules
 
 
 class FinishReason(StrEnum):
@@ -47,6 +48,14 @@ class EncodeTask(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """A question to the prefill of a prompt: how likely some tokens are behind one of its tokens."""
+
+    position: int  # in the prompt; what is asked for would come next
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when to stop; the default is greedy decoding up to `max_tokens`."""
 
@@ -77,6 +86,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None  # most that a step drafts; 0: none, None: as the engine is set
     grammar: str = ""  # the whole output must match it (`model.text.grammar`); empty: none
+    allowed_token_ids: tuple[int, ...] = ()  # only these are generated; empty: all. Bans give way if nothing is left
+    suppress_tokens: tuple[int, ...] = ()  # never generated; the checkpoint's own are added by the engine
+    begin_suppress_tokens: tuple[int, ...] = ()  # not generated as the first token
+    timestamps: TimestampRules | None = None  # which the output follows
+    cumulative_logprob: bool = False  # outputs say the log-probability of all tokens so far
+    probe: Probe | None = None  # the first output says how likely these tokens were
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +113,7 @@ class Request:
     deadline: float | None = None
     streams: bool = False  # a client reads the tokens as they come, so the pacer keeps steps beside them short
     prediction: tuple[int, ...] = ()  # tokens that the output is expected to copy: drafts, which change nothing else
+    keeps_source: bool = False  # requests with the same source and salt follow: its encoding is cached behind this one
 
     @property
     def num_sent_tokens(self) -> int:
@@ -159,6 +175,9 @@ class TokenOutput:
     drafted_tokens: int = 0  # by the steps that these tokens are of
     accepted_tokens: int = 0  # of those, right
     error: str | None = None
+    # Of all the sequence's tokens so far, under the distribution after bans, rules and penalties, before temperature.
+    cumulative_logprob: float | None = None
+    probe_logprobs: list[float] | None = None  # once, with the first token: of the probe's tokens, before everything
 
 
 @dataclass(slots=True)

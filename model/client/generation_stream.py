@@ -247,6 +247,8 @@ def _merge(output: TokenOutput, later: TokenOutput) -> TokenOutput:
     output.text += later.text
     output.drafted_tokens += later.drafted_tokens
     output.accepted_tokens += later.accepted_tokens
+    if later.cumulative_logprob is not None:
+        output.cumulative_logprob = later.cumulative_logprob
     if later.finish_reason is None and later.scheduled_time is None and later.logprobs is None:
         return output  # a token in the middle, which has nothing else
     if output.logprobs is None:
@@ -255,6 +257,8 @@ def _merge(output: TokenOutput, later: TokenOutput) -> TokenOutput:
         output.logprobs += later.logprobs or ()
     if output.prompt_logprobs is None:
         output.prompt_logprobs = later.prompt_logprobs
+    if output.probe_logprobs is None:
+        output.probe_logprobs = later.probe_logprobs
     if output.scheduled_time is None:
         output.scheduled_time = later.scheduled_time
     output.finish_reason, output.stop_reason = later.finish_reason, later.stop_reason

@@ -304,7 +304,8 @@ class GenerateEngine:
             if token is not None and beams is not None:
                 if sequence.status is not SequenceStatus.RUNNING or sequence not in beams.members:
                     continue  # its search was preempted or advanced while the step was pending
-                beams.candidates[beams.members.index(sequence)] = token.candidates
+                place = beams.members.index(sequence)
+                beams.candidates[place], beams.log_masses[place] = token.candidates, token.log_mass
                 beams.forced = token.forced
                 searches[id(beams)] = beams
             elif token is not None:
@@ -317,8 +318,12 @@ class GenerateEngine:
 
     def _advance(self, beams: Beams) -> None:
         """Advance a search whose beams all have their candidates; output its hypotheses when it is done."""
-        candidates = [beams.candidates[index] for index in range(len(beams.members))]
-        chosen = beams.search.advance(candidates, [sequence.output_token_ids for sequence in beams.members])
+        places = range(len(beams.members))
+        chosen = beams.search.advance(
+            [beams.candidates[place] for place in places],
+            [sequence.output_token_ids for sequence in beams.members],
+            [beams.log_masses[place] for place in places],
+        )
         if beams.search.done:
             # No hypothesis and no candidate left: the grammar allows no token.
             matcher = beams.members[0].matcher if not beams.search.finished else None
@@ -347,6 +352,7 @@ class GenerateEngine:
             )
             if index < len(best):
                 output.token_ids, output.score = list(best[index].token_ids), best[index].score
+                output.cumulative_logprob = best[index].cumulative_logprob if first.params.cumulative_logprob else None
                 ended = bool(output.token_ids) and output.token_ids[-1] in first.stop_token_ids
                 # An end token that max_tokens forced on a grammar's output is no stop.
                 forced = beams.forced and first.matcher is not None and len(output.token_ids) == first.params.max_tokens
@@ -354,6 +360,7 @@ class GenerateEngine:
                     output.finish_reason, output.stop_reason = FinishReason.STOP, output.token_ids[-1]
             output.scheduled_time = first.scheduled_time
             output.cached_tokens = min(first.num_cached_tokens, first.num_prompt_tokens)
+            output.probe_logprobs = first.probe_logprobs
             self._outputs.append(output)
         for sequence in list(beams.members):
             self.scheduler.finish(sequence, reason or FinishReason.STOP)
@@ -401,8 +408,12 @@ class GenerateEngine:
             stop_reason=sequence.stop_token_id,
             error=sequence.error,
         )
+        if token.masked_logprob is not None:
+            sequence.cumulative_logprob += token.masked_logprob
+            output.cumulative_logprob = sequence.cumulative_logprob
         if first:
             output.scheduled_time = sequence.scheduled_time
+            output.probe_logprobs = sequence.probe_logprobs
             output.cached_tokens = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
             if sequence.params.prompt_logprobs is not None:
                 output.prompt_logprobs = sequence.prompt_logprobs

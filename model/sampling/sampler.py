@@ -1,9 +1,9 @@
 """The sampler turns a batch of logits into tokens; the result of a row depends only on its own request.
 
-The steps are, in the literature's usual order: logit bias; repetition, presence and frequency penalties; banned tokens
-and grammar masks; temperature; top-k; top-p (Holtzman et al. 2020); min-p (Nguyen et al. 2024); typical-p; sampling.
-Random numbers are counter-based: one uniform number for (seed, sequence index, output position), independent of other
-rows and of earlier steps. Temperature 0 is argmax.
+The steps are, in the literature's usual order: logit bias; repetition, presence and frequency penalties; banned tokens,
+grammar masks and rules of timestamps; temperature; top-k; top-p (Holtzman et al. 2020); min-p (Nguyen et al. 2024);
+typical-p; sampling. Random numbers are counter-based: one uniform number for (seed, sequence index, output position),
+independent of other rows and of earlier steps. Temperature 0 is argmax.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from model.sampling.top_k import top_k_logsumexp
 from model.system.transfer import device_tensor, to_device
 
 _MASK = (1 << 64) - 1
+_BARRED = float("-inf")
 _MAX_EXTRA_CANDIDATES = 64  # candidates beyond those asked for, in place of banned ones
 
 
@@ -63,7 +64,11 @@ def uniform(seed: int, index: int, counter: int) -> float:
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Choose a token for each row of logits `[B, V]`; return token ids `[B]`. The logits are not changed."""
-    logits = _process_logits(logits, rows)
+    return choose(process_logits(logits, rows), rows)
+
+
+def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Choose a token for each row of processed logits `[B, V]`; return token ids `[B]`."""
     random_indices = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if len(random_indices) < len(rows):
         tokens = _argmax(logits)
@@ -83,11 +88,11 @@ def _argmax(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-def _process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Apply biases, penalties, bans and masks to a float32 copy; without any, return the logits themselves.
+def process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Apply biases, penalties, bans, masks and rules to a float32 copy; without any, return the logits themselves.
 
-    The number of scatters does not grow with the rows. Indices and values are computed on the host, so nothing waits
-    for the device.
+    Only allowed ids and rules of timestamps take operations for each row that has them. Indices and values are computed
+    on the host, so nothing waits for the device.
     """
     indices = [i for i, row in enumerate(rows) if _needs_processing(row)]
     if not indices:
@@ -101,11 +106,53 @@ def _process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         _apply_repetition_penalty(logits, rows, at)
     if any(row.params.presence_penalty or row.params.frequency_penalty for row in rows):
         _apply_presence_and_frequency_penalties(logits, rows, at)
-    if any(row.banned_token_ids for row in rows):
-        where = _row_and_column([row.banned_token_ids for row in rows], at, logits.device)
-        logits[where] = float("-inf")
+    bans = [_bans(row) for row in rows]
+    if any(bans):
+        logits[_row_and_column(bans, at, logits.device)] = _BARRED
+    _apply_allowed_ids(logits, rows, at)
+    _apply_timestamp_rules(logits, rows, at)
     _apply_masks(logits, rows, at)
     return logits
+
+
+def _bans(row: SamplingRow) -> Sequence[int]:
+    """Return the tokens that a row bans; none where they are all that is allowed."""
+    banned = row.banned_token_ids
+    return banned if not row.params.allowed_token_ids or set(row.params.allowed_token_ids).difference(banned) else ()
+
+
+def _apply_allowed_ids(logits: Tensor, rows: Sequence[SamplingRow], at: NDArray[np.int64]) -> None:
+    """Bar all tokens but those that a request allows, in place; where there is a grammar, its mask has done so."""
+    for place, row in zip(at.tolist(), rows, strict=True):
+        if row.params.allowed_token_ids and row.allowed is None:
+            ids = device_tensor(row.params.allowed_token_ids, logits.device, torch.int64)
+            kept = logits[place, ids]
+            logits[place] = _BARRED
+            logits[place, ids] = kept
+
+
+def _apply_timestamp_rules(logits: Tensor, rows: Sequence[SamplingRow], at: NDArray[np.int64]) -> None:
+    """Bar what `TimestampRules` do, in place; and text where timestamps together are likelier than any of it."""
+    for begin in {row.params.timestamps.timestamp_begin_id for row in rows if row.params.timestamps is not None}:
+        ruled = [
+            (place, row.params.timestamps, row.params.timestamps.left(row.token_ids[row.num_prompt_tokens :]))
+            for place, row in zip(at.tolist(), rows, strict=True)
+            if row.params.timestamps is not None and row.params.timestamps.timestamp_begin_id == begin
+        ]
+        for place, rules, left in ruled:
+            scores = logits[place]
+            scores[rules.no_timestamps_id] = _BARRED
+            scores[: left.first_text] = _BARRED
+            scores[begin : left.first_time] = _BARRED
+            scores[left.end_time :] = _BARRED
+        places = [place for place, _, _ in ruled]
+        where = slice(None) if len(places) == len(logits) else device_tensor(places, logits.device, torch.int64)
+        scores = logits[where]  # [R, V] a view of all rows, or a copy of some
+        times, text = scores[:, begin:], scores[:, :begin]
+        sums_up = top_k_logsumexp(times, 1)[2] > text.amax(dim=-1, keepdim=True)
+        text.masked_fill_(sums_up, _BARRED)
+        if len(places) < len(logits):
+            logits[where] = scores
 
 
 def _row_and_column(lists: list[Sequence[int]], at: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -157,10 +204,10 @@ def _apply_masks(logits: Tensor, rows: Sequence[SamplingRow], at: NDArray[np.int
     if masked:
         allowed = to_device(torch.from_numpy(np.stack([rows[i].allowed for i in masked])), logits.device)  # type: ignore[misc]
         where = to_device(torch.from_numpy(at[masked]), logits.device)
-        logits[where] = logits[where].masked_fill(~allowed, float("-inf"))
+        logits[where] = logits[where].masked_fill(~allowed, _BARRED)
     if forced:
         where = to_device(torch.from_numpy(at[forced]), logits.device)
-        logits[where] = float("-inf")
+        logits[where] = _BARRED
         logits[where, device_tensor([rows[i].forced_token_id or 0 for i in forced], logits.device, torch.int64)] = 0.0
 
 
@@ -172,7 +219,24 @@ def _changes_scores(row: SamplingRow) -> bool:
     """Return whether the row's logits are changed by more than a list of banned tokens."""
     p = row.params
     penalties = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
-    return bool(penalties or p.logit_bias or row.forced_token_id is not None or row.allowed is not None)
+    left = p.allowed_token_ids or p.timestamps or row.forced_token_id is not None or row.allowed is not None
+    return bool(penalties or p.logit_bias or left)
+
+
+def chosen_logprobs(processed: Tensor, tokens: Tensor) -> list[float]:
+    """Return the log-probabilities of tokens `[N]` under their rows of processed logits `[N, V]`."""
+    processed = processed.float()
+    _, _, logsumexp = top_k_logsumexp(processed, 1)
+    found: list[float] = (processed.gather(1, tokens[:, None]) - logsumexp)[:, 0].tolist()
+    return found
+
+
+def logprobs_of(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
+    """Return the log-probabilities of some tokens under one row of unprocessed logits `[1, V]`."""
+    logits = logits.float()
+    _, _, logsumexp = top_k_logsumexp(logits, 1)
+    found: list[float] = (logits[0, device_tensor(token_ids, logits.device, torch.int64)] - logsumexp[0]).tolist()
+    return found
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: Sequence[int]) -> list[TokenLogprob]:
@@ -189,20 +253,35 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: Sequence[int]) -> list[T
     ]
 
 
-def top_candidates(logits: Tensor, rows: Sequence[SamplingRow], counts: Sequence[int]) -> list[list[tuple[int, float]]]:
-    """Return, for each beam of logits `[B, V]`, its `counts[i]` most likely tokens with log-probabilities, descending.
+@dataclass(frozen=True, slots=True)
+class BeamCandidates:
+    """The most likely tokens of one beam."""
+
+    tokens: list[tuple[int, float]]  # with log-probabilities, descending
+    log_mass: float = 0.0  # logsumexp of the log-probabilities that bans and rules left, if that is asked for
+
+
+def top_candidates(logits: Tensor, rows: Sequence[SamplingRow], counts: Sequence[int]) -> list[BeamCandidates]:
+    """Return the `counts[i]` most likely tokens of each beam of logits `[B, V]`.
 
     Bans and penalties apply to log-probabilities, as in `transformers`' beam search.
     """
     bans: list[set[int]] = [set(row.banned_token_ids) for row in rows]
-    if any(map(_changes_scores, rows)) or max(map(len, bans)) > _MAX_EXTRA_CANDIDATES:
+    weighed = any(row.params.cumulative_logprob for row in rows)
+    masses = [0.0 for _ in rows]
+    if weighed or any(map(_changes_scores, rows)) or max(map(len, bans)) > _MAX_EXTRA_CANDIDATES:
         _, _, logsumexp = top_k_logsumexp(logits, 1)
-        values, tokens, _ = top_k_logsumexp(_process_logits(logits - logsumexp, rows), max(counts))
+        values, tokens, left = top_k_logsumexp(process_logits(logits - logsumexp, rows), max(counts))
+        masses = left[:, 0].tolist() if weighed else masses
         bans = [set() for _ in rows]  # their log-probability is -inf now
     else:  # banned tokens are removed from a longer list, which avoids a copy of the logits
         values, tokens, logsumexp = top_k_logsumexp(logits, max(counts) + max(map(len, bans)))
         values = values - logsumexp
     return [
-        [(token, value) for token, value in zip(ids, logprobs, strict=True) if token not in banned][:count]
-        for ids, logprobs, banned, count in zip(tokens.tolist(), values.tolist(), bans, counts, strict=True)
+        BeamCandidates(
+            [(token, value) for token, value in zip(ids, logprobs, strict=True) if token not in banned][:count], mass
+        )
+        for ids, logprobs, banned, count, mass in zip(
+            tokens.tolist(), values.tolist(), bans, counts, masses, strict=True
+        )
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -319,6 +320,27 @@ def test_equal_sources_are_shared_while_one_of_them_is_there_and_within_a_salt()
     made.append(harness.add("later", [3], source=source, max_tokens=2))
     harness.run()
     assert encoded(harness) == ["a", "salted", "other", "later"]
+    assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
+
+
+def test_a_source_that_others_will_follow_for_stays_until_something_needs_its_room() -> None:
+    harness = Harness(num_blocks=16)
+    source = list(range(500, 524))
+
+    def ask(name: str, salt: str = "", keeps: bool = True) -> Request:
+        made = request(name, [ord(name[0])], source=source, max_tokens=3, cache_salt=salt)
+        harness.engine.add(replace(made, keeps_source=keeps))
+        harness.run()
+        return made
+
+    made = [ask("a"), ask("b"), ask("c", salt="x"), ask("d")]
+    assert encoded(harness) == ["a", "c"]
+    made.append(harness.add("long", 50, max_tokens=9))
+    harness.run()
+    made += [ask("e"), ask("f", keeps=False)]
+    assert encoded(harness) == ["a", "c", "e"]
+    made += [ask("g")]
+    assert encoded(harness) == ["a", "c", "e", "g"]
     assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
 
 

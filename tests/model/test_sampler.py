@@ -124,9 +124,9 @@ class TestPenaltiesAgainstTransformers:
 
     def processed(self, params: SamplingParams) -> Tensor:
         """Our scores after processing, read through `logit_bias`-free greedy choices over pairs of tokens."""
-        from model.sampling.sampler import _process_logits
+        from model.sampling.sampler import process_logits
 
-        return _process_logits(logits(2), [row(params, prompt=self.PROMPT, output=self.OUTPUT)])
+        return process_logits(logits(2), [row(params, prompt=self.PROMPT, output=self.OUTPUT)])
 
     @pytest.mark.parametrize("penalty", [1.3, 0.7])
     def test_repetition(self, penalty: float) -> None:
@@ -213,11 +213,11 @@ imposed_rows = st.builds(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.just(SamplingRow(SamplingParams(), 0, [1], 1)) | imposed_rows, min_size=1, max_size=6))
 def test_batch_processing_equals_row_processing_bit_for_bit(rows: list[SamplingRow]) -> None:
-    from model.sampling.sampler import _process_logits
+    from model.sampling.sampler import process_logits
 
     scores = logits(11, rows=len(rows))
     before = scores.clone()
-    assert torch.equal(_process_logits(scores, rows), processed_row_by_row(scores, rows))
+    assert torch.equal(process_logits(scores, rows), processed_row_by_row(scores, rows))
     assert torch.equal(scores, before)
 
 

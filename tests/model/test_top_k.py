@@ -93,11 +93,11 @@ def test_banned_tokens_are_no_candidates_and_cost_the_others_nothing(few: int) -
     bans = [tuple(order[0][:few]), ()]
     rows = [SamplingRow(SamplingParams(num_beams=4), 0, (1, 2), 2, ban) for ban in bans]
     first, second = top_candidates(logits, rows, [8, 6])
-    possible = [(token, value) for token, value in first if value > -INF]
+    possible = [(token, value) for token, value in first.tokens if value > -INF]
     assert [token for token, _ in possible] == order[0][few : few + 8]
-    assert [token for token, _ in second] == order[1][:6]
+    assert [token for token, _ in second.tokens] == order[1][:6]
     logprobs = logits.log_softmax(dim=-1)
-    for row, found in enumerate((possible, second)):
+    for row, found in enumerate((possible, second.tokens)):
         expected = [logprobs[row, token].item() for token, _ in found]
         assert [value for _, value in found] == pytest.approx(expected, abs=1e-5)
 

@@ -25,7 +25,6 @@ from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.sources import blank_source, source_input
 from model.engine.execution.step_program import StepPlan, StepProgram
-from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
@@ -33,10 +32,20 @@ from model.engine.scheduling.token_constraints import allowed_tokens, banned_tok
 from model.network.inputs import packed_input
 from model.network.transformer import Transformer
 from model.parallel.rank0 import Rank0Transformer
-from model.sampling.sampler import SamplingRow, sample, token_logprobs, top_candidates
+from model.sampling.sampler import (
+    BeamCandidates,
+    SamplingRow,
+    choose,
+    chosen_logprobs,
+    logprobs_of,
+    process_logits,
+    token_logprobs,
+    top_candidates,
+)
 from model.system.transfer import HostCopy, device_tensor
 
 _NO_RULES = GenerationRules()
+_NO_CANDIDATES = BeamCandidates([])
 LOGPROB_ROWS = 256  # rows of prompt logits held at once
 
 
@@ -50,7 +59,8 @@ class Launched:
     arriving: HostCopy  # the same
     forced: list[bool]  # of each row: the checkpoint's rules left no other token
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    candidates: dict[int, Candidates] = field(default_factory=dict)
+    candidates: dict[int, BeamCandidates] = field(default_factory=dict)
+    masked_logprobs: dict[int, float] = field(default_factory=dict)
 
     def collect(self) -> list[SampledToken | None]:
         """The next token of each scheduled sequence, None where its prompt is not computed to the end yet."""
@@ -70,7 +80,16 @@ class Launched:
         return found
 
     def _token(self, tokens: Rows[int], row: int, later: tuple[SampledToken, ...] = ()) -> SampledToken:
-        return SampledToken(tokens[row], self.logprobs.get(row), self.forced[row], self.candidates.get(row, ()), later)
+        found = self.candidates.get(row, _NO_CANDIDATES)
+        return SampledToken(
+            tokens[row],
+            self.logprobs.get(row),
+            self.forced[row],
+            found.tokens,
+            later,
+            self.masked_logprobs.get(row),
+            found.log_mass,
+        )
 
 
 class ModelRunner:
@@ -125,13 +144,16 @@ class ModelRunner:
         with together:
             hidden, logits = self._program.run(plan, tokens)
             for rows, part in zip(self._program.prompt_logits(plan, hidden), slices, strict=True):
+                if isinstance(part, ProbedRow):
+                    part.sequence.probe_logprobs = logprobs_of(rows, part.token_ids)
+                    continue
                 scored, top = self._tensor(part.token_ids), [part.top] * len(rows)
                 part.sequence.prompt_logprobs += token_logprobs(rows, scored, top)
         return logits
 
     def _plan(
         self, steps: Rows[ScheduledSequence], copies: Rows[BlockCopy], before: Launched | None
-    ) -> tuple[StepPlan, list[PromptSlice]]:
+    ) -> tuple[StepPlan, list[PromptSlice | ProbedRow]]:
         placeholders: dict[int, int] = {}
         if before is not None:
             placeholders = {id(s.sequence): before.rows[id(s.sequence)] for s in steps if s.sequence.has_placeholder}
@@ -145,7 +167,7 @@ class ModelRunner:
         row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
         num_known = len(before.tokens) if before is not None and placeholders else 0
         new = [step.sequence for step in steps if step.encode_source]
-        slices = list(prompt_slices(steps))
+        slices: list[PromptSlice | ProbedRow] = [*prompt_slices(steps), *probed_rows(steps)]
         plan = StepPlan(
             layout,
             row,
@@ -187,19 +209,26 @@ class ModelRunner:
         wanted = [i for i, step in enumerate(steps) if step.sequence.params.logprobs is not None]
         searching = not wanted and all(step.sequence.beams is not None for step in steps)
         # A beam's own next token is nobody's: its search decides among the candidates.
-        tokens = torch.zeros(len(rows), dtype=torch.int64) if searching else sample(logits, rows)
+        processed = logits if searching else process_logits(logits, rows)
+        tokens = torch.zeros(len(rows), dtype=torch.int64) if searching else choose(processed, rows)
         arriving = HostCopy(tokens)
         logprobs: dict[int, TokenLogprob] = {}
         if wanted:
             at = self._tensor(wanted) if len(wanted) < len(rows) else slice(None)
             tops = [steps[i].sequence.params.logprobs or 0 for i in wanted]
             logprobs = dict(zip(wanted, token_logprobs(logits[at], tokens[at], tops), strict=True))
+        summed = [i for i, row in enumerate(rows) if row.params.cumulative_logprob and not searching]
+        masked: dict[int, float] = {}
+        if summed:
+            at = self._tensor(summed) if len(summed) < len(rows) else slice(None)
+            masked = dict(zip(summed, chosen_logprobs(processed[at], tokens[at]), strict=True))
         forced = [row.forced_token_id is not None for row in rows]
-        return Launched(all_steps, places, tokens, arriving, forced, logprobs, self._candidates(steps, rows, logits))
+        candidates = self._candidates(steps, rows, logits)
+        return Launched(all_steps, places, tokens, arriving, forced, logprobs, candidates, masked)
 
     def _candidates(
         self, steps: Rows[ScheduledSequence], rows: Rows[SamplingRow], logits: Tensor
-    ) -> dict[int, Candidates]:
+    ) -> dict[int, BeamCandidates]:
         """The likeliest continuations of each beam among the rows."""
         beams = [i for i, step in enumerate(steps) if step.sequence.beams is not None]
         if not beams:
@@ -251,6 +280,26 @@ class PromptSlice:
     rows: tuple[int, int]  # of the step's hidden states
     token_ids: Rows[int]
     top: int  # likeliest tokens that are asked for beside them
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedRow:
+    """A token of a prompt behind which some tokens are asked for."""
+
+    sequence: SequenceState
+    rows: tuple[int, int]  # of the step's hidden states: one
+    token_ids: Rows[int]
+
+
+def probed_rows(steps: Rows[ScheduledSequence]) -> Iterator[ProbedRow]:
+    """Where a step computes what probes of prompts ask for."""
+    first = 0
+    for step in steps:
+        probe = step.sequence.params.probe
+        if probe is not None and step.sequence.probe_logprobs is None and step.start <= probe.position < step.stop:
+            row = first + probe.position - step.start
+            yield ProbedRow(step.sequence, (row, row + 1), probe.token_ids)
+        first += step.num_tokens
 
 
 def prompt_slices(steps: Rows[ScheduledSequence]) -> Iterator[PromptSlice]:

@@ -19,6 +19,7 @@ class Hypothesis:
 
     score: float  # normalised by length
     token_ids: tuple[int, ...]
+    cumulative_logprob: float = 0.0  # among the tokens that bans and rules left of each step
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class BeamSearch:
     max_tokens: int
     stop_token_ids: frozenset[int]
     scores: list[float] = field(default_factory=lambda: [0.0])  # of the running beams, best first
+    cumulative_logprobs: list[float] = field(default_factory=lambda: [0.0])  # of the same, as in a `Hypothesis`
     finished: list[Hypothesis] = field(default_factory=list)  # best first, at most num_beams
     done: bool = False
 
@@ -39,32 +41,43 @@ class BeamSearch:
         """How many of the likeliest continuations are looked at: enough that `num_beams` of them do not end."""
         return max(2, 1 + len(self.stop_token_ids)) * self.num_beams
 
-    def advance(self, candidates: Sequence[Candidates], outputs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """The next running beams as (beam continued, token), best first, from each beam's candidates and output."""
+    def advance(
+        self,
+        candidates: Sequence[Candidates],
+        outputs: Sequence[Sequence[int]],
+        log_masses: Sequence[float] | None = None,
+    ) -> list[tuple[int, int]]:
+        """The next running beams as (beam continued, token), best first, from each beam's candidates and output.
+
+        `log_masses` are logsumexps of what bans and rules left of each beam's log-probabilities; None: all is left.
+        """
         if not any(logprob > float("-inf") for found in candidates for _, logprob in found):
             self.done = True  # nothing can follow any of them
             return []
         length = len(outputs[0]) + 1
         ranked = sorted(
             (
-                (self.scores[beam] + logprob, beam, token)
+                (self.scores[beam] + logprob, beam, token, logprob)
                 for beam, found in enumerate(candidates)
                 for token, logprob in found
                 if logprob > float("-inf")
             ),
             key=lambda one: -one[0],
         )[: self.num_candidates]
-        ends = [length >= self.max_tokens or token in self.stop_token_ids for _, _, token in ranked]
-        running = [one for one, end in zip(ranked, ends, strict=True) if not end][: self.num_beams]
-        for (score, beam, token), end in list(zip(ranked, ends, strict=True))[: self.num_beams]:
+        ends = [length >= self.max_tokens or token in self.stop_token_ids for _, _, token, _ in ranked]
+        masses = log_masses or [0.0] * len(candidates)
+        sums = [self.cumulative_logprobs[beam] + logprob - masses[beam] for _, beam, _, logprob in ranked]
+        running = [at for at, end in enumerate(ends) if not end][: self.num_beams]
+        for (score, beam, token, _), total, end in list(zip(ranked, sums, ends, strict=True))[: self.num_beams]:
             if end:
-                self._finish(score, length, (*outputs[beam], token))
-        self.scores = [score for score, _, _ in running]
+                self._finish(score, length, (*outputs[beam], token), total)
+        self.scores = [ranked[at][0] for at in running]
+        self.cumulative_logprobs = [sums[at] for at in running]
         self.done = not running or self._is_over(length)
-        return [(beam, token) for _, beam, token in running]
+        return [ranked[at][1:3] for at in running]
 
-    def _finish(self, score: float, length: int, token_ids: tuple[int, ...]) -> None:
-        self.finished.append(Hypothesis(score / length**self.length_penalty, token_ids))
+    def _finish(self, score: float, length: int, token_ids: tuple[int, ...], cumulative_logprob: float) -> None:
+        self.finished.append(Hypothesis(score / length**self.length_penalty, token_ids, cumulative_logprob))
         self.finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self.finished[self.num_beams :]
 
@@ -85,4 +98,5 @@ class BeamSearch:
         """What there is by now: hypotheses, or else the running beams as they are."""
         if self.finished:
             return self.finished
-        return [Hypothesis(score, tuple(output)) for score, output in zip(self.scores, outputs, strict=True)]
+        running = zip(self.scores, outputs, self.cumulative_logprobs, strict=True)
+        return [Hypothesis(score, tuple(output), logprob) for score, output, logprob in running]

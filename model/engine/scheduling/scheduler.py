@@ -71,6 +71,8 @@ class SampledToken(NamedTuple):
     forced: bool = False  # the checkpoint's rules left no other
     candidates: Candidates = ()  # of a beam, whose next token its search decides
     later: tuple[SampledToken, ...] = ()  # behind it, where drafts were right: one more than those
+    masked_logprob: float | None = None  # among the tokens that bans and rules left, if that is asked for
+    log_mass: float = 0.0  # of a beam: logsumexp of the log-probabilities that these left, if it is
 
 
 class Scheduler:

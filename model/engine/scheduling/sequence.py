@@ -27,6 +27,7 @@ class Beams:
     search: BeamSearch
     members: list[SequenceState] = field(default_factory=list)
     candidates: dict[int, Candidates] = field(default_factory=dict)  # by place among the members, for the next step
+    log_masses: dict[int, float] = field(default_factory=dict)  # the same places: what bans and rules left
     forced: bool = False  # the checkpoint's rules chose the next step's tokens
 
 
@@ -79,14 +80,19 @@ class SequenceState:
     drafting: NgramDrafts | None = None  # of one that is speculated
     expects_drafts: bool = False  # there were drafts, and room for them, when it was last scheduled
     is_blind: bool = False  # its tokens can be sampled before those before them are known here
+    is_limited: bool = False  # its request bans tokens, or leaves only some
+    cumulative_logprob: float = 0.0  # of its output, if that is asked for
+    probe_logprobs: list[float] | None = None  # None: not asked for, or not known yet
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         p = self.params
         self.longest_context = self.num_prompt_tokens + p.max_tokens
         history = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty or p.no_repeat_ngram_size
-        looked_at = p.logprobs is not None or p.prompt_logprobs is not None
-        self.is_blind = not (history or looked_at or p.num_beams > 1 or p.grammar)
+        looked_at = p.logprobs is not None or p.prompt_logprobs is not None or p.cumulative_logprob or p.probe
+        self.is_blind = not (history or looked_at or p.num_beams > 1 or p.grammar or p.timestamps)
+        limits = (p.min_tokens, p.allowed_token_ids, p.suppress_tokens, p.begin_suppress_tokens, p.timestamps)
+        self.is_limited = any(limits)
         self.history = History(self.num_prompt_tokens, p.no_repeat_ngram_size) if history else None
 
     @classmethod
@@ -197,7 +203,7 @@ class SequenceState:
     @property
     def is_unconstrained(self) -> bool:
         """Whether its request neither bans nor forces any next token, now and later."""
-        return not (self.history or self.matcher or self.request.params.min_tokens)
+        return not (self.history or self.matcher or self.is_limited)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -235,7 +241,9 @@ class SequenceState:
 
     @property
     def reuses_prefix(self) -> bool:
-        """Whether what others computed will do: its own prompt's scores need all of its rows."""
+        """Whether what others computed will do: its own prompt's scores, and its probe, need its rows."""
+        if self.params.probe is not None and self.probe_logprobs is None:
+            return False
         return self.params.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens
 
     @property

@@ -1,7 +1,8 @@
 """The blocks that hold the encodings of sources: who has them, and for how long they are kept. No tensors.
 
 Sequences of equal salt and source share one set of source blocks. It is kept while any of them has not ended; when all
-of them are preempted its blocks are cached, so it is encoded anew only if something else needed the room.
+of them are preempted its blocks are cached, so it is encoded anew only if something else needed the room. So they are
+where the last of them ends and says that others will follow (`Request.keeps_source`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ class SourceBlocks:
         self._pools = pools
         self._hasher = hasher
         self._users: Counter[bytes] = Counter()  # sequences that have not ended, by salt and source
+        self._expected: dict[bytes, None] = {}  # sources without users that others will follow for, the oldest first
 
     def reset(self) -> None:
         """As if no sequence had a source; the pools are reset by who has them."""
         self._users.clear()
+        self._expected.clear()
 
     def must_encode(self, sequence: SequenceState) -> bool:
         """Whether the encoder has to run for a sequence: its source's encoding is not there."""
@@ -74,7 +77,8 @@ class SourceBlocks:
         """Take the blocks back; one that has not `ended`, but was preempted, still counts as a user of its source."""
         if ended and sequence.uses_source:
             self._leave(sequence)
-        kept = bool(self._users) and self._hasher.root(sequence) in self._users
+        has_any = bool(self._users or self._expected)
+        kept = has_any and self._is_kept(self._hasher.root(sequence))
         for pool, table in zip(self._pools, sequence.source_tables, strict=True):
             for block in reversed(table):
                 pool.release(block, keep=kept)
@@ -86,23 +90,37 @@ class SourceBlocks:
         assert users == self._users, "a source's users are counted wrong"
 
     def _is_known(self, sequence: SequenceState) -> bool:
-        if self._hasher.root(sequence) not in self._users:
+        if not self._is_kept(self._hasher.root(sequence)):
             return False
         keys = self._hasher.source(sequence)
         return all(key in pool.known for pool in self._pools for key in keys)
 
+    def _is_kept(self, root: bytes) -> bool:
+        return root in self._users or root in self._expected
+
     def _use(self, sequence: SequenceState) -> None:
         if not sequence.uses_source:
             sequence.uses_source = True
-            self._users[self._hasher.root(sequence)] += 1
+            root = self._hasher.root(sequence)
+            self._users[root] += 1
+            self._expected.pop(root, None)
 
     def _leave(self, sequence: SequenceState) -> None:
-        """Count one user of its source less; behind the last one nothing of it is cached."""
+        """Count one user of its source less; behind the last one nothing of it is cached, unless others will follow."""
         root = self._hasher.root(sequence)
         sequence.uses_source = False
         self._users[root] -= 1
         if not self._users[root]:
             del self._users[root]
+            if sequence.request.keeps_source:
+                self._expect(root)
+                return
             for pool in self._pools:
                 for key in self._hasher.source(sequence):
                     pool.drop(key)
+
+    def _expect(self, root: bytes) -> None:
+        """Note a source whose blocks stay cached; of more than there can be blocks of, the oldest are gone."""
+        self._expected[root] = None
+        if len(self._expected) > self._pools[0].num_blocks:
+            del self._expected[next(iter(self._expected))]

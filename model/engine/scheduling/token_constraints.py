@@ -22,10 +22,12 @@ def forced_token(sequence: SequenceState, rules: GenerationRules) -> int | None:
 
 def banned_tokens(sequence: SequenceState, rules: GenerationRules) -> list[int]:
     """Tokens that must not come next; may repeat."""
-    banned = list(rules.suppressed)
+    params = sequence.params
+    banned = [*rules.suppressed, *params.suppress_tokens]
     if sequence.num_output_tokens == _begin(sequence, rules):
         banned += rules.suppressed_first
-    if sequence.num_output_tokens < sequence.params.min_tokens:
+        banned += params.begin_suppress_tokens
+    if sequence.num_output_tokens < params.min_tokens:
         banned += sequence.stop_token_ids
     banned += _completing(sequence.token_ids, rules.banned_sequences)
     if sequence.history is not None:
@@ -43,9 +45,19 @@ def allowed_tokens(sequence: SequenceState, banned: Iterable[int]) -> Mask | Non
         return None
     may_stop = sequence.num_output_tokens >= sequence.params.min_tokens
     allowed = sequence.matcher.allowed(may_stop=may_stop)
+    if sequence.params.allowed_token_ids:
+        allowed = _among(allowed, sequence.params.allowed_token_ids)
     left = allowed.copy()
     left[list(banned)] = False
     return left if left.any() else allowed
+
+
+def _among(allowed: Mask, token_ids: Rows[int]) -> Mask:
+    """The grammar's tokens that are among these; the grammar's alone where none is."""
+    narrowed = allowed.copy()
+    narrowed[:] = False
+    narrowed[list(token_ids)] = allowed[list(token_ids)]
+    return narrowed if narrowed.any() else allowed
 
 
 def _begin(sequence: SequenceState, rules: GenerationRules) -> int:
