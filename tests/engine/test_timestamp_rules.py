@@ -221,9 +221,9 @@ def test_a_probe_asks_the_prefill(num_beams: int) -> None:
 def test_the_language_is_detected_in_one_step() -> None:
     languages = (20, 30, 40, 41)
     params = {**PLAIN, "allowed_token_ids": languages, "probe": Probe(0, languages), "max_tokens": 1}
-    request = replace(asked("bart", "r", 3, **params), prompt_token_ids=(START,))
-    [output] = [output for output in crowd("bart", [request]) if output.request_id == "r"]
-    logits = reference_logits("bart", [START], source_ids(request))[0, list(languages)]
+    request = replace(asked("t5-relu", "r", 3, **params), prompt_token_ids=(START,))
+    [output] = [output for output in crowd("t5-relu", [request]) if output.request_id == "r"]
+    logits = reference_logits("t5-relu", [START], source_ids(request))[0, list(languages)]
     assert output.token_ids == [languages[int(logits.argmax())]]
     assert output.probe_logprobs is not None
     assert torch.tensor(output.probe_logprobs).softmax(-1).tolist() == pytest.approx(
