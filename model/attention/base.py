@@ -8,7 +8,7 @@ key (bottom-right alignment), so query j of b has position `kv_lens[b] - q_lens[
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
@@ -90,6 +90,11 @@ class AttentionMetadata:
                 queries, kv_lens, max(self.q_lens, default=0), max(self.kv_lens, default=0), keys
             )
         return self.device_lengths
+
+    @cached_property
+    def reading(self) -> AttentionMetadata:
+        """The same for layers that read what an earlier one has written."""
+        return replace(self, slot_mapping=None)
 
     @cached_property
     def groups(self) -> tuple[SegmentGroup, ...]:

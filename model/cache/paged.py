@@ -15,6 +15,7 @@ from torch import Tensor
 
 from model.cache.states import StateCache
 from model.config.cache import SCALED_KINDS, PagedSpec, paged_specs, pools_of
+from model.config.layer import AttentionConfig
 from model.config.model import StackConfig
 from model.system import huge_pages
 from model.system.transfer import device_tensor
@@ -64,7 +65,8 @@ class KVCache:
     ones, by layer.
 
     Layers of one window share the blocks of one pool (`model.config.cache.pools_of`), and equal layers of a pool one
-    tensor, so that a block is copied for all of them at once. A state's slot is the same in all recurrent layers.
+    tensor, so that a block is copied for all of them at once. A layer that reads another one's keys has that one's
+    pages. A state's slot is the same in all recurrent layers.
     """
 
     def __init__(
@@ -89,7 +91,10 @@ class KVCache:
             for spec in dict.fromkeys(specs[layer] for layer in pool.layers):
                 equal = [index for index in pool.layers if specs[index] == spec]
                 layers |= zip(equal, self._make_layers(at, spec, len(equal), pages), strict=True)
-        self.pages = {index: layers[index] for index in specs}
+        for index, layer in enumerate(decoder.layers):
+            if isinstance(layer.mixer, AttentionConfig) and layer.mixer.keys_of is not None:
+                layers[index] = layers[layer.mixer.keys_of]
+        self.pages = dict(sorted(layers.items()))
         self.states = {
             index: StateCache.zeros(config, num_states, device) for index, config in decoder.recurrences.items()
         }

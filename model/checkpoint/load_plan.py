@@ -25,12 +25,14 @@ def plan_load(
     missing = [rule.source for rule in rules if rule.source not in stored and not rule.duplicate]
     served = {stored[rule.source] for rule in present}
     patterns = {pattern for storage in config.stored_as.values() for pattern in storage.passed_over}
+    unused = tuple(family.unused(config))
     extra = [
         name
         for name in sources
         if name not in served
         and not family.drops(family.canonical(name))
         and not any(fnmatchcase(name, pattern) for pattern in patterns)
+        and not any(fnmatchcase(family.canonical(name), pattern) for pattern in unused)
     ]
     shapes = [
         f"{stored[rule.source]}: found {list(sources[stored[rule.source]])}, expected {list(wanted)}"

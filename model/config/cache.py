@@ -40,12 +40,12 @@ class PagedSpec:
 
 
 def paged_specs(decoder: StackConfig, dtype: str) -> dict[int, PagedSpec]:
-    """The pages of each layer of a decoder that has attention, by its index; its cross attention keeps as much for each
-    position of a source."""
+    """The pages of each layer of a decoder that makes keys and values, by its index; its cross attention keeps as much
+    for each position of a source."""
     return {
         index: PagedSpec(mixer.num_kv_heads, mixer.head_dim, mixer.head_dim, dtype, mixer.window)
         for index, layer in enumerate(decoder.layers)
-        if isinstance(mixer := layer.mixer, AttentionConfig)
+        if isinstance(mixer := layer.mixer, AttentionConfig) and mixer.keys_of is None
     }
 
 

@@ -80,6 +80,7 @@ class RotaryConfig:
     interleaved: bool = False  # pairs are neighbours (GPT-J); not: a half apart, as in GPT-NeoX and Llama
     short_factors: tuple[float, ...] = ()  # LONGROPE: of requests that stay within the original context
     long_factors: tuple[float, ...] = ()  # of those that may go beyond it, from their first token on
+    turning: int | None = None  # so many of `dim` turn, those with the shortest wavelengths (Gemma 4); None: all
 
     def __post_init__(self) -> None:
         require_positive(self, dim=self.dim)
@@ -87,6 +88,8 @@ class RotaryConfig:
             raise ConfigError(f"rotary dimensions come in pairs, found {self.dim}")
         if self.scaling is not RopeScaling.NONE and self.original_max_positions <= 0:
             raise ConfigError(f"rope scaling {self.scaling} needs the original context")
+        if self.turning is not None and (self.turning % 2 or not 0 <= self.turning <= self.dim):
+            raise ConfigError(f"of {self.dim} rotary dimensions an even number turns, found {self.turning}")
         lists = (self.short_factors, self.long_factors)
         if self.scaling is RopeScaling.LONGROPE and any(len(factors) != self.dim // 2 for factors in lists):
             raise ConfigError(f"longrope needs two lists of {self.dim // 2} factors, found {[*map(len, lists)]}")
@@ -176,6 +179,9 @@ class AttentionConfig:
     query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
     sinks: bool = False  # a learned score of each head takes part in its softmax, without a value (gpt-oss)
     output_gate: bool = False  # outputs are multiplied by the sigmoid of a projection of their size (Qwen3-Next)
+    value_norm: NormConfig | None = None  # of each head's values: an RMS norm without gains (Gemma 4)
+    keys_as_values: bool = False  # values have no projection: they are the keys before their norm (Gemma 4)
+    keys_of: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own (Gemma 4)
 
     def __post_init__(self) -> None:
         require_positive(self, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
@@ -190,6 +196,12 @@ class AttentionConfig:
         grows = isinstance(self.position, RotaryConfig) and self.position.growth
         if grows and self.qk_norm is not None and self.qk_norm_span is NormSpan.HEAD:
             raise ConfigError("queries that grow with their position have no norm of each head")
+        if self.value_norm is not None and self.value_norm.kind is not NormKind.RMS:
+            raise ConfigError("norms of values are RMS norms")
+        if self.keys_of is not None and (self.keys_as_values or self.value_norm is not None):
+            raise ConfigError("a layer that reads another one's keys and values makes none")
+        if self.keys_of is not None and self.qk_norm_span is not NormSpan.HEAD:
+            raise ConfigError("a layer that reads another one's keys has norms of each head")
         if isinstance(self.position, AlibiConfig) and len(self.position.slopes) != self.num_heads:
             raise ConfigError(f"{len(self.position.slopes)} slopes are not one for each of {self.num_heads} heads")
 
@@ -205,6 +217,13 @@ class AttentionConfig:
     def kv_shape(self) -> tuple[int, int]:
         """Of one token's keys, and of its values: heads and their width."""
         return self.num_kv_heads, self.head_dim
+
+    @property
+    def projected_sizes(self) -> tuple[int, ...]:
+        """The parts of what a row is projected to: queries, a gate of them, keys, values, of which some may be none."""
+        keys = 0 if self.keys_of is not None else self.kv_size
+        values = 0 if self.keys_as_values else keys
+        return self.query_size, self.query_size if self.output_gate else 0, keys, values
 
     @property
     def has_score_bias(self) -> bool:
@@ -309,6 +328,10 @@ class ExpertsConfig:
     router_bias: bool = False
     shared: MLPConfig | None = None  # one more, for every token
     shared_gate: bool = False  # which is multiplied by the sigmoid of a projection to one number (Qwen2-MoE)
+    # Both sides have norms of their own before and behind them, the router one before it, and a scale (Gemma 4).
+    own_norms: NormConfig | None = None
+    router_scale: float = 1.0
+    expert_scales: bool = False  # what an expert counts is multiplied by a learned number of it (Gemma 4)
 
     def __post_init__(self) -> None:
         require_positive(self, per_token=self.per_token)
@@ -318,6 +341,24 @@ class ExpertsConfig:
             raise ConfigError(f"a layer has at most {MOST_EXPERTS} experts, found {self.count}")
         if self.shared_gate and self.shared is None:
             raise ConfigError("a gate of shared experts needs them")
+        if self.own_norms is not None and (self.shared is None or self.shared_gate):
+            raise ConfigError("norms of two sides need a shared expert, without a gate")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEmbeddingConfig:
+    """A vector of each token for each layer, which a last sublayer lets into x (Gemma 3n, Gemma 4).
+
+    `x + norm(project(act(gate(x)) * v))` for the token's vector v, which is `(e sqrt(size) + norm(W x_0 / sqrt(d))) /
+    sqrt(2)` of a row e of the layer's own part of a second token table and of the embedded token x_0, of width d.
+    """
+
+    size: int
+    activation: Activation
+    norm: NormConfig  # of both norms
+
+    def __post_init__(self) -> None:
+        require_positive(self, size=self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +391,8 @@ class LayerConfig:
     parallel: bool = False
     one_norm: bool = False  # of a parallel layer
     residual_scale: float = 1.0  # of what each sublayer adds to x (Granite)
+    embedding: LayerEmbeddingConfig | None = None  # a vector of each token for this layer
+    scaled: bool = False  # x is multiplied by a learned number in the end (Gemma 4)
     shares_weights_with: int | None = None  # the earlier layer that has this one's weights (ALBERT); None: its own
 
     def __post_init__(self) -> None:
@@ -364,6 +407,8 @@ class LayerConfig:
             raise ConfigError("one norm for both sublayers is the mixer's, in a parallel layer")
         if self.residual_scale != 1.0 and any(norms.output for norms in self.norms):
             raise ConfigError("a layer with output norms scales nothing behind them")
+        if (self.embedding is not None or self.scaled) and (self.parallel or any(norms.post for norms in self.norms)):
+            raise ConfigError("a layer with vectors or a scale of its own is neither parallel nor post-norm")
 
     @property
     def attention(self) -> AttentionConfig:

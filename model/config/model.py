@@ -20,6 +20,7 @@ from model.config.layer import (
     ExpertsConfig,
     GatedDeltaConfig,
     LayerConfig,
+    LayerEmbeddingConfig,
     NormConfig,
     RopeScaling,
     RotaryConfig,
@@ -152,6 +153,7 @@ class StackConfig:
         require_positive(self, layers=len(self.layers), hidden_size=self.hidden_size)
         for index, layer in enumerate(self.layers):
             self._check_sharing(index, layer)
+            self._check_keys(index, layer)
         if not self.attentions:
             raise ConfigError("a stack needs a layer with attention")
         if self.recurrences and (not self.causal or self.has_cross_attention):
@@ -159,6 +161,8 @@ class StackConfig:
         positions = [attention.position for attention in self.attentions]
         if not self.causal and any(isinstance(position, AlibiConfig) for position in positions):
             raise ConfigError("slopes of scores are of causal stacks")
+        if len({layer.embedding for layer in self.layers}) > 1:
+            raise ConfigError("all layers of a stack have vectors of tokens of one size, or none has")
         if len({layer.cross is None for layer in self.layers}) > 1:
             raise ConfigError("cross attention is in all layers of a stack or in none")
         biased = [layer.attention for layer in self.layers if _has_shared_bias(layer)]
@@ -177,9 +181,26 @@ class StackConfig:
         if not 0 <= owner < index or replace(layer, shares_weights_with=None) != self.layers[owner]:
             raise ConfigError(f"layer {index} shares weights with {owner}, which is no equal layer before it")
 
+    def _check_keys(self, index: int, layer: LayerConfig) -> None:
+        if not isinstance(layer.mixer, AttentionConfig) or (owner := layer.mixer.keys_of) is None:
+            return
+        found = self.layers[owner].mixer if 0 <= owner < index and self.causal else None
+        if not isinstance(found, AttentionConfig) or found.keys_of is not None or _read(found) != _read(layer.mixer):
+            raise ConfigError(f"layer {index} reads the keys of {owner}, which is no layer before it with such keys")
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def key_owners(self) -> frozenset[int]:
+        """The layers whose keys and values others read."""
+        return frozenset(attention.keys_of for attention in self.attentions if attention.keys_of is not None)
+
+    @property
+    def layer_embedding(self) -> LayerEmbeddingConfig | None:
+        """What every layer has of vectors of tokens."""
+        return self.layers[0].embedding
 
     @property
     def output_width(self) -> int:
@@ -240,6 +261,11 @@ class StackConfig:
         """The stack with every layer changed; what was one object stays one."""
         changed = {id(layer): change(layer) for layer in {id(layer): layer for layer in self.layers}.values()}
         return replace(self, layers=tuple(changed[id(layer)] for layer in self.layers))
+
+
+def _read(attention: AttentionConfig) -> tuple[object, ...]:
+    """What layers with the same keys agree on."""
+    return attention.kv_shape, attention.window, attention.position
 
 
 def _has_shared_bias(layer: LayerConfig) -> bool:

@@ -44,6 +44,7 @@ _SPLITS: tuple[tuple[str, int, str], ...] = (
     ("*.relative.*_offset", 0, "heads"),
     ("*.relative.segments", 1, "heads"),
     ("tokens.weight", 0, "vocabulary"),
+    ("*.layer_embeddings.tokens.weight", 0, "vocabulary"),
     ("source_tokens.weight", 0, "vocabulary"),
 )
 

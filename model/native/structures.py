@@ -98,8 +98,11 @@ class AttentionLayer(ctypes.Structure):
         ("shape", AttentionShape),
         ("q_norm", Norm),
         ("k_norm", Norm),
+        ("v_norm", Norm),
         ("norm_span", c_int64),
         ("input", PackedMatrix),
+        ("keys_as_values", c_int64),
+        ("reads_keys", c_int64),
         ("output", PackedMatrix),
         ("segments", c_int64),
         ("rotary", c_int64),
@@ -146,6 +149,9 @@ class Layer(ctypes.Structure):
         ("mlp", MLPLayer),
         ("has_cross", c_int64),
         ("parallel", c_int64),
+        ("vectors", MLPLayer),
+        ("has_vectors", c_int64),
+        ("scale", c_void_p),
     )
 
 
@@ -175,6 +181,7 @@ class Step(ctypes.Structure):
         ("rotary", POINTER(RotaryTable)),
         ("score_biases", POINTER(ScoreBias)),
         ("relative", POINTER(RelativePositions)),
+        ("vectors", c_void_p),
         ("planned_keys", c_int64),
     )
 

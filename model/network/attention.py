@@ -14,25 +14,33 @@ from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.fused_ops import rotate_both
 from model.network.norms import build_heads_norm, head_norm
+from model.network.rotary import rotate
 from model.network.step_context import StepContext
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention of a sequence to itself; q, k and v are of one matrix `[q; k; v]`, or `[q; gate; k; v]`."""
+    """Multi-head attention of a sequence to itself; q, k and v are of one matrix `[q; k; v]`, or `[q; gate; k; v]`.
+
+    Without values of their own these are the keys; a layer that reads another one's keys has queries alone.
+    """
 
     def __init__(self, config: AttentionConfig, hidden_size: int, linear: LinearFactory) -> None:
         super().__init__()
         self.config = config
         queries, keys = Part(config.num_heads, config.head_dim), Part(config.num_kv_heads, config.head_dim)
-        parts = (queries, *[queries] * config.output_gate, keys, keys)
-        self.qkv = linear(LinearSpec("qkv", hidden_size, parts, config.qkv_bias, Split.OUTPUTS))
+        parts = [queries if at < 2 else keys for at, size in enumerate(config.projected_sizes) if size]
+        self.qkv = linear(LinearSpec("qkv", hidden_size, tuple(parts), config.qkv_bias, Split.OUTPUTS))
         self.out = linear(_output(config, hidden_size))
         self.offset = nn.Parameter(torch.empty(config.num_heads, config.head_dim)) if config.query_offset else None
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         if config.qk_norm is not None:
             norm, span, dim = config.qk_norm, config.qk_norm_span, config.head_dim
             self.q_norm = build_heads_norm(norm, span, config.num_heads, dim, linear.collective)
-            self.k_norm = build_heads_norm(norm, span, config.num_kv_heads, dim, linear.collective)
+            if config.keys_of is None:
+                self.k_norm = build_heads_norm(norm, span, config.num_kv_heads, dim, linear.collective)
+        self.v_norm: nn.RMSNorm | None = None
+        if config.value_norm is not None:
+            self.v_norm = nn.RMSNorm(config.head_dim, eps=config.value_norm.eps, elementwise_affine=False)
         # Norms of each head with the same gains are what a backend can do itself.
         self.norms_first = config.qk_norm is not None and config.qk_norm_span is not NormSpan.HEAD
 
@@ -44,18 +52,20 @@ class SelfAttention(nn.Module):
         bias: ScoreBias | None,
     ) -> Tensor:
         config = self.config
-        gates = config.query_size * config.output_gate  # or none
-        sizes = (config.query_size, gates, config.kv_size, config.kv_size)
-        q, gate, k, v = step.project(self.qkv, x).split(sizes, dim=-1)
+        q, gate, k, v = step.project(self.qkv, x).split(config.projected_sizes, dim=-1)
         q = q.unflatten(-1, (config.num_heads, config.head_dim))
+        if config.keys_of is not None:
+            return step.project(self.out, self._gated(self._read(q, config.keys_of, step, cache).flatten(1), gate))
         k = k.unflatten(-1, (config.num_kv_heads, config.head_dim))
-        v = v.unflatten(-1, (config.num_kv_heads, config.head_dim))
+        v = k if config.keys_as_values else v.unflatten(-1, (config.num_kv_heads, config.head_dim))
+        if self.v_norm is not None:
+            v = self.v_norm(v)
         if self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
         if isinstance(config.position, RotaryConfig) and config.position.growth:
             q = q * step.query_growth(config.position)[:, None, None].to(q.dtype)
         backend, metadata = backend_of(step.backend, config), step.inputs.metadata_of(cache)
-        if isinstance(backend, PreparingBackend) and (preparation := self._preparation(step)) is not None:
+        if isinstance(backend, PreparingBackend) and (preparation := self._preparation(step, cache)) is not None:
             mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias, self.sinks)
             return step.project(self.out, self._gated(mixed.flatten(1), gate))
         if config.qk_norm is not None and not self.norms_first:
@@ -66,19 +76,35 @@ class SelfAttention(nn.Module):
             q, k = rotate_both(q, k, *step.rotary(config.position), config.position.interleaved)
         if (read := step.inputs.read_rows) is not None:
             k, v = k[read], v[read]
+        if cache is None and step.layer in step.key_owners:
+            step.kept[step.layer] = k, v
         mixed = backend.forward(q, k, v, cache, metadata, config, bias, self.sinks)
         return step.project(self.out, self._gated(mixed.flatten(1), gate))
+
+    def _read(self, q: Tensor, owner: int, step: StepContext, cache: LayerCache | None) -> Tensor:
+        """What queries `[T, H, D]`, not prepared yet, read of the keys of the layer `owner`."""
+        config, metadata = self.config, step.inputs.metadata_of(cache)
+        if config.qk_norm is not None:
+            q = self.q_norm(q)
+        if isinstance(config.position, RotaryConfig):
+            q = rotate(q, step.rotary(config.position), interleaved=config.position.interleaved)
+        backend = backend_of(step.backend, config)
+        if cache is None:
+            return backend.forward(q, *step.kept[owner], None, metadata, config, None, self.sinks)
+        return backend.forward(q, None, None, cache, metadata.reading, config, None, self.sinks)
 
     def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
         """What the heads have read `[T, H D]`, through the gate if there is one."""
         return mixed * gate.sigmoid() if self.config.output_gate else mixed
 
-    def _preparation(self, step: StepContext) -> Preparation | None:
+    def _preparation(self, step: StepContext, cache: LayerCache | None) -> Preparation | None:
         """The norms and the rotation of heads as data; None: there is neither, or more than these."""
         config, position = self.config, self.config.position
         turns = isinstance(position, RotaryConfig)
         norms = config.qk_norm is not None and not self.norms_first
         if self.offset is not None or step.inputs.read_rows is not None or not (turns or norms):
+            return None
+        if cache is None and step.layer in step.key_owners:  # later layers want these keys as they are read
             return None
         rotary = step.rotary(position) if isinstance(position, RotaryConfig) else None
         interleaved = isinstance(position, RotaryConfig) and position.interleaved

@@ -72,6 +72,13 @@ class VocabularyTable(TokenTable):
         return self.collective.sum(vectors)
 
 
+def token_table(rows: int, size: int, collective: Collective | None) -> TokenTable:
+    """A token table of so many rows, or this rank's part of it."""
+    if collective is None:
+        return TokenTable(rows, size)
+    return VocabularyTable(collective.shard.shard_range(rows), size, collective)
+
+
 class PatchEmbedding(nn.Module):
     """Images to token vectors: one matrix over the flattened patches, behind a learned first token."""
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.config.layer import ExpertsConfig, MLPConfig
+from model.config.layer import ExpertsConfig, MLPConfig, Norms
 from model.linear.base import LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.network.fused_ops import weighted_sums
 from model.network.mlp import MLP, activated, projections
+from model.network.norms import SublayerNorms, build_norm
 from model.network.step_context import StepContext
 
 
@@ -31,14 +32,16 @@ class Routes:
     starts: Tensor  # [E + 1] int32, where in it each expert's rows begin
 
 
-def routes(config: ExpertsConfig, logits: Tensor) -> Routes:
-    """Choose the experts of tokens by the logits `[T, E]` of their router."""
+def routes(config: ExpertsConfig, logits: Tensor, scales: Tensor | None = None) -> Routes:
+    """Choose the experts of tokens by the logits `[T, E]` of their router; `scales` `[E]` are learned factors."""
     logits = logits.float()
     experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, : config.per_token]  # [T, k]
     chosen = logits.gather(1, experts)
     weights = torch.softmax(chosen, dim=-1)
     if not config.renormalised:
         weights = torch.exp(chosen - logits.logsumexp(dim=-1, keepdim=True))
+    if scales is not None:
+        weights = weights * scales.float()[experts]
     flat = experts.flatten()
     order = torch.argsort(flat, stable=True)  # [T k]
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -61,16 +64,23 @@ class Experts(nn.Module):
         self.shared_gate = None
         if config.shared_gate:
             self.shared_gate = linear(LinearSpec("shared_gate", hidden_size, (Part(1),), bias=False, exact=True))
+        self.scales = nn.Parameter(torch.empty(config.count)) if config.expert_scales else None
+        own = Norms(pre=config.own_norms, output=config.own_norms)
+        self.norms, self.shared_norms = SublayerNorms(own, hidden_size), SublayerNorms(own, hidden_size)
+        self.router_norm = build_norm(config.own_norms, hidden_size)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:  # [T, d] -> [T, d]
-        chosen = routes(self.config, self.router(x))
-        hidden = activated(self.config.mlp, self.up.of_experts(x[chosen.tokens], chosen.starts))
+        rows, scale = self.router_norm(x), self.config.router_scale
+        chosen = routes(self.config, self.router(rows if scale == 1.0 else rows * scale), self.scales)
+        read = self.norms.pre(x)
+        hidden = activated(self.config.mlp, self.up.of_experts(read[chosen.tokens], chosen.starts))
         y = weighted_sums(self.down.of_experts(hidden, chosen.starts), chosen.places, chosen.weights)
         if self.collective is not None:
             y = self.collective.sum(y)
+        y = self.norms.output(y)
         if self.shared is None:
             return y
-        shared = self.shared(x, step)
+        shared = self.shared_norms.output(self.shared(self.shared_norms.pre(x), step))
         return y + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from model.attention.base import ScoreBias, SegmentGroup
@@ -23,6 +24,7 @@ from model.network.delta_net import GatedDeltaNet
 from model.network.disentangled import DisentangledBias
 from model.network.experts import build_feed_forward
 from model.network.fused_ops import add_norm
+from model.network.layer_embeddings import VectorGate
 from model.network.norms import SublayerNorms
 from model.network.score_bias import AlibiBias, BucketBias, RelativeBias
 from model.network.step_context import StepContext
@@ -80,6 +82,10 @@ class Layer(nn.Module):
             self.cross = CrossAttention(config.cross, hidden_size, source_size, linear.within("cross"))
         self.mlp_norms = SublayerNorms(next(norms), hidden_size)
         self.mlp = build_feed_forward(config.feed_forward, hidden_size, linear.within("mlp"))
+        self.embedding: VectorGate | None = None
+        if config.embedding is not None:
+            self.embedding = VectorGate(config.embedding, hidden_size, linear.within("embedding"))
+        self.scale = nn.Parameter(torch.empty(1)) if config.scaled else None
 
     def _set_mixer(self, linear: LinearFactory, *, causal: bool) -> None:
         mixer, hidden_size = self.config.mixer, self.hidden_size
@@ -116,9 +122,15 @@ class Layer(nn.Module):
             assert not isinstance(cache, StateCache)
             x, read = _join(x, self._scaled(self.cross(read, step, cache)), self.cross_norms, mlp.pre)
         last = Update(self._scaled(self.mlp(read, step)), mlp.output if mlp.has_output else None)
-        if isinstance(mlp.post, nn.Identity):
+        if not isinstance(mlp.post, nn.Identity):
+            return Residual(add_norm(x, last.rows, mlp.post, last.norm)[1])
+        if self.embedding is None and self.scale is None:
             return Residual(x, last)
-        return Residual(add_norm(x, last.rows, mlp.post, last.norm)[1])
+        x = Residual(x, last).whole
+        if self.embedding is not None:
+            assert step.layer_vectors is not None
+            x = x + self.embedding(x, step.layer_vectors[:, step.layer])
+        return Residual(x if self.scale is None else x * self.scale)
 
     def _mixed(self, x: Tensor, step: StepContext, cache: LayerCache | StateCache | None) -> Tensor:
         """What attention or the recurrence makes of the rows."""

@@ -18,6 +18,8 @@ Sizes = Callable[[int, int], PackedMatrix]  # a matrix `[n, k]` without data
 
 def unsupported_feed_forward(config: MLPConfig | ExpertsConfig) -> str | None:
     """What of a feed-forward is not computed in C; None: nothing."""
+    if isinstance(config, ExpertsConfig) and config.own_norms is not None:
+        return "experts beside an MLP with norms of its own"
     if isinstance(config, ExpertsConfig) and config.shared is not None and _unit(config.shared) != _unit(config.mlp):
         return "a shared expert with another activation"
     return None

@@ -55,14 +55,17 @@ def _of_stack(
 
 def _layer(config: LayerConfig, stack: StackConfig, kind: Kind, group: int) -> Layer:
     """A layer whose matrices have sizes and no data."""
-    hidden, query, kv = stack.hidden_size, config.attention.query_size, config.attention.kv_size
+    hidden, query = stack.hidden_size, config.attention.query_size
 
     def matrix(n: int, k: int) -> PackedMatrix:
         return PackedMatrix(int(kind), n, k, group=group)
 
     layer = layer_structure(config, stack)
-    layer.self.input, layer.self.output = matrix(query + 2 * kv, hidden), matrix(hidden, query)
+    layer.self.input, layer.self.output = matrix(sum(config.attention.projected_sizes), hidden), matrix(hidden, query)
     plan_feed_forward(layer.mlp, config.feed_forward, hidden, matrix)
+    if config.embedding is not None:
+        size = config.embedding.size
+        layer.vectors.up, layer.vectors.down = matrix(size, hidden), matrix(hidden, size)
     if config.cross is not None:
         query = config.cross.query_size
         layer.cross.input, layer.cross.output = matrix(query, hidden), matrix(hidden, query)

@@ -34,7 +34,7 @@ from model.config.layer import (
 from model.config.model import ModelConfig, StackConfig
 from model.linear.factory import LinearFactory
 from model.linear.native import packed_matrix
-from model.native.library import KINDS, Library
+from model.native.library import ACTIVATIONS, KINDS, Library
 from model.native.structures import (
     AttentionLayer,
     KVPages,
@@ -133,9 +133,10 @@ class NativeStack:
         reasons = ((index, unsupported_layer(layer)) for index, layer in enumerate(config.layers))
         return next((f"layer {index} has {reason}" for index, reason in reasons if reason is not None), None)
 
-    @staticmethod
-    def covers(cache: KVCache | None, cross: CrossInput | None) -> bool:
+    def covers(self, cache: KVCache | None, cross: CrossInput | None) -> bool:
         """Whether a step's keys are where the C code looks for them."""
+        if cache is None and self.stack.config.key_owners:
+            return False
         return cross is None or (cross.encoder_output is None and cache is not None)
 
     def __call__(
@@ -171,6 +172,9 @@ class NativeStack:
                 if rotary.growth:
                     kept.append(context.query_growth(rotary))
                     step.rotary[place].growth = kept[-1].data_ptr()
+        if context.layer_vectors is not None:
+            kept.append(context.layer_vectors.float().contiguous())
+            step.vectors = kept[-1].data_ptr()
         if self._score_biases:
             step.score_biases = self._make_biases(max(inputs.metadata.kv_lens))
         if self._relative:
@@ -193,7 +197,11 @@ class NativeStack:
         attn, mlp = data.self, data.mlp
         attn.norms = self._norms(layer.attn_norms)
         if layer.config.attention.qk_norm is not None:
-            attn.q_norm, attn.k_norm = self._norm(layer.attn.q_norm), self._norm(layer.attn.k_norm)
+            attn.q_norm = self._norm(layer.attn.q_norm)
+            if layer.config.attention.keys_of is None:
+                attn.k_norm = self._norm(layer.attn.k_norm)
+        if layer.attn.v_norm is not None:
+            attn.v_norm = self._norm(layer.attn.v_norm)
         attn.input, attn.output = packed_matrix(layer.attn.qkv), packed_matrix(layer.attn.out)
         if layer.attn.sinks is not None:
             self._kept.append(layer.attn.sinks.detach().float().contiguous())
@@ -211,6 +219,14 @@ class NativeStack:
         if layer.config.one_norm:
             mlp.norms.pre = attn.norms.pre
         fill_feed_forward(mlp, layer.mlp)
+        if layer.embedding is not None:
+            data.vectors.up, data.vectors.down = (
+                packed_matrix(one) for one in (layer.embedding.gate, layer.embedding.project)
+            )
+            data.vectors.norms.output = self._norm(layer.embedding.norm)
+        if layer.scale is not None:
+            self._kept.append(layer.scale.detach().float().contiguous())
+            data.scale = self._kept[-1].data_ptr()
         return data
 
     def _norms(self, norms: NormModules) -> SublayerNorms:
@@ -220,7 +236,8 @@ class NativeStack:
         if isinstance(module, nn.Identity):
             return Norm()
         assert isinstance(module, nn.LayerNorm | nn.RMSNorm | OffsetRMSNorm | HeadsNorm)
-        gain = module.weight.detach().float()
+        size = module.normalized_shape if isinstance(module, nn.RMSNorm) else ()
+        gain = torch.ones(size) if module.weight is None else module.weight.detach().float()
         self._kept.append((1.0 + gain if isinstance(module, OffsetRMSNorm) else gain).contiguous())
         kind = _NORM_KINDS[module.kind if isinstance(module, HeadsNorm) else _kind_of(module)]
         norm = Norm(kind=kind, eps=module.eps, weight=self._kept[-1].data_ptr())
@@ -283,6 +300,7 @@ def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     if isinstance(attention.position, BucketBiasConfig | AlibiConfig):
         attn.score_bias = 0  # the table of the stack
     attn.norm_span = _SPANS[attention.qk_norm_span]
+    attn.keys_as_values, attn.reads_keys = attention.keys_as_values, attention.keys_of is not None
     if isinstance(attention.position, DisentangledConfig):
         attn.relative = 0  # of whichever layer
     layer = LayerData(mlp=feed_forward_structure(config.feed_forward))
@@ -297,6 +315,10 @@ def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
         sublayer.norms = SublayerNorms(*(Norm(kind=_kind(norm)) for norm in (norms.pre, norms.output, norms.post)))
     if config.one_norm:
         layer.mlp.norms.pre = layer.self.norms.pre
+    if (vectors := config.embedding) is not None:
+        layer.has_vectors, layer.vectors.scale = True, 1.0
+        layer.vectors.activation = ACTIVATIONS[vectors.activation]
+        layer.vectors.norms.output = Norm(kind=_kind(vectors.norm))
     return layer
 
 

@@ -15,9 +15,15 @@ _SUBLAYERS = {
     "relative": "attention",
     "cross": "cross attention",
     "mlp": "MLP",
+    "embedding": "layer embeddings",
+    "scale": "norms",
     "bias": "position bias",
 }
-_BESIDE = {"relative": "position table", "convolution": "convolution"}  # the layers
+_BESIDE = {  # the layers
+    "relative": "position table",
+    "convolution": "convolution",
+    "layer_embeddings": "layer embeddings",
+}
 
 
 def parameters_by_part(config: ModelConfig, *, each_use: bool = False) -> dict[str, int]:
@@ -55,6 +61,8 @@ def part_of(name: str) -> str:
     if path[0] not in ("encoder", "decoder"):
         names = {"tokens": "token table", "source_tokens": "encoder's token table", "patches": "patch embedding"}
         return {**names, "audio": "convolutions"}.get(path[0], path[0])
+    if path[1:3] == ["layer_embeddings", "tokens"]:
+        return f"{path[0]} layer token table"
     if path[1] != "layers":
         return f"{path[0]} " + {"bias": "position bias", "final_norm": "norms", **_BESIDE}.get(path[1], "embeddings")
     sublayer = path[3]

@@ -20,7 +20,7 @@ def inverse_frequencies(base: float, size: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
-    """Radians a position for each pair of dimensions `[R / 2]`, stretched as the model was.
+    """Radians a position for each pair of dimensions `[R / 2]`, stretched as the model was; 0 of those that stand.
 
     LONGROPE: `[2, R / 2]`, for short contexts and for long ones.
     """
@@ -42,6 +42,9 @@ def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
     elif config.scaling is RopeScaling.LONGROPE:
         factors = torch.tensor((config.short_factors, config.long_factors), dtype=plain.dtype, device=device)
         plain = plain / factors
+    if config.turning is not None:
+        plain = plain.clone()
+        plain[..., config.turning // 2 :] = 0.0
     return plain.float()
 
 

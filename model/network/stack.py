@@ -18,6 +18,7 @@ from model.network.disentangled import RelativeTable
 from model.network.embeddings import LearnedPositions, SinusoidalPositions, TokenTable
 from model.network.inputs import CrossInput, StackInput
 from model.network.layer import Layer, Residual
+from model.network.layer_embeddings import LayerEmbeddings
 from model.network.norms import build_norm
 from model.network.score_bias import BucketBias
 from model.network.step_context import StepContext
@@ -64,6 +65,10 @@ class Stack(nn.Module):
         self.convolution: Convolution | None = None
         if config.convolution is not None:
             self.convolution = Convolution(config.convolution, config.hidden_size, linear.within("convolution"))
+        self.layer_embeddings: LayerEmbeddings | None = None
+        if config.layer_embedding is not None:
+            within = linear.within("layer_embeddings")
+            self.layer_embeddings = LayerEmbeddings(config.layer_embedding, embedding, config.num_layers, within)
         self.layers = nn.ModuleList(
             Layer(
                 layer,
@@ -141,7 +146,11 @@ class StackPass:
         self._runner = stack.runner if covers else None
         x = x if self._runner is None else x.float().contiguous()
         self._residual = Residual(x)
-        self._step = StepContext(inputs, backend, cross, x.dtype, stack.bias, stack.relative)
+        vectors = None
+        if stack.layer_embeddings is not None:
+            vectors = stack.layer_embeddings(inputs.input_ids, tokens)
+        owners = stack.config.key_owners
+        self._step = StepContext(inputs, backend, cross, x.dtype, stack.bias, stack.relative, owners, vectors)
 
     @property
     def layers_left(self) -> int:
@@ -172,6 +181,7 @@ class StackPass:
             x = before.whole
             before = Residual(x + stack.positions(step.inputs.positions).to(x.dtype))
         cache = self._cache.of_layer(index) if self._cache is not None else None
+        step.layer = index
         self._residual = stack.layer(index).advance(before, step, cache)
         if index == 0 and stack.convolution is not None:
             self._residual = Residual(stack.convolution(before.whole, self._residual.whole, step.inputs.metadata))

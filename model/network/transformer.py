@@ -22,7 +22,7 @@ from model.config.model import (
 from model.config.sharding import Shard
 from model.linear.base import Linear, LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
-from model.network.embeddings import AudioEmbedding, PatchEmbedding, TokenTable, VocabularyTable
+from model.network.embeddings import AudioEmbedding, PatchEmbedding, TokenTable, token_table
 from model.network.heads import Classifier, MaskedHead
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack, StackPass
@@ -75,10 +75,7 @@ class Transformer(nn.Module):
         """A token table, or this rank's part of it."""
         if embedding is None or not embedding.vocab_size:
             return None
-        size, collective = embedding.embedding_size, self.linear.collective
-        if collective is None:
-            return TokenTable(embedding.vocab_size, size)
-        return VocabularyTable(self.vocabulary[self.linear.shard.rank], size, collective)
+        return token_table(embedding.vocab_size, embedding.embedding_size, self.linear.collective)
 
     def _stack(self, name: str, config: StackConfig | None) -> Stack | None:
         if config is None:

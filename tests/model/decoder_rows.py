@@ -120,6 +120,30 @@ _RECURRENT: dict[str, Any] = dict(
 
 _SHARED_EXPERT = dict(**EXPERTS, shared_expert_intermediate_size=24)
 
+# Keys that layers share, values that are keys, heads of both kinds of layers, and what files hold in vain.
+_GEMMA4: dict[str, Any] = {**LLAMA, "tie_word_embeddings": True, "attn_implementation": "eager"} | dict(
+    **dict(num_hidden_layers=6, head_dim=12, global_head_dim=20, sliding_window=5, final_logit_softcapping=3.0),
+    rms_norm_eps=3e-2,  # what is left of rounding is not blown up
+    **dict(hidden_size_per_layer_input=6, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=3),
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+)
+_GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=20)
+_GEMMA4_EXPERTS |= dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0, num_hidden_layers=4)
+_GEMMA4_EXPERTS |= dict(attention_k_eq_v=True, num_global_key_value_heads=1)
+
+
+def _gemma4(**changes: Any) -> Callable[[], Any]:
+    """With the numbers that are no parameters, and would be all 1."""
+
+    def make() -> Any:
+        model = random_model("Gemma4ForCausalLM", _GEMMA4, **changes)()
+        for layer in model.model.layers:
+            layer.layer_scalar.uniform_(0.5, 1.5)
+        return model
+
+    return make
+
+
 DENSE_DECODERS: Rows = {
     "ministral": random_model("MinistralForCausalLM", LLAMA, **_FOUR, head_dim=12, **_ROPE),
     "ministral3": random_model("Ministral3ForCausalLM", LLAMA, head_dim=12, **_MINISTRAL3),
@@ -127,6 +151,8 @@ DENSE_DECODERS: Rows = {
     "gemma3-with-images": _with_images(
         "Gemma3", dict(model_type="gemma3_text", **LLAMA, head_dim=12, sliding_window=5), mm_tokens_per_image=4
     ),
+    "gemma4": _gemma4(use_double_wide_mlp=True),
+    "gemma4-experts": _gemma4(**{**_GEMMA4_EXPERTS, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "phi3-longrope": random_model("Phi3ForCausalLM", LLAMA, **_LONGROPE),
     "granite": random_model("GraniteForCausalLM", LLAMA, **_MULTIPLIERS),
     "smollm3": random_model(

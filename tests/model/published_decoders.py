@@ -31,6 +31,40 @@ _GPTJ = dict(
 )
 
 
+_GEMMA4 = dict(
+    audio_token_id=258881,
+    boa_token_id=256000,
+    boi_token_id=255999,
+    eoa_token_id=258883,
+    eoi_token_id=258882,
+    eos_token_id=[1, 106],
+    image_token_id=258880,
+    tie_word_embeddings=True,
+    video_token_id=258884,
+    vision_config={},
+    vision_soft_tokens_per_image=280,
+)
+_GEMMA4_TEXT = dict(
+    attention_bias=False,
+    bos_token_id=2,
+    eos_token_id=1,
+    final_logit_softcapping=30.0,
+    global_head_dim=512,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    model_type="gemma4_text",
+    pad_token_id=0,
+    rms_norm_eps=1e-06,
+    rope_parameters=dict(
+        full_attention=dict(partial_rotary_factor=0.25, rope_theta=1000000.0, rope_type="proportional"),
+        sliding_attention=dict(rope_theta=10000.0, rope_type="default"),
+    ),
+    tie_word_embeddings=True,
+    vocab_size=262144,
+    vocab_size_per_layer_input=262144,
+)
+
+
 def published_config(architecture: str, model_type: str, **settings: Any) -> str:
     return json.dumps({**_TRAINING, "architectures": [architecture], "model_type": model_type, **settings})
 
@@ -568,6 +602,63 @@ PUBLISHED_DECODERS: dict[str, tuple[int, str]] = {
             prefix="</s>",
             vocab_size=50272,
             word_embed_proj_dim=512,
+        ),
+    ),
+    "gemma-4-E2B": (
+        4_628_569_379,
+        published_config(
+            "Gemma4ForConditionalGeneration",
+            "gemma4",
+            **_GEMMA4,
+            audio_config={},
+            text_config=dict(
+                **_GEMMA4_TEXT,
+                attention_k_eq_v=False,
+                enable_moe_block=False,
+                hidden_size=1536,
+                hidden_size_per_layer_input=256,
+                intermediate_size=6144,
+                layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+                max_position_embeddings=131072,
+                num_attention_heads=8,
+                num_global_key_value_heads=None,
+                num_hidden_layers=35,
+                num_key_value_heads=1,
+                num_kv_shared_layers=20,
+                sliding_window=512,
+                use_bidirectional_attention=None,
+                use_double_wide_mlp=True,
+            ),
+        ),
+    ),
+    "gemma-4-26B-A4B": (
+        25_233_141_790,
+        published_config(
+            "Gemma4ForConditionalGeneration",
+            "gemma4",
+            **_GEMMA4,
+            audio_config=None,
+            text_config=dict(
+                **_GEMMA4_TEXT,
+                attention_k_eq_v=True,
+                enable_moe_block=True,
+                hidden_size=2816,
+                hidden_size_per_layer_input=0,
+                intermediate_size=2112,
+                layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 5,
+                max_position_embeddings=262144,
+                moe_intermediate_size=704,
+                num_attention_heads=16,
+                num_experts=128,
+                num_global_key_value_heads=2,
+                num_hidden_layers=30,
+                num_key_value_heads=8,
+                num_kv_shared_layers=0,
+                sliding_window=1024,
+                top_k_experts=8,
+                use_bidirectional_attention="vision",
+                use_double_wide_mlp=False,
+            ),
         ),
     ),
 }

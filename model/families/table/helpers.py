@@ -91,9 +91,14 @@ def split_width(hidden_size: int, num_heads: int) -> int:
 
 def repeat(layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:
     """Return `count` equal layers, all the same object; raises `ConfigError` for an invalid count."""
+    check_layers(count)
+    return (layer,) * count
+
+
+def check_layers(count: int) -> None:
+    """Raise `ConfigError` for a number of layers that no file has."""
     if not 0 < count <= _MAX_LAYERS:
         raise ConfigError(f"the number of layers must be from 1 to {_MAX_LAYERS}, found {count}")
-    return (layer,) * count
 
 
 def layers_by_type(
@@ -135,9 +140,10 @@ def fused(sources: Mapping[str, int], target: str, *, bias: bool) -> Iterator[Li
 def self_attention(
     config: AttentionConfig, target: str, query: str, key: str, value: str, out: str
 ) -> Iterator[LinearRule]:
-    """Yield the rules of separately stored q, k, v and output projections; q, k and v are fused."""
-    sources = {query: config.query_size, key: config.kv_size, value: config.kv_size}
-    yield from fused(sources, f"{target}.qkv", bias=config.qkv_bias)
+    """Yield the rules of separately stored q, k, v and output projections; those of q, k and v that exist are fused."""
+    queries, _, keys, values = config.projected_sizes
+    sources = {query: queries, key: keys, value: values}
+    yield from fused({name: size for name, size in sources.items() if size}, f"{target}.qkv", bias=config.qkv_bias)
     yield LinearRule(out, f"{target}.out", config.out_bias)
 
 
@@ -146,7 +152,8 @@ def heads_norm(config: AttentionConfig, target: str, query: str, key: str) -> It
     if config.qk_norm is None:
         return
     whole = config.qk_norm_span is NormSpan.ALL_HEADS
-    for source, side, size in ((query, "q", config.query_size), (key, "k", config.kv_size)):
+    sides = ((query, "q", config.query_size), (key, "k", config.kv_size))
+    for source, side, size in sides[: 1 if config.keys_of is not None else 2]:
         yield TensorRule(f"{source}.weight", f"{target}.{side}_norm.weight", shape=(size,) if whole else None)
 
 

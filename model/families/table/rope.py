@@ -9,6 +9,7 @@ from typing import Any
 
 from model.config.layer import RopeScaling, RotaryConfig
 from model.errors import ConfigError
+from model.families.table.helpers import refuse_unless
 from model.families.table.raw_config import Settings
 
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
@@ -22,6 +23,7 @@ _KNOWN = {
     | {"llama_4_scaling_beta", "max_position_embeddings"}
     | {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
     | {"mscale", "mscale_all_dim", "truncate"},
+    "proportional": _COMMON,
     "longrope": _COMMON | {"original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }
 _OLDER_LONGROPE = ("su", "yarn")  # what the first Phi-3 called it
@@ -44,6 +46,8 @@ def rotary(
     top_level = raw.get("partial_rotary_factor")
     share = scaling.get("partial_rotary_factor") or top_level or share
     dim, theta = int(head_dim * share), float(scaling.get("rope_theta") or raw.get("rope_theta") or theta)
+    if kind == "proportional":
+        return _proportional(scaling, head_dim, share, theta)
     if kind == "default":
         return RotaryConfig(dim, theta, interleaved=interleaved)
     max_positions = raw["max_position_embeddings"]
@@ -69,6 +73,12 @@ def rotary(
         growth=float(scaling.get("llama_4_scaling_beta") or 0.0),
         interleaved=interleaved,
     )
+
+
+def _proportional(scaling: Mapping[str, Any], head_dim: int, share: float, theta: float) -> RotaryConfig:
+    """Return settings of which a share of pairs turns, at wavelengths and places of the whole head (Gemma 4)."""
+    refuse_unless(scaling, factor=1.0)
+    return RotaryConfig(head_dim, theta, turning=2 * int(share * head_dim // 2))
 
 
 def _longrope(raw: Settings, scaling: Mapping[str, Any], plain: RotaryConfig, max_positions: int) -> RotaryConfig:

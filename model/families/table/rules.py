@@ -153,7 +153,8 @@ class Family:
     names are None where a config is looked at without weights. `prefix` is what a headed model puts before its base
     model's names (of several the first that fits), `dropped` patterns (fnmatch) are of tensors that carry nothing.
     `renamed` has the parts of the network that are stored under another name too, by that name (DeBERTa's heads);
-    `spelled` what a piece of any name is called by the rules. `fused` are tensors that are read in parts.
+    `spelled` what a piece of any name is called by the rules. `fused` are tensors that are read in parts, `unused`
+    patterns of those that a model may have stored and does not read (keys of layers that read others').
     """
 
     config: Callable[[Settings, Collection[str] | None], ModelConfig]
@@ -163,6 +164,7 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[FusedExperts, ...] = ()
     spelled: Mapping[str, str] = field(default_factory=dict)
+    unused: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
 
     def fused_as(self, name: str) -> FusedExperts | None:
         """Return what the stored tensor `name` has of all experts of a layer; None: it is no such tensor."""

@@ -10,17 +10,18 @@ from model.config.model import ModelConfig
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 
-# What is said of images, and of where they stand in a text.
+# What is said of images and sounds, and of where they stand in a text.
 _OF_IMAGES = (
     *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
     *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"),
+    *("audio_config", "eoa_token_index", "vision_soft_tokens_per_image"),
 )
 # What the whole says of the text too, which then holds.
 _SHARED = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "architectures"),
     *("id2label", "num_labels", "problem_type"),
 )
-_DROPPED = ("*vision_tower.*", "*multi_modal_projector.*")
+_DROPPED = ("*vision_tower.*", "*audio_tower.*", "*embed_vision.*", "*embed_audio.*", "*multi_modal_projector.*")
 
 
 def text_part(family: Family, **defaults: Any) -> Family:

@@ -43,6 +43,13 @@ static inline void add_in_place(float *x, const float *y, int64_t size) {
     for (; i < size; i++) x[i] += y[i];
 }
 
+/* Multiply x [size] by y [size]. */
+static inline void multiply_in_place(float *x, const float *y, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(x + i, load(x + i) * load(y + i));
+    for (; i < size; i++) x[i] *= y[i];
+}
+
 /* Multiply x [size] by `factor`. */
 static inline void scale_in_place(float *x, float factor, int64_t size) {
     int64_t i = 0;

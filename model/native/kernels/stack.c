@@ -85,6 +85,14 @@ static void measure_attention(const AttentionLayer *layer, int64_t heads, LayerS
     sizes->sublayer |= layer->norms.output.kind != NO_NORM;
 }
 
+/* Raise `sizes` to what an MLP's products need. */
+static void measure_mlp(const MLPLayer *mlp, LayerSizes *sizes) {
+    sizes->inner_bytes = max_i64(sizes->inner_bytes, max_i64(mlp->up.n * 4, operand_bytes(&mlp->down)));
+    sizes->mlp_operand_bytes = max_i64(sizes->mlp_operand_bytes, operand_bytes(&mlp->up));
+    sizes->mlp_operand_bytes = max_i64(sizes->mlp_operand_bytes, operand_bytes(&mlp->down));
+    sizes->sublayer |= mlp->norms.output.kind != NO_NORM;
+}
+
 static LayerSizes measure_layers(const Stack *stack) {
     LayerSizes sizes = {0};
     for (int64_t number = 0; number < stack->num_layers; number++) {
@@ -92,12 +100,10 @@ static LayerSizes measure_layers(const Stack *stack) {
         const MLPLayer *mlp = &layer->mlp;
         measure_attention(&layer->self, layer->self.shape.heads + 2 * layer->self.shape.kv_heads, &sizes);
         if (layer->has_cross) measure_attention(&layer->cross, layer->cross.shape.heads, &sizes);
-        sizes.inner_bytes = max_i64(sizes.inner_bytes, max_i64(mlp->up.n * 4, operand_bytes(&mlp->down)));
-        sizes.mlp_operand_bytes = max_i64(sizes.mlp_operand_bytes, operand_bytes(&mlp->up));
-        sizes.mlp_operand_bytes = max_i64(sizes.mlp_operand_bytes, operand_bytes(&mlp->down));
+        measure_mlp(mlp, &sizes);
+        if (layer->has_vectors) measure_mlp(&layer->vectors, &sizes);
         if (mlp->experts) measure_experts(mlp->experts, &sizes.experts);
         sizes.saved |= layer->parallel != 0;
-        sizes.sublayer |= mlp->norms.output.kind != NO_NORM;
     }
     return sizes;
 }
@@ -171,6 +177,14 @@ static void norm_heads(const AttentionLayer *layer, int64_t heads, const Norm *n
     }
 }
 
+/* Normalise each row's values, which may be its keys as they are. */
+static void finish_values(const AttentionLayer *layer, int64_t kv_heads, const float *keys, float *values) {
+    int64_t dim = layer->shape.dim;
+    if (layer->keys_as_values) memcpy(values, keys, kv_heads * dim * sizeof *values);
+    for (int64_t head = 0; layer->v_norm.kind != NO_NORM && head < kv_heads; head++)
+        normalise(&layer->v_norm, values + head * dim, dim, values + head * dim);
+}
+
 /* Normalise and rotate each row's queries and keys, and write its keys and values into the layer's pages. As BF16,
  * rows end up in the first halves of theirs. Ends at a barrier. */
 static void finish_heads(const StackContext *t, const AttentionLayer *layer, int64_t kv_heads, const KVPages *pages,
@@ -185,6 +199,7 @@ static void finish_heads(const StackContext *t, const AttentionLayer *layer, int
     for (int64_t row = first; row < last; row++) {
         float *q = t->qkv + row * width;
         norm_heads(layer, a->heads, &layer->q_norm, q);
+        finish_values(layer, kv_heads, q + keys, q + values);
         norm_heads(layer, kv_heads, &layer->k_norm, q + keys);
         for (int64_t head = 0; rotary && head < a->heads + kv_heads; head++) {
             int64_t angles = (t->first_row + row) * rotary->dim;
@@ -206,9 +221,10 @@ static void finish_attention(const StackContext *t, const AttentionLayer *layer)
     norm_rows(t, &layer->norms.post, t->x, rows);
 }
 
-/* Whether queries or keys change between their projection and their use. */
+/* Whether queries, keys or values change between their projection and their use. */
 static int changes_heads(const AttentionLayer *layer) {
-    return layer->rotary >= 0 || layer->q_norm.kind != NO_NORM || layer->k_norm.kind != NO_NORM;
+    return layer->rotary >= 0 || layer->q_norm.kind != NO_NORM || layer->k_norm.kind != NO_NORM ||
+           layer->v_norm.kind != NO_NORM || layer->keys_as_values;
 }
 
 static const ScoreBias *score_bias_of(const AttentionLayer *layer, const Step *step) {
@@ -240,17 +256,19 @@ static void encoder_self_attention(const StackContext *t, const AttentionLayer *
 /* Whether attention over pages may be in tiles: where products of bfloat16 are. */
 static int tiled_attention(const Stack *stack) { return stack->tiles && stack->dtype == BF16; }
 
-/* Self attention over pages, which get this step's keys and values first, or over the rows themselves. */
+/* Self attention over pages, which get this step's keys and values first, or over the rows themselves. A layer that
+ * reads an earlier one's keys finds them in its pages, which are that one's. */
 static void self_attention(const StackContext *t, const AttentionLayer *layer, int64_t number) {
     const Step *step = t->step;
     const AttentionShape *a = &layer->shape;
-    int64_t keys = a->heads * a->dim, values = keys + a->kv_heads * a->dim, width = values + a->kv_heads * a->dim;
+    int64_t kv_heads = layer->reads_keys ? 0 : a->kv_heads;
+    int64_t keys = a->heads * a->dim, values = keys + kv_heads * a->dim, width = values + kv_heads * a->dim;
     Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->input, t->x, step->rows);
     multiply(&t->team, &layer->input, operand, step->rows, (Output){.rows = t->qkv, .stride = width});
     KVPages rows = {.kind = F32, .keys = t->qkv + keys, .values = t->qkv + values};
     rows.key_stride = rows.value_stride = width;
     const KVPages *pages = step->pages ? step->pages + number : NULL;
-    if (pages || changes_heads(layer)) finish_heads(t, layer, a->kv_heads, pages, F32);
+    if (pages || changes_heads(layer)) finish_heads(t, layer, kv_heads, layer->reads_keys ? NULL : pages, F32);
     Attention attention = {.shape = a, .segments = step->segments + layer->segments, .pages = pages ? pages : &rows};
     attention.bias = score_bias_of(layer, step);
     attention.tiles = tiled_attention(t->stack);
@@ -276,8 +294,10 @@ static void cross_attention(const StackContext *t, const AttentionLayer *layer, 
     finish_attention(t, layer);
 }
 
-/* Activate and gate what `up` gave, and write it as the operand that `down` reads. Ends at a barrier. */
-static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64_t rows) {
+/* Activate and gate what `up` gave, or multiply it by `vectors`, rows `stride` apart, and write it as the operand that
+ * `down` reads. Ends at a barrier. */
+static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64_t rows, const float *vectors,
+                             int64_t stride) {
     int kind = operand_kind(&layer->down);
     int64_t size = layer->down.k, width = layer->up.n, bytes = operand_bytes(&layer->down), first, last;
     const ThreadContext *team = &t->team;
@@ -285,6 +305,7 @@ static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64
     for (int64_t row = first; row < last; row++) {
         float *at = t->inner + row * width;
         if (layer->gated) gate_in_place(layer->activation, (GateClamp){layer->limit, layer->gain}, at, size);
+        if (vectors) multiply_in_place(at, vectors + row * stride, size);
         if (kind != F32) write_operand(&layer->down, at, team->operand + row * bytes, team->operand_scales + row);
     }
     wait_for_threads(team);
@@ -305,9 +326,29 @@ static void mlp(const StackContext *t, const MLPLayer *layer, const float *from,
     } else {
         up.stride = layer->up.n;
         multiply(&t->team, &layer->up, operand, rows, up);
-        inner = gated_operand(t, layer, rows);
+        inner = gated_operand(t, layer, rows, NULL, 0);
     }
     add_sublayer(t, &layer->down, inner, rows, &layer->norms.output, layer->scale, x);
+}
+
+/* Add what a layer makes of the step's vectors to `rows` rows of x from row `begin` on. Ends at a barrier. */
+static void add_vectors(const StackContext *t, const MLPLayer *layer, int64_t number, int64_t begin, int64_t rows) {
+    float *x = t->x + begin * t->stack->hidden;
+    int64_t size = layer->up.n, stride = t->stack->num_layers * size;
+    Operand operand = prepare_operand(&t->team, NULL, &layer->up, x, rows);
+    Output up = {.rows = t->inner, .stride = size, .activation = layer->activation};
+    multiply(&t->team, &layer->up, operand, rows, up);
+    const float *vectors = t->step->vectors + (t->first_row + begin) * stride + number * size;
+    Operand inner = gated_operand(t, layer, rows, vectors, stride);
+    add_sublayer(t, &layer->down, inner, rows, &layer->norms.output, layer->scale, x);
+}
+
+/* Multiply all rows by a layer's scale. Ends at a barrier. */
+static void scale_rows(const StackContext *t, float scale) {
+    int64_t hidden = t->stack->hidden, first, last;
+    thread_range(&t->team, t->step->rows, &first, &last);
+    scale_in_place(t->x + first * hidden, scale, (last - first) * hidden);
+    wait_for_threads(&t->team);
 }
 
 /* Add the experts of `rows` rows from `from` to those of x. Ends at a barrier. */
@@ -340,6 +381,9 @@ static void run_layer(const StackContext *t, int64_t number) {
         (layer->mlp.experts ? experts : mlp)(t, &layer->mlp, from + at * hidden, t->x + at * hidden,
                                              min_i64(rows - at, chunk));
     norm_rows(t, &layer->mlp.norms.post, t->x, rows);
+    for (int64_t at = 0; layer->has_vectors && at < rows; at += CHUNK_ROWS)
+        add_vectors(t, &layer->vectors, number, at, min_i64(rows - at, CHUNK_ROWS));
+    if (layer->scale) scale_rows(t, *layer->scale);
 }
 
 static void run_layers(const StackContext *t) {

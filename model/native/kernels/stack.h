@@ -22,8 +22,11 @@ typedef struct {
     SublayerNorms norms;
     AttentionShape shape;
     Norm q_norm, k_norm; /* of queries and keys; cross attention has no k_norm: its keys are in the cache */
+    Norm v_norm;         /* of each head's values */
     int64_t norm_span;   /* of what these are taken: EACH_HEAD, OWN_GAINS or ALL_HEADS */
     PackedMatrix input;  /* self: queries, keys, values [(heads + 2 kv_heads) dim, hidden]; cross: queries */
+    int64_t keys_as_values; /* whether `input` gives no values: they are the keys before their norm (Gemma 4) */
+    int64_t reads_keys;     /* whether it gives queries alone, for keys that an earlier layer has written */
     PackedMatrix output; /* [hidden, heads dim] */
     int64_t segments;    /* which segments: layers of one KV cache pool share block tables */
     int64_t rotary;      /* which rotary table; -1: no rotary positions */
@@ -67,6 +70,9 @@ typedef struct {
     MLPLayer mlp;
     int64_t has_cross;
     int64_t parallel; /* whether attention and MLP read the same x, and both are added to it (GPT-NeoX) */
+    MLPLayer vectors; /* behind the MLP: between its products rows are multiplied by the step's vectors (Gemma 4) */
+    int64_t has_vectors;
+    const float *scale; /* of x in the end; null: none */
 } Layer;
 
 typedef struct {
@@ -94,6 +100,7 @@ typedef struct {
     const RotaryTable *rotary;
     const ScoreBias *score_biases;
     const RelativePositions *relative;
+    const float *vectors;     /* [rows][num_layers][vectors.up.n] of each row for each layer, where layers have them */
     int64_t planned_keys; /* of a step that is only planned, whose segments are empty: its longest segment's keys */
 } Step;
 
