@@ -13,11 +13,15 @@ import torch
 from tokenizers import Tokenizer
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
+from model.api.engine_config import EngineConfig
 from model.attention.base import AttentionMetadata
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
+from model.llm import LLM
+from model.media.audio_file import AudioLimits, decode_audio
 from model.network.inputs import CrossInput, StackInput
 from model.network.weights import load_model
+from model.pretrained import CHECKPOINTS
 from model.pretrained.training.speech import clips, evaluate, recipe, synthesis, utterances, windows
 from model.pretrained.training.speech.windows import Clip, Placed, Window
 
@@ -101,6 +105,13 @@ def test_windows_have_whispers_tokens(tokenizer: Tokenizer, window: Window, inpu
     assert learnt == targets
 
 
+def test_a_cut_utterance_is_not_spelt(tokenizer: Tokenizer) -> None:
+    whole, cut = Window(SILENCE, (FIRST, SECOND)), Window(SILENCE, (FIRST, Placed("yes", 5.5, None)), timestamps=True)
+    letters = windows.example(whole, tokenizer, 128).letters
+    assert "".join(windows.LETTERS[letter] for letter in letters) == "yes please no thank you"
+    assert windows.example(cut, tokenizer, 128).letters == []
+
+
 def test_utterances_are_where_the_timestamps_say(said: list[Clip], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synthesis, "disturb", lambda samples, rng: samples)
     maker = windows.WindowMaker(said, recipe.SECONDS, seed=5)
@@ -122,7 +133,7 @@ def test_the_batch_of_a_step_is_the_same_again_and_the_losses_fall(said: list[Cl
     batch, again = (recipe.Batches(said, tokenizer, 0)[7] for _ in range(2))
     assert torch.equal(batch.features, again.features) and torch.equal(batch.targets, again.targets)
     assert batch.features.shape == (recipe.BATCH, 80, 50 * recipe.SECONDS)  # the short ones come first
-    few = recipe.Batch(batch.features[:2, :, :100], batch.inputs[:2], batch.targets[:2], batch.texts[:2])
+    few = recipe.Batch(batch.features[:2], batch.inputs[:2], batch.targets[:2], batch.letters[:2])
     model = recipe.new_speech_model(0, CPU)
     optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), 3e-3)
     losses = []
@@ -132,7 +143,7 @@ def test_the_batch_of_a_step_is_the_same_again_and_the_losses_fall(said: list[Cl
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.6 * losses[0], losses
 
 
 def test_a_saved_folder_is_one_of_whisper_to_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -178,3 +189,13 @@ def test_clips_are_said_once_and_the_same_each_time(tmp_path: Path, monkeypatch:
     assert all(np.array_equal(one.samples, other.samples) for one, other in zip(kept, made, strict=True))
     assert all(0.2 < len(one.samples) / synthesis.RATE < 10 for one in made)
     assert len(clips.training_clips(8, tmp_path, 1.5)) < 8
+
+
+@pytest.mark.skipif(not (CHECKPOINTS / "speech").is_dir(), reason="not trained yet: make pretrained ARGS=speech")
+def test_the_sample_is_written_down() -> None:
+    folder = CHECKPOINTS / "speech"
+    assert recipe.SAMPLE in utterances.held_out_utterances(600)
+    sound = (folder / "sample.flac").read_bytes()
+    assert len(sound) < 100_000
+    samples = decode_audio(sound, synthesis.RATE, AudioLimits(seconds=recipe.SECONDS))
+    assert evaluate.transcribed(LLM(folder, EngineConfig()), [samples]) == [recipe.SAMPLE]

@@ -26,6 +26,8 @@ bands; the texts are the project's own. espeak-ng is GPL-3.0-or-later; that cove
 | held-out word error rate | **{known:.2%}** of {count} utterances, {noisy:.2%} with noise {noise:g} dB below, \
 {unknown:.2%} said by voices that training never heard |
 
+`sample.flac` is "{sample}", said by espeak-ng.
+
 Held out are values: a date, a number or an amount of the held-out utterances is never said in training. It knows a
 few hundred words and nothing of human voices.
 """
@@ -44,5 +46,6 @@ def write_speech_card(folder: Path, parameters: int, errors: WordErrors) -> None
         unknown=errors.unknown,
         count=HELD_OUT,
         noise=NOISE,
+        sample=recipe.SAMPLE,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

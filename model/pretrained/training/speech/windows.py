@@ -31,6 +31,7 @@ from model.pretrained.training.speech.tokens import (
     token_id,
 )
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz' "
 _FULL = np.float32(32768.0)
 
 
@@ -67,7 +68,7 @@ class Example:
 
     inputs: list[int]
     targets: list[int]
-    text: list[int] = field(default_factory=list)  # of all utterances; empty if one is cut
+    letters: list[int] = field(default_factory=list)  # of all utterances, places in `LETTERS`; empty if one is cut
 
 
 class WindowMaker:
@@ -135,25 +136,22 @@ def example(window: Window, tokenizer: Tokenizer, longest: int) -> Example:
             return Example(tokens[:-1], [-100] * 3 + tokens[-1:])
         return Example(tokens[:-1], tokens[1:])
     tokens, forced = ids(START, LANGUAGE, window.task), 1  # the task is the client's choice and is not learnt
-    texts: list[int] = []
     if not window.timestamps:
         tokens += ids(NO_TIMESTAMPS)
     for placed in window.placed:
-        said = text_ids(placed.text)
-        whole = placed.end is not None
         if window.timestamps:
             tokens.append(_timestamp(tokenizer, placed.start, first=placed is window.placed[0]))
-        if whole:
-            texts += said
-            tokens += said
+        if placed.end is not None:
+            tokens += text_ids(placed.text)
         if window.timestamps and placed.end is not None:
             tokens.append(_timestamp(tokenizer, placed.end))
     tokens += ids(END)
     whole_tokens = before + tokens
     targets = [-100] * len(before) + tokens[1:]
     targets[len(before) + forced] = -100
-    is_cut = window.placed[-1].end is None
-    return Example(whole_tokens[:-1][:longest], targets[:longest], [] if is_cut else texts)
+    text = "" if window.placed[-1].end is None else " ".join(placed.text for placed in window.placed)
+    letters = [LETTERS.index(letter) for letter in text]
+    return Example(whole_tokens[:-1][:longest], targets[:longest], letters)
 
 
 def _timestamp(tokenizer: Tokenizer, seconds: float, *, first: bool = False) -> int:
