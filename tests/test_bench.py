@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,9 @@ from loadtest.bench.batches import QUICK, BenchRequest, Scale, Workload, workloa
 from loadtest.bench.host import step_milliseconds
 from loadtest.bench.models import CONFIGS, built
 from loadtest.bench.ours import Ours
+from loadtest.bench.peers import PEERS
 from loadtest.bench.roofline import Ceilings, Costs, ExpertCosts, Roofline
+from loadtest.commands.main import main
 from loadtest.commands.offline import Bench
 from model.api.engine_config import EngineConfig
 from model.attention.sdpa import SdpaBackend
@@ -125,14 +125,34 @@ def test_every_run_computes_its_prompts() -> None:
         assert not engine.has_work
 
 
-def test_a_run_prints_one_json_line(cache: Path) -> None:
+def test_rows_are_written_as_they_come_and_a_peer_without_the_form_has_one(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     number_format = "int8" if isinstance(native(), Library) else "float32"
-    chosen = ["--quantization", "int4"] if number_format == "int8" else ["--dtype", "float32"]
-    command = [sys.executable, "-m", "loadtest", "offline", "--models", "N1", "--quick", "--runs", "1", *chosen]
-    done = subprocess.run([*command, "--cache", str(cache)], capture_output=True, text=True, timeout=300, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    [row] = found["rows"]
-    assert row["model"] == "N1" and row["engine"] == "triptych" and row["rate"] > 0
+    chosen = ["--quantization", "int8"] if number_format == "int8" else ["--dtype", "float32"]
+    monkeypatch.setitem(PEERS, "ctranslate2", replace(PEERS["ctranslate2"], packages=()))
+    written = tmp_path / "rows.jsonl"
+    written.write_text("an earlier run's\n")
+    options = ["--requests", "2", "--runs", "1", "--cache", str(cache), "--json", str(written)]
+    with pytest.raises(SystemExit) as ended:
+        main(["offline", "--models", "N1", "--peer", "ctranslate2", *chosen, *options])
+    assert ended.value.code in (0, None)
+    earlier, *others = written.read_text().splitlines()
+    assert earlier == "an earlier run's"
+    lines = [json.loads(line) for line in others]
+    rows = [found for line in lines for found in line["rows"]]
+    assert [(found["engine"], found["workload"], found["unable"]) for found in rows] == [
+        ("ctranslate2", "", "no encoders"),
+        ("triptych", "2 texts", None),
+    ]
+    row = rows[1]
+    assert row["model"] == "N1" and row["rate"] > 0 and len(row["runs"]) == 1
     assert row["of_roofline"] == pytest.approx(row["roofline_seconds"] / row["seconds"])
-    assert found["machine"]["threads"] > 0
+    if number_format == "int8":
+        assert 0.99 < row["cosine"] < 0.9999999  # int8 against float32
+    assert all(line["settings"]["requests"] == 2 and line["machine"]["commit"] for line in lines)
+    shown = capsys.readouterr().out
+    assert "-: no encoders" in shown
+    found = json.loads(shown.splitlines()[-1])  # the last line has all of it
+    assert found["rows"] == rows and found["machine"]["threads"] > 0
     assert found["ceilings"].keys() == {number_format} and found["ceilings"][number_format]["kernel"]

@@ -161,41 +161,6 @@ def test_a_peer_that_is_not_installed_is_named_with_how_to_install_it(
     assert "pip install a-library an-engine" in capsys.readouterr().err
 
 
-def test_rows_are_written_as_they_come_and_a_peer_without_the_form_has_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(PEERS, "ctranslate2", replace(PEERS["ctranslate2"], packages=()))
-    written = tmp_path / "rows.jsonl"
-    options = [
-        "--quantization",
-        "int8",
-        "--requests",
-        "2",
-        "--runs",
-        "1",
-        "--cache",
-        str(tmp_path),
-        "--json",
-        str(written),
-    ]
-    written.write_text("an earlier run's\n")
-    with pytest.raises(SystemExit) as ended:
-        main(["offline", "--models", "N1", "--peer", "ctranslate2", *options])
-    assert ended.value.code in (0, None)
-    earlier, *others = written.read_text().splitlines()
-    assert earlier == "an earlier run's"
-    lines = [json.loads(line) for line in others]
-    rows = [found for line in lines for found in line["rows"]]
-    assert [(found["engine"], found["workload"], found["unable"]) for found in rows] == [
-        ("ctranslate2", "", "no encoders"),
-        ("triptych", "2 texts", None),
-    ]
-    assert rows[1]["rate"] > 0 and len(rows[1]["runs"]) == 1
-    assert 0.99 < rows[1]["cosine"] < 0.9999999  # int8 against float32
-    assert all(line["settings"]["requests"] == 2 and line["machine"]["commit"] for line in lines)
-    assert "-: no encoders" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "model"), [(name, model) for name in PEERS for model in ("D1", "N1", "E1")])
 def test_an_installed_peer_does_the_work(name: str, model: str, tmp_path: Path) -> None:

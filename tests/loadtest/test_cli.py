@@ -204,8 +204,8 @@ def test_output_files_of_a_run(tmp_path: Path) -> None:
 
 def test_an_slo_decides_the_exit_code(tmp_path: Path) -> None:
     with serving(FAST) as server:
-        kept = run(server.url, tmp_path, "--requests", "8", "--slo", "e2e_p50<5s,error_rate<0.1%")
-        missed = run(server.url, tmp_path, "--requests", "8", "--slo", "ttft_p50<40ms")
+        asked = (*run_of(server.url, tmp_path), "--requests", "8", "--slo")
+        kept, missed = here(*asked, "e2e_p50<5s,error_rate<0.1%"), here(*asked, "ttft_p50<40ms")
     assert kept[0] == 0, kept
     assert "met    e2e_p50<5s" in kept[1]
     assert missed[0] == 1
@@ -215,7 +215,7 @@ def test_an_slo_decides_the_exit_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: signal.Signals) -> None:
     with serving(FAST) as server:
-        process = started("run", "--url", server.url, "--out", str(tmp_path), "--rate", "20", "--duration", "120")
+        process = started("run", "--url", server.url, "--out", str(tmp_path), "--rate", "60", "--duration", "120")
         end = time.monotonic() + 60
         while len(server.seen) < 30:
             assert time.monotonic() < end
@@ -234,9 +234,9 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: signal.Sig
 @in_several_tries
 def test_comparison_finds_a_regression_and_nothing_else(tmp_path: Path) -> None:
     results = []
-    for name, script in (("quick", Script(0.2, 0.02)), ("slow", Script(0.8, 0.02))):
+    for name, script in (("quick", Script(0.1, 0.01)), ("slow", Script(0.4, 0.01))):
         with serving(script) as server:
-            code, _, err = run(server.url, tmp_path / name, "--requests", "24")
+            code, _, err = here(*run_of(server.url, tmp_path / name), "--requests", "24")
             assert code == 0, err
         results.append(str(tmp_path / name / "run.json"))
     quick, slow = results
@@ -254,29 +254,20 @@ def test_comparison_finds_a_regression_and_nothing_else(tmp_path: Path) -> None:
 
 @in_several_tries
 def test_a_sweep_finds_the_knee_and_the_slo(tmp_path: Path) -> None:
-    """Four places of 0.2 s each are 20 requests a second; waiting for a place comes on top of the 0.2 s."""
-    script = Script(first_s=0.2, capacity=4)
-    flags = [
-        "--max-lag",
-        "20000",
-        "--output-tokens",
-        "1",
-        "--duration",
-        "2",
-        "--arrivals",
-        "constant",
-        "--points",
-        "10,40",
-    ]
+    """Four places of 0.1 s each are 40 requests a second; waiting for a place comes on top of the 0.1 s."""
+    script = Script(first_s=0.1, capacity=4)
+    flags = ["--max-lag", "20000", "--output-tokens", "1", "--duration", "1", "--arrivals", "constant"]
     with serving(script) as server:
-        slo = ("--slo", "ttft_p90<800ms,error_rate<1%", "--bisect", "1")
-        code, out, err = command("sweep", "--url", server.url, "--out", str(tmp_path), *flags, *slo)
+        slo = ("--slo", "ttft_p90<400ms,error_rate<1%", "--bisect", "1")
+        code, out, err = command(
+            "sweep", "--url", server.url, "--out", str(tmp_path), *flags, "--points", "20,80", *slo
+        )
     assert code == 0, err
     document = last(out)
     assert document["saturation_seen"]
-    assert 10 <= document["knee"] <= 21
-    assert 10 <= document["slo_load"] <= 22.5
-    assert document["capacity_per_s"] == pytest.approx(20, rel=0.15)
+    assert 20 <= document["knee"] <= 42
+    assert 20 <= document["slo_load"] <= 45
+    assert document["capacity_per_s"] == pytest.approx(40, rel=0.15)
     assert len(document["points"]) == 3
     assert "columns" not in document["points"][0]["run"]
     assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "requests.csv", "report.html"}
@@ -301,7 +292,7 @@ def sweep_of(run: Path, to: Path, over: str, *loads: float) -> str:
 def test_sweeps_are_compared_load_by_load(tmp_path: Path) -> None:
     for name, script in (("quick", Script(0.05, 0.005)), ("slow", Script(0.4, 0.005))):
         with serving(script) as server:
-            assert run(server.url, tmp_path / name, "--requests", "12")[0] == 0
+            assert here(*run_of(server.url, tmp_path / name), "--requests", "12")[0] == 0
     quick, slow = (tmp_path / name / "run.json" for name in ("quick", "slow"))
     a = sweep_of(quick, tmp_path / "a.json", "rate", 2.0, 4.0, 8.0)
     code, out, err = here("compare", a, sweep_of(slow, tmp_path / "b.json", "rate", 4.0, 8.0, 9.5))

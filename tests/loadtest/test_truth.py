@@ -41,8 +41,8 @@ def check_times(run: Measured, server: ScriptedServer) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 @in_several_tries
 def test_latencies_are_those_of_the_server(workers: int) -> None:
-    with serving(Script(first_s=0.8, gap_s=0.1)) as server:
-        run = measured(server.url, requests=16, arrivals=constant(12), workers=workers)
+    with serving(Script(first_s=0.4, gap_s=0.05)) as server:
+        run = measured(server.url, requests=16, arrivals=constant(24), workers=workers)
     check_times(run, server)
     assert run.document["tokens"]["output"] == 16 * 10
     assert run.document["tokens"]["prompt"] == 16 * 7
@@ -58,11 +58,11 @@ def test_tokens_without_text_are_counted() -> None:
 
 @in_several_tries
 def test_throughput_is_that_of_the_server() -> None:
-    with serving(Script(first_s=0.3, gap_s=0.04)) as server:
-        run = measured(server.url, requests=20, arrivals=CLOSED)
+    with serving(Script(first_s=0.3, gap_s=0.03)) as server:
+        run = measured(server.url, requests=12, arrivals=CLOSED)
     spent = max(one.sends[-1] for one in server.load) - min(one.received for one in server.load)
-    assert close(run.document["throughput"]["output_throughput"]["value"], 200 / spent)
-    assert close(run.document["throughput"]["request_throughput"]["value"], 20 / spent)
+    assert close(run.document["throughput"]["output_throughput"]["value"], 120 / spent)
+    assert close(run.document["throughput"]["request_throughput"]["value"], 12 / spent)
 
 
 @pytest.mark.parametrize("clients", [Clients(), Clients(max_concurrency=1)], ids=["sent in time", "could not be sent"])
@@ -188,7 +188,7 @@ def test_a_slow_reader_at_the_end_of_the_drain_has_not_failed() -> None:
 
 @in_several_tries
 def test_unstreamed_replies_have_no_first_token() -> None:
-    with serving(Script(first_s=1.0)) as server:
+    with serving(Script(first_s=0.6)) as server:
         run = measured(server.url, requests=8, arrivals=CLOSED, clients=Clients(stream=False))
     assert "ttft" not in run.document["latency_ms"]
     truth = statistics.median(one.ended - one.received for one in server.seen[1:])

@@ -21,9 +21,14 @@ from model.engine import encode_engine
 from model.engine.execution import model_runner
 from model.system import transfer
 
-STEPS = 20
+_STEPS, _TINY_STEPS = 20, 3
 _SHOWN = 5  # kernels in the results; the text has more
 _LISTED = 25
+
+
+def steps_of(bench: Bench) -> int:
+    """Return how many steps are timed, and how many are profiled after them."""
+    return _TINY_STEPS if bench.tiny else _STEPS
 
 
 def generating(ready: BenchModel) -> list[Where]:
@@ -49,20 +54,20 @@ def encoding(ready: BenchModel) -> list[Where]:
 
 
 def profiled(bench: Bench, title: str, step: Callable[[], object], places: list[Where], rows: int = 0) -> Figures:
-    """Time the phases of `STEPS` steps, then profile as many with torch's profiler, whose text goes to profiles.txt.
+    """Time the phases of `steps_of` steps, then profile as many with torch's profiler, whose text goes to profiles.txt.
 
     `rows`: sequences in a step, for host time per token. A failed profile does not fail the case.
     """
-    timers = Timers()
+    timers, steps = Timers(), steps_of(bench)
     with timers.on(*places):
         bench.wait()
         began = time.perf_counter()
-        for _ in range(STEPS):
+        for _ in range(steps):
             step()
         seconds = time.perf_counter() - began
-    split = {name: 1e3 * spent / STEPS for name, spent in timers.seconds.items()}
-    split["rest"] = 1e3 * seconds / STEPS - sum(split.values())
-    found: Figures = {"step_ms": 1e3 * seconds / STEPS, "host_ms": split}
+    split = {name: 1e3 * spent / steps for name, spent in timers.seconds.items()}
+    split["rest"] = 1e3 * seconds / steps - sum(split.values())
+    found: Figures = {"step_ms": 1e3 * seconds / steps, "host_ms": split}
     if rows:
         found["host_us_a_token"] = 1e3 * (found["step_ms"] - split.get("wait", 0.0)) / rows
     try:
@@ -97,11 +102,12 @@ def cancel(ready: BenchModel) -> None:
 
 
 def _on_device(bench: Bench, title: str, step: Callable[[], object]) -> Figures:
+    steps = steps_of(bench)
     kind = torch.profiler.ProfilerActivity.CUDA if bench.cuda else torch.profiler.ProfilerActivity.CPU
     bench.wait()
     with torch.profiler.profile(activities=[kind]) as profile:
         began = time.perf_counter()
-        for _ in range(STEPS):
+        for _ in range(steps):
             step()
         bench.wait()
         seconds = time.perf_counter() - began
@@ -111,13 +117,13 @@ def _on_device(bench: Bench, title: str, step: Callable[[], object]) -> Figures:
     kernels = _by_name(events)
     _write(bench, title, seconds, busy, kernels)
     top = [
-        {"kernel": name[:80], "ms_a_step": 1e3 * spent / STEPS, "share": spent / max(total, 1e-12)}
+        {"kernel": name[:80], "ms_a_step": 1e3 * spent / steps, "share": spent / max(total, 1e-12)}
         for name, spent, _ in kernels[:_SHOWN]
     ]
     return {
         "busy": busy / seconds,
-        "device_ms": 1e3 * busy / STEPS,
-        "kernels_a_step": len(events) / STEPS,
+        "device_ms": 1e3 * busy / steps,
+        "kernels_a_step": len(events) / steps,
         "top": top,
     }
 
@@ -143,7 +149,8 @@ def _by_name(events: Iterable[Any]) -> list[tuple[str, float, int]]:
 
 
 def _write(bench: Bench, title: str, seconds: float, busy: float, kernels: list[tuple[str, float, int]]) -> None:
+    steps = steps_of(bench)
     with (bench.folder / "profiles.txt").open("a") as file:
-        file.write(f"\n{title}: {STEPS} steps, {1e3 * seconds / STEPS:.3f} ms each, busy {busy / seconds:.1%}\n")
+        file.write(f"\n{title}: {steps} steps, {1e3 * seconds / steps:.3f} ms each, busy {busy / seconds:.1%}\n")
         for name, spent, calls in kernels[:_LISTED]:
-            file.write(f"{1e3 * spent / STEPS:10.4f} ms {calls / STEPS:8.1f} calls a step  {name[:160]}\n")
+            file.write(f"{1e3 * spent / steps:10.4f} ms {calls / steps:8.1f} calls a step  {name[:160]}\n")

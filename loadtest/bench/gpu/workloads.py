@@ -91,7 +91,7 @@ def _raw(bench: Bench, name: str) -> dict[str, Any]:
 def _many(bench: Bench, *, name: str, lengths: Lengths, params: SamplingParams = GREEDY, **settings: Any) -> Figures:
     """Run requests that are all submitted at the start, with exact lengths."""
     most_in, most_out = (max(column) for column in zip(*lengths, strict=True))
-    spare = 3 * profile.STEPS  # additional tokens for the profile
+    spare = 3 * profile.steps_of(bench)  # additional tokens for the profile
     ready = load(bench, _raw(bench, name), seqs=len(lengths), context=most_in + most_out + spare, name=name, **settings)
     warm(ready, most_in)
     add(ready, bench_requests(ready, lengths), params)
@@ -113,14 +113,14 @@ def _many(bench: Bench, *, name: str, lengths: Lengths, params: SamplingParams =
 def _one_stream(bench: Bench, *, name: str, **settings: Any) -> Figures:
     """Return the milliseconds per token of one request, and the share of the bandwidth of reading weights and keys."""
     prompt, wanted = _scaled(bench, 128), _scaled(bench, 256)
-    context = _scaled(bench, 1024) + 4 * profile.STEPS
+    context = _scaled(bench, 1024) + 4 * profile.steps_of(bench)
     ready = load(bench, _raw(bench, name), seqs=1, context=context, name=name, **settings)
     warm(ready, prompt)
     add(ready, bench_requests(ready, [(prompt, wanted)]))
     done = finish(ready)
     kv_bytes = 1.0 if "kv_cache_dtype" in settings else None
     roofline = ready.roofline(bench, kv_bytes).step(1, [prompt + wanted // 2])
-    add(ready, bench_requests(ready, [(prompt, 3 * profile.STEPS)]))
+    add(ready, bench_requests(ready, [(prompt, 3 * profile.steps_of(bench))]))
     found: Figures = {"ms_a_token": done.decode_ms, "of_bandwidth": 1e3 * roofline / done.decode_ms}
     found |= {"first_token_ms": 1e3 * done.times["0"][0]}
     return found | profile.decoding(bench, ready, _title(f"{name}, one stream", GREEDY, settings)) | _setup(ready)
@@ -268,7 +268,7 @@ def _encodings(bench: Bench, *, name: str) -> Figures:
         "tokens_per_s": rate,
         "of_matrix_rate": 2 * rate * ready.roofline(bench).costs.encoder / bench.ceilings.flops_per_second,
     }
-    put(2 * profile.STEPS * 32 + 1)
+    put(2 * profile.steps_of(bench) * 32 + 1)
     found |= profile.profiled(bench, name, engine.step, profile.encoding(ready))
     return found | _setup(ready)
 

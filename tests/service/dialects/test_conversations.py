@@ -1,8 +1,7 @@
-"""OpenAI's responses and Anthropic's messages, by their official clients as they are, and what is refused."""
+"""OpenAI's responses, by the official client as it is, and what they and Anthropic's messages refuse and bound."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,15 +10,12 @@ import openai
 import pytest
 
 from service.core.response_store import ResponseStore
-from service.dialects.messages import JsonBeginning
 from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.support import calling_app, chat_app, prompt_of, says
 from tests.service.dialects.test_tools import CALLED, PARAMETERS, SAID
 from tests.service.processes import eventually
 from tests.service.support import App, ask, check_accounts, let_time_pass, live, run
 from tests.service.test_bad_requests import check_error
-
-anthropic: Any = pytest.importorskip("anthropic", reason="anthropic's client is not installed")
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 TOOLS: list[Any] = [
@@ -41,20 +37,16 @@ GOOD = {
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[App, openai.OpenAI, Any]]:
-    """A model that reasons and calls tools, and the two clients."""
+def served() -> Iterator[tuple[App, openai.OpenAI]]:
+    """A model that reasons and calls tools, and the client."""
     app = calling_app()
     with live(app) as url:
-        yield (
-            app,
-            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0),
-            anthropic.Anthropic(base_url=url, api_key="any", max_retries=0),
-        )
+        yield app, openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
     check_accounts(app)
 
 
-def test_a_response_and_its_events(served: tuple[App, openai.OpenAI, Any]) -> None:
-    app, client, _ = served
+def test_a_response_and_its_events(served: tuple[App, openai.OpenAI]) -> None:
+    app, client = served
     says(app, SAID)
     asked = {**ASKED, "metadata": {"a": "b"}, "instructions": "Be brief."}
     whole = client.responses.create(**asked)
@@ -94,9 +86,9 @@ def test_a_response_and_its_events(served: tuple[App, openai.OpenAI, Any]) -> No
     assert [*done.values()] == ["A city.", "Let me see.", *(arguments for _, arguments in CALLED)]
 
 
-def test_going_on_from_a_response(served: tuple[App, openai.OpenAI, Any]) -> None:
+def test_going_on_from_a_response(served: tuple[App, openai.OpenAI]) -> None:
     """By its id, or with its items sent back, the model sees the same conversation."""
-    app, client, _ = served
+    app, client = served
     says(app, SAID)
     first = client.responses.create(**ASKED)
     says(app, "Sunny.")
@@ -116,8 +108,8 @@ def test_going_on_from_a_response(served: tuple[App, openai.OpenAI, Any]) -> Non
     assert prompt_of(app).endswith("Sunny.<|end|>\n<|turn|>user\nAnd?<|end|>\n<|turn|>assistant\n")
 
 
-def test_formats_and_ends_of_responses(served: tuple[App, openai.OpenAI, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    app, client, _ = served
+def test_formats_and_ends_of_responses(served: tuple[App, openai.OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
+    app, client = served
     says(app, '{"x": 1}')
     format: Any = {"format": {"type": "json_schema", "name": "n", "schema": PARAMETERS}}
     assert client.responses.create(model="chat", input="x", text=format).output_text == '{"x": 1}'
@@ -139,127 +131,6 @@ def test_formats_and_ends_of_responses(served: tuple[App, openai.OpenAI, Any], m
     assert "engine failed" in failed[-1].response.error.message  # type: ignore[union-attr]
     assert failed[-2].item.status == "incomplete"  # type: ignore[union-attr]
     app.script.die_after = None
-
-
-def test_a_message_and_its_events(served: tuple[App, openai.OpenAI, Any]) -> None:
-    app, _, client = served
-    says(app, SAID)
-    whole = client.messages.create(**SENT, thinking={"type": "enabled", "budget_tokens": 100})
-    assert (whole.stop_reason, whole.role, whole.id[:4]) == ("tool_use", "assistant", "msg_")
-    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
-    assert (whole.content[0].thinking, whole.content[1].text) == ("A city.", "Let me see.")
-    assert [(block.name, block.input) for block in whole.content[2:]] == [("weather", {"city": "Zürich"}), ("time", {})]
-    assert not prompt_of(app).endswith("</think>\n\n")
-    assert client.messages.count_tokens(model="chat", messages=HELLO, tools=OWN_TOOLS).input_tokens > 300
-
-    with client.messages.stream(**SENT) as stream:  # of events under their names
-        types = [event.type for event in stream]
-        final = stream.get_final_message()
-    assert prompt_of(app).endswith("</think>\n\n")  # reasoning is off unless it is asked for
-    assert [block.to_dict() | {"id": ""} for block in final.content] == [
-        b.to_dict() | {"id": ""} for b in whole.content
-    ]
-    assert types.count("content_block_start") == types.count("content_block_stop") == 4
-    assert (types[0], types[-2:]) == ("message_start", ["message_delta", "message_stop"])
-    assert final.usage.output_tokens == whole.usage.output_tokens == len(SAID.encode()) + 1
-    raw = httpx.post(str(client.base_url).rstrip("/") + MESSAGES, json=SENT | {"stream": True}).text
-    frames = [frame.split("\n") for frame in raw.strip().split("\n\n")]
-    assert all(name == f"event: {json.loads(data[6:])['type']}" for name, data in frames)
-    assert [name for name, _ in frames[:3]] == ["event: message_start", "event: ping", "event: content_block_start"]
-
-    says(app, "Sunny.\n\nBye")
-    result = {"type": "tool_result", "tool_use_id": whole.content[2].id, "content": [{"type": "text", "text": "Sun"}]}
-    failed = {"type": "tool_result", "tool_use_id": whole.content[3].id, "content": "late", "is_error": True}
-    history = [*HELLO, {"role": "assistant", "content": whole.content}]
-    history.append({"role": "user", "content": [result, failed, {"type": "text", "text": "Well?"}]})
-    reply = client.messages.create(**SENT | {"messages": history}, system="Be brief.", stop_sequences=["\n\n"])
-    assert (reply.stop_reason, reply.stop_sequence, reply.content[0].text) == ("stop_sequence", "\n\n", "Sunny.")
-    turns = (
-        "<|turn|>tool\nSun<|end|>\n<|turn|>tool\nError: late<|end|>\n<|turn|>user\nWell?<|end|>\n<|turn|>assistant\n"
-    )
-    assert f"<|turn|>assistant\n{SAID}<|end|>\n{turns}" in prompt_of(app)
-    assert "<|turn|>system\nBe brief.<|end|>\n<|turn|>user\nWeather?" in prompt_of(app)
-
-
-def test_arguments_that_are_no_json_do_not_break_the_client(served: tuple[App, openai.OpenAI, Any]) -> None:
-    app, _, client = served
-    body = {**SENT, "tools": [{**tool, "strict": False} for tool in OWN_TOOLS]}
-    for arguments, expected in (('{"city": Oslo}', {}), ('{"city": "Oslo", day: 1}', {"city": "Oslo"})):
-        says(app, f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
-        whole = client.messages.create(**body)
-        with client.messages.stream(**body) as stream:
-            final = stream.get_final_message()
-        for message in (whole, final):
-            [call] = message.content
-            assert (call.name, call.input) == ("weather", expected)
-
-
-def test_all_that_is_json_is_passed_on() -> None:
-    value = {"städte": [1.5e-3, -2, None, {"\n": 'a "\\" b'}], "so": True, "long": "x" * 3_000, "last": "\U0001f600"}
-    text = json.dumps(value)
-    for size in (1, 7, 400, len(text)):
-        beginning = JsonBeginning()
-        passed = [beginning.push(text[at : at + size]) for at in range(0, len(text), size)]
-        assert all(passed[:250]) and "".join(passed) + beginning.rest() == text
-
-
-def test_choices_and_ends_of_messages(served: tuple[App, openai.OpenAI, Any]) -> None:
-    app, _, client = served
-    says(app, "Oslo.")
-    for choice, words in (
-        ({"type": "any"}, ["weather", "time"]),
-        ({"type": "tool", "name": "time", "disable_parallel_tool_use": True}, ["time"]),
-        ({"type": "auto"}, []),
-        ({"type": "none"}, []),
-    ):
-        client.messages.create(**SENT, tool_choice=choice)
-        grammar = app.client.submitted[-1].params.grammar
-        assert [name for name in ("weather", "time") if f'{name}\\", \\"arguments' in grammar] == words
-    assert "tools" not in prompt_of(app)
-    client.messages.create(**SENT | {"messages": [*HELLO, {"role": "assistant", "content": "In"}]})
-    assert prompt_of(app).endswith("<|turn|>assistant\nIn")
-    held = {"format": {"type": "json_schema", "schema": PARAMETERS}}
-    assert client.messages.create(**SENT | {"tools": []}, output_config=held).stop_reason == "end_turn"
-    assert "%json" in app.client.submitted[-1].params.grammar
-    says(app, '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}')
-    cut = client.messages.create(**SENT | {"max_tokens": 57})
-    assert (cut.stop_reason, cut.content[0].input) == ("max_tokens", {"city": "Osl"})
-    app.script.die_after = 2
-    with pytest.raises(anthropic.APIStatusError, match="engine failed"):
-        list(client.messages.create(**SENT, stream=True))
-    app.script.die_after = None
-
-
-def test_errors_of_messages_are_those_of_anthropics_client() -> None:
-    """In its shape on every way to an error, with its classes; the key may be in either header."""
-    app = chat_app(settings=ServiceSettings(api_keys=("right",)))
-    with live(app) as url:
-        client = anthropic.Anthropic(base_url=url, api_key="right", max_retries=0)
-        good = GOOD[MESSAGES]
-        assert client.messages.create(**good).content[0].text == "he"
-        bearer = anthropic.Anthropic(base_url=url, auth_token="right", api_key=None, max_retries=0)
-        assert bearer.messages.create(**good).stop_reason == "max_tokens"
-        with pytest.raises(anthropic.AuthenticationError, match=r"authentication_error.*API key"):
-            client.with_options(api_key="wrong").messages.create(**good)
-        with pytest.raises(anthropic.NotFoundError, match="nope"):
-            client.messages.create(**good | {"model": "nope"})
-        with pytest.raises(anthropic.BadRequestError, match="max_tokens: input should be") as caught:
-            client.messages.create(**good, extra_body={"max_tokens": "2"})
-        assert caught.value.body["request_id"] == caught.value.response.headers["x-request-id"]
-        assert caught.value.request_id == caught.value.body["request_id"]
-        assert [model.id for model in client.models.list()] == ["gen", "seq", "enc", "chat"]
-        app.script.queue_full = "queue_requests"
-        with pytest.raises(anthropic.RateLimitError):
-            client.messages.create(**good)
-        app.script.queue_full, app.script.ready = None, False
-        with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
-            client.messages.create(**good)
-        app.script.ready = True
-        body = httpx.post(
-            f"{url}{COUNT}", content=b"{", headers={"content-type": "application/json", "x-api-key": "right"}
-        )
-        assert body.json()["error"]["type"] == "invalid_request_error"
-    check_accounts(app)
 
 
 NO, IV, IT = "not_supported", "invalid_value", "invalid_type"
@@ -334,17 +205,6 @@ def test_table_of_bad_requests() -> None:
     check_accounts(app)
 
 
-BASH = {
-    "$schema": "http://json-schema.org/draft-07/schema#",
-    "type": "object",
-    "properties": {
-        "command": {"type": "string", "description": "The command to execute"},
-        "timeout": {"type": "number", "description": "Optional timeout in milliseconds (max 600000)"},
-        "run_in_background": {"type": "boolean"},
-    },
-    "required": ["command"],
-    "additionalProperties": False,
-}
 SHELL = {
     "type": "object",
     "properties": {
@@ -359,44 +219,9 @@ STEP = {"type": "object", "properties": {"step": {"type": "string"}, "status": {
 PLAN = {"type": "object", "properties": {"plan": {"type": "array", "items": STEP}}, "required": ["plan"]}
 
 
-def test_a_turn_of_an_agent_over_messages(served: tuple[App, openai.OpenAI, Any]) -> None:
-    """The fields and schemas that a coding agent sends, and what it sends back after a call."""
-    app, _, client = served
-    cached = {"cache_control": {"type": "ephemeral"}}
-    body: dict[str, Any] = {
-        "model": "chat",
-        "max_tokens": 4000,
-        "system": [{"type": "text", "text": "You are an agent."}, {"type": "text", "text": "Env: linux", **cached}],
-        "tools": [{"name": "Bash", "description": "Executes a bash command.", "input_schema": BASH}],
-        "metadata": {"user_id": "user_1_session_2"},
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "<system-reminder>x</system-reminder>"}]},
-            {"role": "user", "content": [{"type": "text", "text": "List the files.", **cached}]},
-        ],
-        "extra_body": {
-            "temperature": 1,
-            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        },
-        "extra_query": {"beta": "true"},
-        "extra_headers": {"anthropic-beta": "interleaved-thinking-2025-05-14"},
-    }
-    says(app, 'I look.\n<tool_call>\n{"name": "Bash", "arguments": {"command": "ls", "timeout": 5}}\n</tool_call>')
-    with client.messages.stream(**body) as stream:
-        message = stream.get_final_message()
-    text, call = message.content
-    assert (text.text, call.name, call.input) == ("I look.", "Bash", {"command": "ls", "timeout": 5})
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": "a.py", "is_error": False, **cached}
-    body["messages"] += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
-    says(app, "There is a.py.")
-    with client.messages.stream(**body) as stream:
-        assert stream.get_final_text() == "There is a.py."
-    assert "<|turn|>system\nYou are an agent.\nEnv: linux<|end|>" in prompt_of(app)
-    assert "</tool_call><|end|>\n<|turn|>tool\na.py<|end|>" in prompt_of(app)
-
-
-def test_a_turn_of_an_agent_over_responses(served: tuple[App, openai.OpenAI, Any]) -> None:
+def test_a_turn_of_an_agent_over_responses(served: tuple[App, openai.OpenAI]) -> None:
     """The same over responses, with a conversation that the agent keeps."""
-    app, client, _ = served
+    app, client = served
     tools = [("shell", "Runs a shell command.", SHELL), ("update_plan", "Updates the plan.", PLAN)]
     context = [{"type": "input_text", "text": "<environment_context>linux</environment_context>"}]
     items: list[Any] = [
