@@ -1,15 +1,9 @@
-"""The C library: products against torch's, the build cache, and 8-bit weights and keys."""
+"""The C library's results: products against torch's, rows and keys without numbers, 8-bit weights and keys."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
-import sys
-import threading
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,36 +11,19 @@ from torch import nn
 from torch.nn.functional import pad
 
 from model.attention.base import AttentionMetadata
-from model.attention.native import fill_segments
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache, LayerCache
 from model.checkpoint.folder import read_checkpoint
-from model.config.cache import pool_of_layers
 from model.config.layer import Activation, AttentionConfig
 from model.linear.base import LinearSpec, Part
 from model.linear.native import NativeLinear, packed_linear
-from model.native import build
-from model.native import library as native_library
 from model.native.library import Kind, Library
-from model.native.structures import (
-    AttentionLayer,
-    AttentionShape,
-    Layer,
-    MLPLayer,
-    Norm,
-    PackedMatrix,
-    Segments,
-    Stack,
-    Step,
-)
 from model.network.build import build_model
-from model.network.inputs import packed_input
-from model.network.native_scratch import planned_scratch
 from model.network.native_stack import attach_native_stacks, native_linears
 from model.network.weights import load_model
-from tests.model.checkpoints import CPU, copy_weights, load_native, loaded, native_backends, prompt, saved
-from tests.model.parity import hidden_states, ours_and_theirs
+from tests.model.checkpoints import CPU, copy_weights, native_backends, saved
+from tests.model.parity import hidden_states
 from tests.model.test_attention import BLOCK, DIM, HEADS, SHAPES, pool_with_past, stack_of
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
@@ -196,39 +173,6 @@ def test_a_token_without_numbers_does_not_reach_queries_that_do_not_see_it(
 
 
 @needs_native
-def test_indices_that_c_would_misread_are_refused_or_made_plain() -> None:
-    torch.manual_seed(0)
-    config, segments = AttentionConfig(HEADS, 2, DIM, 1.0), [(3, 9), (2, 9)]
-    layer, tables, slots = pool_with_past(config, segments)
-    query, key, value = (torch.randn(5, heads, DIM) for heads in (HEADS, 2, 2))
-
-    def attend(tables: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        metadata = AttentionMetadata((3, 2), (9, 9), causal=True, block_tables=tables, slot_mapping=slots)
-        return native_backends()[0].forward(query, key, value, layer, metadata, config)
-
-    plain = attend(tables, slots)
-    spread = slots.repeat_interleave(2)[::2]
-    assert not spread.is_contiguous()
-    assert torch.equal(attend(tables.T.contiguous().T, spread), plain)
-    with pytest.raises(TypeError, match="block_tables must be int64 on the CPU"):
-        attend(tables.int(), slots)
-    with pytest.raises(TypeError, match="slot_mapping must be int64 on the CPU"):
-        attend(tables, slots.int())
-
-
-@needs_native
-def test_a_library_with_other_structures_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    longer = type("Norm", (ctypes.Structure,), {"_fields_": (*Norm._fields_, ("more", ctypes.c_int64))})
-    structures = tuple(longer if one is Norm else one for one in native_library.STRUCTURES)
-    monkeypatch.setattr(native_library, "STRUCTURES", structures)
-    with pytest.raises(OSError, match="its Norm has 32 bytes where 40 are declared"):
-        Library(build.build())
-    monkeypatch.setattr(native_library, "STRUCTURES", (*structures, longer))
-    with pytest.raises(OSError, match="it has 17 structures where 18 are declared"):
-        Library(build.build())
-
-
-@needs_native
 def test_a_query_without_keys_gives_zeros() -> None:
     config = AttentionConfig(HEADS, 2, DIM, 1.0)
     metadata = AttentionMetadata((1,), (0,), causal=True, block_tables=torch.zeros(1, 1, dtype=torch.int64))
@@ -255,49 +199,6 @@ def test_no_activation_hides_what_is_no_number(kind: str, activation: Activation
     copy_weights(exact, model)
     attach_native_stacks(model)
     assert hidden_states(model)[0][0].isnan().all()
-
-
-@needs_native
-@pytest.mark.parametrize("cpus", [1, 2])
-def test_threads_meet_whether_they_share_a_cpu_or_not(cpus: int) -> None:
-    program = f"""
-import os
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cpus}])
-import torch
-from model.native.library import native
-from model.linear.native import packed_linear
-torch.manual_seed(0)
-packed, x = packed_linear(native(), torch.randn(70, 64, dtype=torch.bfloat16), None), torch.randn(5, 64)
-torch.set_num_threads(1)
-alone = packed(x)
-for threads in (2, 3, 7):
-    torch.set_num_threads(threads)
-    assert all(torch.equal(packed(x), alone) for _ in range(500))
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
-
-
-@needs_native
-@pytest.mark.parametrize(("threads", "code"), [(2, 7), (1, 0)])
-def test_a_forked_child_is_told_instead_of_waiting_for_ever(threads: int, code: int) -> None:
-    program = f"""
-import os
-import torch
-from model.native.library import native
-from model.linear.native import packed_linear
-packed, x = packed_linear(native(), torch.ones(70, 64), None), torch.ones(5, 64)
-torch.set_num_threads(2)
-before = packed(x)
-if os.fork():
-    raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
-torch.set_num_threads({threads})
-try:
-    assert torch.equal(packed(x), before)
-except RuntimeError as error:
-    os._exit(7 if "forked after the native kernels" in str(error) else 1)
-os._exit(0)
-"""
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == code
 
 
 @needs_native
@@ -371,161 +272,3 @@ def test_c_and_torch_write_the_same_pages(dtype: torch.dtype) -> None:
     # The last bit of an 8-bit number may fall either way where a division is written as a product.
     assert all((a.int() - b.int()).abs().max() <= 1 for a, b in pairs)
     assert any(bool(a.any()) for a, _ in pairs)
-
-
-def scratch_of_attention(segments: list[tuple[int, int]]) -> int:
-    """Bytes for 32 heads of 128, 8 of them of keys, on one thread."""
-    described, shape = Segments(), AttentionShape(32, 8, 128, 0, 1.0)
-    kept = [*fill_segments(described, AttentionMetadata(*zip(*segments, strict=True), causal=True), None)]
-    found = library()._functions.attention_scratch_bytes(
-        ctypes.byref(shape), ctypes.byref(described), ctypes.c_int64(1)
-    )
-    del kept
-    return int(found)
-
-
-@needs_native
-def test_decoding_takes_scratch_for_its_scores_alone() -> None:
-    context = 131_072
-    assert 4 * 32 * context < scratch_of_attention([(1, context), (64, 100)]) < 4 * 32 * context + 100_000
-    assert (
-        scratch_of_attention([(1, 100), (64, context)]) > 4 * 2 * 128 * context
-    )  # keys and values of a head as floats
-
-
-@needs_native
-def test_an_mlps_operands_take_scratch_for_the_rows_that_go_through_it_together() -> None:
-    def needed(rows: int) -> int:
-        layer = Layer(mlp=MLPLayer(up=PackedMatrix(Kind.BF16, 4096, 64), down=PackedMatrix(Kind.BF16, 64, 4096)))
-        layer.self = AttentionLayer(shape=AttentionShape(4, 4, 16, 0, 0.25), rotary=-1, score_bias=-1, relative=-1)
-        layer.self.input, layer.self.output = PackedMatrix(Kind.BF16, 192, 64), PackedMatrix(Kind.BF16, 64, 64)
-        stack = Stack(64, 1, (ctypes.POINTER(Layer) * 1)(ctypes.pointer(layer)), Kind.BF16)
-        step = Step(rows=rows, num_segments=1, segments=(Segments * 1)(), planned_keys=1)
-        return int(library()._functions.scratch_bytes(ctypes.byref(stack), ctypes.byref(step), ctypes.c_int64(100)))
-
-    of_a_row = 4 * (192 + 64) + 4 * 192 + 4 + 100 * 4 * 48  # queries to values, mixed, an operand, its scale, sums
-    assert needed(8192) - needed(4096) < 4096 * of_a_row
-
-
-@needs_native
-@pytest.mark.parametrize("kind", ["llama-gqa", "gpt-neox", "t5-relu", "bert"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_stay_within_the_scratch_that_they_asked_for(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[torch.Tensor] = []
-
-    def guarded(self: Library, needed: int) -> ctypes.c_void_p:
-        given.append(torch.full((needed + 4096,), 77, dtype=torch.uint8))
-        given[-1][:needed] = 0
-        return ctypes.c_void_p(given[-1].data_ptr())
-
-    backend = native_backends()[0]
-    model = loaded(kind, backend, dtype)
-    expected, _ = ours_and_theirs(kind, model)
-    monkeypatch.setattr(Library, "_scratch_of", guarded)
-    assert torch.equal(ours_and_theirs(kind, model)[0], expected)
-    assert given
-    assert all(bool((buffer[-4096:] == 77).all()) for buffer in given)
-
-
-@needs_native
-def test_scratch_grows_by_need_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh = Library(build.build())
-    fresh._scratch_of(1000)
-    assert fresh._scratch.tensor.numel() == 1250  # a quarter more
-    fresh._scratch_of(5_000_000)
-    for _ in range(native_library._SCRATCH_CALLS - 3):
-        fresh._scratch_of(2000)
-    assert fresh._scratch.tensor.numel() == 6_250_000
-    for _ in range(native_library._SCRATCH_CALLS + 1):
-        fresh._scratch_of(2000)
-    assert fresh._scratch.tensor.numel() == 2500
-
-
-@needs_native
-def test_a_library_exports_what_python_calls_and_nothing_else() -> None:
-    listing = subprocess.run(["nm", "-D", "--defined-only", str(build.build().path)], check=True, capture_output=True)
-    exported = {line.split()[-1] for line in listing.stdout.decode().splitlines()}
-    assert exported == set(library().ENTRY_POINTS)
-
-
-@needs_native
-def test_the_library_is_built_once_and_again_for_another_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    (sources / "one.c").write_text("int one(void) { return 1; }\n")
-    monkeypatch.setattr(build, "_SOURCES", sources)
-    before = os.umask(0)
-    request.addfinalizer(lambda: os.umask(before))
-    first = build.build()
-    written = first.path.stat().st_mtime_ns
-    assert build.build() == first
-    assert first.path.stat().st_mtime_ns == written
-    assert first.path.parent.stat().st_mode & 0o777 == 0o700
-    assert first.path.stat().st_mode & 0o777 == 0o755
-    (sources / "one.c").write_text("int one(void) { return 2; }\n")
-    assert build.build() != first
-    (sources / "one.c").write_text("int one(void) { return }\n")
-    with pytest.raises(build.BuildError, match="the compiler failed"):
-        build.build()
-
-
-def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "triptych").mkdir()
-    os.chmod(tmp_path / "triptych", 0o777)
-    with pytest.raises(build.BuildError, match="not ours alone"):
-        build.cache_folder()
-
-
-def test_a_cache_that_cannot_be_written_is_a_reason_not_a_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_compiler", lambda: ("gcc", "gcc 12"))
-    (tmp_path / "triptych" / "lock").mkdir(parents=True)  # no process can open it for writing, root's neither
-    os.chmod(tmp_path / "triptych", 0o700)
-    with pytest.raises(build.BuildError, match="nothing can be written"):
-        build.build()
-
-
-def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(build.BuildError, match="no GCC"):
-        build.build()
-
-
-@needs_native
-@pytest.mark.parametrize(
-    ("dtype", "how"),
-    [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.float32, "int8"), (torch.bfloat16, "int4")],
-)
-@pytest.mark.parametrize("kind", ["llama-gqa", "gpt-neox", "gemma2", "bert", "bart"])
-def test_scratch_is_what_was_planned_from_the_configuration(
-    kind: str, dtype: torch.dtype, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load_native(read_checkpoint(saved(kind).path), library(), dtype, quantization=how)
-    monkeypatch.setattr(library(), "_scratch", threading.local())
-    rows = 48
-    inputs = packed_input([prompt(rows)], CPU, causal=model.encoder is None)
-    config = model.config if model.encoder is None else replace(model.config, decoder=None, head=None)
-    planned = planned_scratch(library(), config, dtype, how, rows=rows, context=rows)
-    with torch.inference_mode():
-        if model.encoder is None:
-            assert model.decoder is not None
-            pools = max(pool_of_layers(model.decoder.config)) + 1
-            cache = KVCache(model.decoder.config, [4] * pools, 16, dtype, CPU)
-            metadata = replace(
-                inputs.metadata, block_tables=torch.arange(3)[None], slot_mapping=torch.arange(rows), causal=True
-            )
-            model.decode(replace(inputs, metadata=metadata, other_pools=(metadata,) * (pools - 1)), cache)
-        else:
-            model.encode(inputs)
-    assert library()._scratch.tensor.numel() == planned
-    assert planned < planned_scratch(library(), config, dtype, how, rows=64, context=rows)
-    if model.encoder is None:
-        assert planned < planned_scratch(library(), config, dtype, how, rows=rows, context=2048)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import resource
 import shutil
-import stat
 import subprocess
 import sys
 import time
@@ -21,19 +19,16 @@ import torch
 
 from model.api.engine_config import EngineConfig
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint import content, packed_file, weights_cache
-from model.checkpoint.content import content_digest, signs_of
+from model.checkpoint import content, packed_file
+from model.checkpoint.content import content_digest
 from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.packed_file import PackedFileError, PackedFileWriter, read_table
 from model.checkpoint.weights_cache import WeightsCache
 from model.engine.weights_cache import no_weights_cache
-from model.errors import ConfigError
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.linear.native import NativeLinear
 from model.native.library import Library
 from model.network import packed_weights
-from model.network.native_stack import native_linears
 from model.network.packed_weights import PackedWeights
 from model.network.transformer import Transformer
 from model.network.weights import load_model
@@ -41,7 +36,7 @@ from model.system.background_work import GivenUpError, giving_way_to
 from model.system.host_memory import available_memory
 from model.system.mapped_file import MappedFile
 from tests.digests import FORMATS, digest
-from tests.model.checkpoints import CPU, copied, native_backends, saved
+from tests.model.checkpoints import CPU, native_backends, saved
 from tests.model.sparse import QWEN3_4B, sparse_checkpoint
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
@@ -161,235 +156,6 @@ def test_mapped_file_cache_is_not_available(tmp_path: Path) -> None:
         (cgroup / name).write_text(text)
     assert available_memory(tmp_path, mapped=30_000) == 120_000
     assert available_memory(tmp_path, mapped=300_000) == 50_000  # of another group, or not counted as inactive
-
-
-class TestWhatChanges:
-    """Everything that the packed bytes depend on leads to another file."""
-
-    def test_a_file_that_was_written_in_place(self, folder: Path, tmp_path: Path) -> None:
-        """Of equal size, with its time set back: the time of the inode's change tells."""
-        checkpoint = copied(KIND, tmp_path)
-        assert [started(folder, checkpoint) for _ in range(2)] == ["written", "mapped"]
-        weights = next(checkpoint.glob("*.safetensors"))
-        before = weights.stat()
-        with weights.open("r+b") as file:
-            file.seek(-40, os.SEEK_END)
-            file.write(bytes(4))
-        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-        changed = packed(folder, checkpoint)
-        assert_loads(changed, checkpoint)
-        assert changed.outcome == "written"
-
-    def test_pages_of_files_whose_times_say_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Images of containers may give every version of a file the same times and inode."""
-        file = tmp_path / "file"
-        file.write_bytes(bytes(MIB))
-        before, state = signs_of([file]), os.stat(file)
-        monkeypatch.setattr(os, "fstat", lambda _: state)
-        assert signs_of([file]) == before
-        file.write_bytes(b"1" * MIB)
-        assert signs_of([file]) != before
-
-    def test_a_copy_elsewhere_is_known_by_its_bytes(self, folder: Path, tmp_path: Path) -> None:
-        assert started(folder, saved(KIND).path) == "written"
-        assert started(folder, copied(KIND, tmp_path)) == "mapped"
-        assert len(files(folder)) == 1
-
-    def test_what_was_just_written_is_read_again(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Another write within the clock's resolution might not show."""
-        monkeypatch.setattr(content, "_SETTLED_SECONDS", 60.0)
-        checkpoint = copied(KIND, tmp_path)
-        next(checkpoint.glob("*.safetensors")).touch()
-        assert [started(folder, checkpoint) for _ in range(2)] == ["written", "mapped"]
-        assert not list(folder.glob("*.content"))
-
-    def test_a_checkpoint_that_changes_while_it_is_packed(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        checkpoint = copied(KIND, tmp_path)
-        fill = packed_weights.fill_weights
-
-        def changing(*given: Any) -> Transformer:
-            next(checkpoint.glob("*.safetensors")).touch()
-            return fill(*given)
-
-        monkeypatch.setattr(packed_weights, "fill_weights", changing)
-        assert started(folder, checkpoint) == "not kept: the checkpoint changed while it was read"
-        assert not files(folder)
-
-    @needs_native
-    def test_another_cpu_dtype_or_number_format(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        checkpoint = saved(KIND).path
-        config = read_checkpoint(checkpoint).config
-        ways = [LinearFactory(), LinearFactory(torch.bfloat16)]
-        ways += [native_linears(config, dtype, library()) for dtype in (torch.float32, torch.bfloat16)]
-        ways += [
-            native_linears(config, dtype, library(), quantization=quantization)
-            for dtype in (torch.float32, torch.bfloat16)
-            for quantization in ("int8", "int4", "int8-g128")
-        ]
-        assert [started(folder, checkpoint, way) for way in ways] == ["written"] * len(ways)
-        assert [started(folder, checkpoint, way) for way in ways] == ["mapped"] * len(ways)
-        with monkeypatch.context() as patch:
-            patch.setattr(library(), "_file", "native-of-another-cpu.so")
-            assert started(folder, checkpoint, ways[-1]) == "written"
-        with monkeypatch.context() as patch:
-            patch.setattr(library(), "tiles", not library().tiles)
-            assert started(folder, checkpoint, ways[-1]) == "written"
-        monkeypatch.setattr(packed_weights, "_code", lambda: "another version")
-        assert started(folder, checkpoint) == "written"
-        assert len(files(folder)) == len(ways) + 3
-
-
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - packed_file.ALIGNMENT)
-
-
-def emptied(file: Path) -> None:
-    os.truncate(file, 0)
-
-
-def damaged(offset: int) -> Callable[[Path], None]:
-    def damage(file: Path) -> None:
-        with file.open("r+b") as opened:
-            opened.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
-            opened.write(b"damaged")
-
-    return damage
-
-
-def opened_to_others(file: Path) -> None:
-    file.chmod(0o666)
-
-
-class TestDamage:
-    @pytest.mark.parametrize(
-        "damage",
-        [cut, emptied, opened_to_others, damaged(0), damaged(30), damaged(64), damaged(120), damaged(-5000)],
-        ids=lambda damage: damage.__name__,
-    )
-    def test_a_damaged_file_is_replaced(
-        self, damage: Callable[[Path], None], folder: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        checkpoint = saved(KIND).path
-        started(folder, checkpoint)
-        damage(files(folder)[0])
-        weights = packed(folder, checkpoint)
-        assert not weights.is_found
-        assert_loads(weights, checkpoint)
-        assert weights.outcome == "written"
-        assert "packed weights are removed" in caplog.text
-        assert started(folder, checkpoint) == "mapped"
-
-    def test_a_file_under_another_name_is_not_taken(self, folder: Path, tmp_path: Path) -> None:
-        started(folder, saved(KIND).path)
-        started(folder, saved(KIND).path, LinearFactory(torch.bfloat16))
-        one, other = files(folder)
-        os.replace(one, other)
-        assert started(folder, saved(KIND).path) == "written"
-        assert started(folder, saved(KIND).path, LinearFactory(torch.bfloat16)) == "written"
-
-    def test_what_a_crash_leaves_is_not_read_and_is_removed(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def crash(*_: object, **__: object) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(PackedFileWriter, "_finish", crash)
-            patch.setattr(Path, "unlink", crash)
-            with pytest.raises(KeyboardInterrupt):
-                started(folder, saved(KIND).path)
-        (left,) = folder.glob("*.new")
-        with left.open("rb") as file, pytest.raises(PackedFileError):
-            read_table(file.fileno())
-        assert started(folder, saved(KIND).path) == "written"
-        assert not list(folder.glob("*.new"))
-
-
-@contextmanager
-def file_limit(size: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-class TestWhereNothingCanBeKept:
-    """The model starts all the same, from its checkpoint."""
-
-    def test_no_room(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-        weights = packed(folder, saved(KIND).path)
-        with file_limit(packed_file.ALIGNMENT):
-            assert_loads(weights, saved(KIND).path)
-        assert weights.outcome.startswith("not kept: ")
-        assert "not kept" in caplog.text
-        assert not files(folder) and not list(folder.glob("*.new"))
-
-    def test_no_room_any_more(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is written by then is used from where it is, and what is not from memory."""
-        weights = packed(folder, saved(KIND).path)
-        write, taken = packed_file._write_all, []
-
-        def full(file: int, data: memoryview, offset: int) -> None:
-            taken.append(offset)
-            if len(taken) > 3:
-                raise OSError(28, "No space left on device")
-            write(file, data, offset)
-
-        monkeypatch.setattr(packed_file, "_PIECE", packed_file.ALIGNMENT)
-        monkeypatch.setattr(packed_file, "_write_all", full)
-        assert_loads(weights, saved(KIND).path)
-        assert "No space left" in weights.outcome
-        assert not files(folder) and not list(folder.glob("*.new"))
-
-    def test_a_folder_to_read_only(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        started(folder, saved(KIND).path)
-        (folder / "lock").unlink()
-        (folder / "lock").mkdir()  # the superuser, who runs tests in containers, may write anywhere
-        assert started(folder, saved(KIND).path) == "mapped"
-        assert started(folder, saved(KIND).path, LinearFactory(torch.bfloat16)) == "not kept: it cannot be written"
-
-    def test_another_process_that_hangs(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(weights_cache, "_LOCK_SECONDS", 0.2)
-        with WeightsCache(folder).locked() as locked:
-            assert locked
-            assert started(folder, saved(KIND).path) == "not kept: it cannot be written"
-
-    def test_it_is_larger_than_the_cache_may_be(self, folder: Path) -> None:
-        assert "more than weights_cache_size" in started(folder, saved(KIND).path, size=1000)
-
-
-class TestWhoMayWrite:
-    def test_a_folder_is_made_for_its_owner_alone(self, folder: Path) -> None:
-        WeightsCache(folder / "deeper")
-        assert stat.S_IMODE((folder / "deeper").stat().st_mode) == 0o700
-
-    @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-    def test_others_must_not(self, mode: int, folder: Path) -> None:
-        folder.mkdir()
-        folder.chmod(mode)
-        with pytest.raises(ConfigError, match=r"weights_cache .* may be written by others"):
-            WeightsCache(folder)
-
-    def test_it_must_be_ours(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        folder.mkdir()
-        monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 7)
-        if folder.stat().st_uid:
-            with pytest.raises(ConfigError, match="belongs to user"):
-                WeightsCache(folder)
-        else:
-            WeightsCache(folder)  # the superuser's, who may do anything
-
-    def test_it_must_be_a_folder(self, folder: Path) -> None:
-        folder.touch()
-        with pytest.raises(ConfigError, match="weights_cache"):
-            WeightsCache(folder)
 
 
 def test_of_processes_that_start_together_one_packs(folder: Path) -> None:

@@ -1,11 +1,9 @@
-"""POST /generate over a scripted engine: replies, streams, and every way in which a generation ends."""
+"""POST /generate over a scripted engine: what becomes of each field, replies and streams."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,15 +21,9 @@ from tests.service.support import (
     ask,
     byte_tokenizer,
     check_accounts,
-    counted,
     events,
-    hold,
-    let_time_pass,
     make_app,
-    opened,
-    run,
     served,
-    until,
 )
 from tests.service.test_bad_requests import check_error
 
@@ -265,180 +257,6 @@ def test_streamed_equals_unstreamed(text: str, stop: list[str], n: int, echo: bo
         assert [entry for part in parts for entry in part["logprobs"]] == choice["logprobs"]
         ends = [part["finish_reason"] for part in parts]
         assert ends == [None] * (len(ends) - 1) + [choice["finish_reason"]]
-    check_accounts(app)
-
-
-def test_a_full_queue_is_a_429_before_any_byte(app: App) -> None:
-    app.script.queue_full = "queue_tokens"
-    for stream in (False, True):
-        reply = ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab", "stream": stream})
-        check_error(reply, 429, None, "queue_full")
-        assert reply.headers["retry-after"] == "3"
-    assert not app.client.submitted
-
-
-def test_a_full_queue_is_seen_before_a_body_is_validated(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a text for a named model; the reply is as it is after validation."""
-    monkeypatch.setattr(app.service.generate_planner, "plan", None)
-    app.script.queue_full, app.script.retry_after_s = "queue_requests", 7.0
-    wrong = {"model": "gen", "prompt": "ab", "temprature": 1, "request_id": "mine-1"}
-    for path, fields in (("/generate", {}), ("/generate", {"n": 1, "num_beams": 1}), ("/v1/completions", {"n": None})):
-        reply = ask(app, "POST", path, json=wrong | fields)
-        check_error(reply, 429, None, "queue_full")
-        assert (reply.headers["retry-after"], reply.headers["x-request-id"]) == ("7", "mine-1")
-    assert counted(app, "triptych_rejections_total") == {("gen", "queue_requests"): 3}
-    assert counted(app, "triptych_requests_received_total") == {("generate",): 3}
-    slot = app.service.models.get("gen")
-    assert slot is not None and not slot.users
-
-
-FULL_BUT = [  # bodies that a full queue does not answer: status, code
-    ({"prompt": "ab"}, 400, "missing_field"),  # two models generate
-    ({"model": "nope", "prompt": "ab"}, 404, "model_not_found"),
-    ({"model": "enc", "prompt": "ab"}, 400, "wrong_task"),
-    ({"model": "gen", "prompt": "ab", "n": 9}, 400, "invalid_value"),
-    ({"model": "gen", "prompt": "ab", "num_beams": "2"}, 400, "invalid_type"),
-    ({"model": "gen", "prompt": "ab", "request_id": "no id"}, 400, "invalid_value"),
-    ({"model": "gen"}, 400, "missing_field"),
-    ({"model": "gen", "prompt": ["ab", 1]}, 400, "invalid_type"),
-    ([], 400, "invalid_type"),
-]
-
-
-@pytest.mark.parametrize(("body", "status", "code"), FULL_BUT)
-def test_what_goes_before_a_full_queue(app: App, body: Any, status: int, code: str) -> None:
-    app.script.queue_full = "queue_tokens"
-    reply = ask(app, "POST", "/generate", json=body)
-    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code), reply.text
-
-
-def test_a_conversation_without_a_template_and_a_drain_go_before_a_full_queue(app: App) -> None:
-    app.script.queue_full = "queue_tokens"
-    chat = {"model": "gen", "messages": [{"role": "user", "content": "hi"}]}
-    check_error(ask(app, "POST", "/v1/chat/completions", json=chat), 400, "model", "no_chat_template")
-    app.service.begin_drain()
-    check_error(ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab"}), 503, None, "draining")
-
-
-def test_an_engine_that_dies_under_a_request() -> None:
-    app = make_app(die_after=2)
-    check_error(ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab"}), 500, None, "engine_failed")
-    *_, failure, done = streamed(app)
-    assert failure["error"]["code"] == "engine_failed"
-    assert done == "[DONE]"
-    app.script.die_after = None
-    generate(app)
-    check_accounts(app)
-    assert len(app.client.aborted) == 2
-
-
-def test_a_sequence_that_fails() -> None:
-    app = make_app(error_after=1)
-    check_error(ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab"}), 500, None, "engine_failed")
-    *deltas, failure, done = streamed(app)
-    assert len(deltas) == 1
-    assert failure["error"]["code"] == "engine_failed" and done == "[DONE]"
-    check_accounts(app)
-
-
-def test_an_unexpected_exception_tells_nothing() -> None:
-    app = make_app(crash_after=1)
-    check_error(ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab"}), 500, None, "internal")
-    *_, failure, done = streamed(app)
-    assert failure["error"]["code"] == "internal" and done == "[DONE]"
-    assert "canary" not in str(failure)
-    check_accounts(app)
-
-
-def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = make_app(delay_s=0.05)
-    late = {"model": "gen", "prompt": "ab", "timeout_s": 0.01}
-    check_error(ask(app, "POST", "/generate", json=late), 504, "timeout_s", "deadline")
-    let_time_pass(app, monkeypatch, 10.0, outputs=5)
-    reply = generate(app, timeout_s=10.0, max_tokens=50)
-    assert reply["choices"][0]["finish_reason"] == "deadline"
-    assert 0 < reply["usage"]["completion_tokens"] < 50
-    [only, done] = streamed(app, timeout_s=0.01)
-    assert only["choices"][0]["finish_reason"] == "deadline" and done == "[DONE]"
-    check_accounts(app)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_cancel_by_id(stream: bool) -> None:
-    app = make_app(delay_s=0.01)
-    free = hold(app)
-
-    async def work(client: httpx.AsyncClient) -> httpx.Response:
-        body = {"model": "gen", "prompt": ["ab", "c"], "max_tokens": 50, "stream": stream, "request_id": "mine"}
-        running = asyncio.create_task(client.post("/generate", json=body))
-        await until(lambda: app.client.running)
-        cancelled = await client.delete("/requests/mine")
-        assert cancelled.json() == {"id": "mine", "cancelled": 1}
-        free.set()
-        return await running
-
-    reply = run(app, work)
-    assert reply.status_code == 200
-    assert reply.headers["x-request-id"] == "mine"
-    assert '"finish_reason":"cancelled"' in reply.text
-    check_accounts(app)
-
-
-def test_cancel_comes_to_the_replica_that_has_the_request() -> None:
-    app, asked = make_app(delay_s=0.05), make_app()
-
-    async def silent(request_id: str) -> int:
-        raise TimeoutError
-
-    async def elsewhere(request_id: str) -> int:
-        return app.service.jobs.cancel(request_id)
-
-    async def work(client: httpx.AsyncClient) -> None:
-        body = {"model": "gen", "prompt": "ab", "max_tokens": 50, "request_id": "mine"}
-        running = asyncio.create_task(client.post("/generate", json=body))
-        await until(lambda: app.client.running)
-        async with opened(asked) as other:
-            asked.service.cancel_elsewhere = silent
-            check_error(await other.delete("/requests/mine"), 503, None, "not_live")
-            asked.service.cancel_elsewhere = elsewhere
-            check_error(await other.delete("/requests/nobody"), 404, "id", "request_not_found")
-            assert (await other.delete("/requests/mine")).json() == {"id": "mine", "cancelled": 1}
-        assert (await running).json()["choices"][0]["finish_reason"] == "cancelled"
-
-    run(app, work)
-    check_accounts(app)
-
-
-def test_a_local_cancellation_is_reported_if_other_replicas_are_silent() -> None:
-    app = make_app(delay_s=0.05)
-
-    async def silent(request_id: str) -> int:
-        raise TimeoutError
-
-    async def work(client: httpx.AsyncClient) -> None:
-        app.service.cancel_elsewhere = silent
-        body = {"model": "gen", "prompt": "ab", "max_tokens": 50, "request_id": "mine"}
-        running = asyncio.create_task(client.post("/generate", json=body))
-        await until(lambda: app.client.running)
-        assert (await client.delete("/requests/mine")).json() == {"id": "mine", "cancelled": 1}
-        assert (await running).json()["choices"][0]["finish_reason"] == "cancelled"
-
-    run(app, work)
-
-
-def test_a_cancelled_task_aborts_once() -> None:
-    app = make_app(delay_s=0.01)
-
-    async def work(client: httpx.AsyncClient) -> None:
-        body = {"model": "gen", "prompt": ["ab", "c"], "max_tokens": 50}
-        running = [asyncio.create_task(client.post("/generate", json={**body, "stream": on})) for on in (True, False)]
-        await until(lambda: len(app.client.running) == 4)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-    run(app, work)
-    assert len(app.client.aborted) == len(set(app.client.aborted)) == 4
     check_accounts(app)
 
 

@@ -1,11 +1,10 @@
-"""Models that come and go while the service runs, over a scripted engine: orders, lazy loads, eviction, refusals."""
+"""Models that come and go while the service runs, over a scripted engine: orders, failures, refusals."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from model.api.messages import ModelSpec
-from model.api.stats import ModelInfo
 from model.errors import ConfigError, LoadFailedError, MemoryShortageError
-from model.text.tokenizer import Tokenizer
 from service.cli.main import main
-from service.core.fake_engine import FakeEngineClient
-from service.lifecycle import folder_watch
 from service.settings.model_settings import ModelSettings
 from service.settings.service_settings import Limits, ServiceSettings
 from tests import checkpoints
@@ -29,15 +23,18 @@ ADMIN = {"authorization": "Bearer admin-key"}
 PROMPT = {"prompt": "hello", "max_tokens": 4}
 
 
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of two models, and of what is none."""
-    folder = tmp_path_factory.mktemp("stored")
+def write_models(folder: Path) -> Path:
+    """Fill a folder with two models, and what is none."""
     checkpoints.llama(folder / "one")
     shutil.copytree(folder / "one", folder / "two")
     (folder / "notes").mkdir()
     (folder / "notes" / "readme.txt").write_text("no model")
     return folder
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("stored"))
 
 
 @pytest.fixture
@@ -364,202 +361,7 @@ def test_the_last_model_can_go(folder: Path) -> None:
 # -- models of a folder
 
 
-def test_a_model_is_loaded_once_for_all_who_ask(folder: Path) -> None:
-    app = make(folder, load_delay_s=0.1)
-
-    async def work(client: httpx.AsyncClient) -> None:
-        assert (await listed(client))["one"]["state"] == "available"
-        names = [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
-        assert names == ["gen", "seq", "enc", "one", "two"]
-        asked = [asyncio.create_task(generate(client, "one")) for _ in range(5)]
-        asked.append(asyncio.create_task(client.post("/tokenize", json={"model": "one", "text": "a"})))
-        await until(lambda: app.service.models._waiting == 6)
-        asked[0].cancel()  # the client that came first goes
-        replies = await asyncio.gather(*asked[1:])
-        assert [reply.status_code for reply in replies] == [200] * 5
-        assert (await listed(client))["one"]["state"] == "loaded"
-
-    run(app, work)
-    check_accounts(app)
-    assert [spec.name for spec in app.client.loaded] == ["one"]
-
-
-def test_waiting_is_bounded_by_number_and_by_the_request_s_own_time(folder: Path) -> None:
-    app = make(folder, load_delay_s=0.3, limits=Limits(max_waiting_for_load=2))
-
-    async def work(client: httpx.AsyncClient) -> None:
-        late = asyncio.create_task(generate(client, "one", timeout_s=0.05))
-        other = asyncio.create_task(generate(client, "one"))
-        await until(lambda: app.service.models._waiting == 2)
-        full = await generate(client, "two")
-        assert (full.status_code, code(full)) == (429, "queue_full") and full.headers["retry-after"]
-        assert ((await late).status_code, code(await late)) == (504, "deadline")
-        assert (await other).status_code == 200
-
-    run(app, work)
-    check_accounts(app)
-
-
-def test_a_model_that_fails_is_not_tried_again_at_once(folder: Path) -> None:
-    app = make(folder, load_error=ConfigError("one: too odd"))
-
-    async def work(client: httpx.AsyncClient) -> None:
-        for _ in range(3):
-            reply = await generate(client, "one")
-            assert (reply.status_code, code(reply)) == (503, "model_failed")
-            assert "too odd" in reply.json()["error"]["message"] and 0 < int(reply.headers["retry-after"]) <= 30
-
-    run(app, work)
-    assert len(app.reader.located) == 1
-    check_accounts(app)
-
-
-def test_folders_that_come_change_and_go_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    app = make(folder, names=("one", "two", "late", "bad"))
-    monkeypatch.setattr(folder_watch, "_MIN_SECONDS", 0.0)
-
-    async def work(client: httpx.AsyncClient) -> None:
-        watch = app.service._watch
-        assert watch is not None
-        assert (await generate(client, "late")).status_code == 404
-        shutil.copytree(folder / "one", folder / "late")
-        assert (await generate(client, "late")).status_code == 200  # before the next look at the folder
-        (folder / "bad").mkdir()
-        (folder / "bad" / "config.json").write_text("{")
-        await watch.scan()
-        assert (await listed(client))["bad"]["state"] == "failed"
-        reply = await generate(client, "bad")
-        assert (reply.status_code, code(reply)) == (503, "model_failed")
-        shutil.rmtree(folder / "bad")
-        shutil.copytree(folder / "one", folder / "bad")  # mended
-        await watch.scan()
-        assert (await generate(client, "bad")).status_code == 200
-        shutil.rmtree(folder / "two")
-        shutil.rmtree(folder / "late")
-        await watch.scan()
-        assert "two" not in await listed(client)
-        assert (await listed(client))["late"]["state"] == "loaded"  # once may be an accident
-        await watch.scan()
-        await until(lambda: state(app, "late") == "available")
-        await watch.scan()
-        assert "late" not in await listed(client)
-
-    run(app, work)
-    check_accounts(app)
-
-
-def test_names_that_cannot_be_served_and_links_elsewhere_are_left_out(folder: Path) -> None:
-    for name in ("with space", "-dash", "ünï"):
-        shutil.copytree(folder / "one", folder / name)
-    shutil.copytree(folder / "one", folder.parent / "elsewhere")
-    os.symlink(folder.parent / "elsewhere", folder / "outside")
-    os.symlink(folder / "one", folder / "inside")
-    shutil.copytree(folder / "one", folder / "gen")  # the name of a model that is served
-    app = make(folder)
-    names = {name for name, one in run(app, listed).items() if one["origin"] == "models-dir"}
-    assert names == {"one", "two", "inside"}
-
-
-def test_idle_models_are_unloaded_but_those_of_the_start(folder: Path) -> None:
-    app = make(folder, keep_alive_s=0.05)
-
-    async def work(client: httpx.AsyncClient) -> None:
-        assert (await generate(client, "one")).status_code == 200
-        assert (await load(client, "two", pinned=True)).status_code == 200
-        free = hold(app)
-        running = asyncio.create_task(generate(client, "one"))
-        await until(lambda: app.client.running)
-        await asyncio.sleep(0.06)
-        app.service.models.unload_idle()
-        assert (await listed(client))["one"]["state"] == "loaded"  # it is in use
-        free.set()
-        await running
-        await asyncio.sleep(0.06)
-        app.service.models.unload_idle()
-        await until(lambda: state(app, "one") == "available")
-        assert {name: one["state"] for name, one in (await listed(client)).items()} == {
-            **dict.fromkeys(("gen", "seq", "enc", "two"), "loaded"),
-            "one": "available",
-        }
-        assert (await generate(client, "one")).status_code == 200
-
-    run(app, work)
-    check_accounts(app)
-    assert counted(app, "triptych_model_unloads_total") == {("one", "idle"): 1}
-
-
 # -- memory
-
-
-@pytest.fixture
-def within(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripted engine keeps to the memory that a model may take, as a real one does."""
-    real = FakeEngineClient.load
-
-    async def load(self: FakeEngineClient, spec: ModelSpec, tokenizer: Tokenizer | None) -> ModelInfo:
-        needed = self._loadable[spec.name].memory_bytes
-        if spec.memory is not None and spec.memory < needed:
-            raise MemoryShortageError("it does not fit", needed, spec.memory)
-        return await real(self, spec, tokenizer)
-
-    monkeypatch.setattr(FakeEngineClient, "load", load)
-
-
-@pytest.mark.usefixtures("within")
-def test_the_least_recently_used_model_makes_room(folder: Path) -> None:
-    app = make(folder, memory=250)
-
-    async def work(client: httpx.AsyncClient) -> None:
-        for name in ("one", "two", "one"):
-            assert (await generate(client, name)).status_code == 200
-        assert (await load(client, "new", path="one")).status_code == 200
-        states = {name: one["state"] for name, one in (await listed(client)).items()}
-        assert (states["one"], states["two"], states["new"]) == ("loaded", "available", "loaded")
-        assert (await generate(client, "two")).status_code == 200  # it comes back when it is needed
-        reply = await client.get("/models", headers=ADMIN)
-        assert (reply.json()["memory_bytes"], reply.json()["memory_limit"]) == (200, 250)
-
-    run(app, work)
-    assert app.client.unloaded == ["two", "one"]
-    assert counted(app, "triptych_model_unloads_total") == {("two", "evicted"): 1, ("one", "evicted"): 1}
-
-
-@pytest.mark.usefixtures("within")
-def test_models_in_use_and_pinned_ones_stay_and_the_rest_is_told_to_wait(folder: Path) -> None:
-    app = make(folder, memory=250)
-
-    async def work(client: httpx.AsyncClient) -> None:
-        assert (await load(client, "one", pinned=True)).status_code == 200
-        assert (await generate(client, "two")).status_code == 200
-        free = hold(app)
-        running = asyncio.create_task(generate(client, "two"))
-        await until(lambda: app.client.running)
-        reply = await load(client, "new", path="one")
-        assert (reply.status_code, code(reply)) == (503, "model_memory") and reply.headers["retry-after"]
-        assert "model_memory" in reply.json()["error"]["message"]
-        free.set()
-        assert (await running).status_code == 200
-        app.client._loadable["new"] = info("new", "decoder-only", memory_bytes=1000)
-        reply = await load(client, "new", path="one")  # more than there is in all: nothing is unloaded for it
-        assert reply.status_code == 503
-
-    run(app, work)
-    assert app.client.unloaded == []
-    check_accounts(app)
-
-
-@pytest.mark.usefixtures("within")
-def test_models_of_the_start_are_evicted_where_that_is_said(folder: Path) -> None:
-    app = make(folder, memory=100, pin=False)
-    for name in ("gen", "seq", "enc"):
-        app.client._from_start[name] = info(name, "decoder-only", memory_bytes=50)
-
-    async def work(client: httpx.AsyncClient) -> None:
-        assert (await generate(client, "one")).status_code == 200
-        states = {name: one["state"] for name, one in (await listed(client)).items()}
-        assert states == dict.fromkeys(("gen", "seq", "enc", "two"), "available") | {"one": "loaded"}
-
-    run(app, work)
 
 
 def test_a_load_that_takes_too_long_is_given_up(folder: Path) -> None:
