@@ -25,7 +25,7 @@ from tests import checkpoints
 
 RATE = 8.0
 _LIMITS = (
-    *("--receive-s", "2.7", "--stream-stall-s", "1.5", "--stream-unread-bytes", "65536"),
+    *("--receive-s", "1.2", "--stream-stall-s", "1.0", "--stream-unread-bytes", "65536"),
     *("--stall-timeout", "5"),
 )
 
@@ -114,7 +114,7 @@ def all_hostile(site: Site, model: str) -> str:
 
 @pytest.mark.alone
 def test_hostile_clients_cost_the_others_nothing(site: Site, subject: Subject) -> None:
-    row = play(Scenario("", all_hostile, "local", stages=((1.0, 6.0),), after_s=0.5), site, subject, RATE)
+    row = play(Scenario("", all_hostile, "local", stages=((1.0, 4.0),), after_s=0.5), site, subject, RATE)
     assert row.problems == ()
     assert set(row.ends) == {"complete"}
     never_read, idle, large, head, body = row.remark.split(" | ")
