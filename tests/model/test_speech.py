@@ -9,8 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from transformers.models.whisper import tokenization_whisper as reference
-from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
-from transformers.pipelines.automatic_speech_recognition import chunk_iter
 
 from model.speech.chunks import ChunkMerger, ChunkOutput, Token, cut_chunks
 from model.speech.languages import NAMES, language_code
@@ -18,6 +16,8 @@ from model.speech.segments import Window, compression_ratio, cut_segments
 from model.speech.subtitles import srt, vtt
 from model.speech.transcription import Attempt, Decoding, Outcome, Segment, SequentialWindows
 from model.speech.words import words_of
+
+# What of transformers takes 2 s to import is imported where it is used: each worker collects this file.
 
 BEGIN = 100  # of the timestamps; the text's ids are below
 END = 90
@@ -37,6 +37,8 @@ def spoken(draw: random.Random, length: int, *, least: int = 0) -> list[int]:
 
 
 def test_segments_are_those_of_transformers() -> None:
+    from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
+
     for seed in range(150):
         draw = random.Random(seed)
         tokens = spoken(draw, draw.randrange(1, 30))
@@ -64,6 +66,8 @@ def test_segments_are_those_of_transformers() -> None:
 
 
 def test_compression_ratio_is_that_of_transformers() -> None:
+    from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
+
     draw = random.Random(1)
     for size, ids in ((1600, [7] * 60), (51865, [draw.randrange(51865) for _ in range(50)]), (200, [1, 2, 3])):
         theirs = WhisperGenerationMixin._retrieve_compression_ratio(torch.tensor(ids), size)
@@ -162,6 +166,8 @@ def test_a_window_that_ends_where_it_began_is_left_behind() -> None:
 
 @pytest.mark.parametrize("num_samples", [1, 100, 5000, 48_000, 48_001, 80_000, 200_001, 960_000])
 def test_chunks_are_those_of_the_pipeline(num_samples: int) -> None:
+    from transformers.pipelines.automatic_speech_recognition import chunk_iter
+
     class Extractor:
         sampling_rate = 1600
 
