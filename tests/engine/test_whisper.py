@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationMixin
 
 from model.api.engine_config import EngineConfig
 from model.api.request import EncodeRequest, EncodeTask, FinishReason, SamplingParams
@@ -36,6 +35,8 @@ def windows(count: int) -> list[Source]:
 
 def theirs(window: Source, **settings: Any) -> list[int]:
     """What the library's own search generates; Whisper's is about languages, times and long sounds."""
+    from transformers import GenerationMixin  # takes 2 s, in each worker that collects this
+
     found = GenerationMixin.generate(
         saved("whisper").reference,
         **reference_input(window),

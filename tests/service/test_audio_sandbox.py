@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -48,17 +48,19 @@ def test_a_process_returns_the_same_samples(worker: AudioWorker) -> None:
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        (b"", "not an audio file"),
-        (flac(1.0)[:60], "broken|cut off"),
-        (flac(3600.0, unknown=True), "longer than 30 seconds"),
-        (bytes(3_000_001), "3000001 bytes"),
+        (lambda: b"", "not an audio file"),
+        (lambda: flac(1.0)[:60], "broken|cut off"),
+        (lambda: flac(3600.0, unknown=True), "longer than 30 seconds"),
+        (lambda: bytes(3_000_001), "3000001 bytes"),
     ],
 )
-def test_a_file_that_is_not_taken_leaves_the_process_alive(worker: AudioWorker, file: bytes, reason: str) -> None:
+def test_a_file_that_is_not_taken_leaves_the_process_alive(
+    worker: AudioWorker, file: Callable[[], bytes], reason: str
+) -> None:
     worker.decode(flac(0.1), 16_000)
     before = worker._process
     with pytest.raises(AudioError, match=reason):
-        worker.decode(file, 16_000)
+        worker.decode(file(), 16_000)
     assert worker._process is before and before is not None and before.poll() is None
 
 
