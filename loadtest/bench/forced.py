@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from loadtest.bench.batches import Ids
+from model.api.source import Source
 from model.engine.execution.model_runner import Launched, ModelRunner
 from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
 from model.system.transfer import HostCopy
@@ -23,6 +24,14 @@ class ForcedRunner:
     def __init__(self, runner: ModelRunner, outputs: Mapping[str, Ids]) -> None:
         self._runner = runner
         self._outputs = outputs
+
+    def encode_ahead(self, source: Source, layers: int) -> None:
+        """Compute the next so many layers of the encoder, of a source that a later step encodes."""
+        self._runner.encode_ahead(source, layers)
+
+    def forget_ahead(self) -> None:
+        """Forget the source that was begun so."""
+        self._runner.forget_ahead()
 
     def probe(self) -> None:
         """Run the smallest possible forward pass; raises if even that fails."""

@@ -345,7 +345,10 @@ def _generate_engine(
     )
     num_states = states.num_slots if states is not None else 0
     cache = _cache(model, spec.engine, [pool.num_pages for pool in pools], num_states, device)
-    scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens)
+    overlap, encoder = _overlaps(config, device), config.encoder
+    # Where steps are launched ahead, on a GPU, a source takes about as long as a step.
+    parts = encoder.num_layers if encoder is not None and model.can_pause and not overlap else 1
+    scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens, parts)
     graphs, unrecorded = None, ""
     if states is not None and device.type == "cuda" and spec.engine.cuda_graphs:
         unrecorded = "recurrent layers are torch's"
@@ -360,7 +363,7 @@ def _generate_engine(
         max_model_len=max_model_len,
         eos_token_ids=config.eos_token_ids,
         grammars=_grammars(checkpoint),
-        overlap=_overlaps(config, device),
+        overlap=overlap,
         num_speculative_tokens=spec.engine.num_speculative_tokens,
     )
 

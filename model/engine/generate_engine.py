@@ -28,6 +28,7 @@ from model.engine.scheduling.ngram_drafts import NgramDrafts
 from model.engine.scheduling.ngram_index import KnownText
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.scheduling.sequence import PLACEHOLDER, Beams, SequenceState, SequenceStatus
+from model.engine.scheduling.source_pass import LayersAhead
 from model.engine.scheduling.step_budget import UNLIMITED, StepBudget, StepDemand
 from model.engine.step_parts import Unit, group_units, select, uses_any
 from model.errors import ConfigError
@@ -162,6 +163,7 @@ class GenerateEngine:
             sequence.finish(FinishReason.ERROR)
         self._compiling.clear()
         self.scheduler.reset()
+        self.runner.forget_ahead()
         self.runner.probe()
         return self._take_outputs()
 
@@ -192,13 +194,26 @@ class GenerateEngine:
         for step in scheduled.scheduled:
             if step.sequence.scheduled_time is None:
                 step.sequence.scheduled_time = began
+        for ahead in scheduled.ahead:
+            self._encode_ahead(ahead)
         if not scheduled.scheduled:
             stats = self._collect_pending() if self._pending_step is not None else stats
+            if scheduled.ahead:
+                stats = self._step_stats(scheduled, time.monotonic() - began)
         elif self.overlap:
             stats = self._launch(scheduled, began) or stats
         else:
             stats = self._compute(scheduled, began)
         return self._take_outputs(), stats
+
+    def _encode_ahead(self, ahead: LayersAhead) -> None:
+        """Compute some layers of a source; a fault there is met again, and isolated, where its sequence begins."""
+        try:
+            self.runner.encode_ahead(ahead.source, ahead.layers)
+        except Exception:
+            logger.exception("a source could not be encoded in parts")
+            self.scheduler.source_passes.fail()
+            self.runner.forget_ahead()
 
     def _compute(self, scheduled: SchedulerOutput, began: float) -> StepStats:
         """Execute a step and wait for its tokens; if it raises, isolate the fault."""
@@ -259,8 +274,8 @@ class GenerateEngine:
         decodes = sum(
             step.num_tokens for step in steps if step.num_tokens == 1 + len(step.drafts) and not step.encode_source
         )
-        whole = sum(step.sequence.source_length for step in steps if step.encode_source)
-        return StepStats(self.name, "generate", seconds, scheduled.num_tokens, len(steps), decodes, whole)
+        whole, tokens = scheduled.num_whole_tokens, scheduled.num_tokens
+        return StepStats(self.name, "generate", seconds, tokens, len(steps), decodes, whole)
 
     def wait_for_grammars(self, seconds: float) -> None:
         """Wait for the next compiled grammar, at most `seconds`, if no sequence can run without one."""
@@ -451,6 +466,8 @@ class GenerateEngine:
                 self._end(sequence, reason, error)
             else:
                 self._end_search(sequence.beams, reason, error)
+        if self.scheduler.source_passes.current is None:
+            self.runner.forget_ahead()
 
     def _end(self, sequence: SequenceState, reason: FinishReason, error: str | None = None) -> None:
         self._outputs.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from model.api.source import Source
 from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
 
 
@@ -23,6 +24,12 @@ class Runner(Protocol):
 
     def launch(self, output: SchedulerOutput, before: Any = None) -> Launch:
         """Start a step; the tokens of the previous launch, `before`, may not have arrived yet."""
+
+    def encode_ahead(self, source: Source, layers: int) -> None:
+        """Compute the next so many layers of the encoder, of a source that a later step encodes: that goes on there."""
+
+    def forget_ahead(self) -> None:
+        """Forget the source that was begun so."""
 
     def probe(self) -> None:
         """Run the smallest possible forward pass; raises if even that fails."""

@@ -13,8 +13,9 @@ While any engine decodes, work is of two kinds:
                  from a credit in seconds, to which every decode step adds its own cost times `SLOWDOWN - 1`.
                  Background work runs when the credit covers it; the model with the least time so far goes first. So a
                  stream is slowed down `SLOWDOWN` times, and the work between two of its tokens is hardly longer than
-                 that, unless it cannot be split (a source; a layer of a text). And nothing starves: work of `c`
-                 seconds begins after about `c / (SLOWDOWN - 1)` seconds of decoding and the work queued before it.
+                 that, unless it cannot be split (a layer of a source or of a text; on a GPU a source). And nothing
+                 starves: work of `c` seconds begins after about `c / (SLOWDOWN - 1)` seconds of decoding and the work
+                 queued before it.
 
 Several models that stream share the rate of the credit, as if background work were one more model. Waiting requests of
 an engine raise the slowdown of its own streams, because a batch kept small for its pace lets the queue grow. While

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, cast
 
 from model.api.request import Request, SamplingParams
+from model.api.source import Source
 from model.config.cache import PoolSize
 from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, pack
@@ -38,6 +39,12 @@ class PackingRunner:
 
     def probe(self) -> None:
         """It always works."""
+
+    def encode_ahead(self, source: Source, layers: int) -> None:
+        """There are no sources."""
+
+    def forget_ahead(self) -> None:
+        """Likewise."""
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
         return self.launch(output).collect()

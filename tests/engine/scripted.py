@@ -9,7 +9,7 @@ from operator import and_, eq
 from zlib import crc32
 
 from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
-from model.api.source import token_source
+from model.api.source import Source, token_source
 from model.config.cache import NO_STATE, PoolSize, StateSize
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
@@ -44,12 +44,19 @@ class ScriptedRunner:
         self.block_manager = block_manager
         self.script = script
         self.steps: list[SchedulerOutput] = []
+        self.ahead: list[tuple[tuple[int, ...], int]] = []  # sources and how many layers of them
         # By (pool, slot): what its keys were computed of, which is all that they depend on.
         self.written: dict[tuple[int, int], object] = {}
         self.states: dict[int, object] = {}  # the same by slot of a state
 
     def probe(self) -> None:
         """A script always works."""
+
+    def encode_ahead(self, source: Source, layers: int) -> None:
+        self.ahead.append((source.token_ids, layers))
+
+    def forget_ahead(self) -> None:
+        """What was computed ahead is written down alone."""
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
         return self.launch(output).collect()
@@ -128,6 +135,7 @@ class Harness:
         pools: Sequence[PoolSize] = (),
         num_speculative_tokens: int = 0,
         states: StateSize | None = None,
+        encoder_layers: int = 1,
     ) -> None:
         """`pools` instead of one of `num_blocks` without a window."""
         pools = pools or [PoolSize(num_blocks)]
@@ -136,7 +144,7 @@ class Harness:
         self.engine = GenerateEngine(
             "scripted",
             self.runner,
-            Scheduler(blocks, max_num_seqs, budget),
+            Scheduler(blocks, max_num_seqs, budget, encoder_layers),
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             overlap=overlap,
@@ -155,7 +163,7 @@ class Harness:
         scheduler = self.engine.scheduler
         decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1]
         outputs, stats = self.engine.step(self.limits)
-        if stats is not None and not self.engine.overlap:  # else they are of the step before
+        if stats is not None and stats.num_sequences and not self.engine.overlap:  # else they are of the step before
             step = self.runner.steps[-1]
             assert sum(s.num_tokens for s in step.scheduled) <= scheduler.max_num_batched_tokens
             assert len(step.scheduled) <= scheduler.max_num_seqs

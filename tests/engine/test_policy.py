@@ -9,6 +9,7 @@ import pytest
 
 from model.api.request import FinishReason
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence
+from model.engine.scheduling.step_budget import UNLIMITED, StepBudget
 from tests.engine.scripted import Harness, expected_tokens, next_token
 
 
@@ -128,6 +129,62 @@ def test_sources_have_a_bound_of_their_own_in_a_step() -> None:
     read = [sum(s.sequence.source_length for s in step.scheduled if s.encode_source) for step in harness.runner.steps]
     assert read[:3] == [30, 30, 15]
     assert sum(read) == 75
+
+
+def test_a_source_is_cut_between_layers_where_a_step_has_no_time_for_it() -> None:
+    harness = Harness(budget=32, num_blocks=64, encoder_layers=4)
+    stream = harness.add("stream", 1, source=4, max_tokens=20)
+    harness.step()
+    first, second = (harness.add(name, 1, source=12, max_tokens=3) for name in ("first", "second"))
+    scheduler = harness.engine.scheduler
+    seen = []
+    for limit in (3, 7, 5, 2, 8, 12):
+        harness.limits = StepBudget(whole_tokens=limit)
+        demand = harness.engine.demand()
+        harness.step()
+        begun = [s.sequence.request.request_id for s in harness.runner.steps[-1].scheduled if s.encode_source]
+        seen.append((demand.whole_tokens, demand.all_whole_tokens, len(harness.runner.ahead), begun))
+    assert [layers for _, layers in harness.runner.ahead] == [1, 2, 1, 2]
+    assert seen == [
+        (3, 24, 1, []),
+        (3, 21, 2, []),
+        (3, 15, 2, ["first"]),
+        (3, 12, 3, []),
+        (3, 9, 4, []),
+        (3, 3, 4, ["second"]),
+    ]
+    harness.limits = UNLIMITED
+    harness.run()
+    assert scheduler.source_passes.current is None
+    assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in (stream, first, second))
+
+
+def test_a_source_that_is_begun_is_forgotten_or_left_whole() -> None:
+    harness = Harness(budget=32, num_blocks=64, encoder_layers=4)
+    harness.limits = StepBudget(whole_tokens=3)
+    harness.add("gone", 1, source=12)
+    harness.step()
+    assert harness.runner.ahead == [(harness.engine.scheduler.waiting[0].request.source.token_ids, 1)]  # type: ignore[union-attr]
+    harness.abort("gone")
+    assert harness.engine.scheduler.source_passes.current is None
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of this source")
+
+    harness.runner.encode_ahead = fail  # type: ignore[method-assign]
+    failed = harness.add("failed", 1, source=12, max_tokens=2)
+    harness.step()
+    assert harness.engine.demand().whole_tokens == 12
+    harness.run()
+    assert harness.tokens("failed") == expected_tokens(failed)
+    urgent = Harness(budget=32, num_blocks=64, encoder_layers=4)
+    urgent.limits = StepBudget(whole_tokens=3)
+    made = [urgent.add("low", 1, source=12, max_tokens=2, priority=5)]
+    urgent.step()
+    made.append(urgent.add("high", 1, source=8, max_tokens=2))
+    urgent.run()
+    assert urgent.first_steps == ["high", "low"]
+    assert all(urgent.tokens(one.request_id) == expected_tokens(one) for one in made)
 
 
 def test_encoder_decoders_wait_for_cross_blocks() -> None:

@@ -11,10 +11,12 @@ import torch
 from model.api.engine_config import EngineConfig
 from model.api.request import EncodeRequest, EncodeTask, FinishReason, SamplingParams
 from model.api.source import Source, audio_source, token_source
+from model.engine.scheduling.source_pass import SourcePasses
+from model.engine.scheduling.step_budget import StepBudget
 from model.errors import ConfigError
 from model.llm import LLM
 from tests.engine.support import request, running
-from tests.model.checkpoints import AUDIO, START, VOCAB, copied, reference_input, saved, source_of
+from tests.model.checkpoints import AUDIO, START, VOCAB, copied, native_backends, reference_input, saved, source_of
 
 AUDIO_CONFIG = AUDIO["whisper"]
 BEGIN = (START, 5, 9)  # as language and task follow the start token
@@ -76,6 +78,31 @@ def test_a_window_is_encoded_once_for_all_that_read_it() -> None:
         encoded += stats.num_whole_tokens if stats is not None else 0
     assert encoded == AUDIO_CONFIG.num_positions
     assert max(run.runner.worst("whisper", one, run.ids(one.request_id)) for one in requests) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["whisper", "t5-relu"])
+def test_a_source_in_parts_is_the_same_bit_for_bit(kind: str) -> None:
+    """Beside a stream, of which every step in between decodes."""
+    rows = []
+    for limit in (None, 1):
+        run = running(kind, backend=native_backends()[0])
+        run.engine.scheduler.source_passes = SourcePasses(2)
+        requests = [request(kind, f"r{number}", 9, number, max_tokens=6) for number in range(3)]
+        run.engine.add(requests[0])
+        run.step()
+        for one in requests[1:]:
+            run.engine.add(one)
+        whole = []
+        for _ in range(8):
+            outputs, stats = run.engine.step(StepBudget(whole_tokens=limit))
+            run.outputs += outputs
+            whole.append(stats.num_whole_tokens if stats is not None else 0)
+        run.run()
+        if limit:
+            length = AUDIO_CONFIG.num_positions if kind == "whisper" else 9
+            assert whole[:5] == [length // 2, length - length // 2, length // 2, length - length // 2, 0]
+        rows.append([row for one in requests for _, row in run.runner.rows[one.request_id]])
+    assert torch.equal(torch.stack(rows[0]), torch.stack(rows[1]))
 
 
 def test_vectors_of_a_window_are_the_encoders(llm: LLM) -> None:

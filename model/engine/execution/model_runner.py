@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from model.api.request import TokenLogprob
+from model.api.source import Source
 from model.attention.base import are_uneven
 from model.cache.paged import KVCache
 from model.cache.states import StateSpan
@@ -124,6 +125,15 @@ class ModelRunner:
             if step.sequence.history is not None and not step.samples:
                 step.sequence.history.read(step.sequence.token_ids[: step.start + step.num_tokens])
         return self._sample(output.scheduled, sampling, logits)
+
+    @torch.inference_mode()
+    def encode_ahead(self, source: Source, layers: int) -> None:
+        """Compute the next so many layers of the encoder, of a source that a later step encodes."""
+        self._program.encode_ahead(source, layers)
+
+    def forget_ahead(self) -> None:
+        """Forget the source that was begun so."""
+        self._program.forget_ahead()
 
     @torch.inference_mode()
     def probe(self) -> None:

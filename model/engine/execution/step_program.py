@@ -26,6 +26,7 @@ from model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch
 from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
 from model.engine.execution.sources import source_input
 from model.network.inputs import CrossInput, StackInput
+from model.network.stack import StackPass
 from model.network.transformer import Transformer
 from model.parallel.group import Group
 from model.system.transfer import device_tensor, to_device
@@ -108,6 +109,16 @@ class StepProgram:
         self._model = model
         self._cache = cache
         self._group = group
+        self._ahead: tuple[bytes, StackPass] | None = None  # a source's digest, and the encoder's layers over it
+
+    def encode_ahead(self, source: Source, layers: int) -> None:
+        """Compute the next so many layers of the encoder over a source that a plan will have, on one rank alone."""
+        if self._ahead is None or self._ahead[0] != source.digest:
+            self._ahead = source.digest, self._model.begin(source_input([source], self._cache.device))
+        self._ahead[1].advance(layers)
+
+    def forget_ahead(self) -> None:
+        self._ahead = None
 
     def run(self, plan: StepPlan, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return hidden states `[T, d]`, valid until the next run, and logits `[N, V]` of the rows that are asked for.
@@ -147,9 +158,23 @@ class StepProgram:
 
     def _encode(self, plan: StepPlan) -> None:
         """Encode the new sources and put their cross keys and values into the pools."""
-        encoder_output = Transformer.encode(self._model, source_input(plan.sources, self._cache.device))  # [S, d]
+        encoder_output = self._encoded(plan.sources)  # [S, d]
         slots = self._tensor(plan.source_slots).view(len(self._cache.pools), -1)  # [P, S]
         self._model.write_encoder_output(encoder_output, self._cache, slots)
+
+    def _encoded(self, sources: tuple[Source, ...]) -> Tensor:
+        """The encoder's output `[S, d]`; of a source that is begun only its last layers are left."""
+        device, ahead = self._cache.device, self._ahead
+        places = [place for place, source in enumerate(sources) if ahead is not None and source.digest == ahead[0]]
+        if ahead is None or not places:
+            return Transformer.encode(self._model, source_input(sources, device))
+        self._ahead = None
+        parts, place = [ahead[1].finish()], places[0]
+        if place:
+            parts.insert(0, Transformer.encode(self._model, source_input(sources[:place], device)))
+        if place + 1 < len(sources):
+            parts.append(Transformer.encode(self._model, source_input(sources[place + 1 :], device)))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _launch(self, plan: StepPlan, tokens: Tensor | None) -> Tensor:
         row, host = to_device(plan.row, self._cache.device), plan.layout.split(plan.row)

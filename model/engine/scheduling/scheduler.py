@@ -19,6 +19,7 @@ from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
 from model.engine.scheduling.ngram_drafts import READ_AT_ONCE
 from model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
+from model.engine.scheduling.source_pass import LayersAhead, SourcePasses
 from model.engine.scheduling.step_budget import (
     UNLIMITED,
     StepBudget,
@@ -56,11 +57,19 @@ class SchedulerOutput:
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)  # before anything is written
+    ahead: list[LayersAhead] = field(default_factory=list)  # of one source at most, before everything else
+    encoded_before: list[int] = field(default_factory=list)  # tokens of this step's sources that steps before computed
 
     @property
     def num_tokens(self) -> int:
         """Decoder and encoder tokens of the step."""
-        return sum(s.num_tokens + s.sequence.source_length * s.encode_source for s in self.scheduled)
+        return sum(s.num_tokens for s in self.scheduled) + self.num_whole_tokens
+
+    @property
+    def num_whole_tokens(self) -> int:
+        """Tokens that the encoder computes."""
+        sources = sum(s.sequence.source_length for s in self.scheduled if s.encode_source)
+        return sources - sum(self.encoded_before) + sum(ahead.tokens for ahead in self.ahead)
 
 
 class SampledToken(NamedTuple):
@@ -78,7 +87,11 @@ class SampledToken(NamedTuple):
 class Scheduler:
     """Waiting and running sequences of one model."""
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, encoder_layers: int = 1
+    ) -> None:
+        """`encoder_layers`: parts in which a source may be encoded, a step each."""
+        self.source_passes = SourcePasses(encoder_layers)
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -101,6 +114,7 @@ class Scheduler:
 
     def remove(self, sequence: SequenceState) -> None:
         """Forget a finished sequence: the only place where one leaves and its blocks return."""
+        self.source_passes.forget(sequence)
         queue = self.running if sequence in self.running else self.waiting
         queue.remove(sequence)
         self.block_manager.free(sequence)
@@ -109,6 +123,7 @@ class Scheduler:
         """Forget every sequence and what any block holds."""
         self.waiting.clear()
         self.running.clear()
+        self.source_passes.current = None
         self.block_manager.reset()
 
     def demand(self) -> StepDemand:
@@ -118,6 +133,7 @@ class Scheduler:
         prompt_tokens = sum(lefts) - decodes
         streams = any(left == 1 and one.is_streamed for left, one in zip(lefts, self.running, strict=True))
         sources: list[int] = []
+        first = 0
         places = self.max_num_seqs - len(self.running)
         for sequence in self.waiting:
             if places <= 0 or max(prompt_tokens, sum(sources)) >= self.max_num_batched_tokens:
@@ -125,15 +141,16 @@ class Scheduler:
             if sequence.is_prepared:
                 places -= 1
                 prompt_tokens += sequence.num_uncomputed_tokens
-                sources += [sequence.source_length] if sequence.needs_source else []
-        first = sources[0] if sources else 0
+                if sequence.needs_source:
+                    first = first or self.source_passes.least(sequence)
+                    sources.append(self.source_passes.left(sequence))
         return StepDemand(decodes, streams, len(self.waiting), prompt_tokens, first, sum(sources))
 
     def schedule(self, budget: StepBudget = UNLIMITED) -> SchedulerOutput:
         """The next step within `budget`; every sequence in it has its blocks. Empty only if nothing can run.
 
-        Prompts take at most `budget.prompt_tokens` together, sources at most `budget.whole_tokens`, but for a single
-        source, which is never split.
+        Prompts take at most `budget.prompt_tokens` together, sources at most `budget.whole_tokens`. A single source
+        may take more, by a layer of the encoder; or whole, where layers cannot be computed apart.
         """
         output = SchedulerOutput()
         left, preempted = self._schedule_running(output, budget)
@@ -270,13 +287,20 @@ class Scheduler:
                 continue  # admitted with its other beams, or later
             together = self._together(sequence)
             places -= sum(one.num_slots for one in together)
-            begun = source_budget < most  # a source is never split: the first goes, however long
+            begun = source_budget < most  # the first goes, however long
             encodes = self.block_manager.must_encode(sequence)
-            source_budget -= sequence.source_length * encodes
+            left = self.source_passes.left(sequence) * encodes
             if encodes and most <= 0:
                 return
-            if places < 0 or not self.block_manager.can_admit(together) or (begun and source_budget < 0):
+            if places < 0 or not self.block_manager.can_admit(together) or (begun and left > source_budget):
                 return
+            if source_limit is not None and left > source_budget and self.source_passes.may_pause(sequence):
+                output.ahead.append(self.source_passes.advance(sequence, source_budget))
+                return
+            source_budget -= left
+            if encodes:
+                output.encoded_before.append(self.source_passes.done(sequence))
+            self.source_passes.forget(sequence)
             for one in together:
                 self.waiting.remove(one)
                 one.status = SequenceStatus.RUNNING

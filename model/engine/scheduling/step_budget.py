@@ -9,9 +9,10 @@ from dataclasses import dataclass
 class StepDemand:
     """What one engine would compute now.
 
-    `whole_tokens` is the least that can be computed of the first input whose tokens belong together (a source of an
-    encoder-decoder; one layer of a text to encode, as that share of its tokens), 0 without one; `all_whole_tokens` is
-    what one step could take of all such inputs. `prompt_tokens` are decoder tokens of prompts, which can be split.
+    `whole_tokens` is the least that can be computed of the first input whose tokens belong together (one layer of a
+    source or of a text to encode, as that share of its tokens; all of it where layers are not cut), 0 without one;
+    `all_whole_tokens` is what one step could take of all such inputs. `prompt_tokens` are decoder tokens of prompts,
+    which can be split.
     """
 
     decodes: int = 0
