@@ -35,12 +35,9 @@ def measured(url: str, limits: str = "", **changes: Any) -> Measured:
         return run.measure(subject, subject.settings, slo.parse(limits), "", progress)
 
 
-def in_several_tries(test: Callable[..., None]) -> Callable[..., None]:
-    """For figures of two processes that are compared, with no other test beside them: where one of the processes got no
-    CPU for a while, they do differ.
-    """
+def retried(test: Callable[..., None]) -> Callable[..., None]:
+    """For figures of two processes that are compared: where one of them got no CPU for a while, they do differ."""
 
-    @pytest.mark.alone
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:
         for _ in range(9):
@@ -51,8 +48,13 @@ def in_several_tries(test: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def in_several_tries(test: Callable[..., None]) -> Callable[..., None]:
+    """The same, with no other test beside them: for figures that must be close."""
+    return pytest.mark.alone(retried(test))
+
+
 def constant(rate: float) -> Arrivals:
     return Arrivals(kind="constant", rate=rate)
 
 
-__all__ = ["CLOSED", "Arrivals", "Clients", "Workload", "constant", "in_several_tries", "measured"]
+__all__ = ["CLOSED", "Arrivals", "Clients", "Workload", "constant", "in_several_tries", "measured", "retried"]

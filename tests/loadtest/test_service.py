@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.loadtest.support import CLOSED, Arrivals, Clients, Workload, in_several_tries, measured
+from tests.loadtest.support import CLOSED, Arrivals, Clients, Workload, in_several_tries, measured, retried
 from tests.service.processes import ServiceProcess, eventually, running
 
 COUNTS = {"requests ended", "refusals", "prompt tokens", "output tokens"}
@@ -64,7 +64,7 @@ def test_tokens_seen_are_those_of_the_usage(service: ServiceProcess) -> None:
 
 
 @pytest.mark.parametrize("target", ["openai-completions", "generate"])
-@in_several_tries
+@retried
 def test_an_encoder_decoder(service: ServiceProcess, target: str) -> None:
     work = Workload(kind="seq2seq", prompt_tokens="uniform:6-20")
     document = measured(
@@ -74,7 +74,7 @@ def test_an_encoder_decoder(service: ServiceProcess, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["encode", "openai-embeddings"])
-@in_several_tries
+@retried
 def test_embeddings(service: ServiceProcess, target: str) -> None:
     work = Workload(kind="embedding", prompt_tokens="uniform:4-20", texts="uniform:1-4")
     document = measured(service.url, target=target, model="embed", requests=8, arrivals=CLOSED, workload=work).document

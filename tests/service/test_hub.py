@@ -23,12 +23,15 @@ RESOLVE = """
 import json, sys
 from model.checkpoint import hub
 from model.errors import ConfigError
-try:
-    folder = hub.local_folder(sys.argv[1], pickle=len(sys.argv) < 3)
-    found = sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
-    print(json.dumps([hub.pinned(sys.argv[1], pickle=len(sys.argv) < 3), found]))
-except ConfigError as error:
-    print(json.dumps(str(error)))
+found = []
+for name, pickle in json.loads(sys.argv[1]):
+    try:
+        folder = hub.local_folder(name, pickle=pickle)
+        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+        found.append([hub.pinned(name, pickle=pickle), files])
+    except ConfigError as error:
+        found.append(str(error))
+print(json.dumps(found))
 """
 
 
@@ -60,9 +63,14 @@ class Client:
         assert done.returncode == 0 and "Fatal" not in done.stderr, done.stderr
         return done.stdout
 
-    def resolve(self, *arguments: str, **changes: str) -> Any:
+    def resolve(self, name: str, **changes: str) -> Any:
         """What a name stands for now, with the files of its folder; or the error."""
-        return json.loads(self.run("-c", RESOLVE, *arguments, **changes))
+        return self.resolve_each((name, True), **changes)[0]
+
+    def resolve_each(self, *asked: tuple[str, bool], **changes: str) -> list[Any]:
+        """The same of names in one process, each with whether pickles are read."""
+        found: list[Any] = json.loads(self.run("-c", RESOLVE, json.dumps(asked), **changes))
+        return found
 
 
 def test_only_the_files_that_are_read_are_downloaded_and_once(
@@ -88,11 +96,11 @@ def test_a_revision_that_moves_is_followed_and_a_pinned_one_is_not(
     client = Client(url, tmp_path)
     pinned = client.resolve("hf:org/bert")[0]
     second = served.publish("org/bert", files | {"extra.json": b"{}"})
+    tagged = served.publish("org/bert", files | {"extra.json": b"[]"}, "v1.0")
     assert pinned == f"hf:org/bert@{first}"
-    assert client.resolve("hf:org/bert")[0] == f"hf:org/bert@{second}"
-    assert client.resolve(pinned)[0] == pinned
-    served.publish("org/bert", files | {"extra.json": b"[]"}, "v1.0")
-    assert "extra.json" in client.resolve("hf:org/bert@v1.0")[1]
+    found = client.resolve_each(("hf:org/bert", True), (pinned, True), ("hf:org/bert@v1.0", True))
+    assert [name for name, _ in found] == [f"hf:org/bert@{second}", pinned, f"hf:org/bert@{tagged}"]
+    assert ["extra.json" in there for _, there in found] == [True, False, True]
 
 
 def test_pickled_weights_are_taken_where_there_are_no_others(
@@ -103,12 +111,12 @@ def test_pickled_weights_are_taken_where_there_are_no_others(
     torch.save(load_file(tmp_path / "w.safetensors"), tmp_path / "w.bin")
     old = {name: data for name, data in files.items() if name != "model.safetensors"}
     served.publish("org/old", old | {"pytorch_model.bin": (tmp_path / "w.bin").read_bytes()})
-    client = Client(url, tmp_path / "cache")
-    assert "pytorch_model.bin" not in client.resolve("hf:org/old", "without pickle")[1]
-    assert "pytorch_model.bin" in client.resolve("hf:org/old")[1]
     served.publish("org/projected", files | {"2_Dense/config.json": b"{}", "2_Dense/pytorch_model.bin": b"x"})
-    assert "2_Dense/pytorch_model.bin" not in client.resolve("hf:org/projected", "without pickle")[1]
-    assert "2_Dense/pytorch_model.bin" in client.resolve("hf:org/projected")[1]
+    client = Client(url, tmp_path / "cache")
+    asked = [(name, pickle) for name in ("hf:org/old", "hf:org/projected") for pickle in (False, True)]
+    found = client.resolve_each(*asked)
+    assert ["pytorch_model.bin" in there for _, there in found[:2]] == [False, True]
+    assert ["2_Dense/pytorch_model.bin" in there for _, there in found[2:]] == [False, True]
     served.requests.clear()
     served.publish("org/both", files | {"pytorch_model.bin": b"never read"})
     assert "pytorch_model.bin" not in client.resolve("hf:org/both")[1]
@@ -127,28 +135,26 @@ def test_a_connection_that_is_cut_is_continued(hub: tuple[Hub, str], tmp_path: P
     assert file.read_bytes() == weights
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("hf:org/none", "hf:org/none: no such repository, or a private one and HF_TOKEN gives no access"),
-        ("hf:org/bert@v9", "hf:org/bert@v9: the repository has no revision 'v9'"),
-        ("hf:bert", "hf:bert: expected hf:ORGANISATION/NAME"),
-        ("hf:../../etc/passwd", "expected hf:ORGANISATION/NAME"),
-        ("hf:org/gated", "hf:org/gated: its authors grant access first; set HF_TOKEN"),
-    ],
-)
-def test_what_cannot_be_had_is_said_plainly(
-    hub: tuple[Hub, str], files: Files, tmp_path: Path, name: str, message: str
-) -> None:
+NOT_HAD = {
+    "hf:org/none": "hf:org/none: no such repository, or a private one and HF_TOKEN gives no access",
+    "hf:org/bert@v9": "hf:org/bert@v9: the repository has no revision 'v9'",
+    "hf:bert": "hf:bert: expected hf:ORGANISATION/NAME",
+    "hf:../../etc/passwd": "expected hf:ORGANISATION/NAME",
+    "hf:org/gated": "hf:org/gated: its authors grant access first; set HF_TOKEN",
+}
+
+
+def test_what_cannot_be_had_is_said_plainly(hub: tuple[Hub, str], files: Files, tmp_path: Path) -> None:
     served, url = hub
     served.publish("org/bert", files)
     served.publish("org/gated", files)
     served.gated.add("org/gated")
     client = Client(url, tmp_path)
-    found = client.resolve(name)
-    assert isinstance(found, str) and message in found
-    if name == "hf:org/gated":
-        assert "config.json" in client.resolve(name, HF_TOKEN="granted")[1]
+    for (name, message), found in zip(
+        NOT_HAD.items(), client.resolve_each(*((name, True) for name in NOT_HAD)), strict=True
+    ):
+        assert isinstance(found, str) and message in found, name
+    assert "config.json" in client.resolve("hf:org/gated", HF_TOKEN="granted")[1]
 
 
 def test_without_the_hub_what_is_missing_is_an_error(hub: tuple[Hub, str], files: Files, tmp_path: Path) -> None:
