@@ -1,14 +1,15 @@
-"""Logits of every checkpoint kind against `transformers`, and the 2017 Transformer against torch's."""
+"""Logits of every checkpoint kind against `transformers`, also over HTTP, and the 2017 Transformer against torch's."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from torch import nn
@@ -22,7 +23,20 @@ from model.config.layer import LayerConfig, NormConfig, NormKind, RotaryConfig
 from model.network.inputs import CrossInput, packed_input
 from model.network.transformer import Transformer
 from model.network.weights import load_model
-from tests.model.checkpoints import CPU, DECODERS, KINDS, copied, load_native, loaded, native_backends, prompt, saved
+from tests.model.checkpoints import (
+    CPU,
+    DECODERS,
+    ENCODER_DECODERS,
+    KINDS,
+    START,
+    copied,
+    load_native,
+    loaded,
+    native_backends,
+    prompt,
+    reference_logits,
+    saved,
+)
 from tests.model.decoder_rows import LLAMA, random_model
 from tests.model.parity import (
     MECHANISMS,
@@ -33,6 +47,7 @@ from tests.model.parity import (
     is_varied,
     ours_and_theirs,
 )
+from tests.service.processes import ServiceProcess, running
 
 BACKENDS = (SdpaBackend(), *native_backends())
 EACH = [(kind, backend) for kind in KINDS for backend in BACKENDS]
@@ -40,6 +55,7 @@ EACH += [(kind, ReferenceBackend()) for kind in MECHANISMS]  # which serves noth
 # bfloat16 keeps 8 bits: 2^-9 of relative rounding in each of some dozens of roundings on the way through 2-3 layers,
 # on logits of magnitude ~2-5. A wrong weight or position is off by the logits' own spread, an order of magnitude more.
 BF16_OF_SPREAD = 0.15
+NEW_TOKENS = 6
 
 
 @pytest.mark.parametrize(("kind", "backend"), EACH, ids=lambda value: getattr(value, "name", value))
@@ -244,3 +260,49 @@ def _torch_transformer(model: Transformer) -> nn.Transformer:
                     state[f"{there}.{t}.in_proj_{part}"] = torch.cat(qkv)
     theirs.load_state_dict(state)
     return theirs
+
+
+def _families() -> dict[str, str]:
+    """One checkpoint of each `model_type` that writes text, by that."""
+    found: dict[str, str] = {}
+    for kind in (*DECODERS, *ENCODER_DECODERS):
+        raw = json.loads((saved(kind).path / "config.json").read_text())
+        if raw["model_type"] != "whisper":  # which reads sound
+            found.setdefault(raw["model_type"], kind)
+    return found
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[ServiceProcess]:
+    models = [f"{name}={saved(kind).path}" for name, kind in _families().items()]
+    limits = ["--kv-cache-memory", "1MiB", "--max-model-len", "64", "--max-num-seqs", "4"]
+    with running([*models, *limits, "--dtype", "float32"]) as started:
+        yield started
+
+
+def test_every_family_writes_what_transformers_writes(service: ServiceProcess) -> None:
+    wrong = {name: told for name, kind in _families().items() if (told := _difference(service.url, name, kind))}
+    assert not wrong
+
+
+def _difference(url: str, name: str, kind: str) -> str:
+    """What a family's reply has that it should not; empty: nothing.
+
+    Each token is compared as the most likely one behind the tokens before it, also where a rule of the checkpoint
+    forces another one.
+    """
+    given = prompt(11, 3)
+    body = dict(model=name, prompt=given, max_tokens=NEW_TOKENS, temperature=0.0, logprobs=1, ignore_eos=True)
+    reply = httpx.post(f"{url}/generate", json=body, timeout=60)
+    if reply.status_code != 200:
+        return reply.text
+    found = reply.json()["choices"][0]["logprobs"]
+    begin, source = ((START,), given) if kind in ENCODER_DECODERS else (given, ())
+    ids = [*begin, *(one["id"] for one in found)]
+    expected = reference_logits(kind, ids, source)[len(begin) - 1 : -1].log_softmax(-1).max(-1)
+    ours = torch.tensor([one["top"][0]["logprob"] for one in found])
+    tops = [one["top"][0]["id"] for one in found]
+    if len(found) != NEW_TOKENS or tops != expected.indices.tolist():
+        return f"tokens {tops}, not {expected.indices.tolist()}"
+    error = (ours - expected.values).abs().max().item()
+    return "" if error < 1e-4 else f"logprobs differ by {error:.1e}"
