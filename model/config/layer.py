@@ -11,6 +11,7 @@ from enum import StrEnum
 from model.errors import ConfigError
 
 MOST_EXPERTS = 4096  # of a layer; a larger number is an error in the file
+MOST_EXPERTS_OF_STACK = 131_072  # of all layers
 
 
 class NormKind(StrEnum):

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from model.config.formats import Storage
 from model.config.layer import (
+    MOST_EXPERTS_OF_STACK,
     Activation,
     AlibiConfig,
     AttentionConfig,
@@ -161,6 +162,9 @@ class StackConfig:
         positions = [attention.position for attention in self.attentions]
         if not self.causal and any(isinstance(position, AlibiConfig) for position in positions):
             raise ConfigError("slopes of scores are of causal stacks")
+        experts = sum(one.count for layer in self.layers if isinstance(one := layer.feed_forward, ExpertsConfig))
+        if experts > MOST_EXPERTS_OF_STACK:
+            raise ConfigError(f"the layers of a stack have at most {MOST_EXPERTS_OF_STACK} experts, found {experts}")
         if len({layer.embedding for layer in self.layers}) > 1:
             raise ConfigError("all layers of a stack have vectors of tokens of one size, or none has")
         if len({layer.cross is None for layer in self.layers}) > 1:

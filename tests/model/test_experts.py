@@ -13,7 +13,8 @@ from model.api.messages import ModelSpec
 from model.attention.reference import ReferenceBackend
 from model.checkpoint.folder import read_checkpoint
 from model.config.formats import QUANTIZED_LAYERS
-from model.config.layer import Activation, ExpertsConfig, GateClamp, MLPConfig
+from model.config.layer import Activation, AttentionConfig, ExpertsConfig, GateClamp, LayerConfig, MLPConfig, Norms
+from model.config.model import StackConfig
 from model.engine.builder import load
 from model.engine.warmup import compile_products
 from model.errors import ConfigError
@@ -97,6 +98,13 @@ def test_of_equal_scores_the_first_experts_are_chosen() -> None:
 def test_experts_that_cannot_be_are_refused(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(CONFIG, **changes)  # type: ignore[arg-type]
+
+
+def test_a_stack_of_more_experts_than_there_can_be_is_refused() -> None:
+    layer = LayerConfig(AttentionConfig(1, 1, 4, 0.5), replace(CONFIG, count=4096), (Norms(), Norms()))
+    StackConfig((layer,) * 32, 4, causal=True)
+    with pytest.raises(ConfigError, match="at most 131072 experts, found 135168"):
+        StackConfig((layer,) * 33, 4, causal=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from model.api.source import token_source
 from model.attention.base import AttentionBackend, AttentionMetadata
 from model.attention.native import NativeBackend
 from model.attention.reference import ReferenceBackend
@@ -297,7 +298,7 @@ def _difference(url: str, name: str, kind: str) -> str:
     if reply.status_code != 200:
         return reply.text
     found = reply.json()["choices"][0]["logprobs"]
-    begin, source = ((START,), given) if kind in ENCODER_DECODERS else (given, ())
+    begin, source = ((START,), token_source(given)) if kind in ENCODER_DECODERS else (given, None)
     ids = [*begin, *(one["id"] for one in found)]
     expected = reference_logits(kind, ids, source)[len(begin) - 1 : -1].log_softmax(-1).max(-1)
     ours = torch.tensor([one["top"][0]["logprob"] for one in found])
