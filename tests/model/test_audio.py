@@ -251,7 +251,7 @@ def test_containers_are_read_with_the_extra(form: str, codec: str) -> None:
     assert abs(len(samples) - RATE) < 3000
     assert np.argmax(np.abs(np.fft.rfft(samples[4000:12_000]))) == 440 // 2  # of half a second
     with pytest.raises(AudioError, match="longer than"):
-        decode_audio(container(form, codec, tone(30.0, 48_000)), RATE, LIMITS)
+        decode_audio(container(form, codec, tone(21.0, 48_000)), RATE, LIMITS)
 
 
 SEEDS = [
@@ -260,7 +260,7 @@ SEEDS = [
 ]
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=80, deadline=None, database=None)
 @given(st.integers(0, len(SEEDS) - 1), st.randoms(use_true_random=False))
 def test_mutated_files_are_read_or_refused_within_a_second(seed: int, rng: random.Random) -> None:
     file = bytearray(SEEDS[seed])
