@@ -94,6 +94,28 @@ class SamplingParams:
     probe: Probe | None = None  # the first output says how likely these tokens were
 
 
+class AlignmentMethod(StrEnum):
+    """Which definition of an alignment is computed."""
+
+    OPENAI = "openai"  # `find_alignment`: tokens see the audio alone; all rows of the prompt are normalised together
+    TRANSFORMERS = "transformers"  # `_extract_token_timestamps`: they see the whole window; only rows that are aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """A question to a prompt: where in its source each of the rows [first, end) is.
+
+    A row is of the token that is read there; what it attends to is about the token that comes next.
+    """
+
+    heads: tuple[tuple[int, int], ...]  # (layer, head) whose cross attention is looked at
+    first: int
+    end: int
+    num_positions: int  # of the source; those behind are padding
+    method: AlignmentMethod = AlignmentMethod.OPENAI
+    median_filter_width: int = 7
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A validated request to generate.
@@ -114,6 +136,7 @@ class Request:
     streams: bool = False  # a client reads the tokens as they come, so the pacer keeps steps beside them short
     prediction: tuple[int, ...] = ()  # tokens that the output is expected to copy: drafts, which change nothing else
     keeps_source: bool = False  # requests with the same source and salt follow: its encoding is cached behind this one
+    alignment: Alignment | None = None  # the first output says where the prompt's tokens are in the source
 
     @property
     def num_sent_tokens(self) -> int:
@@ -178,6 +201,7 @@ class TokenOutput:
     # Of all the sequence's tokens so far, under the distribution after bans, rules and penalties, before temperature.
     cumulative_logprob: float | None = None
     probe_logprobs: list[float] | None = None  # once, with the first token: of the probe's tokens, before everything
+    alignment: list[int] | None = None  # once: the source's positions at which the aligned rows begin, never decreasing
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ from model.checkpoint.layouts import (
 )
 from model.checkpoint.load_plan import stored_projections
 from model.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
+from model.checkpoint.speech import SpeechTokens, read_speech_tokens
 from model.checkpoint.state_dict import read_state_dict
 from model.checkpoint.stored_formats import Quantization, made_for, quantization_of
 from model.config.formats import FLOAT
@@ -66,6 +67,7 @@ class Checkpoint:
     images: ImageProcessing | None = None
     tasks: dict[str, GenerationTask] = field(default_factory=dict)  # whose settings a request can ask for by name
     not_served: tuple[str, ...] = ()  # ignored settings of generation that would change outputs
+    speech: SpeechTokens | None = None  # how a model that hears is told what to do; None: the folder does not say
 
 
 def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
@@ -116,6 +118,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         else None,
         tasks=generation_tasks(raw, generation, encoder_decoder) if config.can_generate else {},
         not_served=not_served(raw, generation, encoder_decoder) if config.can_generate else (),
+        speech=read_speech_tokens(path, raw, newer, config) if config.audio is not None else None,
     )
 
 

@@ -259,6 +259,8 @@ def _merge(output: TokenOutput, later: TokenOutput) -> TokenOutput:
         output.prompt_logprobs = later.prompt_logprobs
     if output.probe_logprobs is None:
         output.probe_logprobs = later.probe_logprobs
+    if output.alignment is None:
+        output.alignment = later.alignment
     if output.scheduled_time is None:
         output.scheduled_time = later.scheduled_time
     output.finish_reason, output.stop_reason = later.finish_reason, later.stop_reason

@@ -429,6 +429,7 @@ class GenerateEngine:
         if first:
             output.scheduled_time = sequence.scheduled_time
             output.probe_logprobs = sequence.probe_logprobs
+            output.alignment = token.alignment
             output.cached_tokens = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
             if sequence.params.prompt_logprobs is not None:
                 output.prompt_logprobs = sequence.prompt_logprobs

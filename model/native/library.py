@@ -62,10 +62,10 @@ class Library:
     """Calls the compiled functions, with a scratch buffer for each thread that calls them."""
 
     # All that a library exports: functions that return nothing, and those that return a number.
-    _ACTIONS = ("run_stack", "run_linear", "run_attention", "top_k", "pack_rows", "quantise_rows")
+    _ACTIONS = ("run_stack", "run_linear", "run_attention", "top_k", "pack_rows", "quantise_rows", "time_warping")
     _NUMBERS = (
         *("scratch_bytes", "linear_scratch_bytes", "attention_scratch_bytes"),
-        *("features", "start_tiles", "structure_sizes"),
+        *("features", "start_tiles", "structure_sizes", "time_warping_bytes"),
     )
     ENTRY_POINTS = (*_ACTIONS, *_NUMBERS)
 
@@ -189,6 +189,15 @@ class Library:
         threads = _num_threads()
         self._functions.top_k(_at(logits), *sizes, _at(values), _at(tokens), _at(log_sums), threads)
         return values, tokens, log_sums
+
+    def run_time_warping(self, costs: Tensor) -> Tensor:
+        """Find the columns `[R]` at which the cheapest way through float32 costs `[R, C]` enters each row."""
+        rows, columns = costs.shape
+        starts = torch.empty(rows, dtype=torch.int64)
+        sizes = (c_int64(rows), c_int64(columns))
+        needed = self._functions.time_warping_bytes(*sizes)
+        self._functions.time_warping(_at(costs), *sizes, _at(starts), self._scratch_of(needed))
+        return starts
 
     def release_scratch(self) -> None:
         """Free this thread's scratch; the next call takes what it needs."""

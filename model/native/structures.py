@@ -183,6 +183,7 @@ class Step(ctypes.Structure):
         ("relative", POINTER(RelativePositions)),
         ("vectors", c_void_p),
         ("planned_keys", c_int64),
+        ("cross_queries", POINTER(c_void_p)),
     )
 
 

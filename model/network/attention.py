@@ -132,6 +132,7 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, step: StepContext, cache: LayerCache | None) -> Tensor:  # [T, d] -> [T, d]
         assert step.cross is not None
         q = self.q(x).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        step.keep_queries(q)
         k, v = self.project(step.cross.encoder_output) if step.cross.encoder_output is not None else (None, None)
         return self.out(step.backend.forward(q, k, v, cache, step.cross.metadata_of(cache), self.config).flatten(1))
 

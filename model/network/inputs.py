@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
@@ -45,6 +45,7 @@ class CrossInput:
     metadata: AttentionMetadata
     encoder_output: Tensor | None = None  # [S, d]
     other_pools: tuple[AttentionMetadata, ...] = ()  # as in `StackInput`
+    queries: Mapping[int, Tensor] | None = None  # by layer, where its queries are kept: [T, H, D] float32
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
         """What a layer with this cache attends by."""

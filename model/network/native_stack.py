@@ -159,6 +159,10 @@ class NativeStack:
                 kept += fill_segments(segments[pools + pool], cross.metadata_of(layer), layer)
         if cache is not None:
             step.pages = self._pages_of(cache)
+        if cross is not None and cross.queries:
+            step.cross_queries = (ctypes.c_void_p * self.stack.config.num_layers)()
+            for index, queries in cross.queries.items():
+                step.cross_queries[index] = queries.data_ptr()
         if self._rotaries:
             pairs = [[table.float().contiguous() for table in context.rotary(rotary)] for rotary in self._rotaries]
             kept += (table for pair in pairs for table in pair)

@@ -35,6 +35,7 @@ class StepContext:
         """`dtype` is that of the rows; `shared_bias` and `relative` are the stack's tables of positions, `key_owners`
         the layers whose keys others read, and `layer_vectors` `[T, L, P]` each row's vectors for the layers."""
         self.inputs, self.backend, self.cross = inputs, backend, cross
+        self.layer = 0  # which is being computed, where no runner does
         self.shared_bias = StepBias(shared_bias) if shared_bias is not None else None
         self.layer = 0  # which one is computed
         self.key_owners = key_owners
@@ -45,6 +46,12 @@ class StepContext:
         self._rotaries: dict[RotaryConfig, tuple[Tensor, Tensor]] = {}
         self._growths: dict[RotaryConfig, Tensor] = {}
         self._sinusoids: dict[int, Tensor] = {}
+
+    def keep_queries(self, query: Tensor) -> None:
+        """Keep a layer's queries of cross attention `[T, H, D]`, if they are asked for."""
+        kept = self.cross.queries if self.cross is not None else None
+        if kept is not None and self.layer in kept:
+            kept[self.layer].copy_(query)
 
     @cached_property
     def relative_table(self) -> Tensor:

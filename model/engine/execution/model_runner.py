@@ -22,6 +22,7 @@ from model.attention.base import are_uneven
 from model.cache.paged import KVCache
 from model.cache.states import StateSpan
 from model.config.model import GenerationRules
+from model.engine.execution.alignment import align, keep_queries, kept_layers
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.sources import blank_source, source_input
@@ -30,6 +31,7 @@ from model.engine.scheduling.block_manager import BlockCopy, BlockManager
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, forced_token
+from model.errors import ConfigError
 from model.network.inputs import packed_input
 from model.network.transformer import Transformer
 from model.parallel.rank0 import Rank0Transformer
@@ -62,6 +64,7 @@ class Launched:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
     masked_logprobs: dict[int, float] = field(default_factory=dict)
+    alignments: dict[int, list[int]] = field(default_factory=dict)
 
     def collect(self) -> list[SampledToken | None]:
         """The next token of each scheduled sequence, None where its prompt is not computed to the end yet."""
@@ -90,6 +93,7 @@ class Launched:
             later,
             self.masked_logprobs.get(row),
             found.log_mass,
+            self.alignments.get(row),
         )
 
 
@@ -153,6 +157,8 @@ class ModelRunner:
             together = self._ranks.sending(plan.message())
         with together:
             hidden, logits = self._program.run(plan, tokens)
+            if plan.kept_layers:
+                keep_queries(steps, self._program.cross_queries)
             for rows, part in zip(self._program.prompt_logits(plan, hidden), slices, strict=True):
                 if isinstance(part, ProbedRow):
                     part.sequence.probe_logprobs = logprobs_of(rows, part.token_ids)
@@ -167,7 +173,11 @@ class ModelRunner:
         placeholders: dict[int, int] = {}
         if before is not None:
             placeholders = {id(s.sequence): before.rows[id(s.sequence)] for s in steps if s.sequence.has_placeholder}
-        replayed = self.graphs is not None and self.graphs.fits(steps)
+        asked = any(step.sequence.has_questions for step in steps)
+        layers = kept_layers(steps) if asked else ()
+        if layers and self._ranks is not None:
+            raise ConfigError("a prompt is not aligned with its source by a model on several ranks")
+        replayed = self.graphs is not None and not layers and self.graphs.fits(steps)
         splits_keys = self.model.backend.graph_safe  # by lengths on the device, which others have on the host
         uneven = splits_keys and are_uneven([step.start + 1 for step in steps if step.num_tokens == 1])
         layout = BatchLayout.of(steps)
@@ -177,7 +187,7 @@ class ModelRunner:
         row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
         num_known = len(before.tokens) if before is not None and placeholders else 0
         new = [step.sequence for step in steps if step.encode_source]
-        slices: list[PromptSlice | ProbedRow] = [*prompt_slices(steps), *probed_rows(steps)]
+        slices: list[PromptSlice | ProbedRow] = [*prompt_slices(steps), *probed_rows(steps)] if asked else []
         plan = StepPlan(
             layout,
             row,
@@ -191,6 +201,7 @@ class ModelRunner:
             source_slots=tuple(self._source_slots(new)),
             scored=tuple(part.rows for part in slices),
             states=tuple(state_spans(steps)) if self.cache.states else (),
+            kept_layers=layers,
         )
         return plan, slices
 
@@ -234,7 +245,13 @@ class ModelRunner:
             masked = dict(zip(summed, chosen_logprobs(processed[at], tokens[at]), strict=True))
         forced = [row.forced_token_id is not None for row in rows]
         candidates = self._candidates(steps, rows, logits)
-        return Launched(all_steps, places, tokens, arriving, forced, logprobs, candidates, masked)
+        aligned = {places[id(s.sequence)]: self._align(s.sequence) for s in sampling if s.sequence.cross_queries}
+        return Launched(all_steps, places, tokens, arriving, forced, logprobs, candidates, masked, aligned)
+
+    def _align(self, sequence: SequenceState) -> list[int]:
+        decoder = self.model.config.decoder
+        assert decoder is not None
+        return align(sequence, self.cache, decoder)
 
     def _candidates(
         self, steps: Rows[ScheduledSequence], rows: Rows[SamplingRow], logits: Tensor

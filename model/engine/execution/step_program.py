@@ -51,6 +51,7 @@ class StepPlan:
     source_slots: tuple[int, ...] = ()  # [P * S] of their S positions in each pool
     scored: tuple[tuple[int, int], ...] = ()  # ranges of rows that prompts are scored by, behind the step
     states: tuple[tuple[int, int, int, int], ...] = ()  # fields of each `StateSpan`, of recurrent layers
+    kept_layers: tuple[int, ...] = ()  # whose queries of cross attention are kept; only where there is one rank
 
     def message(self) -> Step:
         """The plan for the other ranks."""
@@ -110,6 +111,7 @@ class StepProgram:
         self._cache = cache
         self._group = group
         self._ahead: tuple[bytes, StackPass] | None = None  # a source's digest, and the encoder's layers over it
+        self.cross_queries: dict[int, Tensor] = {}  # of the latest step, [T, H, D] of each layer that is kept
 
     def encode_ahead(self, source: Source, layers: int) -> None:
         """Compute the next so many layers of the encoder over a source that a plan will have, on one rank alone."""
@@ -196,7 +198,8 @@ class StepProgram:
             metadata, *others = self._metadata(
                 q_lens, tuple(host.source_lens.tolist()), step, causal=False, uneven=False
             )
-            cross = CrossInput(metadata, other_pools=tuple(others))
+            self.cross_queries = {layer: self._queries(layer, len(step.ids)) for layer in plan.kept_layers}
+            cross = CrossInput(metadata, other_pools=tuple(others), queries=self.cross_queries or None)
         return Transformer.decode(self._model, inputs, self._cache, cross)
 
     def _metadata(
@@ -221,6 +224,14 @@ class StepProgram:
             )
             for pool in range(len(tables))
         ]
+
+    def _queries(self, layer: int, rows: int) -> Tensor:
+        """Memory for a layer's queries of cross attention."""
+        decoder = self._model.config.decoder
+        assert decoder is not None
+        cross = decoder.layers[layer].cross
+        assert cross is not None
+        return torch.empty(rows, cross.num_heads, cross.head_dim, device=self._cache.device)
 
     def _tensor(self, values: tuple[int, ...]) -> Tensor:
         return device_tensor(values, self._cache.device, torch.int64)

@@ -82,6 +82,7 @@ class SampledToken(NamedTuple):
     later: tuple[SampledToken, ...] = ()  # behind it, where drafts were right: one more than those
     masked_logprob: float | None = None  # among the tokens that bans and rules left, if that is asked for
     log_mass: float = 0.0  # of a beam: logsumexp of the log-probabilities that these left, if it is
+    alignment: list[int] | None = None  # of a prompt that is computed to its end, if that is asked for
 
 
 class Scheduler:

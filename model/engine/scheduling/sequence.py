@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from model.api.request import FinishReason, Request, SamplingParams, TokenLogprob
 from model.api.token_history import History
@@ -81,15 +81,19 @@ class SequenceState:
     expects_drafts: bool = False  # there were drafts, and room for them, when it was last scheduled
     is_blind: bool = False  # its tokens can be sampled before those before them are known here
     is_limited: bool = False  # its request bans tokens, or leaves only some
+    has_questions: bool = False  # its request asks what is computed of its prompt
     cumulative_logprob: float = 0.0  # of its output, if that is asked for
     probe_logprobs: list[float] | None = None  # None: not asked for, or not known yet
+    cross_queries: list[Any] = field(default_factory=list)  # of the alignment's heads, a tensor for each step so far
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         p = self.params
         self.longest_context = self.num_prompt_tokens + p.max_tokens
         history = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty or p.no_repeat_ngram_size
-        looked_at = p.logprobs is not None or p.prompt_logprobs is not None or p.cumulative_logprob or p.probe
+        questions = (p.prompt_logprobs, p.probe, self.request.alignment)
+        self.has_questions = any(question is not None for question in questions)
+        looked_at = p.logprobs is not None or self.has_questions or p.cumulative_logprob
         self.is_blind = not (history or looked_at or p.num_beams > 1 or p.grammar or p.timestamps)
         limits = (p.min_tokens, p.allowed_token_ids, p.suppress_tokens, p.begin_suppress_tokens, p.timestamps)
         self.is_limited = any(limits)
@@ -241,7 +245,9 @@ class SequenceState:
 
     @property
     def reuses_prefix(self) -> bool:
-        """Whether what others computed will do: its own prompt's scores, and its probe, need its rows."""
+        """Whether what others computed will do: its prompt's scores, its probe and its alignment need its own rows."""
+        if self.request.alignment is not None:
+            return False
         if self.params.probe is not None and self.probe_logprobs is None:
             return False
         return self.params.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens
@@ -285,6 +291,7 @@ class SequenceState:
         self.restarted = True
         self.num_computed_tokens = 0
         self.num_offered_blocks = 0
+        self.cross_queries.clear()
         if self.beams is not None:
             self.beams.candidates.clear()
         self.status = SequenceStatus.WAITING

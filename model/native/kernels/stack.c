@@ -285,6 +285,12 @@ static void cross_attention(const StackContext *t, const AttentionLayer *layer, 
     Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->input, t->x, step->rows);
     multiply(&t->team, &layer->input, operand, step->rows, (Output){.rows = t->qkv, .stride = width});
     if (changes_heads(layer)) finish_heads(t, layer, 0, NULL, F32);
+    if (step->cross_queries && step->cross_queries[number]) {
+        int64_t first, last;
+        thread_range(&t->team, step->rows, &first, &last);
+        memcpy(step->cross_queries[number] + first * width, t->qkv + first * width,
+               (last - first) * width * sizeof *t->qkv);
+    }
     Attention attention = {.shape = &layer->shape, .segments = step->segments + layer->segments};
     attention.pages = step->pages + number, attention.bias = score_bias_of(layer, step);
     attention.tiles = tiled_attention(t->stack);

@@ -102,6 +102,8 @@ typedef struct {
     const RelativePositions *relative;
     const float *vectors;     /* [rows][num_layers][vectors.up.n] of each row for each layer, where layers have them */
     int64_t planned_keys; /* of a step that is only planned, whose segments are empty: its longest segment's keys */
+    float *const *cross_queries; /* [num_layers] where a layer's queries of cross attention [rows][heads dim] are kept,
+                                    null: nowhere; or null */
 } Step;
 
 #endif
