@@ -125,6 +125,10 @@ class ExpertsLayer(ctypes.Structure):
         ("experts", POINTER(Expert)),
         ("has_shared", c_int64),
         ("shared_gate", PackedMatrix),
+        ("scales", c_void_p),
+        ("router_norm", Norm),
+        ("norms", SublayerNorms),
+        ("mlp_norms", SublayerNorms),
     )
 
 

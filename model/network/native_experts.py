@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from ctypes import pointer
 
+from torch import Tensor, nn
+
 from model.config.layer import ExpertsConfig, MLPConfig
 from model.linear.base import Linear
 from model.linear.native import NativeLinear, packed_matrix
 from model.native.library import ACTIVATIONS, CLAMPED_SILU, Kind
-from model.native.structures import Expert, ExpertsLayer, MLPLayer, PackedMatrix
+from model.native.structures import Expert, ExpertsLayer, MLPLayer, Norm, PackedMatrix
 from model.network.experts import Experts
 from model.network.mlp import MLP
 
 Sizes = Callable[[int, int], PackedMatrix]  # a matrix `[n, k]` without data
+Norms = Callable[[nn.Module], Norm]  # a module's norm as C reads it
 
 
 def unsupported_feed_forward(config: MLPConfig | ExpertsConfig) -> str | None:
     """What of a feed-forward is not computed in C; None: nothing."""
-    if isinstance(config, ExpertsConfig) and config.own_norms is not None:
-        return "experts beside an MLP with norms of its own"
     if isinstance(config, ExpertsConfig) and config.shared is not None and _unit(config.shared) != _unit(config.mlp):
         return "a shared expert with another activation"
     return None
@@ -34,17 +35,27 @@ def feed_forward_structure(config: MLPConfig | ExpertsConfig) -> MLPLayer:
     return layer
 
 
-def fill_feed_forward(layer: MLPLayer, module: MLP | Experts) -> None:
-    """Give it the packed matrices of a module."""
+def fill_feed_forward(layer: MLPLayer, module: MLP | Experts, norm: Norms, keep: Callable[[Tensor], int]) -> None:
+    """Give it the packed matrices of a module; `keep` keeps a float32 array alive and tells where it is."""
     if isinstance(module, MLP):
         layer.up, layer.down = packed_matrix(module.up), packed_matrix(module.down)
         return
     config, shared, gate = module.config, module.shared, module.shared_gate
     experts = [Expert(_expert_matrix(module.up, i), _expert_matrix(module.down, i)) for i in range(config.count)]
-    if shared is not None:
+    if shared is not None and config.own_norms is None:
         experts.append(Expert(packed_matrix(shared.up), packed_matrix(shared.down)))
     given = PackedMatrix() if gate is None else packed_matrix(gate)
-    layer.experts = pointer(_experts_layer(config, packed_matrix(module.router), experts, given))
+    mixture = _experts_layer(config, packed_matrix(module.router), experts, given)
+    if module.scales is not None:
+        mixture.scales = keep(module.scales)
+    if shared is not None and config.own_norms is not None:
+        layer.up, layer.down = packed_matrix(shared.up), packed_matrix(shared.down)
+        mixture.norms.pre, mixture.norms.output = norm(module.norms.pre), norm(module.norms.output)
+        mixture.mlp_norms.pre = norm(module.shared_norms.pre)
+        mixture.mlp_norms.output = norm(module.shared_norms.output)
+        mixture.router_norm = norm(module.router_norm)
+        mixture.router_norm.weight = keep(module.router_norm.get_parameter("weight") * config.router_scale)
+    layer.experts = pointer(mixture)
 
 
 def plan_feed_forward(layer: MLPLayer, config: MLPConfig | ExpertsConfig, hidden: int, sizes: Sizes) -> None:
@@ -53,7 +64,9 @@ def plan_feed_forward(layer: MLPLayer, config: MLPConfig | ExpertsConfig, hidden
         layer.up, layer.down = _plan_mlp(config, hidden, sizes)
         return
     experts = [Expert(*_plan_mlp(config.mlp, hidden, sizes))] * config.count
-    if config.shared is not None:
+    if config.shared is not None and config.own_norms is not None:
+        layer.up, layer.down = _plan_mlp(config.shared, hidden, sizes)
+    elif config.shared is not None:
         experts.append(Expert(*_plan_mlp(config.shared, hidden, sizes)))
     router = PackedMatrix(int(Kind.F32), config.count, hidden)
     layer.experts = pointer(_experts_layer(config, router, experts, PackedMatrix()))
@@ -78,7 +91,7 @@ def _experts_layer(
         of_chosen=config.renormalised,
         router=router,
         experts=(Expert * len(experts))(*experts),
-        has_shared=config.shared is not None,
+        has_shared=config.shared is not None and config.own_norms is None,
         shared_gate=shared_gate,
     )
 

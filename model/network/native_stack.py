@@ -208,8 +208,7 @@ class NativeStack:
             attn.v_norm = self._norm(layer.attn.v_norm)
         attn.input, attn.output = packed_matrix(layer.attn.qkv), packed_matrix(layer.attn.out)
         if layer.attn.sinks is not None:
-            self._kept.append(layer.attn.sinks.detach().float().contiguous())
-            attn.shape.sinks = self._kept[-1].data_ptr()
+            attn.shape.sinks = self._keep(layer.attn.sinks)
         if layer.bias is not None:  # of its own
             attn.score_bias = len(self._score_biases)
             self._score_biases.append(layer.bias)
@@ -222,15 +221,14 @@ class NativeStack:
         mlp.norms = self._norms(layer.mlp_norms)
         if layer.config.one_norm:
             mlp.norms.pre = attn.norms.pre
-        fill_feed_forward(mlp, layer.mlp)
+        fill_feed_forward(mlp, layer.mlp, self._norm, self._keep)
         if layer.embedding is not None:
             data.vectors.up, data.vectors.down = (
                 packed_matrix(one) for one in (layer.embedding.gate, layer.embedding.project)
             )
             data.vectors.norms.output = self._norm(layer.embedding.norm)
         if layer.scale is not None:
-            self._kept.append(layer.scale.detach().float().contiguous())
-            data.scale = self._kept[-1].data_ptr()
+            data.scale = self._keep(layer.scale)
         return data
 
     def _norms(self, norms: NormModules) -> SublayerNorms:
@@ -250,6 +248,11 @@ class NativeStack:
             self._kept.append(shift.detach().float().contiguous())
             norm.bias = self._kept[-1].data_ptr()
         return norm
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Where an array is, in float32, that lives as long as the stack."""
+        self._kept.append(tensor.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
 
     def _pages_of(self, cache: KVCache) -> ctypes.Array[KVPages]:
         if self._pages is None or self._pages[0] is not cache:

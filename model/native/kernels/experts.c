@@ -81,7 +81,8 @@ INLINE int64_t operand_stride(const PackedMatrix *matrix) {
 
 /* Normalise this thread's rows, and write them as experts read them. */
 static void normalise_rows(const Mixture *m, const float *from) {
-    const Norm *norm = &m->mlp->norms.pre;
+    const Norm *norm = m->layer->norms.pre.kind != NO_NORM ? &m->layer->norms.pre : &m->mlp->norms.pre;
+    const Norm *router = &m->layer->router_norm;
     const ExpertBuffers *b = m->buffers;
     const PackedMatrix *up = &m->layer->experts->up, *shared = &m->layer->experts[m->layer->count].up;
     int differs = shared_differs(m->layer);
@@ -93,6 +94,7 @@ static void normalise_rows(const Mixture *m, const float *from) {
         else memcpy(to, from + row * m->hidden, m->hidden * sizeof *to);
         write_operand(up, to, b->operand.rows + row * operand_bytes(up), b->operand.scales + row);
         if (differs) write_operand(shared, to, b->shared.rows + row * operand_bytes(shared), b->shared.scales + row);
+        if (router->kind != NO_NORM) normalise(router, from + row * m->hidden, m->hidden, to);
     }
 }
 
@@ -126,6 +128,7 @@ static void choose_experts(const ExpertsLayer *layer, float *logits, int32_t *ch
     float top = weights[0], all = layer->of_chosen ? 0.0f : exponentials(logits, layer->count, top, logits);
     float of_chosen = exponentials(weights, active, top, weights), sum = layer->of_chosen ? of_chosen : all;
     for (int64_t i = 0; i < active; i++) weights[i] /= sum;
+    for (int64_t i = 0; layer->scales && i < active; i++) weights[i] *= layer->scales[chosen[i]];
 }
 
 /* The shared expert's weights of rows [first, last), of their gate's logits. */

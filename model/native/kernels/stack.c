@@ -319,21 +319,26 @@ static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64
     return (Operand){team->operand, bytes / element_bytes(kind), team->operand_scales};
 }
 
-/* Add the MLP of `rows` rows from `from` to those of x. Ends at a barrier. */
-static void mlp(const StackContext *t, const MLPLayer *layer, const float *from, float *x, int64_t rows) {
-    Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->up, from, rows), inner;
+/* What the second product of an MLP reads, of the norm `pre` of `rows` rows from `from`. Ends at a barrier. */
+static Operand mlp_inner(const StackContext *t, const MLPLayer *layer, const Norm *pre, const float *from,
+                         int64_t rows) {
+    Operand operand = prepare_operand(&t->team, pre, &layer->up, from, rows);
     int kind = operand_kind(&layer->down);
     int64_t size = layer->down.k, bytes = operand_bytes(&layer->down);
     Output up = {.rows = t->inner, .activation = layer->gated ? NO_ACTIVATION : layer->activation};
     if (!layer->gated && (kind == F32 || (kind == BF16 && bytes == 2 * size))) { /* what comes out is what goes in */
         up.stride = size, up.bf16_rows = kind == BF16;
         multiply(&t->team, &layer->up, operand, rows, up);
-        inner = (Operand){t->inner, size, NULL};
-    } else {
-        up.stride = layer->up.n;
-        multiply(&t->team, &layer->up, operand, rows, up);
-        inner = gated_operand(t, layer, rows, NULL, 0);
+        return (Operand){t->inner, size, NULL};
     }
+    up.stride = layer->up.n;
+    multiply(&t->team, &layer->up, operand, rows, up);
+    return gated_operand(t, layer, rows, NULL, 0);
+}
+
+/* Add the MLP of `rows` rows from `from` to those of x. Ends at a barrier. */
+static void mlp(const StackContext *t, const MLPLayer *layer, const float *from, float *x, int64_t rows) {
+    Operand inner = mlp_inner(t, layer, &layer->norms.pre, from, rows);
     add_sublayer(t, &layer->down, inner, rows, &layer->norms.output, layer->scale, x);
 }
 
@@ -357,6 +362,26 @@ static void scale_rows(const StackContext *t, float scale) {
     wait_for_threads(&t->team);
 }
 
+/* Add the normed MLP beside experts, of `rows` rows from `from`, to the norm of what experts gave, which is in
+ * t->sublayer. Ends at a barrier. */
+static void add_beside(const StackContext *t, const MLPLayer *layer, const float *from, int64_t rows) {
+    const ExpertsLayer *experts = layer->experts;
+    int64_t hidden = t->stack->hidden, first, last;
+    norm_rows(t, &experts->norms.output, t->sublayer, rows);
+    for (int64_t at = 0; at < rows; at += CHUNK_ROWS) {
+        int64_t some = min_i64(rows - at, CHUNK_ROWS);
+        float *to = t->experts.outputs;
+        Operand inner = mlp_inner(t, layer, &experts->mlp_norms.pre, from + at * hidden, some);
+        multiply(&t->team, &layer->down, inner, some, (Output){.rows = to, .stride = hidden});
+        thread_range(&t->team, some, &first, &last);
+        for (int64_t row = first; row < last; row++) {
+            normalise(&experts->mlp_norms.output, to + row * hidden, hidden, t->team.line);
+            add_in_place(t->sublayer + (at + row) * hidden, t->team.line, hidden);
+        }
+        wait_for_threads(&t->team);
+    }
+}
+
 /* Add the experts of `rows` rows from `from` to those of x. Ends at a barrier. */
 static void experts(const StackContext *t, const MLPLayer *layer, const float *from, float *x, int64_t rows) {
     int64_t hidden = t->stack->hidden, first, last;
@@ -367,6 +392,7 @@ static void experts(const StackContext *t, const MLPLayer *layer, const float *f
     thread_range(&t->team, rows, &first, &last); /* behind the first of its barriers add_experts adds to these */
     memset(t->sublayer + first * hidden, 0, (last - first) * hidden * sizeof *x);
     add_experts(&t->team, layer, &t->experts, hidden, from, t->sublayer, rows, 1.0f);
+    if (layer->experts->norms.output.kind != NO_NORM) add_beside(t, layer, from, rows);
     add_normed(t, &layer->norms.output, x, rows);
 }
 

@@ -50,10 +50,15 @@ typedef struct {
     const Expert *experts;     /* [count], and behind them one that all rows take, if `has_shared` */
     int64_t has_shared;
     PackedMatrix shared_gate;  /* F32 [1, hidden]: sigmoid of this is the shared expert's weight; without data: 1 */
+    const float *scales;       /* [count] what each expert's weights are multiplied by; null: nothing */
+    Norm router_norm;          /* of what the router reads; NO_NORM: it reads what experts read */
+    SublayerNorms norms;       /* of the experts alone, where there is an MLP beside them: pre and output */
+    SublayerNorms mlp_norms;   /* and of that MLP */
 } ExpertsLayer;
 
 /* The feed-forward of one layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)). With `experts`, these
- * are its matrices, and those here are not there. */
+ * are its matrices, and those here are not there, or are of an MLP beside them: both sides have norms of their own, and
+ * the sum of what they give goes through the layer's output norm (Gemma 4). */
 typedef struct {
     SublayerNorms norms;
     PackedMatrix up;   /* [inner, hidden]; gated: gate, then up [2 inner, hidden] */
