@@ -7,7 +7,7 @@ for output in llm.stream(["def add(a, b):"], SamplingParams(max_tokens=32)): ...
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,11 @@ from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
 from model.engine.generate_engine import GenerateEngine
 from model.errors import ConfigError, EngineDeadError
+from model.llm_speech import transcribe
+from model.media.audio_file import AudioError, AudioLimits, decode_audio
 from model.network.transformer import Transformer
+from model.speech.driver import Piece, Transcription
+from model.speech.requests import SpeechOptions
 from model.text.detokenizer import Detokenizer
 from model.text.tokenizer import Tokenizer
 
@@ -148,6 +152,27 @@ class LLM:
                         stopped.add(key)
                         engine.abort(output.request_id, output.index, FinishReason.STOP)
                 yield position, output
+
+    def transcribe(
+        self,
+        audio: bytes | NDArray[np.float32],
+        options: SpeechOptions | None = None,
+        emit: Callable[[Piece], None] | None = None,
+    ) -> Transcription:
+        """Return what is said in an audio file, or in mono samples at the model's rate.
+
+        `emit` gets text as it comes. Blocks, outside of an event loop. Raises `ConfigError` for a file that cannot be
+        read or a model that does not transcribe.
+        """
+        log_mel, tokenizer = self.checkpoint.log_mel, self.tokenizer
+        if self._generate is None or log_mel is None or tokenizer is None:
+            raise ConfigError(f"{self.info.name} does not transcribe speech")
+        if isinstance(audio, bytes):
+            try:
+                audio = decode_audio(audio, log_mel.sampling_rate, AudioLimits(seconds=24 * 3600, file_bytes=1 << 32))
+            except AudioError as error:
+                raise ConfigError(str(error)) from None
+        return transcribe(self._generate, self.checkpoint, tokenizer, audio, options or SpeechOptions(), emit)
 
     def encode(
         self, inputs: Sequence[Prompt], prompt_name: str | None = None, task: str | None = None

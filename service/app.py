@@ -30,6 +30,7 @@ from service.lifecycle.state import Service
 from service.observability.activity_log import ActivityLog
 from service.observability.metrics import Metrics
 from service.routes import (
+    audio,
     docs,
     encode,
     generate,
@@ -54,6 +55,7 @@ _TASKS = {
     **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/rerank", "/v1/rerank", "/v2/rerank"), "encode"),
     **dict.fromkeys(("/score", "/v1/score", "/classify", "/v1/classify"), "encode"),
     **dict.fromkeys((route.path for route in pipelines.router.routes if isinstance(route, APIRoute)), "encode"),
+    **dict.fromkeys((route.path for route in audio.router.routes if isinstance(route, APIRoute)), "generate"),
 }
 _DESCRIPTION = (
     "One service for all three forms of the Transformer: decoder-only, encoder-decoder, encoder-only. Errors have "
@@ -132,7 +134,7 @@ def create_app(
     app.state.service = service
     errors.install(app)
     modules = (
-        *(generate, encode, openai, responses, messages, huggingface, ranking, pipelines),
+        *(generate, encode, openai, responses, messages, huggingface, ranking, pipelines, audio),
         *(tokens, operations, models, playground),
     )
     for module in modules:

@@ -25,11 +25,11 @@ MODEL = """
     gguf                : errors
     text                : errors api gguf
     media               : errors config
-    speech
     families/table      : errors config
     families            : errors config families/table
     native              : errors config
     checkpoint          : errors config api system gguf media families families/table
+    speech              : api text media checkpoint
     linear              : errors config system native
     cache               : errors config system
     attention           : errors config system native cache
@@ -44,7 +44,8 @@ MODEL = """
     engine              : errors config api system text media native checkpoint families families/table linear cache
                           attention sampling network parallel engine/scheduling engine/execution
     client              : errors api system text
-    llm                 : errors api text checkpoint network engine
+    llm_speech          : errors api text checkpoint speech engine
+    llm                 : errors api text media checkpoint speech network engine llm_speech
     quantization        : errors api native gguf checkpoint families families/table linear attention network engine llm
     pretrained
     pretrained/training : errors config api text media families families/table attention network llm pretrained
@@ -57,14 +58,18 @@ SERVICE = """
     schemas             : settings core
     observability       : model/errors model/api settings core
     planning/outputs    : model/errors model/api model/config model/text model/checkpoint settings core schemas
-    planning            : model/errors model/api model/text model/media settings sandbox core schemas planning/outputs
+    planning            : model/errors model/api model/text model/media model/checkpoint model/speech settings sandbox
+                          core schemas planning/outputs
     lifecycle           : model/errors model/api model/gguf model/checkpoint settings sandbox core observability
                           planning
+    speech              : model/errors model/api model/speech settings core observability planning lifecycle
     chat                : model/text settings core schemas planning lifecycle
-    http                : model/errors model/api settings core schemas observability planning lifecycle
-    dialects            : model/text core schemas planning/outputs planning lifecycle chat http
+    http                : model/errors model/api model/text model/speech settings core schemas observability planning
+                          lifecycle speech
+    dialects            : model/api model/text model/speech core schemas planning/outputs planning lifecycle speech chat
+                          http
     routes              : model/errors model/api model/checkpoint core schemas observability planning/outputs planning
-                          lifecycle chat http dialects
+                          lifecycle speech chat http dialects
     app                 : settings core observability lifecycle http routes
     runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
                           observability lifecycle http app
@@ -72,8 +77,8 @@ SERVICE = """
     runtimes/fronts     : model/errors model/api model/system model/checkpoint model/client settings core observability
                           planning lifecycle http app runtimes
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
-                          model/inspection model/engine model/llm model/quantization settings observability lifecycle
-                          runtimes runtimes/ray_serve runtimes/fronts
+                          model/inspection model/speech model/engine model/llm model/quantization settings
+                          observability lifecycle runtimes runtimes/ray_serve runtimes/fronts
 """
 LOADTEST = """
     errors

@@ -47,6 +47,7 @@ from model.families.table.classifiers import token_classifier
 from model.families.table.rules import Family
 from model.gguf.container import gguf_path, read_gguf
 from model.media.images import ImageProcessing, read_image_processing
+from model.media.log_mel import LogMel, read_log_mel
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in this order; each may be in shards with an index
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf")  # named in the error message
@@ -67,6 +68,7 @@ class Checkpoint:
     images: ImageProcessing | None = None
     tasks: dict[str, GenerationTask] = field(default_factory=dict)  # whose settings a request can ask for by name
     not_served: tuple[str, ...] = ()  # ignored settings of generation that would change outputs
+    log_mel: LogMel | None = None  # how a model that hears makes features; None: the folder does not say
     speech: SpeechTokens | None = None  # how a model that hears is told what to do; None: the folder does not say
 
 
@@ -118,8 +120,21 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         else None,
         tasks=generation_tasks(raw, generation, encoder_decoder) if config.can_generate else {},
         not_served=not_served(raw, generation, encoder_decoder) if config.can_generate else (),
+        log_mel=_log_mel(path, config),
         speech=read_speech_tokens(path, raw, newer, config) if config.audio is not None else None,
     )
+
+
+def _log_mel(path: Path, config: ModelConfig) -> LogMel | None:
+    """Return how audio becomes features, as the encoder reads them."""
+    raw = read_json(path / "preprocessor_config.json")
+    if config.audio is None or not raw:
+        return None
+    found = read_log_mel(raw)
+    made, read = (found.num_mel_bins, found.window_frames), (config.audio.num_mel_bins, config.audio.num_frames)
+    if made != read:
+        raise ConfigError(f"preprocessor_config.json makes {made} mel bins and frames, the model reads {read}")
+    return found
 
 
 def _quantization_settings(path: Path, raw: dict[str, Any]) -> Any:

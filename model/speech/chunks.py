@@ -6,7 +6,7 @@ come from the chunk that heard more around them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class Token:
     stamp: float | None = None
     start: float = 0.0
     end: float = 0.0
+    place: int = -1  # of what else is known of it, in a list of the caller's
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,38 @@ class ChunkOutput:
     tokens: tuple[Token, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Merged:
     """A segment of the merged outputs, in seconds of the whole audio; None: its output has no such timestamp."""
 
-    start: float | None = None
-    end: float | None = None
-    tokens: list[Token] = field(default_factory=list)
+    start: float | None
+    end: float | None
+    tokens: list[Token]
+
+
+class RunJoiner:
+    """Joins runs of tokens of which each overlaps the one before, as `_find_longest_common_sequence` does."""
+
+    def __init__(self, *, timed: bool = False) -> None:
+        self._timed = timed
+        self._left: list[Token] = []
+        self.num_runs = 0
+        self.settled: list[Token] = []  # the beginning of what is joined, which later runs do not change
+
+    def add(self, run: list[Token]) -> None:
+        """Take the next run."""
+        if not self.num_runs:
+            self._left = run
+        else:
+            (left_start, left_stop), (right_start, right_stop) = _best_overlap(self._left, run, self._timed)
+            self.settled += self._left[: (left_start + left_stop) // 2]
+            self._left = run[(right_start + right_stop) // 2 :]
+        self.num_runs += 1
+
+    @property
+    def joined(self) -> list[Token]:
+        """All runs as one."""
+        return self.settled + self._left
 
 
 class ChunkMerger:
@@ -77,9 +103,14 @@ class ChunkMerger:
         """`timed`: tokens have times, and those that are the same must also be in the order of their times."""
         self._timed = timed
         self._offset = 0.0
-        self._open = Merged()
-        self._runs: list[list[Token]] = []  # of the open segment, one of each chunk
+        self._start: float | None = None  # of the open segment
+        self._runs = RunJoiner(timed=timed)  # of the open segment, one of each chunk
         self._skips = False
+
+    @property
+    def settled(self) -> list[Token]:
+        """The tokens of the open segment that later chunks do not change."""
+        return self._runs.settled
 
     def add(self, output: ChunkOutput) -> list[Merged]:
         """Take the next chunk's output; return the segments that end in it."""
@@ -94,40 +125,29 @@ class ChunkMerger:
             time = round(token.stamp + self._offset, 2)
             if last is not None and token.stamp >= last:
                 self._skips = True  # it stands in the overlap: the next chunk says more; its second one is skipped too
-            elif self._skips or (self._runs and token.stamp < output.left):
+            elif self._skips or (self._runs.num_runs and token.stamp < output.left):
                 self._skips = False
-            elif self._open.start is None:
-                self._open.start = time
-            elif time != self._open.start:
-                self._runs.append(run)
+            elif self._start is None:
+                self._start = time
+            elif time != self._start:
+                self._runs.add(run)
                 run = []
                 ended.append(self._close(time))
         self._offset += output.length - output.right
         if run:
-            self._runs.append(run)
-        elif not any(self._runs):
-            self._open, self._runs = Merged(), []
+            self._runs.add(run)
+        elif not self._runs.joined:
+            self._start, self._runs = None, RunJoiner(timed=self._timed)
         return ended
 
     def rest(self) -> list[Merged]:
         """Return what no timestamp has ended, at most one segment."""
-        return [self._close(None)] if self._runs else []
+        return [self._close(None)] if self._runs.num_runs else []
 
     def _close(self, end: float | None) -> Merged:
-        merged = Merged(self._open.start, end, join_runs(self._runs, timed=self._timed))
-        self._open, self._runs = Merged(), []
+        merged = Merged(self._start, end, self._runs.joined)
+        self._start, self._runs = None, RunJoiner(timed=self._timed)
         return merged
-
-
-def join_runs(runs: Sequence[Sequence[Token]], *, timed: bool = False) -> list[Token]:
-    """Join runs of tokens of which each overlaps the one before, as `_find_longest_common_sequence` does."""
-    joined: list[Token] = []
-    left = list(runs[0]) if runs else []
-    for right in runs[1:]:
-        (left_start, left_stop), (right_start, right_stop) = _best_overlap(left, right, timed)
-        joined += left[: (left_start + left_stop) // 2]
-        left = list(right[(right_start + right_stop) // 2 :])
-    return joined + left
 
 
 def _best_overlap(
@@ -161,7 +181,7 @@ def _not_later(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 
 def _moved(token: Token, seconds: float) -> Token:
-    return Token(token.id, None, round(token.start + seconds, 2), round(token.end + seconds, 2))
+    return Token(token.id, None, round(token.start + seconds, 2), round(token.end + seconds, 2), token.place)
 
 
 def _first_of_overlap(output: ChunkOutput) -> float | None:

@@ -140,6 +140,22 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _transcribe(arguments: argparse.Namespace) -> int:
+    sound = _read_audio(arguments.file)
+    llm = _llm(arguments, "")
+    from service.cli.transcribe import run
+
+    return run(arguments, sound, llm)
+
+
+def _read_audio(path: str) -> bytes:
+    """Return the bytes of a file; raises `ConfigError`."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or 'cannot be read'}") from None
+
+
 def _llm(arguments: argparse.Namespace, default: str) -> LLM:
     folder, engine = _folder(_named(arguments.model or default)[1]), _engine(arguments)
     from model.system.child_process import SPIN_COUNT
@@ -264,6 +280,7 @@ _COMMANDS = {
     "serve-config": _serve_config,
     "download": _download,
     "generate": _generate,
+    "transcribe": _transcribe,
     "encode": _encode,
     "inspect": _inspect,
     "quantize": _quantize,

@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve_config(commands)
     _add_download(commands)
     _add_generate(commands)
+    _add_transcribe(commands)
     _add_encode(commands)
     _add_inspect(commands)
     _add_quantize(commands)
@@ -102,6 +103,26 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument(
         "--stop", type=_stop, action="append", default=[], metavar="TEXT", help="stop before this text (repeatable)"
     )
+    _add_engine(parser)
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_transcribe(commands: Any) -> None:
+    text = "write down what is said in an audio file, without a server"
+    parser = commands.add_parser("transcribe", help=text, description=text)
+    parser.add_argument("model", metavar="[NAME=]PATH", help=_MODEL)
+    parser.add_argument("file", metavar="FILE", help="WAV, FLAC, MP3 or Ogg; MP4, WebM and AAC with the extra `audio`")
+    parser.add_argument("--language", metavar="CODE", help="what is spoken (default: it is found out)")
+    parser.add_argument("--translate", action="store_true", help="translate to English")
+    parser.add_argument(
+        "--format",
+        choices=("text", "srt", "vtt"),
+        default="text",
+        help="text (default), as it is decoded, or subtitles",
+    )
+    parser.add_argument("--parallel", action="store_true", help="decode all windows at once")
+    parser.add_argument("--prompt", metavar="TEXT", default="", help="a text that comes before the audio")
     _add_engine(parser)
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))

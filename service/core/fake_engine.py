@@ -8,6 +8,7 @@ the ids.
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -37,6 +38,9 @@ class Script:
 
     token_ids: Sequence[int] = (1,)  # emitted repeatedly
     end_id: int | None = None  # of the end of an output, which needs no stop id
+    answer: Callable[[Request], Sequence[int]] | None = None  # what is emitted for a request, instead of `token_ids`
+    logprob: float = -0.5  # of every token that is emitted
+    no_speech_prob: float = 0.0  # of every window of audio
     delay_s: float = 0.0  # before every output
     queue_full: str | None = None  # refuse all requests for this reason
     retry_after_s: float = 2.5
@@ -321,7 +325,8 @@ class FakeStream:
         if script.error_after is not None and sequence.emitted >= script.error_after:
             output.error = "scripted"
             return self._finish(sequence, output, FinishReason.ERROR)
-        token = script.token_ids[sequence.emitted % len(script.token_ids)]
+        ids = script.token_ids if script.answer is None else script.answer(request)
+        token = ids[sequence.emitted % len(ids)]
         output.token_ids.append(token)
         self._logprobs(sequence, output, token)
         sequence.emitted += 1
@@ -333,9 +338,17 @@ class FakeStream:
         return self._detokenize(sequence, output)
 
     def _logprobs(self, sequence: _Sequence, output: TokenOutput, token: int) -> None:
-        params = sequence.request.params
+        params, script = sequence.request.params, self._client.script
         if params.logprobs is not None:
             output.logprobs = [_logprob(token, params.logprobs)]
+        if params.cumulative_logprob:
+            output.cumulative_logprob = script.logprob * (sequence.emitted + 1)
+        if params.probe is not None and sequence.emitted == 0:
+            likely = math.log(max(script.no_speech_prob, 1e-30))
+            output.probe_logprobs = [likely] * len(params.probe.token_ids)
+        aligned = sequence.request.alignment
+        if aligned is not None:  # each token takes as many positions as the others
+            output.alignment = [5 * at for at in range(aligned.end - aligned.first)]
         if params.prompt_logprobs is not None and sequence.emitted == 0:
             given = sequence.request.prompt_token_ids
             output.prompt_logprobs = [None, *(_logprob(one, params.prompt_logprobs) for one in given[1:])]

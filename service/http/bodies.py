@@ -99,6 +99,11 @@ async def whole_body(receive: Receive) -> bytes:
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
+def has_key(raw: bytes, name: str) -> bool:
+    """Return whether a body is a JSON object with this key."""
+    return name.encode() in raw and name in _keys(raw)
+
+
 def _keys(raw: bytes) -> list[str]:
     """Return the top-level keys of a JSON object; none if it is something else."""
     try:

@@ -16,6 +16,9 @@ from service.settings.api_keys import KeyRing, Tenants
 from service.settings.service_settings import Limits
 
 ADMIN_PATHS = frozenset({"/models", "/models/load", "/models/unload"})
+AUDIO_PATHS = frozenset(
+    {"/v1/audio/transcriptions", "/v1/audio/translations", "/pipeline/automatic-speech-recognition"}
+)
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 _BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
 
@@ -38,9 +41,13 @@ class Guard:
         self._check_key(scope)
         self._check_declared_body(scope)
 
-    def body_too_large(self) -> ApiError:
+    def max_body_bytes(self, scope: Scope) -> int:
+        """Return how many bytes a body may have on this path."""
+        return self._limits.max_audio_bytes if scope["path"] in AUDIO_PATHS else self._limits.max_body_bytes
+
+    def body_too_large(self, scope: Scope) -> ApiError:
         """Return the 413 of a body above the limit."""
-        return too_large(f"the body has more than {self._limits.max_body_bytes} bytes")
+        return too_large(f"the body has more than {self.max_body_bytes(scope)} bytes")
 
     def _check_headers(self, scope: Scope) -> None:
         headers = scope["headers"]
@@ -76,8 +83,8 @@ class Guard:
 
     def _check_declared_body(self, scope: Scope) -> None:
         declared = header_of(scope["headers"], b"content-length") or ""
-        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._limits.max_body_bytes):
-            raise self.body_too_large()
+        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self.max_body_bytes(scope)):
+            raise self.body_too_large(scope)
 
 
 def header_of(headers: _Headers, name: bytes) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from model.api.request import FinishReason, Timings, TokenLogprob, TokenOutput
+from model.text.tokenizer import Tokenizer
 from service.core.errors import ApiError
 from service.lifecycle.jobs import Job, combined_outcome
 from service.observability.metrics import Metrics
@@ -102,11 +103,11 @@ class Generation:
 
     def tail(self) -> Json:
         """Return usage and timings, for the reply or a stream's last event."""
-        usage = _usage(self._plan.prompt_tokens, self.completion_tokens, sum(self._cached.values()))
+        usage = usage_of(self._plan.prompt_tokens, self.completion_tokens, sum(self._cached.values()))
         if self._drafted_tokens:
             usage["accepted_prediction_tokens"] = self._accepted_tokens
             usage["rejected_prediction_tokens"] = self._drafted_tokens - self._accepted_tokens
-        return {"usage": usage, "timings": _timings(self._job.timings())}
+        return {"usage": usage, "timings": timings_of(self._job.timings())}
 
     def joined(self, deltas: Sequence[Json]) -> list[Json]:
         """Join deltas to choices, in order."""
@@ -145,15 +146,7 @@ class Generation:
             delta["token_ids"] = [*ids, *delta["token_ids"]]
 
     def _logprob(self, one: TokenLogprob) -> Json:
-        return {
-            **self._token(one.token_id, one.logprob),
-            "top": [self._token(token_id, logprob) for token_id, logprob in one.top],
-        }
-
-    def _token(self, token_id: int, logprob: float) -> Json:
-        tokenizer = self._plan.served.tokenizer
-        text = tokenizer.token_text(token_id) if tokenizer is not None else ""
-        return {"id": token_id, "text": text, "logprob": max(logprob, _MIN_LOGPROB)}
+        return token_logprob(self._plan.served.tokenizer, one)
 
 
 class Rendering(Protocol):
@@ -231,6 +224,16 @@ class NativeRendering(DataEvents):
         return reply
 
 
+def token_logprob(tokenizer: Tokenizer | None, one: TokenLogprob) -> Json:
+    """Return a token's log-probability with its alternatives; without a tokenizer tokens have no text."""
+
+    def shown(token_id: int, logprob: float) -> Json:
+        text = tokenizer.token_text(token_id) if tokenizer is not None else ""
+        return {"id": token_id, "text": text, "logprob": max(logprob, _MIN_LOGPROB)}
+
+    return {**shown(one.token_id, one.logprob), "top": [shown(*alternative) for alternative in one.top]}
+
+
 def _join(deltas: Sequence[Json]) -> Json:
     """Join the deltas of one choice: texts and lists are concatenated, of other fields the last value is kept."""
     choice: Json = {}
@@ -253,12 +256,12 @@ def encode_reply(plan: EncodePlan, items: Sequence[Json], job: Job) -> Json:
         "created": job.created,
         "data": items,
         **labels,
-        "usage": _usage(plan.prompt_tokens, 0, 0),
-        "timings": _timings(job.timings()),
+        "usage": usage_of(plan.prompt_tokens, 0, 0),
+        "timings": timings_of(job.timings()),
     }
 
 
-def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Json:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -267,7 +270,7 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Js
     }
 
 
-def _timings(found: Timings) -> Json:
+def timings_of(found: Timings) -> Json:
     return {
         "queue_ms": found.queue_ms,
         "prefill_ms": found.prefill_ms,

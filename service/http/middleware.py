@@ -114,12 +114,11 @@ class GuardMiddleware:
             await render(error)(scope, receive, send)
             return
         loss: ConnectionLoss | None = scope.get(LOSS)
-        await self._app(scope, self._counted(receive, loss), send)
+        await self._app(scope, self._counted(scope, receive, loss), send)
 
-    def _counted(self, receive: Receive, loss: ConnectionLoss | None) -> Receive:
+    def _counted(self, scope: Scope, receive: Receive, loss: ConnectionLoss | None) -> Receive:
         """Wrap `receive`: it raises a 413 for a body that is too large, and a 408 for one that is too slow."""
-        limits = self._limits
-        deadline = asyncio.get_running_loop().time() + limits.receive_s
+        deadline, most = asyncio.get_running_loop().time() + self._limits.receive_s, self._guard.max_body_bytes(scope)
         seen = 0
         complete = False
 
@@ -134,8 +133,8 @@ class GuardMiddleware:
             complete = not message.get("more_body", False)
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
-                if seen > limits.max_body_bytes:
-                    raise self._guard.body_too_large()
+                if seen > most:
+                    raise self._guard.body_too_large(scope)
             return message
 
         return counted

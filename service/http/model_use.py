@@ -26,7 +26,13 @@ async def hold_model(request: Request, name: str | None, task: Task, timeout_s: 
 
 
 async def choose_model(
-    request: Request, name: str | None, able: Callable[[ServedModel], bool], what: str, timeout_s: float | None = None
+    request: Request,
+    name: str | None,
+    able: Callable[[ServedModel], bool],
+    what: str,
+    timeout_s: float | None = None,
+    *,
+    task: Task = Task.ENCODE,
 ) -> ServedModel:
     """Hold and return the model called `name`, or the only one that is `able`, of those that are loaded or may be.
 
@@ -37,6 +43,6 @@ async def choose_model(
     if name is None:
         name = registry.only_one(able, what)
     registry.require(name, able, what)
-    await hold_model(request, name, Task.ENCODE, timeout_s)
+    await hold_model(request, name, task, timeout_s)
     registry.require(name, able, what)  # known by now, if it has just been put into the folder of models
-    return registry.resolve(name, Task.ENCODE)
+    return registry.resolve(name, task)

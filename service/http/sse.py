@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import copy_context
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -33,6 +34,19 @@ from service.settings.service_settings import Limits
 
 Chunk = tuple[bytes, bool]  # whole frames, and whether more follow
 DIRECT = "triptych.send"  # key of a scope: the server's own `send`, outside all middleware
+
+
+class Events(Protocol):
+    """The frames of a stream."""
+
+    @property
+    def keepalive(self) -> bytes: ...
+
+    def opening(self) -> bytes:
+        """Return the frames that begin the stream; empty if there are none."""
+
+    def each(self) -> AsyncIterator[Chunk]:
+        """Yield the frames of each output."""
 
 
 class GenerationEvents:
@@ -141,7 +155,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: GenerationEvents, job: Job, limits: Limits, writes: WriteBatch) -> None:
+    def __init__(self, events: Events, job: Job, limits: Limits, writes: WriteBatch) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -181,9 +195,9 @@ class EventStream(Response):
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         if opening := self._events.opening():
             await self._send(direct, {"type": "http.response.body", "body": opening, "more_body": True})
-        writer, stream = StreamWriter.of(direct), self._events.stream
-        if writer is not None and isinstance(stream, ListenableStream):
-            await self._write_in_callbacks(stream, writer)
+        writer, events = StreamWriter.of(direct), self._events
+        if writer is not None and isinstance(events, GenerationEvents) and isinstance(events.stream, ListenableStream):
+            await self._write_in_callbacks(events, events.stream, writer)
         else:
             await self._send_each(direct)
         await self._send(send, {"type": "http.response.body", "body": self._end, "more_body": False})
@@ -196,7 +210,9 @@ class EventStream(Response):
             else:
                 self._end = event
 
-    async def _write_in_callbacks(self, stream: ListenableStream, writer: StreamWriter) -> None:
+    async def _write_in_callbacks(
+        self, events: GenerationEvents, stream: ListenableStream, writer: StreamWriter
+    ) -> None:
         """Write all frames but the last when the stream calls; while the client does not read, nothing is taken."""
         wake = asyncio.Event()
 
@@ -206,7 +222,7 @@ class EventStream(Response):
             if writer.paused:
                 wake.set()
                 return
-            event, more = self._events.take(stream)
+            event, more = events.take(stream)
             if not more:
                 self._end = event
                 wake.set()

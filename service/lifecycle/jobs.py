@@ -10,9 +10,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from model.api.request import FinishReason, Timings
-from service.core.engine_client import EngineClient, GenerationStream
+from service.core.engine_client import EngineClient
 from service.core.request_context import RequestContext
 from service.observability.metrics import Metrics
 from service.observability.tracing import Tracer
@@ -24,6 +25,12 @@ _BY_SEVERITY = (
     FinishReason.LENGTH,
     FinishReason.STOP,
 )
+
+
+class Closable(Protocol):
+    """What a job has of the engine."""
+
+    async def aclose(self) -> None: ...
 
 
 def combined_outcome(reasons: list[FinishReason]) -> FinishReason:
@@ -39,12 +46,14 @@ class Job:
         context: RequestContext,
         engine_ids: tuple[str, ...],
         on_close: Callable[[Job], None],
-        stream: GenerationStream | None,
+        stream: Closable | None,
     ) -> None:
         self.request_id = context.request_id
         self.engine_ids = engine_ids
         self.created = int(time.time())
         self.outcome: FinishReason | None = None
+        self.goes_on = False  # with further requests to the engine, until it has an outcome
+        self.is_cancelled = False  # no further ones then
         self.context = context
         self._on_close = on_close
         self._stream = stream
@@ -134,7 +143,7 @@ class Jobs:
         """Whether `give_up` was called; no new job may be opened then."""
         return self._given_up
 
-    def open(self, context: RequestContext, engine_ids: tuple[str, ...], stream: GenerationStream | None = None) -> Job:
+    def open(self, context: RequestContext, engine_ids: tuple[str, ...], stream: Closable | None = None) -> Job:
         """Open a job for a request that an engine has, or is about to get. The caller closes it."""
         job = Job(context, engine_ids, self._close, stream)
         self._running[job] = None
@@ -149,15 +158,21 @@ class Jobs:
     def cancel(self, request_id: str) -> int:
         """Cancel the running requests with this public id and return how many there were."""
         found = [job for job in self._running if job.request_id == request_id]
-        return sum(any([self._client.cancel(engine) for engine in job.engine_ids]) for job in found)
+        return sum(self._cancel(job) for job in found)
 
     def give_up(self) -> None:
         """Cancel all jobs, and stop waiting for requests that have no job yet."""
         self._given_up = True
         for job in list(self._running):
-            for engine in job.engine_ids:
-                self._client.cancel(engine)
+            self._cancel(job)
         self._set_idle_if_done()
+
+    def _cancel(self, job: Job) -> bool:
+        """Cancel a job in the engine; return whether it goes on there, or would have."""
+        ended = any([self._client.cancel(engine) for engine in job.engine_ids])
+        if job.goes_on and job.outcome is None:
+            ended = job.is_cancelled = True
+        return ended
 
     async def wait_idle(self) -> None:
         """Wait until no request is in progress; after `give_up`, until no job is left."""

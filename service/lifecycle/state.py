@@ -32,7 +32,9 @@ from service.observability.tracing import Tracer
 from service.planning.encode import EncodePlanner
 from service.planning.generate import GeneratePlanner
 from service.planning.response_format import GrammarChecker
+from service.planning.speech import SpeechPlanner, audio_limits
 from service.planning.tokenization import TokenizerThreads
+from service.sandbox.audio_pool import AudioPool
 from service.sandbox.chat_pool import RenderPool
 from service.settings.service_settings import ServiceSettings
 
@@ -76,6 +78,8 @@ class Service:
         self.grammars = GrammarChecker(self.limits)
         self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
         self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
+        self.decoders = AudioPool(self.limits.audio_decode_s, audio_limits(self.limits))
+        self.speech_planner = SpeechPlanner(registry, client, self.limits, self.threads, self.decoders)
         # Several front processes, each with its own, would find a response only now and then.
         self.responses = ResponseStore(settings.response_store_bytes if settings.front_processes == 1 else 0)
         self.created = int(time.time())
@@ -120,6 +124,7 @@ class Service:
         self.threads.close()
         await asyncio.to_thread(self.renderers.close)
         await asyncio.to_thread(self.grammars.close)
+        await asyncio.to_thread(self.decoders.close)
         await self.client.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)

@@ -40,6 +40,7 @@ _SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
+_FACTORS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
@@ -100,6 +101,15 @@ class Metrics:
         if model not in self._tallies:
             self._tallies[model] = TokenTally(self._generation_tokens.labels(model), self._inter_token.labels(model))
         return self._tallies[model]
+
+    def transcribed(
+        self, model: str, audio_seconds: float, seconds: float, *, windows: int, silent: int, repeated: int
+    ) -> None:
+        """Count an audio that took so many `seconds`, and its windows by what came of their outputs."""
+        self._audio_seconds.labels(model).inc(audio_seconds)
+        self._real_time.labels(model).observe(seconds / audio_seconds)
+        for outcome, count in (("text", windows), ("silence", silent), ("repeated", repeated)):
+            self._audio_windows.labels(model, outcome).inc(count)
 
     def tokenized(self, model: str, seconds: float) -> None:
         """Record the time that tokenising took."""
@@ -280,6 +290,12 @@ class Metrics:
             "Inputs of /encode by where their results come from: kept, in_flight (an equal input's), computed.",
             *("model", "source"),
         )
+        self._audio_seconds = self._counter("audio_seconds_total", "Seconds of audio that were transcribed.", "model")
+        self._audio_windows = self._counter(
+            "audio_windows_total",
+            "Outputs for windows of audio: text, silence, or repeated at the next temperature since they had failed.",
+            *("model", "outcome"),
+        )
         self._loads = self._counter(
             "model_loads_total", "Loads of models while the service ran, by outcome.", "model", "outcome"
         )
@@ -300,6 +316,9 @@ class Metrics:
         )
         self._load_times = self._histogram(
             "model_load_time_seconds", "Seconds from asking for a model, while the service ran, until it was loaded."
+        )
+        self._real_time = self._histogram(
+            "audio_real_time_factor", "Seconds that a transcription took over those of its audio.", buckets=_FACTORS
         )
         self._tokenize = self._histogram("tokenize_seconds", "Seconds spent on tokenising a request's texts.")
         self._prefill = self._histogram("prefill_seconds", "Seconds from first being scheduled to the first output.")

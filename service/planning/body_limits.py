@@ -21,8 +21,13 @@ def check_generate(body: GenerateBody, limits: Limits) -> None:
     _no_longer("logit_bias", len(body.logit_bias), limits.max_logit_bias)
     _no_longer("prompt", num_inputs(body.prompt), limits.max_prompts)
     _check_stop(body, limits)
-    check_timeout(body.timeout_s, limits)
-    if body.priority < limits.min_priority:  # worded to be true for a dialect with negated priorities too
+    check_request(body.timeout_s, body.priority, limits)
+
+
+def check_request(timeout_s: float | None, priority: int, limits: Limits) -> None:
+    """Refuse a request that wants more time, or to come before more others, than it may."""
+    check_timeout(timeout_s, limits)
+    if priority < limits.min_priority:  # worded to be true for a dialect with negated priorities too
         message = f"priority asks to be served before others, more than min_priority ({limits.min_priority}) allows"
         raise invalid(message, "priority")
 

@@ -142,7 +142,8 @@ class GeneratePlanner:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served."""
         served = self._registry.resolve(body.model, Task.GENERATE).for_task(body.task)
         if served.config.audio is not None:
-            raise invalid(f"prompt: model {served.name} reads sound, not text", "prompt")
+            message = f"prompt: model {served.name} transcribes speech: send a file as audio, in base64"
+            raise invalid(message, "prompt", "wrong_task")
         info = loaded_info(self._client, served)
         check_generate(body, self._limits)
         constraint = constraint_of(body, self._limits)
@@ -204,7 +205,7 @@ class GeneratePlanner:
             params=sampling_params(body, served, max(1, max_tokens), grammar),
             source=token_source(ids) if served.is_encoder_decoder else None,
             priority=body.priority,
-            cache_salt=_salt(body.cache_salt),
+            cache_salt=cache_salt(body.cache_salt),
             arrival_time=arrival,
             deadline=arrival + (body.timeout_s or self._limits.request_timeout_s),
             streams=bool(body.stream),
@@ -366,7 +367,7 @@ def _too_long(start: int, max_tokens: int, max_model_len: int, param: str) -> Ap
     return invalid(message, param, "context_length_exceeded")
 
 
-def _salt(requested: str | None) -> str:
+def cache_salt(requested: str | None) -> str:
     """Return the prefix cache's salt: only requests of one API key and one `cache_salt` share prefixes."""
     context = current()
     return f"{context.tenant if context is not None else ''}/{requested or ''}"

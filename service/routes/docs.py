@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from service.dialects.audio_bodies import SpeechBody, TranscriptionForm, TranslationForm
 from service.dialects.embedding_bodies import EmbeddingBody
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.dialects.messages_bodies import CountBody, MessagesBody
@@ -49,11 +50,16 @@ from service.schemas.dialect_replies import (
     HuggingFaceFill,
     HuggingFaceRank,
     HuggingFaceSparse,
+    HuggingFaceSpeech,
     HuggingFaceText,
     OpenAIChatChunk,
     OpenAIChatCompletion,
     OpenAICompletion,
     OpenAIEmbeddings,
+    OpenAITranscript,
+    OpenAITranscriptDelta,
+    OpenAITranscriptDone,
+    OpenAIVerboseTranscript,
     Ranked,
     Scored,
     SglangText,
@@ -62,6 +68,7 @@ from service.schemas.dialect_replies import (
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.models import LoadBody, UnloadBody
 from service.schemas.replies import EncodeReply, ErrorReply, GenerateEvent, GenerateReply
+from service.schemas.speech_bodies import TranscribeBody, TranscribeEvent, TranscribeReply
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -75,6 +82,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *(RankBody, ScoreBody, ClassifyBody, CohereEmbedBody),
     *(EmbedAllBody, EmbedSparseBody, SimilarityBody),
     *(FillMaskBody, QuestionBody, EntityBody, ZeroShotBody, ClassBody),
+    *(TranscribeBody, TranscriptionForm, TranslationForm, SpeechBody),
 )
 _REPLIES: tuple[type[BaseModel], ...] = (
     *(GenerateReply, GenerateEvent, EncodeReply),
@@ -84,6 +92,8 @@ _REPLIES: tuple[type[BaseModel], ...] = (
     *(SglangText, SglangVector),
     *(Ranked, Scored, Classified, CohereVectors),
     *(HuggingFaceSparse, HuggingFaceFill, HuggingFaceAnswer, HuggingFaceEntity),
+    *(TranscribeReply, TranscribeEvent, HuggingFaceSpeech),
+    *(OpenAITranscript, OpenAIVerboseTranscript, OpenAITranscriptDelta, OpenAITranscriptDone),
 )
 _REFS = "#/components/schemas/{model}"
 _MEANING = {
@@ -126,6 +136,25 @@ def request_body(*models: type[BaseModel], **examples: Any) -> dict[str, Any]:
     if examples:
         content["examples"] = {name: {"value": value} for name, value in examples.items()}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
+
+
+def form_body(model: type[BaseModel]) -> dict[str, Any]:
+    """Return `openapi_extra=` for a route that reads a form with a file."""
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _schema(model)}}}}
+
+
+def audio_body(model: type[BaseModel]) -> dict[str, Any]:
+    """Return `openapi_extra=` for a route whose body is a file, or `model` with the file in it."""
+    file = {"schema": {"type": "string", "format": "binary"}}
+    content = {"audio/*": file, "application/octet-stream": file, "application/json": {"schema": _schema(model)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def text_response(found: Responses) -> Responses:
+    """Add to the responses of `ok_response` the formats that are plain text."""
+    text = {"schema": {"type": "string"}}
+    found[200]["content"] |= {"text/plain": text, "application/x-subrip": text, "text/vtt": text}
+    return found
 
 
 def ok_response(description: str, *shapes: Any, events: Sequence[type[BaseModel]] = ()) -> Responses:

@@ -21,7 +21,9 @@ from service.dialects.sglang import SglangGenerateBody
 from service.http.bodies import (
     cancel_on_disconnect,
     context_of_request,
+    has_key,
     json_response,
+    parsed,
     parsed_as_one_of,
     raw_body,
     with_model_of_query,
@@ -33,10 +35,12 @@ from service.http.sse import EventStream, GenerationEvents
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
 from service.planning.generate import GeneratePlan, ReplyShape
+from service.routes import audio
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.bodies import GenerateBody
 from service.schemas.dialect_replies import HuggingFaceEvent, HuggingFaceText, SglangText
 from service.schemas.replies import GenerateEvent, GenerateReply
+from service.schemas.speech_bodies import TranscribeBody, TranscribeEvent, TranscribeReply
 
 router = APIRouter()
 
@@ -49,8 +53,8 @@ _BODIES: dict[str, type[BaseModel]] = {
 
 _OK = ok_response(
     "The whole reply, or its events.",
-    *(GenerateReply, HuggingFaceText, SglangText, list[SglangText]),
-    events=(GenerateEvent, HuggingFaceEvent, SglangText),
+    *(GenerateReply, TranscribeReply, HuggingFaceText, SglangText, list[SglangText]),
+    events=(GenerateEvent, TranscribeEvent, HuggingFaceEvent, SglangText),
 )
 
 
@@ -61,9 +65,10 @@ _OK = ok_response(
     responses={**_OK, **error_responses(*WORK_ERRORS)},
     openapi_extra={
         **request_body(
-            *(GenerateBody, TextGenerationBody, SglangGenerateBody),
+            *(GenerateBody, TranscribeBody, TextGenerationBody, SglangGenerateBody),
             triptych={"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16},
             huggingface={"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}},
+            speech={"model": "speech", "audio": "UklGRiQAAABXQVZF", "timestamps": "segment"},
             sglang={"model": "code", "text": "def add(a, b):\n    ", "sampling_params": {"max_new_tokens": 16}},
         ),
         **query_model(),
@@ -72,10 +77,14 @@ _OK = ok_response(
 async def generate(request: Request) -> Response:
     """Continue a prompt, or answer it with an encoder-decoder. `stream: true` answers as server-sent events.
 
+    A body with `audio` asks for a transcription, by a model that reads audio.
+
     A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's; the reply has that API's shape.
     """
     raw = await raw_body(request)
     refuse_if_full(request, raw)
+    if has_key(raw, "audio"):
+        return await audio.native_answer(request, with_model_of_query(request, parsed(raw, TranscribeBody)))
     body = with_model_of_query(request, parsed_as_one_of(raw, GenerateBody, _BODIES))
     if isinstance(body, TextGenerationBody):
         return await huggingface_answer(request, body)

@@ -171,6 +171,19 @@ def _model(service: Service, served: ServedModel) -> Json:
     }
 
 
+def _speech(checkpoint: Checkpoint) -> Json | None:
+    """Return what a model that reads audio can do; None for any other."""
+    tokens, log_mel = checkpoint.speech, checkpoint.log_mel
+    if tokens is None or log_mel is None:
+        return None
+    return {
+        "languages": sorted(tokens.languages) or ["en"],
+        "tasks": sorted(tokens.tasks) or ["transcribe"],
+        "words": bool(tokens.alignment_heads),
+        "window_seconds": log_mel.chunk_length,
+    }
+
+
 def _from_checkpoint(name: str, state: str, checkpoint: Checkpoint) -> Json:
     """Return what a checkpoint alone tells about a model."""
     config, sentences = checkpoint.config, checkpoint.sentences
@@ -180,6 +193,7 @@ def _from_checkpoint(name: str, state: str, checkpoint: Checkpoint) -> Json:
         "form": config.form,
         "model_type": config.model_type,
         "can_generate": config.can_generate,
+        "speech": _speech(checkpoint),
         "vocab_size": config.embedding.vocab_size,
         "pooling": "+".join(sentences.pooling),
         "normalize": sentences.normalize,

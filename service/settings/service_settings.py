@@ -35,6 +35,13 @@ class Limits:
     """Limits one HTTP request; each field is a setting of the same name. Raises `ConfigError`."""
 
     max_body_bytes: int = _limit(2_000_000, "maximum bytes of a body (413)")
+    max_audio_bytes: int = _limit(26_214_400, "maximum bytes of a body of the routes that take an audio file (413)")
+    max_audio_seconds: float = _limit(3600.0, "maximum length of an audio file, in seconds")
+    max_audio_requests: int = _limit(16, "maximum number of audio files that are read or transcribed at a time (429)")
+    max_audio_windows: int = _limit(
+        8, "maximum windows of an audio that are computed at a time, with chunking: parallel"
+    )
+    audio_decode_s: float = _limit(30.0, "seconds for decoding an audio file")
     max_header_bytes: int = _limit(16 * 1024, "maximum bytes of all header names and values (431)")
     max_header_fields: int = _limit(100, "maximum number of header fields (431)")
     receive_s: float = _limit(60.0, "seconds for receiving the headers, and again for the body (408)")

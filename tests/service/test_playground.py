@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium, eventually
 from tests.service.encode_models import encode_app
+from tests.service.speech import TRANSLATE, at, ids, speech_app
 from tests.service.support import App, ask, check_accounts, live, make_app
 from tests.service.test_bad_requests import check_error
 
@@ -91,7 +93,8 @@ def test_without_a_key_only_a_browser_is_asked_for_a_password(credentials: str |
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(Path(tmp_path_factory.mktemp("profile"))) as one:
+    microphone = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")
+    with chromium(Path(tmp_path_factory.mktemp("profile")), *microphone) as one:
         yield one
 
 
@@ -351,3 +354,51 @@ def test_the_docs_show_every_route_and_field(browser: Browser, app: App) -> None
         assert "Authorization" not in browser.text("main")
         assert f"curl {url}/info" in browser.text("main")
         assert browser.console() == []
+
+
+@with_browser
+def test_a_file_and_the_microphone_are_transcribed(browser: Browser, tmp_path: Path) -> None:
+    app = speech_app([at(0), *ids(" Hello <b>you</b>."), at(0.4)])
+    file = tmp_path / "half.wav"
+    file.write_bytes(b"0.5")
+
+    def heard() -> str:
+        eventually(lambda: browser.text("#listen-facts").startswith(("done", "failed")))
+        return browser.text("#heard") + browser.text("#error:not([hidden])")
+
+    with live(app) as url:
+        _open(browser, url, "speech")
+        assert not browser.run("return document.getElementById('generate').checkVisibility()")
+        browser.click("#transcribe")
+        assert "choose an audio file" in browser.text("#error:not([hidden])")
+        browser.press("#file", str(file))
+        browser.click("#transcribe")
+        assert heard() == "Hello <b>you</b>."
+        assert not app.client.submitted[-1].params.timestamps
+
+        browser.click("#listen [name=times]")
+        browser.click("#listen [name=translate]")
+        browser.click("#transcribe")
+        eventually(lambda: browser.text("#heard") == "0:00.0\u20130:00.4Hello <b>you</b>.")
+        assert app.client.submitted[-1].prompt_token_ids[-1] == TRANSLATE
+        assert "v1/audio/translations" in browser.text("#listen-curl")
+
+        browser.click("#listen [name=translate]")
+        browser.click("#listen [name=times]")
+        browser.type("#listen [name=language]", "xx")
+        browser.click("#transcribe")
+        assert "language: model speech has no 'xx'" in str(eventually(lambda: browser.text("#error:not([hidden])")))
+        assert browser.run("return document.querySelector('[aria-invalid]').name") == "language"
+        browser.type("#listen [name=language]", "en")
+
+        browser.click("#record")
+        eventually(lambda: browser.text("#record") == "Stop recording")
+        time.sleep(0.5)  # of the microphone's beeps
+        browser.click("#record")
+        eventually(lambda: browser.text("#sound").endswith("s recorded"))
+        assert "recording.wav" in browser.text("#listen-curl")
+        browser.click("#transcribe")
+        eventually(lambda: browser.text("#heard").startswith("Hello <b>you</b>."))
+        assert browser.text("#error:not([hidden])") == ""
+        assert [one for one in browser.console() if "400" not in one] == []
+    check_accounts(app)

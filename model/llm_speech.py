@@ -1,0 +1,83 @@
+"""Transcription with an engine of this process: computes the requests of a `Transcriber` by stepping the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.api.request import FinishReason, Request, SamplingParams
+from model.checkpoint.folder import Checkpoint
+from model.engine.generate_engine import GenerateEngine
+from model.errors import ConfigError
+from model.speech.driver import Piece, Take, Transcriber, Transcription
+from model.speech.requests import RequestMaker, SpeechOptions
+from model.text.tokenizer import Tokenizer
+
+
+def transcribe(
+    engine: GenerateEngine,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    samples: NDArray[np.float32],
+    options: SpeechOptions,
+    emit: Callable[[Piece], None] | None,
+) -> Transcription:
+    """Return what is said in mono samples at the model's rate; raises `ConfigError` for a model of something else."""
+    tokens, log_mel = checkpoint.speech, checkpoint.log_mel
+    if tokens is None or log_mel is None:
+        raise ConfigError(f"{engine.name} does not transcribe speech")
+    if options.words and not tokens.alignment_heads:
+        raise ConfigError(f"{engine.name} has no alignment_heads, which the times of words need")
+    if options.language is not None and tokens.is_multilingual and options.language not in tokens.languages:
+        raise ConfigError(f"{engine.name} has no language {options.language!r}")
+    template = Request("", engine.name, (), SamplingParams(), arrival_time=time.monotonic())
+    vocab_size = checkpoint.config.embedding.vocab_size
+    long = len(samples) > log_mel.window_samples
+    numbers = count()
+    transcriber = Transcriber(
+        maker=RequestMaker(tokens, options, template, engine.max_model_len, vocab_size),
+        tokenizer=tokenizer,
+        log_mel=log_mel,
+        samples=samples,
+        compute=_Steps(engine).compute,
+        next_id=lambda: f"window-{next(numbers)}",
+        emit=emit or (lambda piece: None),
+        live=emit is not None,
+        timestamps=options.timestamps or options.words or (long and not options.parallel),
+    )
+    return asyncio.run(transcriber.run())
+
+
+class _Steps:
+    """Steps an engine for whoever waits for an output; requests that wait together are computed together."""
+
+    def __init__(self, engine: GenerateEngine) -> None:
+        self._engine = engine
+        self._takes: dict[str, Take] = {}  # of requests that have not ended
+
+    async def compute(self, request: Request, take: Take) -> None:
+        """Compute a request, and hand its outputs to `take`."""
+        self._takes[request.request_id] = take
+        self._engine.add(request)
+        try:
+            while request.request_id in self._takes:
+                self._step()
+                await asyncio.sleep(0)  # others may add requests
+        finally:
+            if self._takes.pop(request.request_id, None) is not None:
+                self._engine.abort(request.request_id, None, FinishReason.CANCELLED)
+
+    def _step(self) -> None:
+        outputs, _ = self._engine.step()
+        for output in outputs:
+            take = self._takes.get(output.request_id)
+            if take is None:
+                continue
+            take(output)
+            if output.finish_reason is not None:
+                del self._takes[output.request_id]

@@ -1,0 +1,41 @@
+"""The command `triptych transcribe`: writes down what is said in audio files, without a server."""
+
+from __future__ import annotations
+
+import argparse
+
+from model.errors import ConfigError
+from model.llm import LLM
+from model.speech.driver import Piece, Transcription
+from model.speech.languages import language_code
+from model.speech.requests import SpeechOptions
+from model.speech.subtitles import srt, vtt
+
+
+def run(arguments: argparse.Namespace, sound: bytes, llm: LLM) -> int:
+    """Transcribe `sound` as the command line says."""
+    prompt = arguments.prompt.strip()
+    if prompt and llm.tokenizer is None:
+        raise ConfigError("--prompt: the model has no tokenizer")
+    options = SpeechOptions(
+        language=None if arguments.language is None else language_code(arguments.language),
+        task="translate" if arguments.translate else "transcribe",
+        timestamps=arguments.format != "text",
+        parallel=arguments.parallel,
+        prompt=llm.tokenizer.encode(f" {prompt}", add_special_tokens=False).ids if llm.tokenizer and prompt else (),
+    )
+    if arguments.format == "text":
+        llm.transcribe(sound, options, _show)
+        print()
+    else:
+        print(_subtitles(llm.transcribe(sound, options), arguments.format), end="")
+    return 0
+
+
+def _show(piece: Piece) -> None:
+    print(piece.text, end="", flush=True)
+
+
+def _subtitles(found: Transcription, format: str) -> str:
+    lines = [(one.start, one.end, one.text) for one in found.segments if one.text.strip()]
+    return srt(lines) if format == "srt" else vtt(lines)

@@ -1,0 +1,116 @@
+"""Forms with files (multipart/form-data, RFC 7578), read from a body that is whole in memory and bounded in size.
+
+The boundary is searched for once from the front to the back, so that the time is linear in the body's size. A form is
+refused rather than guessed at: a part needs a name, transfer encodings are not taken, and the last boundary must be
+there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from service.core.errors import ApiError, invalid, shorten
+
+MAX_PARTS = 64
+_MAX_HEAD = 4096  # bytes of a part's headers
+_MAX_TEXT = 1 << 16  # bytes of a field that is no file
+_BOUNDARY = re.compile(r'(?:^|;)\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))\s*(?:;|$)', re.IGNORECASE)
+_PARAMETER = re.compile(rb';\s*([a-zA-Z*]+)=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))')
+
+
+@dataclass(frozen=True, slots=True)
+class FormFile:
+    """A file of a form: its bytes, and its name as the client gave it, which is used for nothing."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The fields of a form in their order, each as often as it was sent."""
+
+    texts: tuple[tuple[str, str], ...]
+    files: tuple[tuple[str, FormFile], ...]
+
+
+def boundary_of(content_type: str) -> bytes:
+    """Return the boundary that a Content-Type header declares; raises a 415 for any other type of body."""
+    kind, _, parameters = content_type.partition(";")
+    found = _BOUNDARY.search(parameters)
+    if kind.strip().lower() != "multipart/form-data" or found is None:
+        message = "send a form with the header Content-Type: multipart/form-data; boundary=..."
+        raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
+    return (found[1] or found[2]).encode("latin-1", "replace")
+
+
+def read_form(body: bytes, boundary: bytes) -> Form:
+    """Return the fields and files of a body; raises a 400 for one that is no such form."""
+    texts: list[tuple[str, str]] = []
+    files: list[tuple[str, FormFile]] = []
+    border = b"\r\n--" + boundary
+    at = _opening(body, boundary)
+    while not body.startswith(b"--", at):
+        if len(texts) + len(files) == MAX_PARTS:
+            raise _broken(f"it has more than {MAX_PARTS} parts")
+        start = _after_line(body, at)
+        head_end = start if body.startswith(b"\r\n", start) else body.find(b"\r\n\r\n", start, start + _MAX_HEAD)
+        end = body.find(border, max(start, head_end))
+        if head_end < 0 or end < 0:
+            raise _broken("a part does not end")
+        name, is_file = _read_head(body[start:head_end])
+        data = body[head_end + 4 : end]
+        if is_file:
+            files.append((name, FormFile(data)))
+        else:
+            texts.append((name, _text(name, data)))
+        at = end + len(border)
+    return Form(tuple(texts), tuple(files))
+
+
+def _opening(body: bytes, boundary: bytes) -> int:
+    """Return the place behind the first boundary, which may stand behind a preamble."""
+    if body.startswith(b"--" + boundary):
+        return len(boundary) + 2
+    at = body.find(b"\r\n--" + boundary)
+    if at < 0:
+        raise _broken("its boundary is not in it")
+    return at + len(boundary) + 4
+
+
+def _after_line(body: bytes, at: int) -> int:
+    """Return the place behind the rest of a boundary's line, which may hold white space alone."""
+    end = body.find(b"\r\n", at, at + 256)
+    if end < 0 or body[at:end].strip(b" \t"):
+        raise _broken("a boundary is followed by something else")
+    return end + 2
+
+
+def _read_head(head: bytes) -> tuple[str, bool]:
+    """Return the name of a part, and whether it is a file."""
+    disposition = b""
+    for line in head.split(b"\r\n"):
+        key, _, value = line.partition(b":")
+        if key.strip().lower() == b"content-disposition":
+            disposition = value.strip()
+        if key.strip().lower() == b"content-transfer-encoding" and value.strip().lower() not in (b"binary", b"8bit"):
+            raise _broken("a part has a transfer encoding")
+    kind, _, _ = disposition.partition(b";")
+    found = {one[1].lower(): one[2] or one[3] for one in _PARAMETER.finditer(disposition)}
+    if kind.strip().lower() != b"form-data" or b"name" not in found:
+        raise _broken("a part has no name")
+    name = re.sub(rb"\\(.)", rb"\1", found[b"name"]).decode(errors="replace")
+    return name, b"filename" in found or b"filename*" in found
+
+
+def _text(name: str, data: bytes) -> str:
+    if len(data) > _MAX_TEXT:
+        raise invalid(f"{shorten(name)} has more than {_MAX_TEXT} bytes", name[:64])
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise invalid(f"{shorten(name)} is not UTF-8", name[:64]) from None
+
+
+def _broken(why: str) -> ApiError:
+    return invalid(f"the body is no form: {why}", code="invalid_form")

@@ -1,0 +1,266 @@
+"""Planning of a transcription: a file becomes features that the model can read, or is refused before any work.
+
+The file is decoded in a process of its own, bounded in time, memory and length; features are computed in a thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.api.request import Request, SamplingParams
+from model.api.stats import ModelInfo
+from model.checkpoint.speech import SpeechTokens
+from model.media.audio_file import AudioError, AudioLimits
+from model.media.log_mel import LogMel
+from model.speech.languages import language_code
+from model.speech.requests import RequestMaker, SpeechOptions
+from model.speech.transcription import TEMPERATURES
+from model.text.tokenizer import Tokenizer
+from service.core.engine_client import EngineClient
+from service.core.errors import ApiError, invalid, listed, shorten, unavailable
+from service.core.model_registry import Registry, ServedModel, Task
+from service.planning.body_limits import check_request
+from service.planning.generate import cache_salt, check_room, engine_id, loaded_info
+from service.planning.tokenization import TokenizerThreads, check_vocabulary
+from service.sandbox.audio_pool import AudioPool
+from service.sandbox.process_pool import WorkerError
+from service.schemas.speech_bodies import TranscribeBody
+from service.settings.service_settings import Limits
+
+READS_AUDIO = "transcribes speech"
+
+
+def reads_audio(served: ServedModel) -> bool:
+    """Return whether a model takes audio files."""
+    return served.checkpoint.speech is not None and served.checkpoint.log_mel is not None
+
+
+@dataclass(slots=True)
+class SpeechPlan:
+    """Holds an audio that can be transcribed, and how. Who computes it takes the samples."""
+
+    served: ServedModel
+    tokenizer: Tokenizer
+    log_mel: LogMel
+    samples: NDArray[np.float32]
+    num_samples: int
+    options: SpeechOptions
+    maker: RequestMaker
+    request_id: str
+    streams: bool
+
+    @property
+    def seconds(self) -> float:
+        """The length of the audio."""
+        return self.num_samples / self.log_mel.sampling_rate
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the audio is longer than a window."""
+        return self.num_samples > self.log_mel.window_samples
+
+    @property
+    def timestamps(self) -> bool:
+        """Whether outputs have timestamps: to find where the next window begins, or because they are asked for."""
+        return self.options.timestamps or self.options.words or (self.is_long and not self.options.parallel)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the encoder that the audio takes, as its prompt tokens."""
+        return -(-self.num_samples // (2 * self.log_mel.hop_length))
+
+    def take_samples(self) -> NDArray[np.float32]:
+        """Return the samples, which the plan then holds no more."""
+        samples, self.samples = self.samples, np.zeros(0, np.float32)
+        return samples
+
+    def next_id(self) -> str:
+        """Return a new id for a request to the engine."""
+        return engine_id(self.request_id)
+
+
+def audio_limits(limits: Limits) -> AudioLimits:
+    """Return what a decoder may take and give."""
+    return AudioLimits(seconds=limits.max_audio_seconds, file_bytes=limits.max_audio_bytes)
+
+
+class AudioRoom:
+    """Bounds how many audio files a process holds: the time of a transcription is that of its audio."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held = 0
+
+    def take(self) -> Callable[[], None]:
+        """Hold a file until the returned function is called; raises a 429 if there are too many."""
+        if self._held >= self._limit:
+            message = f"{self._limit} audio files are being transcribed, which is the most at a time; try again later"
+            headers = {"Retry-After": "5"}
+            raise ApiError(
+                *(429, message), type="overloaded_error", code="queue_full", headers=headers, reason="audio_files"
+            )
+        self._held += 1
+        released = False
+
+        def release() -> None:
+            nonlocal released
+            self._held -= not released
+            released = True
+
+        return release
+
+
+class SpeechPlanner:
+    """Makes plans of bodies with audio, for the loaded models."""
+
+    def __init__(
+        self, registry: Registry, client: EngineClient, limits: Limits, threads: TokenizerThreads, decoders: AudioPool
+    ) -> None:
+        self._registry = registry
+        self._client = client
+        self._limits = limits
+        self._threads = threads
+        self._decoders = decoders
+        self.room = AudioRoom(limits.max_audio_requests)
+
+    async def plan(self, body: TranscribeBody, audio: bytes, request_id: str, arrival: float) -> SpeechPlan:
+        """Return the plan of a body, whose file is `audio`; raises `ApiError` for one that cannot be served."""
+        served = self._registry.resolve(body.model, Task.GENERATE)
+        self._registry.require(served.name, reads_audio, READS_AUDIO)
+        tokens, log_mel, info = served.checkpoint.speech, served.checkpoint.log_mel, loaded_info(self._client, served)
+        assert tokens is not None and log_mel is not None
+        check_request(body.timeout_s, body.priority, self._limits)
+        tokenizer = served.require_tokenizer("audio")
+        options = self._options(body, served, tokens, info)
+        check_room(self._client, served, options.num_beams)
+        options = replace(options, prompt=await self._prompt(body, served, info))
+        samples = await self._decode(audio, log_mel)
+        template = Request(
+            request_id,
+            served.name,
+            (),
+            SamplingParams(),
+            priority=body.priority,
+            cache_salt=cache_salt(body.cache_salt),
+            arrival_time=arrival,
+            deadline=arrival + (body.timeout_s or self._limits.request_timeout_s),
+            streams=body.stream,
+        )
+        maker = RequestMaker(tokens, options, template, info.max_model_len, served.vocab_size)
+        return SpeechPlan(served, tokenizer, log_mel, samples, len(samples), options, maker, request_id, body.stream)
+
+    def _options(
+        self, body: TranscribeBody, served: ServedModel, tokens: SpeechTokens, info: ModelInfo
+    ) -> SpeechOptions:
+        """Return what the body asks for, as far as the model can do it."""
+        if body.timestamps == "word" and not tokens.alignment_heads:
+            raise invalid(
+                f"timestamps: model {served.name} has no alignment_heads, which words' times need", "timestamps"
+            )
+        if body.timestamps == "word" and info.tensor_parallel_size > 1:
+            raise invalid("timestamps: words' times are not served over several GPUs", "timestamps")
+        if body.timestamps == "word" and body.chunking == "parallel" and body.stream:
+            raise invalid(
+                "timestamps: words of chunks are joined at the end: not with stream and chunking", "timestamps"
+            )
+        check_vocabulary(body.suppress_tokens, served.vocab_size, "suppress_tokens")
+        if body.logprobs is not None and body.logprobs > self._limits.max_logprobs:
+            raise invalid(f"logprobs must be at most {self._limits.max_logprobs}", "logprobs")
+        if body.logprobs is not None and (body.num_beams or 1) > 1:
+            raise invalid("logprobs has no meaning with beam search; send num_beams: 1", "logprobs")
+        return SpeechOptions(
+            language=self._language(body, served, tokens),
+            task=self._task(body, served, tokens),
+            timestamps=body.timestamps != "none",
+            words=body.timestamps == "word",
+            parallel=body.chunking == "parallel",
+            carries_context=body.condition_on_previous_text,
+            temperatures=_temperatures(body),
+            compression_ratio_threshold=body.compression_ratio_threshold,
+            logprob_threshold=body.logprob_threshold,
+            no_speech_threshold=body.no_speech_threshold,
+            max_tokens=body.max_tokens,
+            num_beams=self._beams(body, info),
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+            top_k=body.top_k or 0,
+            top_p=body.top_p or 1.0,
+            seed=secrets.randbits(62) if body.seed is None else body.seed,
+            logprobs=body.logprobs,
+            suppress_tokens=tuple(body.suppress_tokens),
+        )
+
+    def _beams(self, body: TranscribeBody, info: ModelInfo) -> int:
+        beams = body.num_beams or 1
+        most = min(self._limits.max_beams, info.max_num_seqs)
+        if beams > most:
+            raise invalid(f"num_beams must be at most {most}", "num_beams")
+        if beams > 1 and _temperatures(body)[0] > 0:
+            raise invalid("num_beams has no meaning with a temperature above 0", "num_beams")
+        if beams == 1 and body.length_penalty is not None:
+            raise invalid("length_penalty has no meaning without beam search: num_beams is 1", "length_penalty")
+        return beams
+
+    def _language(self, body: TranscribeBody, served: ServedModel, tokens: SpeechTokens) -> str | None:
+        if body.language is None:
+            return None
+        code = language_code(body.language)
+        if not tokens.is_multilingual and code == "en":
+            return None
+        if code not in tokens.languages:
+            known = listed(sorted(tokens.languages)) if tokens.is_multilingual else "en"
+            raise invalid(f"language: model {served.name} has no {shorten(body.language)}; it has {known}", "language")
+        return code
+
+    def _task(self, body: TranscribeBody, served: ServedModel, tokens: SpeechTokens) -> str:
+        if body.task == "translate" and "translate" not in tokens.tasks:
+            raise invalid(f"task: model {served.name} transcribes and does not translate", "task", "wrong_task")
+        return body.task
+
+    async def _prompt(self, body: TranscribeBody, served: ServedModel, info: ModelInfo) -> tuple[int, ...]:
+        """Return the ids of the text that comes before the audio; of a long one the end counts."""
+        text = (body.initial_prompt or "").strip()
+        if not text:
+            return ()
+        tokenizer, most = served.require_tokenizer("initial_prompt"), self._limits.prompt_characters_per_token
+        text = " " + text[-most * info.max_model_len :]
+
+        def work() -> tuple[int, ...]:
+            return tokenizer.encode(text, add_special_tokens=False).ids
+
+        ids = await self._threads.run(served.name, len(text), work)
+        specials = [one for one in ids if one in tokenizer.special_ids]
+        if specials:
+            raise invalid("initial_prompt has special tokens in it", "initial_prompt")
+        return ids
+
+    async def _decode(self, audio: bytes, log_mel: LogMel) -> NDArray[np.float32]:
+        """Return the samples of a file at the model's rate; raises a 400 that names `audio`, a 503 without a worker."""
+        try:
+            samples = await self._decoders.decode(audio, log_mel.sampling_rate)
+        except AudioError as error:
+            raise invalid(f"audio: {error}", "audio", "invalid_audio") from None
+        except WorkerError as error:
+            if error.kind in ("busy", "start"):
+                raise unavailable("no process is free to decode audio; try again", "audio_busy", 2) from None
+            raise invalid(
+                "audio: the file took too long or too much memory to decode", "audio", "invalid_audio"
+            ) from None
+        if not len(samples):
+            raise invalid("audio: the file holds no sound", "audio", "invalid_audio")
+        return samples
+
+
+def _temperatures(body: TranscribeBody) -> tuple[float, ...]:
+    """Return the temperatures that a window is decoded at, one after the other, until its output is good.
+
+    A stream shows text before its window is complete, so it has one alone unless the client names more.
+    """
+    given = body.temperature
+    if given is None or given == 0:
+        return (0.0,) if body.stream else TEMPERATURES
+    return (given,) if isinstance(given, (int, float)) else tuple(given)

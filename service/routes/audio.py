@@ -1,0 +1,179 @@
+"""Transcription: OpenAI's routes and Hugging Face's task take a file, /generate one as base64 (`native_answer`)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.core.errors import ApiError, forbidden, invalid
+from service.core.model_registry import Task
+from service.dialects import audio
+from service.dialects.audio_bodies import AudioForm, SpeechBody, TranscriptionForm, TranslationForm
+from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
+from service.http.bodies import cancel_on_disconnect, context_of_request, parsed, raw_body, whole_body
+from service.http.model_use import choose_model
+from service.http.multipart import boundary_of, read_form
+from service.http.sse import EventStream
+from service.http.transcripts import NativeTranscript, RenderTranscript, TranscriptEvents
+from service.lifecycle.jobs import Job
+from service.lifecycle.state import service_of
+from service.planning.speech import READS_AUDIO, reads_audio
+from service.routes.docs import (
+    WORK_ERRORS,
+    audio_body,
+    error_responses,
+    form_body,
+    ok_response,
+    query_model,
+    text_response,
+)
+from service.schemas.dialect_replies import (
+    HuggingFaceSpeech,
+    OpenAITranscript,
+    OpenAITranscriptDelta,
+    OpenAITranscriptDone,
+    OpenAIVerboseTranscript,
+)
+from service.schemas.speech_bodies import TranscribeBody
+from service.speech.running import RunningTranscription
+
+router = APIRouter()
+
+_EVENTS = (OpenAITranscriptDelta, OpenAITranscriptDone)
+_TYPES = ("audio/", "video/", "application/octet-stream", "application/ogg")  # of a file that is the whole body
+
+
+@router.post(
+    "/v1/audio/transcriptions",
+    summary="Transcribe speech, as OpenAI has it",
+    response_model=None,
+    responses={
+        **text_response(ok_response("The transcription.", OpenAITranscript, OpenAIVerboseTranscript, events=_EVENTS)),
+        **error_responses(*WORK_ERRORS),
+    },
+    openapi_extra=form_body(TranscriptionForm),
+)
+async def transcriptions(request: Request) -> Response:
+    """Works with OpenAI's client. A body may have `max_audio_bytes`, its audio `max_audio_seconds`."""
+    return await _form_answer(request, TranscriptionForm, "transcribe")
+
+
+@router.post(
+    "/v1/audio/translations",
+    summary="Translate speech to English, as OpenAI has it",
+    response_model=None,
+    responses={
+        **text_response(ok_response("The translation.", OpenAITranscript, OpenAIVerboseTranscript)),
+        **error_responses(*WORK_ERRORS),
+    },
+    openapi_extra=form_body(TranslationForm),
+)
+async def translations(request: Request) -> Response:
+    """Works with OpenAI's client. Requires a model that has learnt to translate."""
+    return await _form_answer(request, TranslationForm, "translate")
+
+
+@router.post(
+    "/pipeline/automatic-speech-recognition",
+    summary="Transcribe speech, as InferenceClient asks for it",
+    response_model=None,
+    responses={**ok_response("The text.", HuggingFaceSpeech), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**audio_body(SpeechBody), **query_model()},
+)
+async def automatic_speech_recognition(request: Request) -> Response:
+    """The body is the file, or JSON with the file as base64 and parameters."""
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    model = request.query_params.get("model")
+    if declared.endswith("json"):
+        _take_room(request)
+        body = parsed(await raw_body(request), SpeechBody)
+        with naming_errors(audio.HUGGINGFACE_NAMES):
+            found = audio.huggingface(body, body.model or model)
+            return await answer(request, found, _decoded(found.audio), audio.SpeechReply, audio.HUGGINGFACE_NAMES)
+    _check_same_site(request)
+    if declared and not declared.startswith(_TYPES):
+        message = "send an audio file with its Content-Type (audio/...), or JSON"
+        raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
+    _take_room(request)
+    data = await whole_body(request.receive)
+    with naming_errors(audio.HUGGINGFACE_NAMES):
+        found = audio.huggingface(None, model)
+        return await answer(request, found, data, audio.SpeechReply, audio.HUGGINGFACE_NAMES)
+
+
+async def _form_answer(request: Request, kind: type[AudioForm], task: str) -> Response:
+    boundary = boundary_of(request.headers.get("content-type", ""))
+    _check_same_site(request)
+    _take_room(request)
+    form, data = audio.parsed_form(read_form(await whole_body(request.receive), boundary), kind)
+    with naming_errors(audio.FORM_NAMES):
+        found = audio.transcribe(form, task=task)
+        return await answer(
+            request, found, data, lambda running, job: audio.AudioReply(running, job, form), audio.FORM_NAMES
+        )
+
+
+async def native_answer(request: Request, body: TranscribeBody) -> Response:
+    """Transcribe a body of /generate with `audio`."""
+    _take_room(request)
+    segments, token_ids = body.timestamps != "none", body.return_token_ids
+
+    def render(running: RunningTranscription, job: Job) -> NativeTranscript:
+        return NativeTranscript(running, job, segments=segments, token_ids=token_ids)
+
+    return await answer(request, body, _decoded(body.audio), render)
+
+
+async def answer(
+    request: Request,
+    body: TranscribeBody,
+    data: bytes,
+    render: RenderTranscript,
+    names: Mapping[str, str] = NATIVE_NAMES,
+) -> Response:
+    """Transcribe the file `data` as `body` says, and return it as `render` shows it, streamed or whole.
+
+    Errors in a stream name fields by `names`; those that are raised are renamed by `naming_errors`.
+    """
+    service, context = service_of(request), context_of_request()
+    served = await choose_model(request, body.model, reads_audio, READS_AUDIO, body.timeout_s, task=Task.GENERATE)
+    with service.handling():
+        body = body.model_copy(update={"model": served.name})
+        plan = await cancel_on_disconnect(
+            request, service.speech_planner.plan(body, data, context.request_id, context.started)
+        )
+        service.check_not_given_up()
+        running = RunningTranscription(plan, service.client, service.jobs, service.metrics, service.limits)
+        job = await cancel_on_disconnect(request, running.start(context))
+        rendering = render(running, job)
+        if body.stream:
+            events = TranscriptEvents(running, rendering, lambda error: rename_fields(error, names))
+            return EventStream(events, job, service.limits, service.writes)
+        try:
+            await cancel_on_disconnect(request, running.ended())
+        finally:
+            await job.aclose()
+        return rendering.reply()
+
+
+def _take_room(request: Request) -> None:
+    """Make the request hold room for an audio file until its reply has been sent; raises a 429 without any."""
+    context_of_request().on_end.append(service_of(request).speech_planner.room.take())
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise invalid("audio is not base64", "audio", "invalid_audio") from None
+
+
+def _check_same_site(request: Request) -> None:
+    """Refuse what a page of another site makes a browser send: such bodies need no permission by CORS."""
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise forbidden("pages of other sites may not send audio here", "cross_site")

@@ -1,0 +1,158 @@
+"""A model that reads audio over the scripted engine: windows of a second, and an engine that writes what it is told."""
+
+from __future__ import annotations
+
+import base64
+import io
+import wave
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+
+from model.api.request import Request
+from model.checkpoint.folder import Checkpoint
+from model.checkpoint.speech import SpeechTokens
+from model.config.model import AudioConfig
+from model.media.audio_file import AudioError
+from model.media.log_mel import LogMel
+from model.speech.chunks import cut_chunks
+from model.speech.segments import Window
+from model.speech.spectrogram import Spectrogram
+from model.text.tokenizer import Tokenizer
+from service.core.model_registry import ServedModel
+from tests.service.support import App, config, make_app
+
+END, START, EN, DE, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_SPEECH, NO_TIMESTAMPS, BEGIN = range(256, 266)
+SPECIALS = (
+    *("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"),
+    *("<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"),
+)
+POSITIONS = 50  # of a window
+SPEECH = SpeechTokens(
+    start=START,
+    end=END,
+    no_timestamps=NO_TIMESTAMPS,
+    previous=PREVIOUS,
+    no_speech=NO_SPEECH,
+    languages={"en": EN, "de": DE},
+    tasks={"transcribe": TRANSCRIBE, "translate": TRANSLATE},
+    alignment_heads=((0, 0),),
+)
+ENGLISH = SpeechTokens(
+    start=START,
+    end=END,
+    no_timestamps=NO_TIMESTAMPS,
+    previous=PREVIOUS,
+    no_speech=NO_SPEECH,
+    languages={},
+    tasks={},
+)
+RATE = 16000
+LOG_MEL = LogMel(num_mel_bins=4, chunk_length=1)
+_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def raw_speech_tokenizer(positions: int) -> RawTokenizer:
+    """Bytes, then Whisper's special tokens, then its timestamps."""
+    raw = RawTokenizer(models.BPE({char: at for at, char in enumerate(_ALPHABET)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(list(SPECIALS))
+    raw.add_tokens([AddedToken(f"<|{at * 0.02:.2f}|>", normalized=False) for at in range(positions + 1)])
+    return raw
+
+
+TOKENIZER = Tokenizer(raw_speech_tokenizer(POSITIONS))
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+def at(seconds: float) -> int:
+    """The timestamp token."""
+    return BEGIN + round(seconds * 50)
+
+
+def served_speech(name: str = "speech", tokens: SpeechTokens = SPEECH) -> ServedModel:
+    audio = replace(config("encoder-decoder", 320), audio=AudioConfig(4, POSITIONS))
+    checkpoint = Checkpoint(Path("."), audio, (), "float32", speech=tokens, log_mel=LOG_MEL)
+    return ServedModel(name, checkpoint, TOKENIZER)
+
+
+def sound(seconds: float, rate: int = RATE) -> NDArray[np.float32]:
+    """Another one in every part of it."""
+    return np.sin(np.arange(int(seconds * rate)) ** 1.2 / 7).astype(np.float32)
+
+
+def chunk_digests(seconds: float) -> list[bytes]:
+    """The sources of an audio's chunks, in their order."""
+    samples = sound(seconds)
+    parts = (samples[one.start : one.end] for one in cut_chunks(len(samples), RATE))
+    return [Spectrogram.of(LOG_MEL, part).source(Window(0, 2 * POSITIONS)).digest for part in parts]
+
+
+class ScriptedDecoder:
+    """Takes a text of so many seconds for an audio file, such as b"2.5"; refuses any other."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.decoded: list[bytes] = []
+
+    async def decode(self, data: bytes, sampling_rate: int) -> NDArray[np.float32]:
+        self.decoded.append(data)
+        if self.error is not None:
+            raise self.error
+        try:
+            seconds = _wave_seconds(data) if data[:4] == b"RIFF" else float(data)
+        except ValueError:
+            raise AudioError("not an audio file of any kind") from None
+        return sound(seconds, sampling_rate)
+
+    def close(self) -> None:
+        pass
+
+
+def _wave_seconds(data: bytes) -> float:
+    with wave.open(io.BytesIO(data)) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (RATE, 1, 2)
+        assert any(file.readframes(file.getnframes()))
+        return file.getnframes() / RATE
+
+
+def language(of: int) -> Callable[[Request], Sequence[int]]:
+    return lambda request: [of, END]
+
+
+def saying(*outputs: Sequence[int], spoken: int = EN) -> Callable[[Request], Sequence[int]]:
+    """An engine's answers: to questions for the language, alignments, and windows in the order of their requests."""
+    windows: dict[str, Sequence[int]] = {}
+
+    def answer(request: Request) -> Sequence[int]:
+        if request.params.allowed_token_ids or request.alignment is not None:
+            return [spoken]
+        if request.request_id not in windows:
+            windows[request.request_id] = [*outputs[min(len(windows), len(outputs) - 1)], END]
+        return windows[request.request_id]
+
+    return answer
+
+
+def speech_app(*outputs: Sequence[int], tokens: SpeechTokens = SPEECH, **options: Any) -> App:
+    """An application with a model that reads audio, and those of `make_app`."""
+    room = {"max_model_len": 64, "max_num_batched_tokens": 128}
+    app = make_app(served_speech(tokens=tokens), end_id=END, **room, **options)
+    app.script.answer = saying(*outputs) if outputs else None
+    app.service.decoders = decoder = ScriptedDecoder()  # type: ignore[assignment]
+    app.service.speech_planner._decoders = decoder  # type: ignore[assignment]
+    return app
+
+
+def base64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,236 @@
+"""A tiny random Whisper from a folder to a reply: equal to transformers' `generate`, alone and through HTTP."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import soundfile
+import torch
+from transformers import WhisperForConditionalGeneration
+
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.checkpoint.folder import read_checkpoint
+from model.client.async_engine import AsyncEngine
+from model.engine.thread_transport import ThreadTransport
+from model.llm import LLM
+from model.speech.driver import Piece, Transcription
+from model.speech.requests import SpeechOptions
+from model.text.tokenizer import Tokenizer
+from service.app import create_app
+from service.cli.main import main
+from service.core.model_registry import Registry, ServedModel
+from service.settings.service_settings import ServiceSettings
+from tests.service import whisper
+from tests.service.support import live
+from tests.service.whisper import BEGIN, END, noise
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WhisperForConditionalGeneration]:
+    folder = tmp_path_factory.mktemp("whisper")
+    return folder, whisper.whisper(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(model: tuple[Path, WhisperForConditionalGeneration]) -> Iterator[LLM]:
+    made = LLM(model[0], EngineConfig(dtype="float32", max_num_seqs=8))
+    yield made
+    made.close()
+
+
+def reference(
+    model: WhisperForConditionalGeneration, samples: np.ndarray[Any, Any], **options: Any
+) -> list[tuple[float, float, list[int]]]:
+    """The segments of transformers: start, end and tokens."""
+    extract = whisper.extractor()
+    features = extract(
+        samples,
+        sampling_rate=whisper.RATE,
+        return_tensors="pt",
+        truncation=False,
+        padding="longest",
+        return_attention_mask=True,
+    )
+    with torch.no_grad():
+        found = model.generate(
+            features.input_features,
+            attention_mask=features.attention_mask,
+            return_timestamps=True,
+            return_segments=True,
+            task="transcribe",
+            **options,
+        )
+    return [
+        (round(float(one["start"]), 3), round(float(one["end"]), 3), one["tokens"].tolist())
+        for one in found["segments"][0]
+    ]
+
+
+def text_of(tokens: list[int]) -> tuple[int, ...]:
+    return tuple(one for one in tokens if one < END)
+
+
+def segments(found: Transcription) -> list[tuple[float, float, tuple[int, ...]]]:
+    return [(one.start, one.end, one.token_ids) for one in found.segments]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "options", "theirs"),
+    [
+        (7.3, dict(carries_context=False, temperatures=(0.0,)), dict(temperature=0.0)),
+        (7.3, dict(temperatures=(0.0,)), dict(condition_on_prev_tokens=True, temperature=0.0)),
+        (
+            6.1,
+            dict(temperatures=(0.0,), num_beams=3, carries_context=False),
+            dict(temperature=0.0, num_beams=3),
+        ),
+        (
+            9.0,  # a threshold that some windows fail, whose output is the last attempt's: the same twice
+            dict(temperatures=(0.0, 0.0), no_speech_threshold=0.5, logprob_threshold=-3.6),
+            dict(
+                condition_on_prev_tokens=True,
+                temperature=(0.0, 0.0),
+                no_speech_threshold=0.5,
+                logprob_threshold=-3.6,
+                compression_ratio_threshold=2.4,
+            ),
+        ),
+    ],
+    ids=["alone", "context", "beams", "thresholds"],
+)
+def test_long_audio_is_transcribed_as_by_transformers(
+    model: tuple[Path, WhisperForConditionalGeneration],
+    llm: LLM,
+    seconds: float,
+    options: dict[str, Any],
+    theirs: dict[str, Any],
+) -> None:
+    never = dict(compression_ratio_threshold=None, logprob_threshold=None, no_speech_threshold=None)
+    if "logprob_threshold" in options:
+        never = {}
+    samples = noise(seconds)
+    found = llm.transcribe(samples, SpeechOptions(language="en", timestamps=True, **{**never, **options}))
+    expected = reference(model[1], samples, language="en", **theirs)
+    assert segments(found) == [(start, end, text_of(tokens)) for start, end, tokens in expected]
+    assert len(found.segments) > 3
+    assert any(token >= BEGIN for _, _, tokens in expected for token in tokens)
+
+
+def test_pieces_join_to_the_text_and_chunks_are_decoded(llm: LLM) -> None:
+    pieces: list[Piece] = []
+    found = llm.transcribe(noise(5.0), SpeechOptions(temperatures=(0.0,)), pieces.append)
+    assert "".join(one.text for one in pieces) == found.text
+    assert len(pieces) > len(found.segments)
+    assert found.language in ("en", "de")
+    words = llm.transcribe(noise(5.0), SpeechOptions(temperatures=(0.0,), words=True, language="en"))
+    times = [(word.start, word.end) for one in words.segments for word in one.words]
+    assert times and all(start <= end <= 5.0 for start, end in times)
+    parallel = SpeechOptions(temperatures=(0.0,), parallel=True, timestamps=True, language="en")
+    chunks = llm.transcribe(whisper.wave_file(noise(5.0)), parallel)
+    assert chunks.num_windows >= 4 and chunks.text
+
+
+@pytest.fixture(scope="module")
+def url(model: tuple[Path, WhisperForConditionalGeneration]) -> Iterator[str]:
+    """The application over a real engine, under a real server."""
+    config = EngineConfig(kv_cache_memory=8 << 20, device="cpu", dtype="float32")
+    checkpoint, tokenizer = read_checkpoint(model[0]), Tokenizer.from_folder(model[0])
+    registry = Registry([ServedModel("speech", checkpoint, tokenizer, config)])
+    engine = AsyncEngine([ModelSpec("speech", str(model[0]), config)], ThreadTransport, {"speech": tokenizer})
+    app: Any = create_app(engine, registry, ServiceSettings())
+    with live(SimpleNamespace(app=app, service=app.state.service)) as found:  # type: ignore[arg-type]
+        yield found
+
+
+def test_every_curl_of_the_page_is_answered(url: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "speech.md").read_text()
+    lines = re.findall(r"^curl .*$", page, re.MULTILINE)
+    assert len(lines) > 8
+    sound = whisper.wave_file(noise(3.0))
+    (tmp_path / "speech.wav").write_bytes(sound)
+    for line in lines:
+        words = shlex.split(line.replace("BASE64", base64.b64encode(sound).decode()))
+        reply = curl(words[1:], url, tmp_path)
+        assert reply.status_code == 200, (line[:200], reply.text)
+        assert reply.text.strip()
+
+
+def curl(words: list[str], url: str, folder: Path) -> httpx.Response:
+    """Do what a line of curl says, as far as the page's lines go."""
+    fields: dict[str, list[str]] = {}
+    options: dict[str, Any] = {"headers": {}}
+    address, *given = [one for one in words if one not in ("-s", "-sN")]
+    for flag, value in zip(given[::2], given[1::2], strict=True):
+        if flag == "-F" and "=@" in value:
+            name, _, file = value.partition("=@")
+            options["files"] = {name: (file, (folder / file).read_bytes())}
+        elif flag == "-F":
+            name, _, text = value.partition("=")
+            fields.setdefault(name, []).append(text)
+        elif flag == "-H":
+            name, _, text = value.partition(": ")
+            options["headers"][name] = text
+        else:
+            assert flag in ("-d", "--data-binary"), flag
+            options["content"] = (folder / value[1:]).read_bytes() if value.startswith("@") else value
+    if fields:
+        options["data"] = fields
+    return httpx.post(address.replace("http://127.0.0.1:8000", url), timeout=120, **options)
+
+
+def test_a_reply_is_what_the_library_gives(url: str, llm: LLM) -> None:
+    samples = noise(5.0, seed=3)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+    found = client.audio.transcriptions.create(
+        file=("speech.wav", whisper.wave_file(samples)),
+        model="speech",
+        language="en",
+        response_format="verbose_json",
+        extra_body={"num_beams": 2},
+    )
+    never = dict(compression_ratio_threshold=None, logprob_threshold=None, no_speech_threshold=None)
+    expected = llm.transcribe(
+        samples, SpeechOptions(language="en", timestamps=True, num_beams=2, temperatures=(0.0,), **never)
+    )
+    if {one.temperature for one in found.segments or ()} == {0.0}:  # no output had failed
+        assert found.text == expected.text
+    flac = io.BytesIO()
+    soundfile.write(flac, samples, whisper.RATE, format="FLAC", subtype="PCM_16")
+    greedy = dict(model="speech", language="en", extra_body={"temperature": 0}, stream=True)
+    streams = [
+        "".join(
+            one.delta
+            for one in client.audio.transcriptions.create(file=(name, data), **greedy)
+            if one.type == "transcript.text.delta"
+        )
+        for name, data in (("a.wav", whisper.wave_file(samples)), ("a.flac", flac.getvalue()))
+    ]
+    whole = llm.transcribe(samples, SpeechOptions(language="en", temperatures=(0.0,)))
+    assert streams == [whole.text] * 2 and whole.text
+
+
+def test_the_command_line_transcribes(
+    model: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "speech.wav"
+    file.write_bytes(whisper.wave_file(noise(3.0)))
+    with pytest.raises(SystemExit) as ended:
+        main(["transcribe", str(model[0]), str(file), "--format", "srt", "--language", "en", "--dtype", "float32"])
+    assert ended.value.code in (0, None)
+    assert " --> " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["transcribe", str(model[0]), str(tmp_path / "none.wav")])
+    assert ended.value.code == 2
+    assert "none.wav" in capsys.readouterr().err

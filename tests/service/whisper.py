@@ -1,0 +1,108 @@
+"""A tiny random Whisper in a folder as published ones are: windows of two seconds, two languages, and a tokenizer."""
+
+from __future__ import annotations
+
+import io
+import json
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+from model.media.log_mel import LogMel
+from tests.service.speech import (
+    BEGIN,
+    DE,
+    EN,
+    END,
+    NO_TIMESTAMPS,
+    PREVIOUS,
+    RATE,
+    START,
+    TRANSCRIBE,
+    TRANSLATE,
+    raw_speech_tokenizer,
+)
+
+SECONDS = 2  # of a window
+POSITIONS = 50 * SECONDS
+LOG_MEL = LogMel(num_mel_bins=8, chunk_length=SECONDS)
+SHAPE: dict[str, Any] = dict(
+    vocab_size=BEGIN + POSITIONS + 1,
+    num_mel_bins=8,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=40,
+    max_source_positions=POSITIONS,
+    max_target_positions=48,
+    pad_token_id=END,
+    bos_token_id=END,
+    eos_token_id=END,
+    decoder_start_token_id=START,
+    suppress_tokens=None,
+    begin_suppress_tokens=None,
+)
+GENERATION: dict[str, Any] = dict(
+    decoder_start_token_id=START,
+    eos_token_id=END,
+    pad_token_id=END,
+    bos_token_id=END,
+    is_multilingual=True,
+    lang_to_id={"<|en|>": EN, "<|de|>": DE},
+    task_to_id={"transcribe": TRANSCRIBE, "translate": TRANSLATE},
+    no_timestamps_token_id=NO_TIMESTAMPS,
+    prev_sot_token_id=PREVIOUS,
+    max_initial_timestamp_index=50,
+    suppress_tokens=[1, 7, START, EN, DE, TRANSLATE, TRANSCRIBE, PREVIOUS, PREVIOUS + 1],
+    begin_suppress_tokens=[3, END],
+    alignment_heads=[[0, 1], [1, 2]],
+    max_length=48,
+)
+
+
+def whisper(folder: Path, seed: int = 0) -> WhisperForConditionalGeneration:
+    """Save the model, and return it for comparison; its weights are large enough that its outputs differ."""
+    torch.manual_seed(seed)
+    model = WhisperForConditionalGeneration(WhisperConfig(**SHAPE)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "embed_positions" not in name:
+                parameter.mul_(3.0)
+    model.generation_config = GenerationConfig(**GENERATION)
+    model.save_pretrained(folder)
+    raw_speech_tokenizer(POSITIONS).save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    extractor().save_pretrained(folder)
+    return model
+
+
+def extractor() -> WhisperFeatureExtractor:
+    return WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS)
+
+
+def noise(seconds: float, seed: int = 0) -> NDArray[np.float32]:
+    """A sound that changes all the time."""
+    draw = np.random.default_rng(seed)
+    count = int(seconds * RATE)
+    pitch = np.interp(np.arange(count), np.linspace(0, count, 12), draw.uniform(100, 4000, 12))
+    sound = np.sin(2 * np.pi * np.cumsum(pitch) / RATE) * 0.4 + draw.normal(0, 0.05, count)
+    return (np.round(sound.clip(-1, 1) * 32767) / 32768).astype(np.float32)
+
+
+def wave_file(samples: NDArray[np.float32]) -> bytes:
+    """Samples as a WAV file of 16 bits, which has exactly those of `noise`."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(RATE)
+        out.writeframes((samples * 32768).astype("<i2").tobytes())
+    return file.getvalue()
