@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,19 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
+_ARCHITECTURES = {"qwen3_moe": "qwen3moe"}  # where llama.cpp calls them otherwise
 
 
 def write_gguf(folder: Path, file: Path) -> None:
-    """Write a Llama or Qwen3 with a tied head as GGUF, one tensor after another, matrices in their number format."""
+    """Write a Llama or Qwen3, also with experts, as GGUF, one tensor after another, matrices in their number format."""
     import gguf
 
     raw = read_json(folder / "config.json")
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-    writer = gguf.GGUFWriter(file, raw["model_type"])
+    writer = gguf.GGUFWriter(file, _ARCHITECTURES.get(raw["model_type"], raw["model_type"]))
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(raw["hidden_size"])
     writer.add_block_count(raw["num_hidden_layers"])
@@ -56,19 +58,43 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_vocab_size(raw["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
+    experts = raw.get("num_experts") or raw.get("num_local_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(raw["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
     with safe_open(folder / "model.safetensors", "pt") as stored:
-        for name in stored.keys():  # noqa: SIM118  # it is no mapping
-            values, kept_as = _kept(stored.get_tensor(name), gguf.GGMLQuantizationType.BF16)
-            writer.add_tensor_info(_gguf_name(name), values.shape, values.dtype, values.nbytes, kept_as)
+        names = _together(stored.keys())
+        for name, parts in names.items():
+            values, kept_as = _kept(_tensor(stored, parts), gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes, kept_as)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name in stored.keys():  # noqa: SIM118
-            tensor = stored.get_tensor(name)
+        for parts in names.values():
+            tensor = _tensor(stored, parts)
             if raw["model_type"] == "llama":
-                tensor = _interleaved(name, tensor, raw)
+                tensor = _interleaved(parts[0], tensor, raw)
             writer.write_tensor_data(_kept(tensor, None)[0])
     writer.close()
+
+
+def _together(names: Iterable[str]) -> dict[str, list[str]]:
+    """GGUF's tensors with those that are in each: one of ours, or the matrices of all experts of a layer."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):
+        layer, _, one = name.partition(".mlp.experts.")
+        whole = f"{layer}.mlp.{one.partition('.')[2]}"
+        found.setdefault(_gguf_name(whole, "_exps") if one else _gguf_name(name), []).append(name)
+    return found
+
+
+def _tensor(stored: Any, parts: Sequence[str]) -> Tensor:
+    """One stored tensor, or several as one `[experts, outputs, inputs]`; routers are float32."""
+    tensors = [stored.get_tensor(name) for name in parts]
+    if parts[0].endswith(".mlp.gate.weight"):
+        return tensors[0].float()
+    return torch.stack(tensors) if ".experts." in parts[0] else tensors[0]
 
 
 def _kept(values: Tensor, bfloat16: Any) -> tuple[np.ndarray[Any, Any], Any]:
@@ -88,14 +114,16 @@ def _interleaved(name: str, values: Tensor, raw: dict[str, Any]) -> Tensor:
     return values.view(count, 2, -1, values.shape[1]).transpose(1, 2).reshape(values.shape)
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, suffix: str = "") -> str:
     name = name.removeprefix("model.")
+    if name == "lm_head.weight":
+        return "output.weight"
     if name == "embed_tokens.weight":
         return "token_embd.weight"
     if name == "norm.weight":
         return "output_norm.weight"
     _, layer, rest = name.split(".", 2)
-    return f"blk.{layer}.{_NAMES[rest.removesuffix('.weight')]}.weight"
+    return f"blk.{layer}.{_NAMES[rest.removesuffix('.weight')]}{suffix}.weight"
 
 
 def quantised(file: Path, out: Path, form: str) -> Path:
