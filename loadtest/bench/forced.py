@@ -5,7 +5,8 @@ Random weights copy nothing, so that speculation could not be measured with what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +15,30 @@ import torch
 from loadtest.bench.batches import Ids
 from model.api.source import Source
 from model.engine.execution.model_runner import Launched, ModelRunner
-from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
+from model.engine.scheduling.scheduler import DraftRun, SampledToken, SchedulerOutput
 from model.system.transfer import HostCopy
 
 
 class ForcedRunner:
     """Runs steps by a `ModelRunner`, and puts the tokens of given outputs, by request, in place of those it sampled."""
 
-    def __init__(self, runner: ModelRunner, outputs: Mapping[str, Ids]) -> None:
+    def __init__(self, runner: ModelRunner, outputs: Mapping[str, Ids], right: float = 0.0, seed: int = 0) -> None:
+        """A draft model is told too what it says: what is said next, with a chance of `right`, else another token."""
         self._runner = runner
         self._outputs = outputs
+        self._right = right
+        self._random = random.Random(seed)
+
+    def draft(self, runs: Sequence[DraftRun]) -> list[tuple[int, ...]]:
+        """Let the draft model compute its drafts, and replace them."""
+        said = self._runner.draft(runs)
+        found = []
+        for run, drafts in zip(runs, said, strict=True):
+            output, begin = self._outputs[run.sequence.request.request_id], run.sequence.num_output_tokens
+            coming = output[begin : begin + len(drafts)]
+            found.append(tuple(one if self._random.random() < self._right else one + 1 for one in coming))
+            run.drafting.computed(run.stop + max(0, len(coming) - 1), len(coming))
+        return found
 
     def encode_ahead(self, source: Source, layers: int) -> None:
         """Compute the next so many layers of the encoder, of a source that a later step encodes."""

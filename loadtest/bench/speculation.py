@@ -50,11 +50,13 @@ class DraftingEngine:
         length = max(prompt_tokens, 1 + output_tokens) if self._start else prompt_tokens + output_tokens
         return length <= self._engine.max_model_len
 
-    def run(self, asks: Sequence[tuple[Ids, Ids]], drafts: int) -> Run:
-        """Compute outputs to prompts, given in pairs, with up to so many drafts a step."""
+    def run(self, asks: Sequence[tuple[Ids, Ids]], drafts: int, right: float = 0.0) -> Run:
+        """Compute outputs to prompts, given in pairs, with up to so many drafts a step; of a draft model's each is
+        right with a chance of `right`.
+        """
         engine, runner = self._engine, self._engine.runner
         assert isinstance(runner, ModelRunner)
-        engine.runner = ForcedRunner(runner, {str(number): output for number, (_, output) in enumerate(asks)})
+        engine.runner = ForcedRunner(runner, {str(number): output for number, (_, output) in enumerate(asks)}, right)
         try:
             for number, (prompt, output) in enumerate(asks):
                 engine.add(self._request(number, prompt, len(output), drafts))

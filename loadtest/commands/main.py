@@ -23,7 +23,7 @@ PROG = "python -m loadtest"
 _APART = (
     ("interference", "loadtest.commands.interference", "what workloads cost each other"),
     ("offline", "loadtest.commands.offline", "engines without a server"),
-    ("speculation", "loadtest.commands.speculation", "what n-gram drafts gain and cost"),
+    ("speculation", "loadtest.commands.speculation", "what drafts gain and cost"),
     ("quality", "loadtest.commands.quality", "what narrow numbers cost"),
     ("overhead", "loadtest.commands.overhead", "what the service adds to the engine"),
     ("front", "loadtest.commands.front", "what the service costs a token, at any rate"),

@@ -1,4 +1,4 @@
-"""The command `speculation`, which measures what n-gram drafts gain where outputs copy, and cost where they do not.
+"""The command `speculation`, which measures what drafts gain where they are right, and cost where they are not.
 
 The engine computes the same requests with drafts and without, in turns, in this process. Outputs are given
 (`loadtest.bench.forced`): every token is computed and sampled as always, but is then the next one of an output that is
@@ -6,6 +6,9 @@ the same in both arms. Two kinds of outputs:
 
     copies   an edit of the prompt: it is copied, but every 40 tokens or so a few are replaced, left out or put in
     fresh    tokens drawn by Zipf's law, as are those of the prompt: short runs occur again, and tell nothing
+
+With `--draft-model` all outputs are fresh. The draft model computes its drafts, and each is then the right one with a
+chance of `--right`, for each of several chances.
 
 A figure is the median over turns of the ratio of seconds per token after the first one; CPU seconds of the process are
 compared too, as other work on the machine disturbs them less.
@@ -17,7 +20,7 @@ import argparse
 import json
 import random
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--model", default="D2", metavar="NAME|PATH", help="benchmark model, built if missing, or folder"
     )
+    parser.add_argument("--draft-model", metavar="NAME|PATH", help="draft model (D2S for D2); default: n-grams alone")
+    parser.add_argument(
+        "--right", type=float, nargs="+", default=[0.0, 0.5, 0.8], metavar="P", help="of its drafts, that are right"
+    )
     parser.add_argument("--cache", type=Path, default=Path("build/bench"), help="where benchmark models are kept")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="number format")
     parser.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="of weight matrices")
@@ -67,22 +74,35 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, and print a table and a JSON line."""
     if arguments.drafts > MAX_SPECULATIVE_TOKENS:
         raise UsageError(f"--drafts: found {arguments.drafts}, expected at most {MAX_SPECULATIVE_TOKENS}")
-    path = built(arguments.model, arguments.cache) if arguments.model in CONFIGS else Path(arguments.model)
+    if not all(0 <= chance <= 1 for chance in arguments.right):
+        raise UsageError("--right: expected chances of 0 to 1")
+    path = _folder(arguments.model, arguments.cache)
+    draft_model = _folder(arguments.draft_model, arguments.cache) if arguments.draft_model else None
     config = EngineConfig(dtype=arguments.dtype, quantization=arguments.quantization, prefix_caching=False)
     try:
+        if draft_model is not None:
+            config = replace(config, num_speculative_tokens=arguments.drafts, draft_model=str(draft_model))
         engine = DraftingEngine(path, config)
     except (ConfigError, ValueError) as error:
         raise UsageError(f"--model: {error}") from None
     if not engine.fits(arguments.prompt_tokens, arguments.output_tokens):
         raise UsageError("--prompt-tokens and --output-tokens are more than the model's context together")
-    results = [_measure(engine, kind, arguments) for kind in KINDS]
+    if draft_model is None:
+        results = [_measure(engine, kind, arguments) for kind in KINDS]
+    else:
+        results = [_measure(engine, "fresh", arguments, right) for right in arguments.right]
     Console(width=120).print(_table(results))
     settings = {key: str(value) for key, value in vars(arguments).items() if key != "command"}
     print(json.dumps({"schema": 1, "settings": settings, "rows": [asdict(result) for result in results]}))
     return 0
 
 
-def _measure(engine: DraftingEngine, kind: str, arguments: argparse.Namespace) -> Result:
+def _folder(name: str, cache: Path) -> Path:
+    """Return the folder of a model, which is built if it is a benchmark's and missing."""
+    return built(name, cache) if name in CONFIGS else Path(name)
+
+
+def _measure(engine: DraftingEngine, kind: str, arguments: argparse.Namespace, right: float | None = None) -> Result:
     """Compute both arms in turns, behind one that does not count."""
     plain, drafted = list[Run](), list[Run]()
     sizes = (engine.vocab_size, arguments.prompt_tokens, arguments.output_tokens)
@@ -90,12 +110,12 @@ def _measure(engine: DraftingEngine, kind: str, arguments: argparse.Namespace) -
         asks = [KINDS[kind](random.Random(f"{kind} {turn} {number}"), *sizes) for number in range(arguments.streams)]
         arms = [(plain, 0), (drafted, arguments.drafts)]
         for found, drafts in arms if turn % 2 else reversed(arms):
-            run = engine.run(asks, drafts)
+            run = engine.run(asks, drafts, right or 0.0)
             found += [run] if turn else []
     tokens = arguments.streams * (arguments.output_tokens - 1)
     pairs = list(zip(plain, drafted, strict=True))
     return Result(
-        kind,
+        kind if right is None else f"{right:.0%} right",
         statistics.median(one.seconds for one in plain) * 1e3 / tokens,
         statistics.median(one.seconds for one in drafted) * 1e3 / tokens,
         statistics.median(one.seconds / other.seconds for one, other in pairs),

@@ -56,7 +56,8 @@ class EngineConfig:
     cuda_graphs: bool = True  # on a GPU: capture decode steps at start, which takes seconds and some memory
     slow_fallbacks: str = "allow"  # refuse: do not start on a GPU where Triton, CUDA graphs or fused kernels fail
     prefix_caching: bool = True  # keep computed KV blocks for requests with the same prefix
-    num_speculative_tokens: int = 0  # of requests that do not say: most tokens that a step drafts by n-grams; 0: none
+    num_speculative_tokens: int = 0  # of requests that do not say: most tokens that a step drafts; 0: none
+    draft_model: str | None = None  # folder of a small model that drafts too, of the same vocabulary
     model_weight: float = 1.0  # relative share of compute time among the models of the process
     max_queued_requests: int | None = None  # None: 4 x max_num_seqs
     max_queued_tokens: int | None = None  # None: 8 x max_num_batched_tokens
@@ -91,6 +92,8 @@ class EngineConfig:
         if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             found = self.num_speculative_tokens
             raise ConfigError(f"num_speculative_tokens must be 0 to {MAX_SPECULATIVE_TOKENS}, found {found}")
+        if self.draft_model is not None and not self.num_speculative_tokens:
+            raise ConfigError("draft_model needs num_speculative_tokens: the most tokens that a step drafts")
         if not 0 < self.model_weight < math.inf:
             raise ConfigError(f"model_weight must be a positive number, found {self.model_weight}")
         if self.max_num_seqs and self.max_num_batched_tokens and self.max_num_batched_tokens < self.max_num_seqs:

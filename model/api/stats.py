@@ -37,6 +37,8 @@ class EngineStats:
     drafts: int = 0  # runs of tokens that were drafted, each verified by one step
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of those, right
+    model_draft_tokens: int = 0  # of draft_tokens, those of a draft model
+    model_accepted_tokens: int = 0  # of those, right
 
     @property
     def used_blocks(self) -> int:
@@ -88,6 +90,7 @@ class ModelInfo:
     embedding_size: int
     load_seconds: float
     weights_cache: str = ""  # mapped, written, or why not; empty: no cache is configured
+    draft_model: str = ""  # the name of its folder; empty: there is none
     tensor_parallel_size: int = 1
     recorded_sizes: int = 0  # number of batch sizes with a CUDA graph of the decode step
     fallbacks: tuple[str, ...] = ()  # features that fell back to a slower path, with the reason

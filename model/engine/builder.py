@@ -17,14 +17,16 @@ from model.api.stats import CachePool, ModelInfo
 from model.attention.selection import Selection, select_backend, select_layers
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.config.cache import PoolSize, StateSize
+from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from model.config.formats import QUANTIZED_LAYERS
-from model.config.model import ModelConfig
+from model.config.model import GenerationRules, ModelConfig
 from model.config.sharding import Shard
 from model.engine.cache_budget import KVLayout, fit_context, kv_dtype, max_context
+from model.engine.drafting import DraftPlan, draft_checkpoint
 from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, num_recorded, recorded
+from model.engine.execution.draft_model import DraftModel
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.fp8_settings import check_kv_dtype, fp8_projections
 from model.engine.generate_engine import GenerateEngine
@@ -33,6 +35,7 @@ from model.engine.integer_settings import integer_projections
 from model.engine.memory_plan import plan_memory, plan_pool, plan_share
 from model.engine.model_info import describe_model, weight_bytes
 from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.stored_weights import conversions
 from model.engine.warmup import warm_up
@@ -82,6 +85,9 @@ class LoadedModel:
         that is there when the engine process has started.
         """
         _close(self.encode.model)
+        runner = self.generate.runner if self.generate is not None else None
+        if isinstance(runner, ModelRunner) and runner.draft_model is not None:
+            _close(runner.draft_model.model)
 
 
 def load(spec: ModelSpec) -> LoadedModel:
@@ -100,6 +106,7 @@ def load(spec: ModelSpec) -> LoadedModel:
         spec = replace(spec, engine=replace(spec.engine, quantization=checkpoint.quantization))
     _check_native(spec.engine, checkpoint.config, selection)
     _check_speculation(spec.engine, checkpoint.config)
+    draft = _plan_draft(spec.engine, checkpoint, device, limits, most)
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
     if checkpoint.not_served:
         logger.warning(
@@ -111,12 +118,12 @@ def load(spec: ModelSpec) -> LoadedModel:
     packed = find_packed(spec, checkpoint, selection.backend, linear)
     pool, scratch = None, 0
     if device.type == "cpu":
-        pool, scratch = _plan_for_cpu(spec, checkpoint, linear, limits, most, packed)
+        pool, scratch = _plan_for_cpu(spec, checkpoint, linear, limits, most, packed, draft)
     elif spec.memory is not None:
-        plan_share(spec, checkpoint, linear)
+        plan_share(spec, checkpoint, linear, draft.memory if draft is not None else 0)
     model = _load_model(spec, checkpoint, selection, linear, most) if packed is None else packed.load()
     try:
-        loaded = assemble(spec, checkpoint, model, selection, pool)
+        loaded = assemble(spec, checkpoint, model, selection, pool, draft)
     except BaseException:
         _close(model)
         raise
@@ -127,9 +134,17 @@ def load(spec: ModelSpec) -> LoadedModel:
 
 
 def assemble(
-    spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, selection: Selection, pool: int | None = None
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    model: Transformer,
+    selection: Selection,
+    pool: int | None = None,
+    draft: DraftPlan | None = None,
 ) -> LoadedModel:
-    """The engines of a network that has its weights; `pool` bytes of each rank are KV, None: by what is free."""
+    """The engines of a network that has its weights; `pool` bytes of each rank are KV, None: by what is free.
+
+    A draft model is loaded here.
+    """
     dtype, device = model.dtype, next(model.parameters()).device
     limits = batch_limits(spec.engine, device)
     context = max_context(spec.engine, checkpoint.config, limits)
@@ -146,13 +161,17 @@ def assemble(
         if checkpoint.config.adapters
         else None,
     )
+    drafting = load_model(draft.checkpoint, draft.selection.backend, draft.linear) if draft is not None else None
+    if drafting is not None:
+        attach_native_stacks(drafting)
     generate, cache_pools = None, tuple[CachePool, ...]()
     if checkpoint.config.can_generate:
         if pool is None:
             pool = _pool_memory(spec.engine, model, context.tokens, device)
             if spec.memory is not None:
-                pool = min(pool, max(0, spec.memory // spec.engine.tensor_parallel_size - weight_bytes(model)))
-        kv = KVLayout.of(spec.engine, checkpoint.config, dtype, limits)
+                weights = weight_bytes(model) + (weight_bytes(drafting) if drafting is not None else 0)
+                pool = min(pool, max(0, spec.memory // spec.engine.tensor_parallel_size - weights))
+        kv = KVLayout.of(spec.engine, checkpoint.config, dtype, limits, draft.token_bytes if draft is not None else 0)
         context = fit_context(spec.engine, context, kv, pool)
         fitting = kv.sequences_in(pool, context.tokens, limits.max_num_seqs)
         if fitting < limits.max_num_seqs:
@@ -166,6 +185,8 @@ def assemble(
         states = kv.states_for(limits.max_num_seqs) if kv.state_bytes else None
         cache_pools = kv.describe(pools)
         generate = _generate_engine(spec, checkpoint, model, limits, context.tokens, pools, states)
+        if draft is not None and drafting is not None:
+            _attach_draft_model(generate, spec.engine, draft, drafting)
     if device.type == "cuda":
         warm_up(encode, generate, context.tokens)
     slow = slow_ways(spec.engine, selection, generate, device)
@@ -255,6 +276,7 @@ def _plan_for_cpu(
     limits: BatchLimits,
     context: int,
     packed: PackedWeights | None,
+    draft: DraftPlan | None,
 ) -> tuple[int, int]:
     """Bytes of each rank's KV pool, and of scratch; raises `ConfigError` where the model does not fit."""
     scratch = 0
@@ -268,7 +290,47 @@ def _plan_for_cpu(
     available = available_memory(mapped=resident + others) + resident  # what is there need not be found room for
     if spec.memory is not None:
         available = min(available, spec.memory)
-    return plan_memory(spec.name, spec.engine, checkpoint, linear, limits, available, scratch), scratch
+    drafts = (draft.memory, draft.token_bytes) if draft is not None else (0, 0)
+    pool = plan_memory(
+        spec.name, spec.engine, checkpoint, linear, limits, available, scratch + drafts[0], draft_token_bytes=drafts[1]
+    )
+    return pool, scratch + (draft.scratch if draft is not None else 0)
+
+
+def _plan_draft(
+    engine: EngineConfig, served: Checkpoint, device: torch.device, limits: BatchLimits, context: int
+) -> DraftPlan | None:
+    """The draft model that is asked for, in the number format that is asked for."""
+    found = draft_checkpoint(engine, served, context)
+    if found is None:
+        return None
+    checkpoint, context = found
+    dtype = choose_dtype(engine.dtype, checkpoint.config, device).dtype
+    selection = _select(engine, checkpoint.config, device, dtype)
+    if selection.library is not None and engine.quantization == "none":
+        engine = replace(engine, quantization=checkpoint.quantization)
+    _check_native(engine, checkpoint.config, selection)
+    linear = linears_of(engine, checkpoint.config, selection, dtype, device)
+    plan = DraftPlan.of(engine, checkpoint, selection, linear, context)
+    if linear.library is None:
+        return plan
+    rows = min(limits.max_num_batched_tokens, COMPUTED_AT_ONCE + 2 * limits.max_num_seqs)
+    scratch = planned_scratch(
+        linear.library, checkpoint.config, linear.dtype, linear.quantization, rows=rows, context=context
+    )
+    return replace(plan, scratch=scratch)
+
+
+def _attach_draft_model(generate: GenerateEngine, engine: EngineConfig, plan: DraftPlan, model: Transformer) -> None:
+    """Give a served model its draft model, with pages for each block of the first pool."""
+    runner = generate.runner
+    assert isinstance(runner, ModelRunner) and model.decoder is not None
+    pages = [runner.cache.num_pages[0]] * len(pools_of(paged_specs(model.decoder.config, "float32")))
+    cache = KVCache(model.decoder.config, pages, engine.block_size, kv_dtype(engine, model.dtype), runner.device)
+    config = runner.model.config
+    has_rules = config.generation != GenerationRules()
+    runner.draft_model = DraftModel(model, cache, config.embedding.vocab_size, has_rules=has_rules)
+    generate.draft_context = plan.context
 
 
 def _load_model(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,11 +58,21 @@ class KVLayout:
     source_positions: int | None = None  # of every source, where they are equally long
 
     @classmethod
-    def of(cls, engine: EngineConfig, config: ModelConfig, dtype: torch.dtype, limits: BatchLimits) -> KVLayout:
-        """`dtype` is the network's."""
+    def of(
+        cls,
+        engine: EngineConfig,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        limits: BatchLimits,
+        draft_token_bytes: int = 0,
+    ) -> KVLayout:
+        """`dtype` is the network's. A draft model has pages for the blocks of the first pool: `draft_token_bytes` are
+        its bytes of a token."""
         decoder = Shard(0, engine.tensor_parallel_size).config(config).decoder
         assert decoder is not None
         pools = pools_of(paged_specs(decoder, str(kv_dtype(engine, dtype)).removeprefix("torch.")))
+        if draft_token_bytes:
+            pools = (replace(pools[0], token_bytes=pools[0].token_bytes + draft_token_bytes), *pools[1:])
         snapshots = _SNAPSHOTS * engine.prefix_caching
         step_tokens = limits.max_num_batched_tokens
         return cls(

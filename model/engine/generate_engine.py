@@ -24,6 +24,7 @@ from model.api.stats import EngineStats, StepStats
 from model.engine.fault_isolation import run_isolated
 from model.engine.runner import PendingStep, Runner
 from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.model_drafts import DraftOdds, ModelDrafts
 from model.engine.scheduling.ngram_drafts import NgramDrafts
 from model.engine.scheduling.ngram_index import KnownText
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
@@ -69,6 +70,11 @@ class GenerateEngine:
         self.grammars = grammars  # None: no tokenizer, so requests have no grammars
         self.overlap = overlap
         self.num_speculative_tokens = num_speculative_tokens
+        self.draft_context: int | None = (
+            None  # tokens up to which the runner's draft model says some; None: it has none
+        )
+        self._draft_odds = DraftOdds()
+        self._draft_seconds = 0.0  # of the last step, in which its drafts were said
         self._pending_step: PendingStep | None = None
         self._last_collect_time = 0.0
         self._arrival_numbers = count()
@@ -77,6 +83,7 @@ class GenerateEngine:
         self.num_drafts = 0  # steps of a sequence with drafts
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0  # drafts that were right
+        self.num_model_draft_tokens = self.num_model_accepted_tokens = 0  # of them, the draft model's
 
     @property
     def block_manager(self) -> BlockManager:
@@ -119,7 +126,10 @@ class GenerateEngine:
         known = KnownText(request.prompt_token_ids, source, request.prediction) if drafts else None
         for sequence in sequences:
             sequence.is_prepared = not request.params.grammar
-            sequence.drafting = NgramDrafts(drafts, known) if known is not None else None
+            if known is not None:
+                sequence.drafting = NgramDrafts(drafts, known)
+                if self.draft_context is not None:
+                    sequence.model_drafts = ModelDrafts(drafts, self._draft_odds, self.draft_context)
             self.scheduler.add(sequence)
 
     def _drafts(self, request: Request) -> int:
@@ -196,6 +206,9 @@ class GenerateEngine:
                 step.sequence.scheduled_time = began
         for ahead in scheduled.ahead:
             self._encode_ahead(ahead)
+        self._draft_seconds = 0.0
+        if scheduled.draft_runs:
+            self._say_drafts(scheduled)
         if not scheduled.scheduled:
             stats = self._collect_pending() if self._pending_step is not None else stats
             if scheduled.ahead:
@@ -214,6 +227,22 @@ class GenerateEngine:
             logger.exception("a source could not be encoded in parts")
             self.scheduler.source_passes.fail()
             self.runner.forget_ahead()
+
+    def _say_drafts(self, scheduled: SchedulerOutput) -> None:
+        """Put the draft model's tokens into a step; its sequences have none any more if it fails."""
+        runs, began = scheduled.draft_runs, time.monotonic()
+        try:
+            scheduled.put_drafts(self.runner.draft(runs))
+        except Exception:
+            logger.exception("%d sequences could not be drafted", len(runs))
+            for run in runs:
+                run.sequence.model_drafts = None
+                self.block_manager.trim(run.sequence)
+            self.scheduler.draft_pages.clear()
+            return
+        self._draft_seconds = time.monotonic() - began
+        if max(run.num_tokens for run in runs) <= 2:  # as it goes on behind drafts
+            self._draft_odds.measured(pass_seconds=self._draft_seconds / max(1, *(run.num_drafts for run in runs)))
 
     def _compute(self, scheduled: SchedulerOutput, began: float) -> StepStats:
         """Execute a step and wait for its tokens; if it raises, isolate the fault."""
@@ -274,6 +303,8 @@ class GenerateEngine:
         decodes = sum(
             step.num_tokens for step in steps if step.num_tokens == 1 + len(step.drafts) and not step.encode_source
         )
+        if self.draft_context is not None and decodes == scheduled.num_tokens:
+            self._draft_odds.measured(step_seconds=seconds - self._draft_seconds)
         whole, tokens = scheduled.num_whole_tokens, scheduled.num_tokens
         return StepStats(self.name, "generate", seconds, tokens, len(steps), decodes, whole)
 
@@ -297,6 +328,8 @@ class GenerateEngine:
             drafts=self.num_drafts,
             draft_tokens=self.num_draft_tokens,
             accepted_tokens=self.num_accepted_tokens,
+            model_draft_tokens=self.num_model_draft_tokens,
+            model_accepted_tokens=self.num_model_accepted_tokens,
         )
 
     def check_invariants(self) -> None:
@@ -384,8 +417,10 @@ class GenerateEngine:
         """Append a token that has drafts behind it, and what was sampled behind those that are right."""
         sequence = step.sequence
         is_computed = sequence.num_computed_tokens == step.stop  # else it was preempted while the step was pending
+        by_model = sequence.model_drafts is not None and sequence.model_drafts.verified(len(token.later))
         self.num_drafts += 1
         self.num_draft_tokens += len(step.drafts)
+        self.num_model_draft_tokens += len(step.drafts) * by_model
         for place, one in enumerate((token, *token.later)):
             if place and is_computed:
                 sequence.num_computed_tokens += 1
@@ -395,6 +430,7 @@ class GenerateEngine:
             output.drafted_tokens = len(step.drafts) if place == 0 else 0
             output.accepted_tokens = int(place < len(token.later))
             self.num_accepted_tokens += output.accepted_tokens
+            self.num_model_accepted_tokens += output.accepted_tokens * by_model
             if sequence.finished:
                 break
         if is_computed and not sequence.finished:

@@ -85,11 +85,13 @@ def plan_memory(
     limits: BatchLimits,
     available: int,
     scratch: int = 0,
+    draft_token_bytes: int = 0,
 ) -> int:
     """Bytes of each rank's KV pool on a CPU with `available` bytes; raises `ConfigError` unless all of it fits.
 
-    `scratch` bytes are what the largest step takes beside weights and KV (`model.network.native_scratch`). What more
-    memory would mend is a `MemoryShortageError`.
+    `scratch` bytes are what the largest step takes beside weights and KV (`model.network.native_scratch`), with what a
+    draft model takes beside its KV, of `draft_token_bytes` a token. What more memory would mend is a
+    `MemoryShortageError`.
     """
     config, ranks = checkpoint.config, engine.tensor_parallel_size
     weights = plan_weights(checkpoint, linear)
@@ -105,7 +107,8 @@ def plan_memory(
     pool = plan_pool(engine, left)
     if not config.can_generate:
         return 0
-    kv, most = KVLayout.of(engine, config, linear.dtype, limits), max_context(engine, config, limits)
+    kv = KVLayout.of(engine, config, linear.dtype, limits, draft_token_bytes)
+    most = max_context(engine, config, limits)
     try:
         context = fit_context(engine, most, kv, pool)
     except ConfigError as error:
@@ -124,9 +127,10 @@ def plan_memory(
     return pool
 
 
-def plan_share(spec: ModelSpec, checkpoint: Checkpoint, linear: LinearFactory) -> None:
-    """Raise `MemoryShortageError` where the weights alone take more than `spec.memory` of the GPUs."""
-    needed = spec.engine.tensor_parallel_size * plan_weights(checkpoint, linear).total
+def plan_share(spec: ModelSpec, checkpoint: Checkpoint, linear: LinearFactory, draft_weights: int = 0) -> None:
+    """Raise `MemoryShortageError` where the weights alone, with those of a draft model, take more than `spec.memory` of
+    the GPUs."""
+    needed = spec.engine.tensor_parallel_size * plan_weights(checkpoint, linear).total + draft_weights
     if spec.memory is not None and needed > spec.memory:
         raise MemoryShortageError(
             f"{spec.name}: its weights take {gib(needed)} as {linear}, of {gib(spec.memory)} that it may take",

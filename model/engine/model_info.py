@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -82,6 +83,7 @@ def describe_model(
         embedding_size=checkpoint.sentences.output_size(next(iter(config.stacks.values())).output_width),
         load_seconds=0.0,
         tensor_parallel_size=spec.engine.tensor_parallel_size,
+        draft_model=Path(spec.engine.draft_model).name if spec.engine.draft_model is not None else "",
         recorded_sizes=_recorded_sizes(generate),
         memory_bytes=_memory_bytes(spec.engine, model, generate),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
@@ -99,10 +101,13 @@ def _names(config: ModelConfig) -> str:
 
 
 def _memory_bytes(engine: EngineConfig, model: Transformer, generate: GenerateEngine | None) -> int:
-    """Weights and KV caches of all ranks."""
+    """Weights and KV caches of all ranks, and of a draft model."""
     runner = generate.runner if generate is not None else None
-    cache = runner.cache.nbytes if isinstance(runner, ModelRunner) else 0
-    return engine.tensor_parallel_size * (weight_bytes(model) + cache)
+    if not isinstance(runner, ModelRunner):
+        return engine.tensor_parallel_size * weight_bytes(model)
+    draft = runner.draft_model
+    drafts = weight_bytes(draft.model) + draft.cache.nbytes if draft is not None else 0
+    return engine.tensor_parallel_size * (weight_bytes(model) + runner.cache.nbytes) + drafts
 
 
 def _recorded_sizes(generate: GenerateEngine | None) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from model.api.source import Source
-from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
+from model.engine.scheduling.scheduler import DraftRun, SampledToken, SchedulerOutput
 
 
 class Launch(Protocol):
@@ -30,6 +31,9 @@ class Runner(Protocol):
 
     def forget_ahead(self) -> None:
         """Forget the source that was begun so."""
+
+    def draft(self, runs: Sequence[DraftRun]) -> list[tuple[int, ...]]:
+        """Return what a draft model says behind the tokens of each run; only where there is one."""
 
     def probe(self) -> None:
         """Run the smallest possible forward pass; raises if even that fails."""

@@ -233,6 +233,8 @@ class Metrics:
         self._add(self._drafts, stats.model, "drafts", stats.drafts)
         self._add(self._draft_tokens, stats.model, "draft_tokens", stats.draft_tokens)
         self._add(self._accepted_tokens, stats.model, "accepted_tokens", stats.accepted_tokens)
+        self._add(self._model_draft_tokens, stats.model, "model_draft_tokens", stats.model_draft_tokens)
+        self._add(self._model_accepted_tokens, stats.model, "model_accepted_tokens", stats.model_accepted_tokens)
 
     def _add(self, counter: _Labelled[Counter], model: str, name: str, value: int) -> None:
         """Add what an engine has counted since the last update; a new engine counts from 0."""
@@ -280,6 +282,12 @@ class Metrics:
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens_total", "Tokens drafted.", "model")
         self._accepted_tokens = self._counter(
             "spec_decode_num_accepted_tokens_total", "Drafted tokens that were right.", "model"
+        )
+        self._model_draft_tokens = self._counter(
+            "spec_decode_num_model_draft_tokens_total", "Of the tokens drafted, those of a draft model.", "model"
+        )
+        self._model_accepted_tokens = self._counter(
+            "spec_decode_num_model_accepted_tokens_total", "Of those, tokens that were right.", "model"
         )
         self._preemptions = self._counter(
             "preemptions_total", "Sequences preempted because no KV block was free.", "model"

@@ -326,6 +326,15 @@ OPTIONS: tuple[Option, ...] = (
         per_model=True,
     ),
     Option(
+        "draft_model",
+        folder,
+        None,
+        "folder of a small model of the same vocabulary that drafts where nothing repeats; see num-speculative-tokens",
+        "DIR",
+        "n-grams alone draft",
+        per_model=True,
+    ),
+    Option(
         "model_weight",
         float,
         _ENGINE.model_weight,
@@ -441,5 +450,5 @@ GROUP_OPTIONS = (  # the settings that a group of models may have
 )
 BY_NAME = {option.name: option for option in OPTIONS}
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.per_model)
-_NOT_BY_REQUEST = ("pickle", "weights_cache", "weights_cache_size")  # what is trusted and written, the start decides
+_NOT_BY_REQUEST = ("pickle", "weights_cache", "weights_cache_size", "draft_model")  # what is trusted, read and written
 REQUEST_OPTIONS = tuple(option for option in ENGINE_OPTIONS if option.name not in _NOT_BY_REQUEST)

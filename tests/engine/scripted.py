@@ -14,7 +14,7 @@ from model.config.cache import NO_STATE, PoolSize, StateSize
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.block_pool import NULL_BLOCK
-from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
+from model.engine.scheduling.scheduler import DraftRun, SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.scheduling.sequence import PLACEHOLDER, SequenceStatus
 from model.engine.scheduling.step_budget import UNLIMITED
 
@@ -40,9 +40,17 @@ class Late:
 class ScriptedRunner:
     """Stands for `ModelRunner`: checks each step as a careful device would, and answers with `next_token`."""
 
-    def __init__(self, block_manager: BlockManager, script: Callable[..., int] = next_token) -> None:
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        script: Callable[..., int] = next_token,
+        draft_script: Callable[..., int] = next_token,
+    ) -> None:
         self.block_manager = block_manager
         self.script = script
+        self.draft_script = draft_script
+        self.draft_runs: list[DraftRun] = []
+        self.drafted: dict[tuple[int, int], object] = {}  # as `written`, of the draft model
         self.steps: list[SchedulerOutput] = []
         self.ahead: list[tuple[tuple[int, ...], int]] = []  # sources and how many layers of them
         # By (pool, slot): what its keys were computed of, which is all that they depend on.
@@ -57,6 +65,30 @@ class ScriptedRunner:
 
     def forget_ahead(self) -> None:
         """What was computed ahead is written down alone."""
+
+    def draft(self, runs: Sequence[DraftRun]) -> list[tuple[int, ...]]:
+        """Say what the draft script does, over keys of the very tokens, without what would end a sequence."""
+        self.draft_runs += runs
+        return [self._draft(run) for run in runs]
+
+    def _draft(self, run: DraftRun) -> tuple[int, ...]:
+        sequence, tokens = run.sequence, list(run.sequence.token_ids)
+        salt = sequence.request.cache_salt
+        assert run.stop <= len(tokens) and PLACEHOLDER not in tokens
+        if run.num_drafts:
+            assert run.stop == len(tokens)
+            for _ in range(run.num_drafts):
+                tokens.append(self.draft_script((), tokens))
+            ends = [at for at in range(run.stop, len(tokens)) if tokens[at] in sequence.stop_token_ids]
+            del tokens[min(ends, default=len(tokens)) :]
+        said = tokens[sequence.num_tokens :]
+        stop = run.stop + max(0, len(said) - 1)
+        slots = self._slots(0, sequence.tables[0], 0, stop)
+        keys = [(salt, tuple(tokens[: at + 1])) for at in range(stop)]
+        assert [self.drafted[slot] for slot in slots[: run.start]] == keys[: run.start], "the draft model's keys"
+        self.drafted |= zip(slots[run.start :], keys[run.start :], strict=True)
+        run.drafting.computed(stop, len(said))
+        return tuple(said)
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
         return self.launch(output).collect()
@@ -136,11 +168,12 @@ class Harness:
         num_speculative_tokens: int = 0,
         states: StateSize | None = None,
         encoder_layers: int = 1,
+        draft_script: Callable[..., int] | None = None,
     ) -> None:
-        """`pools` instead of one of `num_blocks` without a window."""
+        """`pools` instead of one of `num_blocks` without a window; `draft_script` is what a draft model says."""
         pools = pools or [PoolSize(num_blocks)]
         blocks = BlockManager(pools, block_size, prefix_caching=prefix_caching, states=states)
-        self.runner = ScriptedRunner(blocks, script)
+        self.runner = ScriptedRunner(blocks, script, draft_script or next_token)
         self.engine = GenerateEngine(
             "scripted",
             self.runner,
@@ -150,6 +183,8 @@ class Harness:
             overlap=overlap,
             num_speculative_tokens=num_speculative_tokens,
         )
+        if draft_script is not None:
+            self.engine.draft_context = max_model_len
         self.outputs: list[TokenOutput] = []
         self.limits = UNLIMITED  # of each step
 

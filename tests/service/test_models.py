@@ -174,6 +174,7 @@ BAD = {
     "a bad setting": ({"path": "one", "settings": {"max_num_seqs": -1}}, 400, "invalid_value"),
     "no engine setting": ({"path": "one", "settings": {"port": 1}}, 400, "invalid_value"),
     "trust": ({"path": "one", "settings": {"pickle": True}}, 400, "invalid_value"),
+    "a folder to read": ({"path": "one", "settings": {"draft_model": "/tmp/x"}}, 400, "invalid_value"),
     "a place to write to": ({"path": "one", "settings": {"weights_cache": "/tmp/x"}}, 400, "invalid_value"),
     "an unknown field": ({"path": "one", "dtype": "float32"}, 400, "unknown_field"),
     "another path of a name": ({"name": "gen", "path": "one"}, 409, "model_exists"),

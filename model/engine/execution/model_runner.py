@@ -25,10 +25,11 @@ from model.config.model import GenerationRules
 from model.engine.execution.alignment import align, keep_queries, kept_layers
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs
+from model.engine.execution.draft_model import DraftModel
 from model.engine.execution.sources import blank_source, source_input
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
-from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
+from model.engine.scheduling.scheduler import DraftRun, SampledToken, ScheduledSequence, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, forced_token
 from model.errors import ConfigError
@@ -101,12 +102,18 @@ class ModelRunner:
     """One model with its pool."""
 
     def __init__(
-        self, model: Transformer, cache: KVCache, block_manager: BlockManager, graphs: DecodeGraphs | None = None
+        self,
+        model: Transformer,
+        cache: KVCache,
+        block_manager: BlockManager,
+        graphs: DecodeGraphs | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.block_manager = block_manager
         self.graphs = graphs
+        self.draft_model = draft_model
         self._ranks = model.rank_processes if isinstance(model, Rank0Transformer) else None
         self._program = StepProgram(model, cache, graphs, self._ranks.group if self._ranks is not None else None)
         self.unrecorded = ""  # why there are no graphs, though there should be
@@ -129,6 +136,12 @@ class ModelRunner:
             if step.sequence.history is not None and not step.samples:
                 step.sequence.history.read(step.sequence.token_ids[: step.start + step.num_tokens])
         return self._sample(output.scheduled, sampling, logits)
+
+    def draft(self, runs: Rows[DraftRun]) -> list[tuple[int, ...]]:
+        """What the draft model says behind the tokens of each run."""
+        assert self.draft_model is not None
+        rules = self.model.config.generation
+        return self.draft_model.draft(runs, lambda one: self._sampling_row(one, rules, ruled=rules != _NO_RULES))
 
     @torch.inference_mode()
     def encode_ahead(self, source: Source, layers: int) -> None:

@@ -54,6 +54,11 @@ class NgramDrafts:
             self._take(token, self._tables)
         return self._drafts()
 
+    @property
+    def chance(self) -> float:
+        """How likely the first draft is right, if there is one."""
+        return self._rates[_grade(self._agreement)]
+
     def _begin(self) -> NgramTables:
         self._tokens = self.known.tokens[:]
         self._hashed = hash_end(self._tokens)
@@ -76,7 +81,7 @@ class NgramDrafts:
 
     def _num_likely(self) -> int:
         """Return how many tokens are likely enough, if each is as likely as the first when those before are right."""
-        rate, count = self._rates[_grade(self._agreement)], 0
+        rate, count = self.chance, 0
         chance = rate
         while chance >= _LEAST_CHANCE and count < self.max_tokens:
             chance *= rate

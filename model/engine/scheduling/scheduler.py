@@ -10,13 +10,14 @@ tokens are the same so far, a sequence lets it compute: it goes on behind it, or
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from model.api.request import FinishReason, TokenLogprob
 from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
+from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE, DraftPages, ModelDrafts
 from model.engine.scheduling.ngram_drafts import READ_AT_ONCE
 from model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
 from model.engine.scheduling.source_pass import LayersAhead, SourcePasses
@@ -51,6 +52,21 @@ class ScheduledSequence(NamedTuple):  # made for every token: a frozen dataclass
         return self.start + self.num_tokens - len(self.drafts) == self.sequence.num_tokens
 
 
+class DraftRun(NamedTuple):
+    """What a draft model computes of a sequence before a step, and says behind it."""
+
+    place: int  # of the sequence in the step
+    sequence: SequenceState
+    drafting: ModelDrafts  # the sequence's
+    start: int  # tokens that it has computed
+    stop: int
+    num_drafts: int  # behind them; 0: it only catches up
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """The seam between policy and tensors: all that a step computes, in packed order."""
@@ -59,6 +75,13 @@ class SchedulerOutput:
     copies: list[BlockCopy] = field(default_factory=list)  # before anything is written
     ahead: list[LayersAhead] = field(default_factory=list)  # of one source at most, before everything else
     encoded_before: list[int] = field(default_factory=list)  # tokens of this step's sources that steps before computed
+    draft_runs: list[DraftRun] = field(default_factory=list)  # whose drafts are put into it before it runs
+
+    def put_drafts(self, said: Sequence[tuple[int, ...]]) -> None:
+        """Put what the draft model says behind its sequences."""
+        for run, drafts in zip(self.draft_runs, said, strict=True):
+            step = self.scheduled[run.place]
+            self.scheduled[run.place] = step._replace(num_tokens=step.num_tokens + len(drafts), drafts=drafts)
 
     @property
     def num_tokens(self) -> int:
@@ -99,6 +122,7 @@ class Scheduler:
         self.waiting: list[SequenceState] = []  # by SequenceState.order
         self.running: list[SequenceState] = []  # by SequenceState.order
         self.num_preemptions = 0
+        self.draft_pages = DraftPages()  # where there is a draft model
         self._frontiers: set[bytes] = set()  # blocks that running prompts will make known next
 
     def __iter__(self) -> Iterator[SequenceState]:
@@ -126,6 +150,7 @@ class Scheduler:
         self.running.clear()
         self.source_passes.current = None
         self.block_manager.reset()
+        self.draft_pages.clear()
 
     def demand(self) -> StepDemand:
         """What the next step could compute; of the waiting sequences only those that may begin."""
@@ -165,9 +190,10 @@ class Scheduler:
         """Add drafts to what the step samples, with rows and blocks that nothing else needs, in it or in the next one,
         which may be scheduled before they are given up (`BlockManager.trim`): nobody is preempted or waits for them.
 
-        Prompts are read meanwhile, of all sequences together so many tokens that no step takes long for it.
+        Prompts are read meanwhile, of all sequences together so many tokens that no step takes long for it. Where no
+        n-gram tells the next tokens better, the draft model is asked; its drafts are put into the step by `put_drafts`.
         """
-        steps, unread = output.scheduled, READ_AT_ONCE
+        steps, unread, uncomputed = output.scheduled, READ_AT_ONCE, COMPUTED_AT_ONCE
         rows = MAX_VERIFIED_ROWS - sum(step.samples for step in steps)
         budget = min(rows, self.max_num_batched_tokens - sum(step.num_tokens for step in steps))
         places = [place for place, step in enumerate(steps) if step.sequence.drafting is not None]
@@ -176,10 +202,37 @@ class Scheduler:
             unread -= step.sequence.read_for_drafts(unread)
             share = max(0, budget // (len(places) - drafted)) if step.samples else 0
             drafts = step.sequence.propose_drafts(share)
-            if drafts:
+            asked = step.sequence.ask_draft_model(share)
+            if asked:
+                run = self._draft_run(step, place, asked, uncomputed)
+                output.draft_runs.append(run)
+                uncomputed = max(0, uncomputed - run.num_tokens)
+                budget -= run.num_drafts
+            elif drafts:
                 count = self.block_manager.extend(step.sequence, step.num_tokens, len(drafts), len(self.running))
                 steps[place] = step._replace(num_tokens=step.num_tokens + count, drafts=tuple(drafts[:count]))
                 budget -= count
+
+    def _draft_run(self, step: ScheduledSequence, place: int, asked: int, most: int) -> DraftRun:
+        """Let the draft model compute what it has not of a sequence, and say `asked` tokens behind it, as far as there
+        are blocks; or only compute `most` tokens, where there are more.
+        """
+        sequence, drafting, size = step.sequence, step.sequence.model_drafts, self.block_manager.block_size
+        assert drafting is not None
+        table, hashes = sequence.tables[0], sequence.block_hashes
+        if not drafting.num_computed:
+            drafting.num_filled = self.draft_pages.find(table, hashes)
+            drafting.num_computed = min(drafting.num_filled * size, sequence.num_tokens - 1)
+        start = drafting.begin(sequence.num_tokens)
+        stop, count = min(sequence.num_tokens, start + most), 0
+        if stop == sequence.num_tokens:
+            count = self.block_manager.extend(sequence, step.num_tokens, asked, len(self.running))
+            drafting.ask(count)
+        self.draft_pages.write(table[start // size :])
+        full = min(stop // size, len(hashes))
+        self.draft_pages.fill(table[drafting.num_filled : full], hashes[drafting.num_filled : full])
+        drafting.num_filled = max(full, drafting.num_filled)
+        return DraftRun(place, sequence, drafting, start, stop, count)
 
     def _schedule_running(self, output: SchedulerOutput, limits: StepBudget) -> tuple[int, bool]:
         """Continue what runs, oldest first; returns the tokens left and whether someone was preempted.

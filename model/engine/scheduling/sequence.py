@@ -11,6 +11,7 @@ from model.api.token_history import History
 from model.config.cache import NO_STATE
 from model.engine.scheduling.beam_search import BeamSearch, Candidates
 from model.engine.scheduling.block_table import BlockTable
+from model.engine.scheduling.model_drafts import ModelDrafts
 from model.engine.scheduling.ngram_drafts import NgramDrafts
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class SequenceState:
     history: History | None = None  # of one that is penalised or banned by what it said
     error: str | None = None  # why it could not go on
     drafting: NgramDrafts | None = None  # of one that is speculated
+    model_drafts: ModelDrafts | None = None  # the same, where there is a draft model
     expects_drafts: bool = False  # there were drafts, and room for them, when it was last scheduled
     is_blind: bool = False  # its tokens can be sampled before those before them are known here
     is_limited: bool = False  # its request bans tokens, or leaves only some
@@ -163,6 +165,19 @@ class SequenceState:
             return []
         drafts = drafts[: self.params.max_tokens - self.num_output_tokens - 1]
         return drafts if self.matcher is None else self._matching(self.matcher, drafts)
+
+    def ask_draft_model(self, most: int) -> int:
+        """Return how many drafts are wanted of the draft model: none before the first token, while the last one is not
+        known here, or where n-grams, of which `propose_drafts` was asked before, tell the next one better.
+        """
+        ngrams, drafts = self.drafting, self.model_drafts
+        if drafts is None or not self.num_output_tokens:
+            return 0
+        if self.expects_drafts and ngrams is not None and ngrams.chance >= drafts.rate:
+            return 0
+        wanted = drafts.wanted(self.num_tokens, min(most, self.params.max_tokens - self.num_output_tokens - 1))
+        self.expects_drafts = self.expects_drafts or bool(wanted)
+        return 0 if self.has_placeholder else wanted
 
     def _matching(self, matcher: Matcher, drafts: list[int]) -> list[int]:
         """Return the drafts up to the first that the grammar does not allow, or behind which it allows nothing."""
@@ -292,6 +307,8 @@ class SequenceState:
         self.num_computed_tokens = 0
         self.num_offered_blocks = 0
         self.cross_queries.clear()
+        if self.model_drafts is not None:
+            self.model_drafts.restart()
         if self.beams is not None:
             self.beams.candidates.clear()
         self.status = SequenceStatus.WAITING

@@ -1,0 +1,92 @@
+"""The draft model of a served one: which it may be, and what it takes of memory. Nothing here reads a weight.
+
+It says tokens of the same vocabulary, over the same tokens, in pages numbered like those of the served model's first
+pool (`model.engine.execution.draft_model`). So that pool must keep all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from model.api.engine_config import EngineConfig
+from model.attention.selection import Selection
+from model.checkpoint.folder import Checkpoint, read_checkpoint
+from model.config.cache import paged_specs, pools_of
+from model.config.model import ModelConfig, StackConfig
+from model.engine.cache_budget import kv_bytes_per_token
+from model.engine.memory_plan import plan_weights
+from model.errors import ConfigError
+from model.linear.factory import LinearFactory
+from model.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """A draft model that fits its served model, and how it is to be computed."""
+
+    checkpoint: Checkpoint
+    selection: Selection
+    linear: LinearFactory
+    context: int  # the most tokens that it takes
+    token_bytes: int  # of its keys and values
+    scratch: int = 0  # bytes of the C stacks
+
+    @property
+    def memory(self) -> int:
+        """Bytes beside those of the cache, while it is loaded and later."""
+        weights = plan_weights(self.checkpoint, self.linear)
+        return weights.total + weights.buffer + self.scratch
+
+    @classmethod
+    def of(
+        cls, engine: EngineConfig, checkpoint: Checkpoint, selection: Selection, linear: LinearFactory, context: int
+    ) -> DraftPlan:
+        token_bytes = kv_bytes_per_token(engine, checkpoint.config, linear.dtype)
+        return cls(checkpoint, selection, linear, context, token_bytes)
+
+
+def draft_checkpoint(engine: EngineConfig, served: Checkpoint, context: int) -> tuple[Checkpoint, int] | None:
+    """Return the draft model that is asked for, with the tokens up to which it says some, `context` at most; None where
+    there is none. Raises `ConfigError` where it cannot be that of the served model.
+    """
+    if engine.draft_model is None:
+        return None
+    path = Path(engine.draft_model)
+    if engine.tensor_parallel_size > 1:
+        raise ConfigError(f"draft_model: it runs on one rank, tensor_parallel_size is {engine.tensor_parallel_size}")
+    target = _decoder(served.config, "the served model")
+    found = read_checkpoint(path, pickle=engine.pickle)
+    _decoder(found.config, path.name)
+    if (window := pools_of(paged_specs(target, "float32"))[0].window) is not None:
+        raise ConfigError(f"draft_model: no layer of the served model keeps more than {window} tokens to draft from")
+    _check_vocabulary(served, found)
+    longest = found.config.longest_context
+    context = context if longest is None else min(context, longest)
+    return replace(found, config=found.config.stretched(context)), context
+
+
+def _decoder(config: ModelConfig, name: str) -> StackConfig:
+    """Return the decoder of a model that has nothing else."""
+    if not config.can_generate or config.encoder is not None or config.decoder is None:
+        raise ConfigError(f"draft_model: {name} is {config.form}; served and draft model must be decoder-only")
+    if config.decoder.recurrences:
+        raise ConfigError(
+            f"draft_model: {name} ({config.model_type}) has recurrent layers, whose states cannot go back behind a "
+            "wrong draft"
+        )
+    return config.decoder
+
+
+def _check_vocabulary(served: Checkpoint, found: Checkpoint) -> None:
+    """Refuse another vocabulary. Of the same one tables may be padded to different sizes."""
+    ours, theirs = served.config.embedding.vocab_size, found.config.embedding.vocab_size
+    known = [path / "tokenizer.json" for path in (served.path, found.path)]
+    if all(path.is_file() for path in known) and known[0].read_bytes() == known[1].read_bytes():
+        return
+    tokenizers = [Tokenizer.from_folder(path) for path in (served.path, found.path)]
+    names = [one.token_names(min(ours, theirs)) for one in tokenizers if one is not None]
+    if len(names) == 1 or (len(names) == 2 and names[0] != names[1]) or (not names and ours != theirs):
+        raise ConfigError(
+            f"draft_model: {found.path.name} has another vocabulary ({theirs} tokens) than the served model ({ours})"
+        )

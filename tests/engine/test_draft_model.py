@@ -1,0 +1,252 @@
+"""A draft model: the same outputs with and without, fewer steps where it is right, hardly more where it is not."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.api.request import SamplingParams
+from model.config.cache import PoolSize
+from model.engine.builder import LoadedModel, load
+from model.engine.scheduling import scheduler
+from model.engine.scheduling.model_drafts import DraftOdds, ModelDrafts
+from model.errors import ConfigError
+from model.llm import LLM
+from model.pretrained import embedded_models
+from tests.engine.scripted import Harness
+from tests.engine.test_speculation import copying, crowd, generated, of_each_way, outcomes
+from tests.model.checkpoints import native_backends, saved
+
+
+@pytest.fixture(autouse=True)
+def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What drafts cost stays what it is at first."""
+    monkeypatch.setattr(DraftOdds, "measured", lambda self, **times: None)
+
+
+def nearly(source: Sequence[int], tokens: Sequence[int]) -> int:
+    """Say what is copied, but for every fifth token or so, without the source."""
+    return copying((), tokens) if crc32(repr(list(tokens)).encode()) % 5 else 3
+
+
+def fresh(source: Sequence[int], tokens: Sequence[int]) -> int:
+    """Say what no n-gram tells."""
+    return crc32(repr(list(tokens)).encode()) % 1000
+
+
+def drafting(**settings: object) -> Harness:
+    """An engine with plenty of room and a draft model, `fresh` unless `draft_script` is another."""
+    room = {"num_blocks": 900, "max_model_len": 2000, "budget": 600, "script": fresh, "num_speculative_tokens": 4}
+    return Harness(**{**room, "draft_script": fresh, **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("seed", range(8))
+def test_outputs_are_the_same_with_and_without(seed: int, overlap: bool) -> None:
+    """The draft model's keys are those of the tokens, through preemptions, shared prefixes and wrong drafts."""
+    rng = random.Random(seed)
+    settings = {
+        "num_blocks": rng.choice((44, 60, 200)),
+        "budget": rng.choice((8, 20, 64)),
+        "max_num_seqs": rng.choice((3, 8)),
+        "script": copying,
+        "prefix_caching": rng.random() < 0.7,
+    }
+    if seed % 3 == 0:
+        settings["pools"] = [PoolSize(60), PoolSize(50, 9)]
+    plain = crowd(Harness(**settings), seed)
+    drafts = rng.choice((1, 4, 12))
+    drafted = crowd(Harness(**settings, overlap=overlap, num_speculative_tokens=drafts, draft_script=nearly), seed)
+    assert outcomes(drafted.outputs) == outcomes(plain.outputs)
+    stats = drafted.engine.stats()
+    assert stats.model_draft_tokens > stats.model_accepted_tokens > 0
+
+
+def test_a_draft_model_that_is_right_saves_steps() -> None:
+    harness = drafting()
+    harness.add("r", range(30), max_tokens=100)
+    stats = harness.run().engine.stats()
+    assert stats.model_draft_tokens == stats.model_accepted_tokens > 70 and len(harness.runner.steps) < 30
+
+
+def asked(odds: DraftOdds, num_tokens: int, first_right: int | None) -> tuple[int, int]:
+    """Return how many steps and how many drafts a sequence of so many tokens takes, whose drafts are right from a token
+    on, or never."""
+    drafts, at, steps, count = ModelDrafts(4, odds), 1, 0, 0
+    while at < num_tokens:
+        wanted = drafts.wanted(at, 8)
+        steps, count, right = steps + 1, count + wanted, 0
+        if wanted:
+            right = wanted if first_right is not None and at >= first_right else 0
+            drafts.begin(at)
+            drafts.ask(wanted)
+            drafts.computed(at + wanted - 1, wanted)
+            drafts.verified(right)
+        at += 1 + right
+    return steps, count
+
+
+def test_a_draft_model_is_asked_ever_more_seldom_while_it_is_wrong() -> None:
+    odds = DraftOdds()
+    assert asked(odds, 1000, None)[1] < 45
+    assert asked(odds, 1000, None)[1] < 20  # a new sequence begins with what others have learnt
+    assert sum(asked(odds, 60, None)[1] for _ in range(5)) < 6
+
+
+def test_a_draft_model_that_is_right_again_is_asked_again() -> None:
+    odds = DraftOdds()
+    assert asked(odds, 1000, None)[0] == 999
+    steps, _ = asked(odds, 2000, 1000)
+    assert steps < 1000 + 128 + 300
+
+
+def test_no_more_is_drafted_than_is_worth_it() -> None:
+    odds = DraftOdds()
+    for rate in (0.1, 0.3, 0.6, 0.8, 0.95, 1.0):
+        drafts = ModelDrafts(16, odds)
+        drafts.rate, odds.pause = rate, 100
+        odds.begin_trial()
+        tokens_a_second = [sum(rate**place for place in range(1 + k)) / (1 + odds.cost * k) for k in range(17)]
+        assert drafts.wanted(5, 16) == tokens_a_second.index(max(tokens_a_second))
+
+
+def test_a_prompt_is_computed_by_the_draft_model_in_parts_and_once_for_all_that_begin_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "COMPUTED_AT_ONCE", 20)
+    harness = drafting()
+    harness.add("r", range(50), max_tokens=12)
+    runs = harness.run().runner.draft_runs
+    assert [(run.start, run.stop, run.num_drafts) for run in runs[:3]] == [(0, 20, 0), (20, 40, 0), (40, 53, 3)]
+    runs.clear()
+    harness.add("s", [*range(46), 5, 5], max_tokens=12)
+    harness.run()
+    assert (runs[0].start, runs[0].stop) == (44, 49)
+
+
+def test_the_draft_models_context_bounds_its_drafts() -> None:
+    harness = drafting()
+    harness.engine.draft_context = 50
+    harness.add("r", range(20), max_tokens=80)
+    harness.run()
+    assert 45 < max(run.stop + run.num_drafts for run in harness.runner.draft_runs) <= 50
+    assert len(harness.tokens("r")) == 80
+
+
+def test_sequences_go_on_without_a_draft_model_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(runs: object) -> None:
+        raise RuntimeError("no")
+
+    harness = drafting()
+    monkeypatch.setattr(harness.runner, "draft", fail)
+    harness.add("r", range(20), max_tokens=30)
+    assert harness.run().engine.stats().model_draft_tokens == 0
+    assert len(harness.tokens("r")) == 30 and harness.engine.block_manager.is_empty
+
+
+def built(kind: str, draft: Path | str | None = None, **settings: object) -> LoadedModel:
+    config = {"device": "cpu", "block_size": 4, "kv_cache_memory": 1 << 20, "max_model_len": 100, **settings}
+    if draft is not None:
+        config = {"num_speculative_tokens": 4, "draft_model": str(draft), **config}
+    return load(ModelSpec(kind, str(saved(kind).path), EngineConfig(**config)))  # type: ignore[arg-type]
+
+
+CASES = [("llama-gqa", "bfloat16", "none"), ("gemma3", "float32", "int8"), ("bloom", "float32", "none")]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "quantization"), CASES)
+def test_a_model_that_drafts_for_itself_is_always_right(kind: str, dtype: str, quantization: str) -> None:
+    """Greedy and drawn, penalised, banned and biased; with the same bits as without."""
+    if not native_backends() and (dtype, quantization) != ("float32", "none"):
+        pytest.skip("no native kernels")
+    settings = {"dtype": dtype, "quantization": quantization}
+    plain, drafted = built(kind, **settings), built(kind, saved(kind).path, **settings)
+    assert generated(drafted, of_each_way(kind)) == generated(plain, of_each_way(kind))
+    assert drafted.generate is not None
+    stats = drafted.generate.stats()
+    assert stats.model_accepted_tokens == stats.model_draft_tokens > 100
+
+
+def test_another_model_changes_nothing() -> None:
+    """Its layers have windows, which the served model's have not, and it was never trained on anything."""
+    plain, drafted = built("llama-gqa"), built("llama-gqa", saved("gemma3").path)
+    assert generated(drafted, of_each_way("llama-gqa")) == generated(plain, of_each_way("llama-gqa"))
+    assert drafted.generate is not None
+    stats = drafted.generate.stats()
+    assert stats.model_draft_tokens > 5 * stats.model_accepted_tokens
+
+
+def test_memory_is_planned_for_both() -> None:
+    plain, drafted = built("llama-gqa"), built("llama-gqa", saved("llama-gqa").path)
+    assert drafted.info.draft_model == "llama-gqa" and not plain.info.draft_model
+    pages = drafted.info.num_blocks * drafted.info.cache_pools[0].bytes_per_token * 4
+    assert pages <= 1 << 20 and drafted.info.memory_bytes >= 2 * plain.info.weight_bytes + pages
+    assert drafted.info.cache_pools[0].bytes_per_token == 2 * plain.info.cache_pools[0].bytes_per_token
+
+
+def without_last_layer(into: Path, vocab_size: int) -> Path:
+    """The embedded model of code without its last layer, with a table of so many tokens."""
+    folder = embedded_models()["code"]
+    config = json.loads((folder / "config.json").read_text())
+    tensors, num_layers = load_file(folder / "model.safetensors"), config["num_hidden_layers"] - 1
+    kept = {name: one for name, one in tensors.items() if f"layers.{num_layers}." not in name}
+    table = kept["embed_tokens.weight"]
+    kept["embed_tokens.weight"] = table.repeat(2, 1)[:vocab_size].contiguous()
+    shutil.copy(folder / "tokenizer.json", into)
+    save_file(kept, into / "model.safetensors")
+    (into / "config.json").write_text(
+        json.dumps(
+            {**config, "num_hidden_layers": num_layers, "vocab_size": vocab_size, "max_position_embeddings": 120}
+        )
+    )
+    return into
+
+
+@pytest.mark.parametrize("vocab_size", [3000, 3200])
+def test_tables_of_other_sizes_grammars_and_a_shorter_context(tmp_path: Path, vocab_size: int) -> None:
+    draft = without_last_layer(tmp_path, vocab_size)
+    config = EngineConfig(device="cpu", dtype="float32", kv_cache_memory=8 << 20, max_model_len=200)
+    plain = LLM(embedded_models()["code"], config)
+    drafted = LLM(plain.checkpoint.path, replace(config, draft_model=str(draft), num_speculative_tokens=3))
+    asks = ["def add(a, b):", "class Stack:\n    def __init__(self):"]
+    ways = [
+        SamplingParams(max_tokens=130),
+        SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=4),
+        SamplingParams(max_tokens=40, temperature=0.6, grammar="start: /[a-z]+( [a-z]+)*\\./", seed=2),
+    ]
+    for params in ways:
+        assert drafted.generate(asks, params) == plain.generate(asks, params)
+    stats = drafted._generate.stats() if drafted._generate is not None else None
+    assert stats is not None and stats.model_draft_tokens > stats.model_accepted_tokens > 20
+
+
+@pytest.mark.parametrize(
+    ("served", "draft", "settings", "reason"),
+    [
+        ("t5-relu", "llama-gqa", {}, "the served model is encoder-decoder"),
+        ("llama-gqa", "t5-relu", {}, "t5-relu is encoder-decoder"),
+        ("qwen3-next", "llama-gqa", {}, "recurrent layers"),
+        ("llama-gqa", "qwen3-next", {}, "recurrent layers"),
+        ("mistral", "llama-gqa", {}, "keeps more than 4 tokens"),
+        ("llama-gqa", "llama-gqa", {"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ("llama-gqa", "llama-gqa", {"num_speculative_tokens": 0}, "draft_model needs num_speculative_tokens"),
+        ("llama-gqa", "code", {}, "code has another vocabulary"),
+        ("llama-gqa", "nothing", {}, "nothing"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused_by_name(
+    served: str, draft: str, settings: dict[str, object], reason: str
+) -> None:
+    found = embedded_models().get(draft) or (saved(draft).path if draft != "nothing" else Path("/nothing"))
+    with pytest.raises(ConfigError, match=reason):
+        built(served, found, **settings)
