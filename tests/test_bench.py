@@ -30,7 +30,7 @@ from model.pretrained import embedded_models
 from model.pretrained.training.corpus import held_out_sample
 
 
-@pytest.mark.parametrize("form", "DEN")
+@pytest.mark.parametrize("form", "DENS")
 def test_work_is_the_same_for_a_seed_and_other_for_another(form: str) -> None:
     assert workloads(form, 1000, Scale()) == workloads(form, 1000, Scale())
     assert workloads(form, 1000, Scale()) != workloads(form, 1000, Scale(seed=1))

@@ -144,7 +144,7 @@ class TestWorkers:
             worker.close()
 
 
-@pytest.mark.parametrize("form", "DEN")
+@pytest.mark.parametrize("form", "DENS")
 def test_fewer_requests_are_the_first_of_the_whole(form: str) -> None:
     whole, few = workloads(form, 1000, Scale(seed=3)), workloads(form, 1000, Scale(seed=3, at_most=2))
     for all_of_it, part in zip(whole, few, strict=True):

@@ -6,14 +6,22 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 Ids = tuple[int, ...]
 
+POSITIONS = 1500  # of a window of sound
+CLIENTS = 8  # that have one each
 _FIRST_ID = 100  # lower ids are special tokens in some models
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """Holds one request: a prompt (decoder), a source (encoder-decoder) or a text (encoder)."""
+    """Holds one request: a prompt (decoder), a source (encoder-decoder) or a text (encoder).
+
+    Of a model that reads sound the ids say which noise a window is, an id for each position (`window`).
+    """
 
     ids: tuple[int, ...]
     output_tokens: int = 0
@@ -47,11 +55,17 @@ class Scale:
     at_most: int | None = None
 
 
+def window(ids: Ids, mel_bins: int) -> NDArray[np.float32]:
+    """Return the log-mel frames `[mel bins, 2 * positions]` of the window that `ids` stand for."""
+    return np.random.default_rng(ids).standard_normal((mel_bins, 2 * len(ids)), dtype=np.float32)
+
+
 QUICK = Scale(requests=0.25, lengths=0.5)
 
 
 def workloads(form: str, vocab_size: int, scale: Scale) -> list[Workload]:
-    """Return the workloads of a form of model: D is a decoder, E an encoder-decoder, N an encoder."""
+    """Return the workloads of a form of model: D is a decoder, E an encoder-decoder, S one that reads sound, N an
+    encoder."""
     rng = random.Random(scale.seed)
 
     def length(least: int, most: int) -> int:
@@ -77,6 +91,15 @@ def workloads(form: str, vocab_size: int, scale: Scale) -> list[Workload]:
             Workload("one at a time", (single,)),
             Workload(f"{len(batch)} at once", batch),
             Workload(f"{len(batch)} at once, 4 beams", batch, beams=4),
+        ]
+    if form == "S":  # windows are whole, however short the lengths
+        output = max(2, round(64 * scale.lengths))
+        count = min(CLIENTS, scale.at_most or CLIENTS)
+        windows = tuple(BenchRequest(ids(POSITIONS), output) for _ in range(count))
+        return [
+            Workload(f"{name}{and_beams}", asks, beams)
+            for name, asks in (("one window", windows[:1]), (f"{count} windows", windows))
+            for and_beams, beams in (("", 1), (", 5 beams", 5))
         ]
     texts = many(512, lambda: BenchRequest(ids(length(8, 256))))
     return [Workload(f"{len(texts)} texts", texts)]

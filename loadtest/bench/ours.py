@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtest.bench.batches import BenchRequest, Ids, Workload
+from loadtest.bench.batches import BenchRequest, Ids, Workload, window
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import EncodeRequest, FinishReason, Pooling, Request, SamplingParams
-from model.api.source import token_source
+from model.api.source import Source, audio_source, token_source
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import LoadedModel, load
 from model.engine.generate_engine import GenerateEngine
@@ -39,6 +39,7 @@ class Ours:
         info = self.loaded.info
         self.info = {"form": info.form, "dtype": info.dtype, "vocab_size": model.embedding.vocab_size}
         self._start = () if start is None else (start,)
+        self._audio = model.audio
 
     def run(self, workload: Workload) -> Run:
         """Submit all requests, and step until all have ended."""
@@ -105,10 +106,16 @@ class Ours:
             engine.step()
         return Run(time.perf_counter() - began)
 
+    def _source(self, ids: Ids) -> Source:
+        if self._audio is None:
+            return token_source(ids)
+        frames = window(ids, self._audio.num_mel_bins)
+        return audio_source(frames.tobytes(), (len(frames), frames.shape[1]), len(ids))
+
     def _request(self, number: int, ask: BenchRequest, beams: int, temperature: float = 0.0) -> Request:
         """Return a request with its own seed, so that equal prompts diverge with sampling."""
         params = SamplingParams(
             max_tokens=ask.output_tokens, ignore_eos=True, num_beams=beams, temperature=temperature, seed=number
         )
-        prompt, source = (self._start, token_source(ask.ids)) if self._start else (ask.ids, None)
+        prompt, source = (self._start, self._source(ask.ids)) if self._start else (ask.ids, None)
         return Request(str(number), "bench", prompt, params, source, arrival_time=time.monotonic())

@@ -43,6 +43,11 @@ def _gpt2(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
     return _byte_level(raw, texts, {raw["eos_token_id"]: "<|endoftext|>"})
 
 
+def _whisper(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
+    special = {raw["eos_token_id"]: "<|endoftext|>", raw["decoder_start_token_id"]: "<|startoftranscript|>"}
+    return _byte_level(raw, texts, special)
+
+
 def _bart(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
     size = raw["vocab_size"]
     start, end = raw["bos_token_id"], raw["eos_token_id"]
@@ -186,7 +191,7 @@ def _modernbert(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
 
 _TRAINED = {
     **{"gpt2": _gpt2, "qwen3": _gpt2, "qwen3_moe": _gpt2, "llama": _llama, "t5": _t5, "bart": _bart, "bert": _bert},
-    **{"modernbert": _modernbert, "mpnet": _mpnet},
+    **{"modernbert": _modernbert, "mpnet": _mpnet, "whisper": _whisper},
 }
 
 

@@ -42,7 +42,7 @@ COMPARED_TEXTS = 16  # whose vectors are compared with those in float32
 _WIDTH = 180  # of tables in a file or pipe
 _FORMS = {"decoder-only": "D", "encoder-decoder": "E", "encoder-only": "N"}
 _OF_BENCHMARKS = {"M": "D"}  # the form of models whose names begin with another letter: decoders with experts
-_NAMES = {"D": "decoders", "E": "encoder-decoders", "N": "encoders"}
+_NAMES = {"D": "decoders", "E": "encoder-decoders", "N": "encoders", "S": "models that read sound"}
 
 
 def add_command(commands: Any) -> None:

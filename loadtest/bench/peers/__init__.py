@@ -34,7 +34,7 @@ class Peer:
     """Describes a peer and the models it supports."""
 
     module: str  # in this package
-    forms: str  # of models: D decoders, E encoder-decoders, N encoders
+    forms: str  # of models: D decoders, E encoder-decoders, S those that read sound, N encoders
     packages: tuple[str, ...]  # to install
 
     @property
@@ -50,7 +50,7 @@ def _module_of(package: str) -> str:
 PEERS = {
     "transformers": Peer("static", "DEN", ("transformers",)),
     "transformers-continuous": Peer("continuous", "D", ("transformers",)),
-    "ctranslate2": Peer("ctranslate", "DE", ("ctranslate2", "transformers")),
+    "ctranslate2": Peer("ctranslate", "DES", ("ctranslate2", "transformers")),
     "openvino-genai": Peer("ov", "DN", ("openvino-genai", "openvino", "transformers")),
     "llama.cpp": Peer("llama_cpp_server", "D", ("llama-cpp-python", "gguf")),
     "openvino-int8": Peer("ov_int8", "N", ("openvino", "nncf", "transformers")),
