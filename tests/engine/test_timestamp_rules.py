@@ -189,7 +189,7 @@ def test_samples_with_a_seed_keep_the_rules() -> None:
 def sum_of(request: Request, ids: list[int]) -> float:
     """Return the sum of an output's log-probabilities, by `transformers`' network and processors."""
     tokens, begin, total = [*request.prompt_token_ids], len(request.prompt_token_ids), 0.0
-    logits = reference_logits("t5-relu", [*tokens, *ids], source_ids(request))
+    logits = reference_logits("t5-relu", [*tokens, *ids], request.source)
     for token in ids:
         left: Tensor = processors(begin)(torch.tensor([tokens]), logits[len(tokens) - 1][None])
         total += left.log_softmax(-1)[0, token].item()
@@ -209,7 +209,7 @@ def test_a_probe_asks_the_prefill(num_beams: int) -> None:
     for request in requests:
         probe = request.params.probe
         assert probe is not None
-        expected = reference_logits("bart", list(request.prompt_token_ids), source_ids(request))[probe.position]
+        expected = reference_logits("bart", list(request.prompt_token_ids), request.source)[probe.position]
         firsts = [
             next(o for o in outputs if (o.request_id, o.index) == (request.request_id, i)) for i in range(num_beams)
         ]
@@ -223,7 +223,7 @@ def test_the_language_is_detected_in_one_step() -> None:
     params = {**PLAIN, "allowed_token_ids": languages, "probe": Probe(0, languages), "max_tokens": 1}
     request = replace(asked("t5-relu", "r", 3, **params), prompt_token_ids=(START,))
     [output] = [output for output in crowd("t5-relu", [request]) if output.request_id == "r"]
-    logits = reference_logits("t5-relu", [START], source_ids(request))[0, list(languages)]
+    logits = reference_logits("t5-relu", [START], request.source)[0, list(languages)]
     assert output.token_ids == [languages[int(logits.argmax())]]
     assert output.probe_logprobs is not None
     assert torch.tensor(output.probe_logprobs).softmax(-1).tolist() == pytest.approx(

@@ -238,12 +238,13 @@ def test_a_steady_decode_waits_once_a_step(params: Any, graphs: bool, monkeypatc
         monkeypatch.setattr(runner._program, "run", waits.within(runner._program.run))
     else:
         monkeypatch.setattr(Transformer, "decode", waits.within(Transformer.decode))
-    monkeypatch.setattr(model_runner, "sample", waits.within(model_runner.sample))
+    for part in ("process_logits", "choose"):
+        monkeypatch.setattr(model_runner, part, waits.within(getattr(model_runner, part)))
     get = HostCopy.get
     monkeypatch.setattr(HostCopy, "get", lambda self: read.update(["get"]) or get(self))
     for _ in range(6):
         engine.step()
-    assert waits.steps == 2 * 6
+    assert waits.steps == 3 * 6
     assert +waits.found == Counter()
     assert read["get"] == 6
 

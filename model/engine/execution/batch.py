@@ -107,7 +107,8 @@ def pack(
     ids, positions, contexts, slots, rows, cu_seqlens, kv_lens, tables, source_lens, source_tables = _cut(flat, sizes)
     slots[:] = rows[:] = NO_SLOT
     slots = slots.reshape(layout.pools, layout.tokens)
-    if layout.tokens == count and not steps[0].drafts:  # one token each, which is what nearly all steps are
+    drafting = bool(steps) and steps[0].drafts  # a step that is recorded in advance has no sequences
+    if layout.tokens == count and not drafting:  # one token each, which is what nearly all steps are
         _pack_single(steps, block_size, placeholders, (ids, positions, contexts, slots, rows))
         cu_seqlens[:] = np.arange(count + 1)
     else:
