@@ -55,6 +55,11 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise ConfigError("stop must be no empty text")
     if not all(abs(bias) <= _MAX_BIAS for bias in params.logit_bias.values()):
         raise ConfigError(f"logit_bias must be -{_MAX_BIAS} to {_MAX_BIAS}")
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-        if not all(0 <= token < vocab_size for token in ids):
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "suppress_tokens", "begin_suppress_tokens"):
+        if not all(0 <= token < vocab_size for token in getattr(params, name)):
             raise ConfigError(f"{name} must be of token ids below {vocab_size}")
+    if params.grammar and params.allowed_token_ids:
+        raise ConfigError("allowed_token_ids has no meaning with a grammar, which says what is generated")
+    suppressed = set(params.suppress_tokens)
+    if len(suppressed) >= vocab_size or (params.allowed_token_ids and suppressed.issuperset(params.allowed_token_ids)):
+        raise ConfigError("suppress_tokens leaves no token that may be generated")

@@ -122,9 +122,9 @@ def _bans(row: SamplingRow) -> Sequence[int]:
 
 
 def _apply_allowed_ids(logits: Tensor, rows: Sequence[SamplingRow], at: NDArray[np.int64]) -> None:
-    """Bar all tokens but those that a request allows, in place; where there is a grammar, its mask has done so."""
+    """Bar all tokens but those that a request allows, in place."""
     for place, row in zip(at.tolist(), rows, strict=True):
-        if row.params.allowed_token_ids and row.allowed is None:
+        if row.params.allowed_token_ids:
             ids = device_tensor(row.params.allowed_token_ids, logits.device, torch.int64)
             kept = logits[place, ids]
             logits[place] = _BARRED

@@ -19,6 +19,8 @@ def check_generate(body: GenerateBody, limits: Limits) -> None:
     _at_most("prompt_logprobs", body.prompt_logprobs, limits.max_logprobs)
     _no_longer("stop_token_ids", len(body.stop_token_ids), limits.max_stop_token_ids)
     _no_longer("logit_bias", len(body.logit_bias), limits.max_logit_bias)
+    _no_longer("allowed_token_ids", len(body.allowed_token_ids or ()), limits.max_logit_bias)
+    _no_longer("suppress_tokens", len(body.suppress_tokens), limits.max_logit_bias)
     _no_longer("prompt", num_inputs(body.prompt), limits.max_prompts)
     _check_stop(body, limits)
     check_request(body.timeout_s, body.priority, limits)

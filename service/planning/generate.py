@@ -152,6 +152,9 @@ class GeneratePlanner:
         if constraint is not None and body.ignore_eos:
             message = f"ignore_eos has no meaning with {constraint.field}, which says where the output ends"
             raise invalid(message, "ignore_eos")
+        if constraint is not None and body.allowed_token_ids is not None:
+            message = f"allowed_token_ids has no meaning with {constraint.field}, which says what is generated"
+            raise invalid(message, "allowed_token_ids")
         prompts = _with_prefix(prompt_inputs(body.prompt, "prompt"), body, served)
         prefix = self._decoder_prompt(body, served)
         _check_ids(body, served.vocab_size)
@@ -343,6 +346,12 @@ def _check_ids(body: GenerateBody, vocab_size: int) -> None:
     for token in body.logit_bias:
         if token >= vocab_size:
             raise outside_vocabulary(f"logit_bias.{token}", vocab_size)
+    allowed = body.allowed_token_ids
+    check_vocabulary(allowed or (), vocab_size, "allowed_token_ids")
+    check_vocabulary(body.suppress_tokens, vocab_size, "suppress_tokens")
+    suppressed = set(body.suppress_tokens)
+    if len(suppressed) >= vocab_size or (allowed is not None and suppressed.issuperset(allowed)):
+        raise invalid("suppress_tokens leaves no token that may be generated", "suppress_tokens")
 
 
 def _check_fit(served: ServedModel, info: ModelInfo, prompt_tokens: int, length: int, beams: int, param: str) -> None:

@@ -56,6 +56,8 @@ def sampling_params(body: GenerateBody, served: ServedModel, max_tokens: int, gr
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=dict(body.logit_bias),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        suppress_tokens=tuple(body.suppress_tokens),
         stop=_stop(body, served),
         stop_token_ids=tuple(body.stop_token_ids),
         include_stop=body.include_stop,

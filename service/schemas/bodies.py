@@ -234,6 +234,18 @@ class GenerateBody(Body):
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
         default_factory=dict, description="Added to the logits of up to 300 token ids.", examples=[{"42": -5.0}]
     )
+    allowed_token_ids: list[TokenId] | None = Field(
+        None,
+        min_length=1,
+        description="Up to 300 ids: no others are generated, the end-of-sequence id neither unless it is among them. "
+        "Not with `response_format`, `regex` or `choice`. Default: all.",
+        examples=[[15, 16, 17]],
+    )
+    suppress_tokens: list[TokenId] = Field(
+        default_factory=list,
+        description="Up to 300 ids that are not generated, beside those that the checkpoint suppresses.",
+        examples=[[50256]],
+    )
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,

@@ -148,6 +148,8 @@ def test_beams_that_never_fit_are_refused_offline(
         ({"logit_bias": {3: 101.0}}, "logit_bias must be -100 to 100"),
         ({"stop_token_ids": (VOCAB,)}, f"stop_token_ids must be of token ids below {VOCAB}"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias must be of token ids"),
+        ({"begin_suppress_tokens": (10**6,)}, "begin_suppress_tokens must be of token ids"),
+        ({"allowed_token_ids": (1,), "suppress_tokens": (1, 2)}, "suppress_tokens leaves no token"),
     ],
 )
 def test_sampling_parameters_are_checked_offline(asked: dict[str, Any], message: str) -> None:

@@ -260,6 +260,24 @@ def test_a_pattern_and_words_for_both_models_in_every_dialect(url: str) -> None:
     jsonschema.validate(json.loads(replies[2]["generated_text"]), DATE)  # type: ignore[index]
 
 
+def test_tokens_that_alone_are_allowed_and_tokens_that_are_suppressed(url: str) -> None:
+    body = {"model": "code", "prompt": "def add(a, b):", "max_tokens": 12, "return_token_ids": True}
+    [plain] = post_all(url, "/generate", [body])
+    said = plain["choices"][0]["token_ids"]  # type: ignore[index]
+    changes: list[dict[str, object]] = [
+        {"suppress_tokens": said[:2]},
+        {"allowed_token_ids": said[2:5], "temperature": 1.5, "seed": 1},
+        {"allowed_token_ids": said[:6], "suppress_tokens": said[:2], "num_beams": 3},
+    ]
+    suppressed, allowed, both = (
+        set(reply["choices"][0]["token_ids"])  # type: ignore[index]
+        for reply in post_all(url, "/generate", [body | change for change in changes])
+    )
+    assert suppressed.isdisjoint(said[:2])
+    assert allowed <= set(said[2:5]) and len(allowed) > 1
+    assert both <= set(said[:6]) - set(said[:2])
+
+
 def test_a_stop_id_that_a_constraint_needs_is_refused(url: str) -> None:
     body = {"model": "normalize", "text": "a"}
     [token] = httpx.post(f"{url}/tokenize", json=body | {"add_special_tokens": False}).json()["token_ids"]

@@ -45,19 +45,9 @@ def allowed_tokens(sequence: SequenceState, banned: Iterable[int]) -> Mask | Non
         return None
     may_stop = sequence.num_output_tokens >= sequence.params.min_tokens
     allowed = sequence.matcher.allowed(may_stop=may_stop)
-    if sequence.params.allowed_token_ids:
-        allowed = _among(allowed, sequence.params.allowed_token_ids)
     left = allowed.copy()
     left[list(banned)] = False
     return left if left.any() else allowed
-
-
-def _among(allowed: Mask, token_ids: Rows[int]) -> Mask:
-    """The grammar's tokens that are among these; the grammar's alone where none is."""
-    narrowed = allowed.copy()
-    narrowed[:] = False
-    narrowed[list(token_ids)] = allowed[list(token_ids)]
-    return narrowed if narrowed.any() else allowed
 
 
 def _begin(sequence: SequenceState, rules: GenerationRules) -> int:
