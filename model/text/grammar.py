@@ -15,6 +15,9 @@ from typing import Any
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _VERBOSE = re.compile(r"\(\?[A-Za-z]*x[A-Za-z]*(-[A-Za-z]*)?[:)]")  # the flag that ignores whitespace and comments
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # keywords with schemas
+_WITHIN = ("items", "prefixItems", "additionalProperties", "anyOf", "allOf", "oneOf", "not", "if", "then", "else")
+_ANY_NAME: tuple[object, ...] = ({}, True, {"type": "string"})
 _JSON = {"whitespace_pattern": "[ ]?"}  # between JSON tokens; without a bound a model could emit spaces forever
 
 
@@ -29,7 +32,26 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Return the right side of a rule for JSON that the schema accepts."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON})}"
+    return f"%json {json.dumps({**_with_all_names(schema), 'x-guidance': _JSON})}"
+
+
+def _with_all_names(schema: Any) -> Any:
+    """Return the schema without those `propertyNames` that allow all names: some libraries write them for every object
+    of any keys, and llguidance has no `propertyNames`.
+    """
+    if isinstance(schema, list):
+        return [_with_all_names(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            found[key] = {name: _with_all_names(one) for name, one in value.items()}
+        elif key in _WITHIN:
+            found[key] = _with_all_names(value)
+        elif key != "propertyNames" or value not in _ANY_NAME:
+            found[key] = value
+    return found
 
 
 def rules_grammar(rules: Mapping[str, str]) -> str:

@@ -39,6 +39,7 @@ CHARACTERS = [
 _FORMS = [b"", b"", b"", *(text.encode() for text in dict.fromkeys(CHARACTERS)), b"\xc3", b"\xa9", b"\xf0\x9f"]
 FORMS = (*_FORMS, *[b""] * (VOCAB - len(_FORMS)))
 PLAIN = TokenBytes(FORMS, FORMS)
+BYTES = (*(bytes([byte]) for byte in range(256)), b"")
 # As word pieces: longer tokens have a space before them, but not as the first of an output.
 SPACED = TokenBytes(FORMS, tuple(b" " + form if len(form) > 1 else form for form in FORMS))
 KINDS = ["llama", "bart", "t5-relu", "marian"]
@@ -117,6 +118,20 @@ SCHEMAS: list[dict[str, Any]] = [
     {"type": "array", "prefixItems": [{"const": 1}, {"type": "string", "maxLength": 2}], "items": False},
     {"$defs": {"n": {"enum": [1, 2]}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]},
 ]
+
+
+def test_names_of_properties_that_may_be_any() -> None:
+    """`propertyNames` that allow all is what some libraries write for each object of any keys; others are refused."""
+    vocabulary = Vocabulary(TokenBytes(BYTES, BYTES))
+    names: dict[str, Any] = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": False}
+    named = {"properties": {"propertyNames": {"anyOf": [names, {"type": "null"}]}}, "required": ["propertyNames"]}
+    matcher = compile_grammar(json_grammar({**names, **named}), vocabulary)
+    for token in b'{"propertyNames":{}}':
+        assert matcher.tokens[token]
+        matcher.accept(token)
+    assert matcher.is_complete
+    with pytest.raises(GrammarError, match="propertyNames"):
+        compile_grammar(json_grammar({"type": "array", "items": {"propertyNames": {"maxLength": 2}}}), vocabulary)
 
 
 @pytest.mark.parametrize("kind", KINDS)
