@@ -7,7 +7,7 @@ met its deadline or was cancelled has failed, since no other status says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from service.chat.conversation import Conversation, effort_variables
@@ -24,6 +24,8 @@ from service.dialects.responses_bodies import (
     InputReasoning,
     ResponsesBody,
     ResponsesNamedTool,
+    ResponsesNamespace,
+    ResponsesTool,
 )
 from service.http.json_replies import Generation
 from service.schemas.bodies import GenerateBody
@@ -53,15 +55,35 @@ def conversation(body: ResponsesBody, served: ServedModel, before: Sequence[Mapp
         variables["enable_thinking"] = (body.enable_thinking, "enable_thinking")
     for name, value in (body.chat_template_kwargs or {}).items():
         variables[name] = (value, f"chat_template_kwargs.{name[:64]}")
-    tools = tuple(
-        Tool(one.name, one.description, one.parameters, bool(one.strict), f"tools[{at}].parameters")
-        for at, one in enumerate(body.tools or ())
-    )
+    tools = tuple(tool for tool, _, _ in _tools(body))
     named = body.tool_choice.name if isinstance(body.tool_choice, ResponsesNamedTool) else None
     choice = body.tool_choice if isinstance(body.tool_choice, str) else None if named is None else "required"
     use = tool_use(tools, choice, named, parallel=body.parallel_tool_calls is not False)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return Conversation([*system, *before, *input_messages(body)], use, variables, param="input")  # type: ignore[list-item]
+
+
+def _tools(body: ResponsesBody) -> Iterator[tuple[Tool, str | None, str]]:
+    """Yield each function as the template gets it, with its namespace and its name in that."""
+    for at, one in enumerate(body.tools or ()):
+        if isinstance(one, ResponsesTool):
+            yield _tool(one, None, f"tools[{at}]"), None, one.name
+        else:
+            for within, tool in enumerate(one.tools):
+                yield _tool(tool, one, f"tools[{at}].tools[{within}]"), one.name, tool.name
+
+
+def _tool(tool: ResponsesTool, within: ResponsesNamespace | None, param: str) -> Tool:
+    name, told = tool.name, tool.description
+    if within is not None:
+        name = _full_name(within.name, name)
+        told = "\n".join(text for text in (within.description, told) if text) or None
+    return Tool(name, told, tool.parameters, bool(tool.strict), f"{param}.parameters")
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    """Return the name by which templates and the model know a function."""
+    return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
 
 
 def input_messages(body: ResponsesBody) -> list[Json]:
@@ -79,7 +101,8 @@ def input_messages(body: ResponsesBody) -> list[Json]:
             case InputReasoning():
                 _add(found, {"reasoning_content": "".join(one.text for one in item.content or ())})
             case InputCall():
-                _add(found, {"tool_calls": [call_message(item.call_id, item.name, item.arguments)]})
+                name = _full_name(item.namespace, item.name)
+                _add(found, {"tool_calls": [call_message(item.call_id, name, item.arguments)]})
             case InputCallOutput():
                 found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
     return found
@@ -152,6 +175,7 @@ class Responses(BlockRendering):
         self._keep = keep
         self._number = 0
         self._head = generation.head()
+        self._namespaces = {tool.name: (space, name) for tool, space, name in _tools(body) if space is not None}
 
     @property
     def _id(self) -> str:
@@ -192,7 +216,7 @@ class Responses(BlockRendering):
     def _close(self, block: Block) -> Iterable[Json]:
         if block.kind == "call":
             place = self._place(block, part=False)
-            fields = {"name": block.name, "arguments": block.text}
+            fields = {"name": self._name(block)["name"], "arguments": block.text}
             yield self._event("response.function_call_arguments.done", **place, **fields)
         else:
             name = "reasoning_text" if block.kind == "reasoning" else "output_text"
@@ -249,11 +273,16 @@ class Responses(BlockRendering):
     def _item(self, block: Block, status: str) -> Json:
         id = self._item_id(block)
         if block.kind == "call":
-            named = {"call_id": block.id, "name": block.name, "arguments": block.text}
-            return {"type": "function_call", "id": id, "status": status, **named}
+            called = {"call_id": block.id, **self._name(block), "arguments": block.text}
+            return {"type": "function_call", "id": id, "status": status, **called}
         if block.kind == "reasoning":
             return {"type": "reasoning", "id": id, "status": status, "summary": [], "content": [_part(block)]}
         return {"type": "message", "id": id, "status": status, "role": "assistant", "content": [_part(block)]}
+
+    def _name(self, block: Block) -> Json:
+        """Return the name of the function that a block calls, apart from that of its namespace."""
+        namespace, name = self._namespaces.get(block.name, (None, block.name))
+        return {"name": name} if namespace is None else {"name": name, "namespace": namespace}
 
     def _item_id(self, block: Block) -> str:
         prefix = {"reasoning": "rs", "content": "msg", "call": "fc"}[block.kind]
@@ -289,12 +318,19 @@ class Responses(BlockRendering):
                 "format": {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)
             },
             "tool_choice": choice.model_dump() if isinstance(choice, ResponsesNamedTool) else choice or "auto",
-            "tools": [tool.model_dump(include=_SHOWN) | {"strict": bool(tool.strict)} for tool in body.tools or ()],
+            "tools": [_shown(tool) for tool in body.tools or ()],
             "top_p": self._generation.plan.requests[0].params.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": body.user,
         }
+
+
+def _shown(tool: ResponsesTool | ResponsesNamespace) -> Json:
+    shown = tool.model_dump(include=_SHOWN)
+    if isinstance(tool, ResponsesNamespace):
+        return shown | {"tools": [_shown(one) for one in tool.tools]}
+    return shown | {"strict": bool(tool.strict)}
 
 
 def _status(block: Block) -> str:

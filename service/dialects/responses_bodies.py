@@ -39,6 +39,7 @@ class InputCall(DialectBody):
     type: Literal["function_call"] = Field(description="The type of the item.", examples=["function_call"])
     call_id: str = Field(description="What its output refers to.", examples=["call_1"])
     name: str = Field(description="The function.", examples=["weather"])
+    namespace: str | None = Field(None, description="The namespace that it is in.", examples=[None])
     arguments: str = Field(description="Its arguments as JSON.", examples=['{"city": "Oslo"}'])
 
 
@@ -98,7 +99,9 @@ Input = Annotated[
 class ResponsesTool(DialectBody):
     """A function that the client can call."""
 
-    type: Literal["function"] = Field(description="Only functions are supported.", examples=["function"])
+    type: Literal["function"] = Field(
+        description="Only functions and namespaces of them are supported.", examples=["function"]
+    )
     name: str = Field(pattern=NAME_PATTERN, description="Its name.", examples=["weather"])
     description: str | None = Field(None, description="What it does, for the model.", examples=["The weather now."])
     parameters: dict[str, Any] | None = Field(
@@ -111,6 +114,28 @@ class ResponsesTool(DialectBody):
     defer_loading: NotTrue = None
     allowed_callers: Annotated[Any, Refused(["direct"])] = None
     async_: Annotated[Any, Refused(False)] = Field(None, alias="async")
+
+
+class ResponsesNamespace(DialectBody):
+    """Functions of one source, such as an MCP server: the model sees `NAMESPACE__NAME`, calls have both apart."""
+
+    type: Literal["namespace"] = Field(description="The type of the tool.", examples=["namespace"])
+    name: str = Field(pattern=NAME_PATTERN, description="Its name.", examples=["mcp__crm"])
+    description: str | None = Field(
+        None, description="What its functions have in common; the model reads it before what each does."
+    )
+    tools: list[ResponsesTool] = Field(description="Its functions.")
+
+
+def _tool_shape(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<namespace>" if kind == "namespace" else "<function>"
+
+
+ResponsesTools = Annotated[
+    Annotated[ResponsesTool, Tag("<function>")] | Annotated[ResponsesNamespace, Tag("<namespace>")],
+    Discriminator(_tool_shape),
+]
 
 
 class ResponsesNamedTool(DialectBody):
@@ -182,7 +207,7 @@ class ResponsesBody(Extended):
         None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
     )
     top_p: float | None = Field(None, description="As in /generate.", examples=[0.95])
-    tools: list[ResponsesTool] | None = Field(None, description="The functions that the model may call.")
+    tools: list[ResponsesTools] | None = Field(None, description="The functions that the model may call.")
     tool_choice: ResponsesToolChoice | None = Field(
         None, description="As in chat completions.", examples=["auto", {"type": "function", "name": "weather"}]
     )
@@ -202,6 +227,7 @@ class ResponsesBody(Extended):
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Returned.", examples=[{"a": "b"}])
     user: str | None = Field(None, description="Your name of the end user; nothing depends on it.", examples=["u-1"])
     safety_identifier: str | None = Field(None, description="The same.", examples=["u-1"])
+    client_metadata: dict[str, str] | None = Field(None, description="Not read; agents send it.", examples=[{"a": "b"}])
     prompt_cache_key: str | None = Field(None, description="Prefixes are found without one.", examples=["k"])
     include: list[Literal["reasoning.encrypted_content"]] | None = Field(
         None, description="Reasoning is returned as text, never encrypted.", examples=[["reasoning.encrypted_content"]]

@@ -45,6 +45,7 @@ class OpenAIOutputItem(Reply):
     summary: list[Any] | None = Field(None, description="Of reasoning: always empty.")
     call_id: str | None = Field(None, description="What the call's output refers to.", examples=["call_1"])
     name: str | None = Field(None, description="The function.", examples=["weather"])
+    namespace: str | None = Field(None, description="The namespace that it is in.", examples=["mcp__crm"])
     arguments: str | None = Field(None, description="Its arguments as JSON.", examples=['{"city": "Oslo"}'])
 
 

@@ -98,7 +98,7 @@ def says(app: App, text: str) -> None:
 
 def calling_app(**options: Any) -> App:
     """A model `chat` that writes reasoning and tool calls as Qwen does, with room for tools."""
-    return make_app(talker(CALLS), max_model_len=8_192, **options)
+    return make_app(talker(CALLS), **{"max_model_len": 8_192, **options})
 
 
 def prompt_of(app: App, at: int = -1) -> str:

@@ -205,66 +205,6 @@ def test_table_of_bad_requests() -> None:
     check_accounts(app)
 
 
-SHELL = {
-    "type": "object",
-    "properties": {
-        "command": {"type": "array", "items": {"type": "string"}},
-        "workdir": {"type": "string"},
-        "timeout_ms": {"type": "number"},
-    },
-    "required": ["command"],
-    "additionalProperties": False,
-}
-STEP = {"type": "object", "properties": {"step": {"type": "string"}, "status": {"enum": ["pending", "completed"]}}}
-PLAN = {"type": "object", "properties": {"plan": {"type": "array", "items": STEP}}, "required": ["plan"]}
-
-
-def test_a_turn_of_an_agent_over_responses(served: tuple[App, openai.OpenAI]) -> None:
-    """The same over responses, with a conversation that the agent keeps."""
-    app, client = served
-    tools = [("shell", "Runs a shell command.", SHELL), ("update_plan", "Updates the plan.", PLAN)]
-    context = [{"type": "input_text", "text": "<environment_context>linux</environment_context>"}]
-    items: list[Any] = [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandboxed."}]},
-        {"type": "message", "role": "user", "content": context},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List the files."}]},
-    ]
-    body: dict[str, Any] = {
-        "model": "chat",
-        "instructions": "You are an agent.",
-        "tools": [
-            {"type": "function", "name": name, "description": told, "strict": False, "parameters": schema}
-            for name, told, schema in tools
-        ],
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-        "reasoning": {"summary": "auto"},
-        "store": False,
-        "stream": True,
-        "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": "7c1f",
-        "text": {"verbosity": "medium"},
-    }
-    call = '<tool_call>\n{"name": "shell", "arguments": {"command": ["ls"]}}\n</tool_call>'
-    says(app, f"<think>\nlook\n</think>\n\n{call}")
-    *_, last = client.responses.create(**body, input=items)
-    assert last.type == "response.completed"
-    reasoning, made = (item.to_dict() for item in last.response.output)
-    assert (made["name"], made["arguments"]) == ("shell", '{"command": ["ls"]}')
-    output = {"type": "function_call_output", "call_id": made["call_id"], "output": "a.py"}
-    says(app, "There is a.py.")
-    again = {
-        "type": "reasoning",
-        "id": "rs_2",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": " again"}],
-    }
-    sent = [*items, reasoning | {"encrypted_content": None}, again, made, output]
-    *_, last = client.responses.create(**body, input=sent)
-    assert last.response.output_text == "There is a.py."
-    assert f"<think>\nlook again\n</think>\n\n\n{call}<|end|>\n<|turn|>tool\na.py<|end|>" in prompt_of(app)
-
-
 def test_a_model_without_reasoning_or_a_template_says_so() -> None:
     app = chat_app()
     thinking = {"thinking": {"type": "adaptive"}}
