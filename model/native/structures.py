@@ -103,11 +103,31 @@ class AttentionLayer(ctypes.Structure):
         ("input", PackedMatrix),
         ("keys_as_values", c_int64),
         ("reads_keys", c_int64),
+        ("output_gate", c_int64),
         ("output", PackedMatrix),
         ("segments", c_int64),
         ("rotary", c_int64),
         ("score_bias", c_int64),
         ("relative", c_int64),
+        ("scale", c_float),
+    )
+
+
+class DeltaLayer(ctypes.Structure):
+    _fields_ = (
+        ("norms", SublayerNorms),
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("kernel", c_int64),
+        ("input", PackedMatrix),
+        ("gates", PackedMatrix),
+        ("output", PackedMatrix),
+        ("taps", c_void_p),
+        ("decay", c_void_p),
+        ("dt_bias", c_void_p),
+        ("norm", Norm),
         ("scale", c_float),
     )
 
@@ -150,6 +170,7 @@ class Layer(ctypes.Structure):
     _fields_ = (
         ("self", AttentionLayer),
         ("cross", AttentionLayer),
+        ("delta", POINTER(DeltaLayer)),
         ("mlp", MLPLayer),
         ("has_cross", c_int64),
         ("parallel", c_int64),
@@ -174,6 +195,14 @@ class RotaryTable(ctypes.Structure):
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("dim", c_int64), ("interleaved", c_int64), ("growth", c_void_p))
 
 
+class LayerStates(ctypes.Structure):
+    _fields_ = (("recurrent", c_void_p), ("channels", c_void_p))
+
+
+class StateSpan(ctypes.Structure):
+    _fields_ = (("first", c_int64), ("last", c_int64), ("source", c_int64), ("target", c_int64))
+
+
 class Step(ctypes.Structure):
     _fields_ = (
         ("rows", c_int64),
@@ -186,6 +215,9 @@ class Step(ctypes.Structure):
         ("score_biases", POINTER(ScoreBias)),
         ("relative", POINTER(RelativePositions)),
         ("vectors", c_void_p),
+        ("states", POINTER(LayerStates)),
+        ("num_spans", c_int64),
+        ("spans", POINTER(StateSpan)),
         ("planned_keys", c_int64),
         ("cross_queries", POINTER(c_void_p)),
     )
@@ -193,5 +225,6 @@ class Step(ctypes.Structure):
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (  # in the order of the C function structure_sizes
     *(PackedMatrix, KVPages, Segments, AttentionShape, ScoreBias, RelativePositions, Attention, Norm, SublayerNorms),
-    *(AttentionLayer, Expert, ExpertsLayer, MLPLayer, Layer, Stack, RotaryTable, Step),
+    *(AttentionLayer, DeltaLayer, Expert, ExpertsLayer, MLPLayer, Layer, Stack),
+    *(RotaryTable, LayerStates, StateSpan, Step),
 )

@@ -70,8 +70,8 @@ def relative_bytes(config: StackConfig, dtype: torch.dtype, longest: int) -> int
     """What the relative positions of a stack take for segments of up to `longest` keys."""
     total = 0
     for layer in config.distinct_layers:
-        mixer, position = layer.attention, layer.attention.position
-        if isinstance(position, DisentangledConfig):
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionConfig) and isinstance(position := mixer.position, DisentangledConfig):
             sides = position.content_to_position + position.position_to_content
             rows = mixer.num_heads * 2 * _reach_of(longest)
             total += sides * packed_bytes(_kind(mixer, dtype), rows, mixer.head_dim)

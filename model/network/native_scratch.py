@@ -6,12 +6,13 @@ import torch
 
 from model.config.cache import pool_of_layers
 from model.config.formats import QUANTIZED_LAYERS, kept_as_stored, nearest_kept
-from model.config.layer import LayerConfig
+from model.config.layer import AttentionConfig, LayerConfig
 from model.config.model import ModelConfig, StackConfig
 from model.linear.native import kernel_of
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import KVPages, Layer, PackedMatrix, Segments
 from model.native.structures import Step as StepData
+from model.network.native_delta import plan_delta
 from model.network.native_experts import plan_feed_forward
 from model.network.native_relative import relative_bytes
 from model.network.native_stack import NativeStack, layer_structure, stack_structure
@@ -55,13 +56,17 @@ def _of_stack(
 
 def _layer(config: LayerConfig, stack: StackConfig, kind: Kind, group: int) -> Layer:
     """A layer whose matrices have sizes and no data."""
-    hidden, query = stack.hidden_size, config.attention.query_size
+    hidden, mixer = stack.hidden_size, config.mixer
 
     def matrix(n: int, k: int) -> PackedMatrix:
         return PackedMatrix(int(kind), n, k, group=group)
 
     layer = layer_structure(config, stack)
-    layer.self.input, layer.self.output = matrix(sum(config.attention.projected_sizes), hidden), matrix(hidden, query)
+    if isinstance(mixer, AttentionConfig):
+        inputs, query = sum(mixer.projected_sizes), mixer.query_size
+        layer.self.input, layer.self.output = matrix(inputs, hidden), matrix(hidden, query)
+    else:
+        plan_delta(layer.delta.contents, mixer, hidden, matrix)
     plan_feed_forward(layer.mlp, config.feed_forward, hidden, matrix)
     if config.embedding is not None:
         size = config.embedding.size

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from model.attention.base import AttentionMetadata
 from model.attention.native import bias_width, fill_segments, kv_pages, shape_of
 from model.cache.paged import KVCache
+from model.cache.states import whole_segments
 from model.config.cache import pool_of_layers
 from model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind
 from model.config.layer import (
@@ -38,16 +39,19 @@ from model.native.library import ACTIVATIONS, KINDS, Library
 from model.native.structures import (
     AttentionLayer,
     KVPages,
+    LayerStates,
     Norm,
     RotaryTable,
     ScoreBias,
     Segments,
+    StateSpan,
     SublayerNorms,
 )
 from model.native.structures import Layer as LayerData
 from model.native.structures import Stack as StackData
 from model.native.structures import Step as StepData
 from model.network.disentangled import DisentangledBias
+from model.network.native_delta import delta_structure, fill_delta, layer_states
 from model.network.native_experts import feed_forward_structure, fill_feed_forward, unsupported_feed_forward
 from model.network.native_relative import NativePositions
 from model.network.norms import HeadsNorm, OffsetRMSNorm
@@ -110,7 +114,7 @@ class NativeStack:
         self._rotaries = stack.config.rotaries
         self._num_pools = max(pool_of_layers(stack.config)) + 1
         self._kept: list[Tensor] = []
-        self._pages: tuple[KVCache, ctypes.Array[KVPages]] | None = None
+        self._cache: tuple[KVCache, ctypes.Array[KVPages], ctypes.Array[LayerStates]] | None = None
         # Of the stack or of layers.
         self._score_biases: list[BucketBias | AlibiBias] = [] if stack.bias is None else [stack.bias]
         self._bias_arrays: list[Tensor] = []  # of each: `[H, width]`, or slopes `[H]`
@@ -128,8 +132,8 @@ class NativeStack:
         """Why the stack is not computed in C; None: it is. It is when each of its layers is."""
         if config.position.every_layer:
             return "positions are added before every layer"
-        if not config.causal and any(layer.attention.sinks for layer in config.layers):
-            return "an encoder's layers have attention sinks"
+        if not config.causal and any(layer.attention.sinks or layer.attention.output_gate for layer in config.layers):
+            return "an encoder's layers have attention sinks or output gates"
         reasons = ((index, unsupported_layer(layer)) for index, layer in enumerate(config.layers))
         return next((f"layer {index} has {reason}" for index, reason in reasons if reason is not None), None)
 
@@ -158,11 +162,14 @@ class NativeStack:
             if cross is not None:
                 kept += fill_segments(segments[pools + pool], cross.metadata_of(layer), layer)
         if cache is not None:
-            step.pages = self._pages_of(cache)
+            _, step.pages, step.states = self._layers_of(cache)
         if cross is not None and cross.queries:
             step.cross_queries = (ctypes.c_void_p * self.stack.config.num_layers)()
             for index, queries in cross.queries.items():
                 step.cross_queries[index] = queries.data_ptr()
+        if self.stack.config.recurrences:
+            spans = inputs.states if cache is not None else whole_segments(inputs.metadata.q_lens)
+            step.num_spans, step.spans = len(spans), (StateSpan * len(spans))(*(StateSpan(*span) for span in spans))
         if self._rotaries:
             pairs = [[table.float().contiguous() for table in context.rotary(rotary)] for rotary in self._rotaries]
             kept += (table for pair in pairs for table in pair)
@@ -198,8 +205,30 @@ class NativeStack:
 
     def _layer(self, layer: Layer) -> LayerData:
         data = layer_structure(layer.config, self.stack.config)
-        attn, mlp = data.self, data.mlp
-        attn.norms = self._norms(layer.attn_norms)
+        mlp = data.mlp
+        mixer_norms = self._norms(layer.attn_norms)
+        if isinstance(layer.config.mixer, AttentionConfig):
+            data.self.norms = mixer_norms
+            self._fill_attention(data, layer)
+        else:
+            data.delta.contents.norms = mixer_norms
+            fill_delta(data.delta.contents, layer.delta, self._norm, self._keep)
+        mlp.norms = self._norms(layer.mlp_norms)
+        if layer.config.one_norm:
+            mlp.norms.pre = mixer_norms.pre
+        fill_feed_forward(mlp, layer.mlp, self._norm, self._keep)
+        if layer.embedding is not None:
+            data.vectors.up, data.vectors.down = (
+                packed_matrix(one) for one in (layer.embedding.gate, layer.embedding.project)
+            )
+            data.vectors.norms.output = self._norm(layer.embedding.norm)
+        if layer.scale is not None:
+            data.scale = self._keep(layer.scale)
+        return data
+
+    def _fill_attention(self, data: LayerData, layer: Layer) -> None:
+        """Give a layer what its attention has but for its norms, and its cross attention if there is one."""
+        attn = data.self
         if layer.config.attention.qk_norm is not None:
             attn.q_norm = self._norm(layer.attn.q_norm)
             if layer.config.attention.keys_of is None:
@@ -218,18 +247,6 @@ class NativeStack:
             data.cross.norms = self._norms(layer.cross_norms)
             data.cross.input = packed_matrix(layer.cross.q)
             data.cross.output = packed_matrix(layer.cross.out)
-        mlp.norms = self._norms(layer.mlp_norms)
-        if layer.config.one_norm:
-            mlp.norms.pre = attn.norms.pre
-        fill_feed_forward(mlp, layer.mlp, self._norm, self._keep)
-        if layer.embedding is not None:
-            data.vectors.up, data.vectors.down = (
-                packed_matrix(one) for one in (layer.embedding.gate, layer.embedding.project)
-            )
-            data.vectors.norms.output = self._norm(layer.embedding.norm)
-        if layer.scale is not None:
-            data.scale = self._keep(layer.scale)
-        return data
 
     def _norms(self, norms: NormModules) -> SublayerNorms:
         return SublayerNorms(self._norm(norms.pre), self._norm(norms.output), self._norm(norms.post))
@@ -254,10 +271,17 @@ class NativeStack:
         self._kept.append(tensor.detach().float().contiguous())
         return self._kept[-1].data_ptr()
 
-    def _pages_of(self, cache: KVCache) -> ctypes.Array[KVPages]:
-        if self._pages is None or self._pages[0] is not cache:
-            self._pages = (cache, (KVPages * len(cache.layers))(*map(kv_pages, cache.layers)))
-        return self._pages[1]
+    def _layers_of(self, cache: KVCache) -> tuple[KVCache, ctypes.Array[KVPages], ctypes.Array[LayerStates]]:
+        """A cache with the pages and the states of each layer; one has pages, or states."""
+        if self._cache is None or self._cache[0] is not cache:
+            count = self.stack.config.num_layers
+            pages, states = (KVPages * count)(), (LayerStates * count)()
+            for index, layer in cache.pages.items():
+                pages[index] = kv_pages(layer)
+            for index, kept in cache.states.items():
+                states[index] = layer_states(kept)
+            self._cache = (cache, pages, states)
+        return self._cache
 
     def _make_biases(self, longest: int) -> ctypes.Array[ScoreBias]:
         """What is added to scores, for keys up to `longest`.
@@ -286,9 +310,7 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
     """What of a layer is not computed in C; None: nothing."""
     mixer = layer.mixer
     if not isinstance(mixer, AttentionConfig):
-        return "a recurrence"
-    if mixer.output_gate:
-        return "an output gate"
+        return unsupported_feed_forward(layer.feed_forward)
     if isinstance(mixer.position, XLNetRelativeConfig):
         return "XLNet's relative positions"
     if isinstance(mixer.position, DisentangledConfig) and mixer.window is not None:
@@ -298,10 +320,35 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
 
 def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     """A layer without weights: what it computes, which norms it has, and which of a step's arrays it reads."""
-    attention, cross = config.attention, config.cross
-    pools = pool_of_layers(stack)
+    cross, pools = config.cross, pool_of_layers(stack)
     pool = pools[stack.layers.index(config)]
+    layer = LayerData(mlp=feed_forward_structure(config.feed_forward))
+    layer.parallel, layer.has_cross = config.parallel, cross is not None
+    if isinstance(config.mixer, AttentionConfig):
+        layer.self = _attention_structure(config.mixer, stack, pool)
+    else:
+        layer.delta = ctypes.pointer(delta_structure(config.mixer))
+    sublayers = [layer.self if not layer.delta else layer.delta.contents, layer.mlp]
+    if cross is not None:
+        layer.cross = AttentionLayer(
+            shape=shape_of(cross), segments=max(pools) + 1 + pool, rotary=_NONE, score_bias=_NONE, relative=_NONE
+        )
+        sublayers.insert(1, layer.cross)
+    for sublayer, norms in zip(sublayers, config.norms, strict=True):
+        sublayer.scale = config.residual_scale
+        sublayer.norms = SublayerNorms(*(Norm(kind=_kind(norm)) for norm in (norms.pre, norms.output, norms.post)))
+    if config.one_norm:
+        layer.mlp.norms.pre = sublayers[0].norms.pre
+    if (vectors := config.embedding) is not None:
+        layer.has_vectors, layer.vectors.scale = True, 1.0
+        layer.vectors.activation = ACTIVATIONS[vectors.activation]
+        layer.vectors.norms.output = Norm(kind=_kind(vectors.norm))
+    return layer
+
+
+def _attention_structure(attention: AttentionConfig, stack: StackConfig, pool: int) -> AttentionLayer:
     attn = AttentionLayer(shape=shape_of(attention), segments=pool, rotary=_NONE, score_bias=_NONE, relative=_NONE)
+    attn.output_gate = attention.output_gate
     if isinstance(attention.position, RotaryConfig):
         attn.rotary = stack.rotaries.index(attention.position)
     if isinstance(attention.position, BucketBiasConfig | AlibiConfig):
@@ -310,23 +357,7 @@ def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:
     attn.keys_as_values, attn.reads_keys = attention.keys_as_values, attention.keys_of is not None
     if isinstance(attention.position, DisentangledConfig):
         attn.relative = 0  # of whichever layer
-    layer = LayerData(mlp=feed_forward_structure(config.feed_forward))
-    layer.self, layer.parallel, layer.has_cross = attn, config.parallel, cross is not None
-    if cross is not None:
-        layer.cross = AttentionLayer(
-            shape=shape_of(cross), segments=max(pools) + 1 + pool, rotary=_NONE, score_bias=_NONE, relative=_NONE
-        )
-    sublayers = (layer.self, layer.mlp) if cross is None else (layer.self, layer.cross, layer.mlp)
-    for sublayer, norms in zip(sublayers, config.norms, strict=True):
-        sublayer.scale = config.residual_scale
-        sublayer.norms = SublayerNorms(*(Norm(kind=_kind(norm)) for norm in (norms.pre, norms.output, norms.post)))
-    if config.one_norm:
-        layer.mlp.norms.pre = layer.self.norms.pre
-    if (vectors := config.embedding) is not None:
-        layer.has_vectors, layer.vectors.scale = True, 1.0
-        layer.vectors.activation = ACTIVATIONS[vectors.activation]
-        layer.vectors.norms.output = Norm(kind=_kind(vectors.norm))
-    return layer
+    return attn
 
 
 def _kind_of(module: nn.Module) -> NormKind:

@@ -62,6 +62,12 @@ def test_generation(kind: str, dtype: str, quantization: str, cache: str) -> Non
     assert depend_on_others(kind, dtype=dtype, quantization=quantization, kv_cache_dtype=cache) == []
 
 
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")])
+def test_generation_with_recurrent_layers_and_experts(dtype: str, quantization: str) -> None:
+    """However a prompt is cut, and wherever snapshots are taken."""
+    assert depend_on_others("qwen3-next", dtype=dtype, quantization=quantization) == []
+
+
 @needs_vectors
 @pytest.mark.parametrize("kind", ["llama-gqa", "t5-relu"])
 @pytest.mark.parametrize("quantization", ["none", "int8"])

@@ -235,18 +235,36 @@ static SublayerNorms norms_of(int64_t number, int64_t hidden) {
     return norms;
 }
 
-static AttentionLayer attention_layer(int64_t number, int64_t dtype, int64_t hidden, int64_t tiles, int cross) {
+static AttentionLayer attention_layer(int64_t number, int64_t dtype, int64_t hidden, int64_t tiles, int cross,
+                                      int gated) {
     static const int64_t shapes[][3] = {{4, 2, 8}, {2, 2, 33}, {6, 1, 20}, {3, 3, 64}};
     const int64_t *shape = shapes[(number + cross) % 4];
     int64_t heads = shape[0], kv_heads = shape[1], dim = shape[2];
     AttentionLayer layer = {.norms = norms_of(number, hidden), .rotary = -1, .score_bias = -1, .relative = -1};
     layer.shape = (AttentionShape){heads, kv_heads, dim, 0, 0.3f, number % 2 ? 2.0f : 0.0f, NULL};
-    layer.input = packed(dtype, (heads + (cross ? 0 : 2 * kv_heads)) * dim, hidden, number % 2, tiles);
+    layer.output_gate = gated && !cross;
+    layer.input = packed(dtype, ((1 + layer.output_gate) * heads + (cross ? 0 : 2 * kv_heads)) * dim, hidden, number % 2,
+                         tiles);
     layer.output = packed(dtype, hidden, heads * dim, 1, tiles);
     if (number % 2) layer.q_norm = norm_of(RMS_NORM, dim);
     if (number % 2 && !cross) layer.k_norm = norm_of(RMS_NORM, dim);
     if (!cross && number % 3 < 2) layer.rotary = number % 3;
     if (number % 2 == 0 && !cross) layer.score_bias = number;
+    return layer;
+}
+
+/* A recurrence of odd sizes. */
+static DeltaLayer recurrence(int64_t dtype, int64_t hidden, int64_t tiles) {
+    DeltaLayer layer = {.norms = norms_of(2, hidden), .key_heads = 2, .value_heads = 4, .key_dim = 13, .scale = 1.0f};
+    layer.value_dim = 4 * LANES + 5, layer.kernel = 3;
+    int64_t values = layer.value_heads * layer.value_dim, channels = 2 * layer.key_heads * layer.key_dim + values;
+    layer.input = packed(dtype, channels + values, hidden, 0, tiles);
+    layer.gates = packed(F32, 2 * layer.value_heads, hidden, 0, 0);
+    layer.output = packed(dtype, hidden, values, 0, tiles);
+    layer.taps = floats(layer.kernel * channels), layer.norm = norm_of(RMS_NORM, layer.value_dim);
+    float *decay = floats(layer.value_heads);
+    for (int64_t i = 0; i < layer.value_heads; i++) decay[i] *= decay[i];
+    layer.decay = decay, layer.dt_bias = floats(layer.value_heads);
     return layer;
 }
 
@@ -260,6 +278,7 @@ typedef struct {
     RelativePositions relative[LAYERS];
     Expert experts[LAYERS][EXPERTS + 1];
     ExpertsLayer mixtures[LAYERS];
+    DeltaLayer delta;
 } Model;
 
 /* Both kinds of scores, or one of them, in the kind of an encoder's products. */
@@ -294,10 +313,10 @@ static void make_model(Model *m, int64_t dtype, int64_t hidden, int64_t tiles, i
     for (int64_t i = 0; i < LAYERS; i++) {
         int64_t inner = 30 + 17 * i, gated = i % 2;
         Layer *layer = m->layers + i;
-        *layer = (Layer){.self = attention_layer(i, dtype, hidden, tiles, 0), .parallel = i == 2};
+        *layer = (Layer){.self = attention_layer(i, dtype, hidden, tiles, 0, decoder && i == 1), .parallel = i == 2};
         if (decoder) layer->self.segments = i % 2, layer->self.shape.window = i % 2 ? 20 : 0;
         if (decoder && i % 2 == 0) {
-            layer->has_cross = 1, layer->cross = attention_layer(i, dtype, hidden, tiles, 1);
+            layer->has_cross = 1, layer->cross = attention_layer(i, dtype, hidden, tiles, 1, 0);
             layer->cross.segments = 2;
         }
         layer->mlp = (MLPLayer){.norms = norms_of(i + 1, hidden), .gated = gated, .activation = 1 + i};
@@ -321,6 +340,31 @@ static void run_model(const Model *m, Step step, int64_t threads) {
     must_be_finite("run_stack", x, step.rows * m->stack.hidden);
 }
 
+/* The same step with a recurrence in layer 3, which leaves states behind tokens of some segments and begins others with
+ * zeros; and again with nothing kept. */
+static void run_recurrent(Model *m, Step step, int64_t dtype, int64_t tiles, int64_t threads) {
+    int64_t count = step.segments->segments, spans = 0;
+    m->delta = recurrence(dtype, m->stack.hidden, tiles), m->layers[3].delta = &m->delta;
+    StateSpan *all = room(2 * count * sizeof *all);
+    const int64_t *starts = step.segments->q_starts;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t middle = (starts[i] + starts[i + 1]) / 2, source = i % 3 ? 3 * i : -1;
+        if (middle > starts[i]) all[spans++] = (StateSpan){starts[i], middle, source, 3 * i + 1}, source = 3 * i + 1;
+        else middle = starts[i];
+        all[spans++] = (StateSpan){middle, starts[i + 1], source, i % 4 == 3 ? -1 : 3 * i + 2};
+    }
+    int64_t channels = 2 * m->delta.key_heads * m->delta.key_dim + m->delta.value_heads * m->delta.value_dim;
+    LayerStates *states = room(LAYERS * sizeof *states);
+    memset(states, 0, LAYERS * sizeof *states);
+    states[3].recurrent = floats(3 * count * m->delta.value_heads * m->delta.key_dim * m->delta.value_dim);
+    states[3].channels = floats(3 * count * (m->delta.kernel - 1) * channels);
+    step.spans = all, step.num_spans = spans, step.states = states;
+    run_model(m, step, threads);
+    for (int64_t i = 0; i < count; i++) all[i] = (StateSpan){starts[i], starts[i + 1], -1, -1};
+    step.num_spans = count, step.states = NULL;
+    run_model(m, step, threads);
+}
+
 static void check_decoder(int64_t dtype, int64_t kind, int64_t tiles, int64_t threads) {
     static const int64_t sources[][2] = {{1, 20}, {37, 33}, {1, 1}, {70, 9}, {1, 16}, {5, 50}, {1, 64}};
     Model m;
@@ -338,6 +382,7 @@ static void check_decoder(int64_t dtype, int64_t kind, int64_t tiles, int64_t th
     }
     Step step = {.rows = segments[0].q_starts[MIXED_COUNT], .num_segments = 3, .segments = segments, .pages = pages};
     run_model(&m, step, threads);
+    run_recurrent(&m, step, dtype, tiles, threads);
     free_all();
 }
 

@@ -205,4 +205,5 @@ DENSE_DECODERS: Rows = {
     "opt-narrow": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, word_embed_proj_dim=20),
     "qwen3-next": random_model("Qwen3NextForCausalLM", _RECURRENT, **_SHARED_EXPERT, mlp_only_layers=[1], **_ROPE),
     "qwen3-5": random_model("Qwen3_5ForCausalLM", _RECURRENT, linear_conv_kernel_dim=3, **_ROPE),
+    "qwen3-5-moe": random_model("Qwen3_5MoeForCausalLM", _RECURRENT, **_SHARED_EXPERT, **_ROPE),
 }

@@ -65,6 +65,7 @@ class Case:
     cross: Case | None = None
     segments: int = 0
     sinks: bool = False
+    gated_output: bool = False
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def weight(self, name: str, *shape: int) -> Tensor:
@@ -82,7 +83,7 @@ BIASED = Case(dim=16, biased=True, softcap=1.5, norms=("post",), segments=1, win
 PARALLEL = Case(dim=8, rotary=1, norms=SLOTS[:2], parallel=True)
 MIXED = (WINDOWED, FULL, PLAIN, BIASED, PARALLEL)
 SLOPED = Case(heads=6, kv_heads=3, dim=12, slopes=True, qk_norm=True, norm_span=2, adds=0.4)
-NEIGHBOURS = Case(dim=9, rotary=2, qk_norm=True, norm_span=1, adds=0.7, parallel=True)
+NEIGHBOURS = Case(dim=9, rotary=2, qk_norm=True, norm_span=1, adds=0.7, parallel=True, gated_output=True)
 OF_DECODERS = (*MIXED, SLOPED, NEIGHBOURS)
 
 
@@ -199,6 +200,8 @@ class Reference:
             sinks = case.weight("sinks", case.heads).double()[:, None, None].expand(-1, q.shape[1], 1)
             scores = torch.cat((scores, sinks), -1)
         out = (scores.softmax(-1)[..., : k.shape[1]] @ v).transpose(0, 1).flatten(1)
+        if case.gated_output:
+            out = out * (x @ case.weight("g", case.heads * case.dim, HIDDEN).double().T).sigmoid()
         return out @ case.weight("out", HIDDEN, case.heads * case.dim).double().T
 
     def _mlp(self, case: Case, x: Tensor) -> Tensor:
@@ -326,7 +329,8 @@ class InC:
         layer = AttentionLayer(
             self._norms(case, "attn"), shape, segments=segments, rotary=case.rotary, score_bias=-1, relative=-1
         )
-        sizes = {"q": case.heads, "k": case.kv_heads, "v": case.kv_heads}
+        sizes = {"q": case.heads, "g": case.heads, "k": case.kv_heads, "v": case.kv_heads}
+        layer.output_gate = "g" in names
         layer.input = self._matrix(*(case.weight(name, sizes[name] * case.dim, HIDDEN) for name in names))
         layer.output = self._matrix(case.weight("out", HIDDEN, case.heads * case.dim))
         layer.scale, layer.norm_span = case.adds, case.norm_span
@@ -339,7 +343,7 @@ class InC:
     def _layer(self, case: Case) -> Layer:
         layer = Layer(mlp=MLPLayer(self._norms(case, "mlp"), gated=case.gated, activation=case.activation))
         layer.mlp.scale = case.adds
-        layer.self = self._attention(case, "qkv", case.segments if self.causal else 0)
+        layer.self = self._attention(case, "qgkv" if case.gated_output else "qkv", case.segments if self.causal else 0)
         layer.mlp.up = self._matrix(case.weight("up", case.inner * (1 + case.gated), HIDDEN))
         layer.mlp.down = self._matrix(case.weight("down", HIDDEN, case.inner))
         layer.parallel, layer.has_cross = case.parallel, case.cross is not None

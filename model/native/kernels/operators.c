@@ -72,8 +72,8 @@ EXPORTED int64_t structure_sizes(int64_t *sizes, int64_t count) {
     const int64_t found[] = {
         sizeof(PackedMatrix),  sizeof(KVPages),        sizeof(Segments), sizeof(AttentionShape), sizeof(ScoreBias),
         sizeof(RelativePositions), sizeof(Attention),  sizeof(Norm), sizeof(SublayerNorms), sizeof(AttentionLayer),
-        sizeof(Expert),        sizeof(ExpertsLayer),
-        sizeof(MLPLayer),      sizeof(Layer),          sizeof(Stack),    sizeof(RotaryTable),    sizeof(Step),
+        sizeof(DeltaLayer),    sizeof(Expert),         sizeof(ExpertsLayer), sizeof(MLPLayer),   sizeof(Layer),
+        sizeof(Stack),         sizeof(RotaryTable),    sizeof(LayerStates),  sizeof(StateSpan),  sizeof(Step),
     };
     int64_t known = sizeof found / sizeof *found;
     for (int64_t i = 0; i < count && i < known; i++) sizes[i] = found[i];

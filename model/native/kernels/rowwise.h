@@ -57,6 +57,17 @@ static inline void scale_in_place(float *x, float factor, int64_t size) {
     for (; i < size; i++) x[i] *= factor;
 }
 
+/* Multiply x [size] by the sigmoids of gates [size]. */
+static inline void gate_sigmoid(float *x, const float *gates, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(x + i, load(x + i) / (1.0f + exp_vec(-load(gates + i))));
+    for (; i < size; i++) {
+        float some[LANES] = {gates[i]};
+        store(some, x[i] / (1.0f + exp_vec(-load(some))));
+        x[i] = some[0];
+    }
+}
+
 /* Rotate pairs (i, i + size / 2) of a head's first `size` numbers by the angles whose cosines and sines [size] these
  * are (Su et al. 2021, in the order of GPT-NeoX). */
 static inline void rotate(float *head, const float *cos, const float *sin, int64_t size) {

@@ -8,6 +8,7 @@
 
 #include <omp.h>
 
+#include "delta.h"
 #include "experts.h"
 #include "scratch.h"
 #include "thread_context.h"
@@ -25,15 +26,16 @@ typedef struct {
     float *x;          /* [rows][hidden]: what layers change */
     float *saved;      /* [rows][hidden]: what a parallel layer's MLP reads */
     float *sublayer;   /* [rows][hidden]: what a sublayer gives before its output norm */
-    float *qkv;        /* [rows][(heads + 2 kv_heads) dim] */
+    float *qkv;        /* [rows][(heads + 2 kv_heads) dim], or more with gates; what a recurrence mixes */
     float *attended;   /* [rows][heads dim] */
+    DeltaBuffers delta;
     float *inner;      /* [chunk][inner]: between an MLP's products */
     ExpertBuffers experts;
 } StackContext;
 
 /* Whether a layer's self attention is over whole segments, without pages, and sees them in both directions. */
 static int is_bidirectional(const Layer *layer, const Step *step) {
-    return !step->pages && !step->segments[layer->self.segments].causal;
+    return !layer->delta && !step->pages && !step->segments[layer->self.segments].causal;
 }
 
 /* The most keys of a segment of some rows' segments. */
@@ -57,6 +59,7 @@ static int64_t attention_scratch(const Stack *stack, const Step *step) {
         int64_t keys = max_i64(longest.decode, longest.prefill);
         for (int64_t number = 0; number < stack->num_layers; number++) {
             const Layer *layer = stack->layers[number];
+            if (layer->delta) continue;
             if (layer->self.segments == i && is_bidirectional(layer, step))
                 bytes = max_i64(bytes, encoder_attention_scratch(&layer->self.shape, keys, layer->self.relative >= 0));
             else if (layer->self.segments == i)
@@ -73,6 +76,7 @@ typedef struct {
     int64_t qkv, attended, inner_bytes; /* inner_bytes: between an MLP's products */
     int64_t operand_bytes, mlp_operand_bytes;
     int saved, sublayer; /* whether any layer needs such a buffer */
+    DeltaSizes delta;
     ExpertSizes experts;
 } LayerSizes;
 
@@ -93,12 +97,28 @@ static void measure_mlp(const MLPLayer *mlp, LayerSizes *sizes) {
     sizes->sublayer |= mlp->norms.output.kind != NO_NORM;
 }
 
+/* The same of a recurrence. */
+static void measure_recurrence(const DeltaLayer *layer, LayerSizes *sizes) {
+    measure_delta(layer, &sizes->delta);
+    sizes->qkv = max_i64(sizes->qkv, sizes->delta.mixed);
+    sizes->attended = max_i64(sizes->attended, sizes->delta.values);
+    sizes->operand_bytes = max_i64(sizes->operand_bytes, operand_bytes(&layer->input));
+    sizes->operand_bytes = max_i64(sizes->operand_bytes, operand_bytes(&layer->output));
+    sizes->sublayer |= layer->norms.output.kind != NO_NORM;
+}
+
+/* Heads of a row that self attention's input gives: queries, maybe their gates, keys and values. */
+static int64_t input_heads(const AttentionLayer *layer) {
+    return (layer->output_gate ? 2 : 1) * layer->shape.heads + 2 * layer->shape.kv_heads;
+}
+
 static LayerSizes measure_layers(const Stack *stack) {
     LayerSizes sizes = {0};
     for (int64_t number = 0; number < stack->num_layers; number++) {
         const Layer *layer = stack->layers[number];
         const MLPLayer *mlp = &layer->mlp;
-        measure_attention(&layer->self, layer->self.shape.heads + 2 * layer->self.shape.kv_heads, &sizes);
+        if (layer->delta) measure_recurrence(layer->delta, &sizes);
+        else measure_attention(&layer->self, input_heads(&layer->self), &sizes);
         if (layer->has_cross) measure_attention(&layer->cross, layer->cross.shape.heads, &sizes);
         measure_mlp(mlp, &sizes);
         if (layer->has_vectors) measure_mlp(&layer->vectors, &sizes);
@@ -113,12 +133,15 @@ static void take_buffers(Scratch *scratch, const Stack *stack, const Step *step,
     LayerSizes sizes = measure_layers(stack);
     int64_t number = sizeof(float), hidden = rows * stack->hidden * number, chunk = min_i64(rows, CHUNK_ROWS);
     int64_t own_bytes = max_i64(attention_scratch(stack, step), rows * GEMM_SCRATCH * number);
+    own_bytes = max_i64(own_bytes, sizes.delta.state_bytes);
     ThreadContext *team = &t->team;
     t->saved = scratch_take(scratch, sizes.saved ? hidden : 0);
     t->sublayer = scratch_take(scratch, sizes.sublayer ? hidden : 0);
     t->qkv = scratch_take(scratch, rows * sizes.qkv * number);
     t->attended = scratch_take(scratch, rows * sizes.attended * number);
     t->inner = scratch_take(scratch, chunk * sizes.inner_bytes);
+    t->delta.mixed = t->qkv, t->delta.outputs = t->attended;
+    take_delta_buffers(scratch, &sizes.delta, stack->hidden, rows, &t->delta);
     team->operand = scratch_take(scratch, max_i64(rows * sizes.operand_bytes, chunk * sizes.mlp_operand_bytes));
     team->operand_scales = scratch_take(scratch, rows * number);
     take_expert_buffers(scratch, &sizes.experts, stack->hidden, expert_rows(rows), team, &t->experts);
@@ -193,8 +216,8 @@ static void finish_heads(const StackContext *t, const AttentionLayer *layer, int
     const Step *step = t->step;
     const RotaryTable *rotary = layer->rotary < 0 ? NULL : step->rotary + layer->rotary;
     const int64_t *slots = step->segments[layer->segments].slots;
-    int64_t keys = a->heads * a->dim, values = keys + kv_heads * a->dim, width = values + kv_heads * a->dim;
-    int64_t first, last;
+    int64_t queries = a->heads * a->dim, keys = layer->output_gate ? 2 * queries : queries;
+    int64_t values = keys + kv_heads * a->dim, width = values + kv_heads * a->dim, first, last;
     thread_range(&t->team, step->rows, &first, &last);
     for (int64_t row = first; row < last; row++) {
         float *q = t->qkv + row * width;
@@ -203,10 +226,11 @@ static void finish_heads(const StackContext *t, const AttentionLayer *layer, int
         norm_heads(layer, kv_heads, &layer->k_norm, q + keys);
         for (int64_t head = 0; rotary && head < a->heads + kv_heads; head++) {
             int64_t angles = (t->first_row + row) * rotary->dim;
-            (rotary->interleaved ? rotate_neighbours : rotate)(q + head * a->dim, rotary->cos + angles,
-                                                               rotary->sin + angles, rotary->dim);
+            float *one = head < a->heads ? q + head * a->dim : q + keys + (head - a->heads) * a->dim;
+            (rotary->interleaved ? rotate_neighbours : rotate)(one, rotary->cos + angles, rotary->sin + angles,
+                                                               rotary->dim);
         }
-        if (rotary && rotary->growth) scale_in_place(q, rotary->growth[t->first_row + row], keys);
+        if (rotary && rotary->growth) scale_in_place(q, rotary->growth[t->first_row + row], queries);
         if (pages) write_kv(a, pages, slots[row], q + keys, q + values);
         if (kind == BF16) narrow_in_place(q, width);
     }
@@ -256,13 +280,25 @@ static void encoder_self_attention(const StackContext *t, const AttentionLayer *
 /* Whether attention over pages may be in tiles: where products of bfloat16 are. */
 static int tiled_attention(const Stack *stack) { return stack->tiles && stack->dtype == BF16; }
 
+/* Multiply what the heads have read by the sigmoids of their gates, which are behind the queries. Ends at a barrier. */
+static void gate_attended(const StackContext *t, const AttentionLayer *layer, int64_t width) {
+    int64_t heads = layer->shape.heads, dim = layer->shape.dim, first, last;
+    thread_range(&t->team, t->step->rows * heads, &first, &last);
+    for (int64_t unit = first; unit < last; unit++) {
+        const float *gate = t->qkv + unit / heads * width + (heads + unit % heads) * dim;
+        gate_sigmoid(t->attended + unit * dim, gate, dim);
+    }
+    wait_for_threads(&t->team);
+}
+
 /* Self attention over pages, which get this step's keys and values first, or over the rows themselves. A layer that
  * reads an earlier one's keys finds them in its pages, which are that one's. */
 static void self_attention(const StackContext *t, const AttentionLayer *layer, int64_t number) {
     const Step *step = t->step;
     const AttentionShape *a = &layer->shape;
     int64_t kv_heads = layer->reads_keys ? 0 : a->kv_heads;
-    int64_t keys = a->heads * a->dim, values = keys + kv_heads * a->dim, width = values + kv_heads * a->dim;
+    int64_t keys = (input_heads(layer) - 2 * a->kv_heads) * a->dim;
+    int64_t values = keys + kv_heads * a->dim, width = values + kv_heads * a->dim;
     Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->input, t->x, step->rows);
     multiply(&t->team, &layer->input, operand, step->rows, (Output){.rows = t->qkv, .stride = width});
     KVPages rows = {.kind = F32, .keys = t->qkv + keys, .values = t->qkv + values};
@@ -275,7 +311,17 @@ static void self_attention(const StackContext *t, const AttentionLayer *layer, i
     attention.queries = t->qkv, attention.query_stride = width, attention.out = t->attended;
     paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
     wait_for_threads(&t->team);
+    if (layer->output_gate) gate_attended(t, layer, width);
     finish_attention(t, layer);
+}
+
+/* A recurrence in the place of self attention. */
+static void recurrence(const StackContext *t, const DeltaLayer *layer, int64_t number) {
+    const Step *step = t->step;
+    const LayerStates *states = step->states ? step->states + number : NULL;
+    Operand operand = delta_operand(&t->team, layer, step, states, &t->delta, t->stack->hidden, t->x);
+    add_sublayer(t, &layer->output, operand, step->rows, &layer->norms.output, layer->scale, t->x);
+    norm_rows(t, &layer->norms.post, t->x, step->rows);
 }
 
 /* Cross attention to keys and values that are in the pages already. */
@@ -405,7 +451,8 @@ static void run_layer(const StackContext *t, int64_t number) {
         memcpy(t->saved + first * hidden, t->x + first * hidden, (last - first) * hidden * sizeof *t->x);
         from = t->saved;
     }
-    if (is_bidirectional(layer, t->step)) encoder_self_attention(t, &layer->self);
+    if (layer->delta) recurrence(t, layer->delta, number);
+    else if (is_bidirectional(layer, t->step)) encoder_self_attention(t, &layer->self);
     else self_attention(t, &layer->self, number);
     if (layer->has_cross) cross_attention(t, &layer->cross, number);
     int64_t chunk = layer->mlp.experts ? expert_rows(rows) : CHUNK_ROWS;

@@ -27,6 +27,8 @@ typedef struct {
     PackedMatrix input;  /* self: queries, keys, values [(heads + 2 kv_heads) dim, hidden]; cross: queries */
     int64_t keys_as_values; /* whether `input` gives no values: they are the keys before their norm (Gemma 4) */
     int64_t reads_keys;     /* whether it gives queries alone, for keys that an earlier layer has written */
+    int64_t output_gate; /* self: whether a gate of their size is behind the queries, whose sigmoid outputs are
+                          * multiplied by (Qwen3-Next); without pages or in causal attention */
     PackedMatrix output; /* [hidden, heads dim] */
     int64_t segments;    /* which segments: layers of one KV cache pool share block tables */
     int64_t rotary;      /* which rotary table; -1: no rotary positions */
@@ -34,6 +36,22 @@ typedef struct {
     int64_t relative;    /* which relative positions contents are compared with, in encoders; -1: none */
     float scale;         /* of what is added to x (Granite), where there is no output norm */
 } AttentionLayer;
+
+/* A recurrent layer by the gated delta rule (Yang et al. 2025), in the place of self attention. Its channels are those of
+ * queries [key_heads][key_dim], of keys, and of values [value_heads][value_dim]. */
+typedef struct {
+    SublayerNorms norms;
+    int64_t key_heads, value_heads; /* value_heads / key_heads neighbours share a query and a key */
+    int64_t key_dim, value_dim;
+    int64_t kernel;                 /* tokens that the convolution of a channel sees */
+    PackedMatrix input;             /* [channels + value_heads value_dim, hidden]: channels, and the outputs' gate */
+    PackedMatrix gates;             /* F32 [2 value_heads, hidden]: of rates, and of decays */
+    PackedMatrix output;            /* [hidden, value_heads value_dim] */
+    const float *taps;              /* [kernel][channels] of the convolution, the oldest token's first */
+    const float *decay, *dt_bias;   /* [value_heads] of exp(-decay softplus(gate + dt_bias)) */
+    Norm norm;                      /* of each head's outputs */
+    float scale;                    /* as of attention */
+} DeltaLayer;
 
 /* One expert: a feed-forward without a norm of its own. */
 typedef struct {
@@ -72,6 +90,7 @@ typedef struct {
 /* One layer. Layers may differ in everything but the hidden size. */
 typedef struct {
     AttentionLayer self, cross;
+    const DeltaLayer *delta; /* a recurrence in the place of self attention, which is not there then; null: none */
     MLPLayer mlp;
     int64_t has_cross;
     int64_t parallel; /* whether attention and MLP read the same x, and both are added to it (GPT-NeoX) */
@@ -96,6 +115,18 @@ typedef struct {
     const float *growth; /* [rows] what queries are multiplied by; null: nothing */
 } RotaryTable;
 
+/* What recurrent layers keep of sequences, by slots. */
+typedef struct {
+    float *recurrent; /* [slots][value_heads][key_dim][value_dim] */
+    float *channels;  /* [slots][kernel - 1][channels] of the last tokens, before the convolution */
+} LayerStates;
+
+/* Rows [first, last) of one sequence, which go on from the state in one slot and leave theirs in another, that nobody
+ * else reads in this step. Negative: zeros, and nowhere. A span that goes on from another's target follows it. */
+typedef struct {
+    int64_t first, last, source, target;
+} StateSpan;
+
 /* One run through layers [first_layer, last_layer) of a stack; behind its last layer comes the final norm. */
 typedef struct {
     int64_t rows, first_layer, last_layer;
@@ -106,6 +137,9 @@ typedef struct {
     const ScoreBias *score_biases;
     const RelativePositions *relative;
     const float *vectors;     /* [rows][num_layers][vectors.up.n] of each row for each layer, where layers have them */
+    const LayerStates *states; /* [num_layers] of recurrent layers; null: their spans begin with zeros and keep nothing */
+    int64_t num_spans;
+    const StateSpan *spans; /* [num_spans] all rows in their order, where a layer is recurrent */
     int64_t planned_keys; /* of a step that is only planned, whose segments are empty: its longest segment's keys */
     float *const *cross_queries; /* [num_layers] where a layer's queries of cross attention [rows][heads dim] are kept,
                                     null: nowhere; or null */

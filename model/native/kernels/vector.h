@@ -10,6 +10,8 @@
 #include <string.h>
 #ifdef __AVX2__
 #include <immintrin.h>
+#elif defined(__x86_64__)
+#include <xmmintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -55,6 +57,26 @@ typedef uint16_t hvec_u __attribute__((vector_size(2 * LANES), aligned(2), may_a
 INLINE vec splat(float x) { return (vec)REPEAT_LANES(x); }
 INLINE vec load(const float *p) { return *(const vec_u *)p; }
 INLINE void store(float *p, vec v) { *(vec_u *)p = v; }
+
+/* Store past the caches, which then need not read what was there before: at a multiple of the vector's size, for what is
+ * not read soon. `stored_past` comes before other threads read it. */
+INLINE void store_past(float *p, vec v) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX__)
+    _mm256_stream_ps(p, (__m256)v);
+#elif defined(__x86_64__)
+    _mm_stream_ps(p, (__m128)v);
+#else
+    store(p, v);
+#endif
+}
+
+INLINE void stored_past(void) {
+#ifdef __x86_64__
+    _mm_sfence();
+#endif
+}
 
 /* a * b + c with one rounding where the machine can; written out so that every kernel rounds alike. */
 INLINE vec fma_vec(vec a, vec b, vec c) {
