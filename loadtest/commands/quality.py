@@ -26,7 +26,7 @@ from model.api.engine_config import EngineConfig
 from model.llm import LLM
 from model.pretrained import embedded_models
 from model.pretrained.training import corpus, pairs
-from model.pretrained.training.evaluate import bits_per_byte, exact_match, pieces
+from model.pretrained.training.evaluate import WRITTEN, bits_per_byte, exact_match, pieces
 from model.quantization.command import quantize
 
 _TEXTS = 100  # that search scales
@@ -97,7 +97,7 @@ def _ours(paths: Mapping[str, Path], arguments: argparse.Namespace) -> list[dict
         row = {
             "format": name,
             "bits_per_byte": bits_per_byte(models["code"], sample),
-            "exact_match": exact_match(models["normalize"], held_out),
+            "exact_match": exact_match(models["normalize"], held_out, WRITTEN),
             "least_cosine": float((vectors * exact).sum(axis=1).min()),
         }
         rows.append(row)

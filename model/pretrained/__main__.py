@@ -16,7 +16,12 @@ from model.pretrained.training.speech.card import write_speech_card
 from model.pretrained.training.speech.evaluate import evaluate_speech
 from model.pretrained.training.speech.recipe import train_speech
 
-_TRAIN = {"code": recipes.train_code, "normalize": recipes.train_normalize, "speech": train_speech}
+_TRAIN = {
+    "code": recipes.train_code,
+    "normalize": recipes.train_normalize,
+    "assistant": recipes.train_assistant,
+    "speech": train_speech,
+}
 
 
 def main() -> None:
@@ -44,8 +49,9 @@ def measure(name: str) -> None:
         write_speech_card(folder, _parameters(folder), errors)
         print(json.dumps({"model": name, "word_error_rates": asdict(errors)}))
     else:
-        exact = evaluate.evaluate_normalize(folder)
-        cards.write_normalize_card(folder, _parameters(folder), exact)
+        exact = (evaluate.evaluate_normalize if name == "normalize" else evaluate.evaluate_assistant)(folder)
+        write = cards.write_normalize_card if name == "normalize" else cards.write_assistant_card
+        write(folder, _parameters(folder), exact)
         print(json.dumps({"model": name, "exact_match": exact}))
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import re
 from collections.abc import Iterator
 from datetime import date, timedelta
 
+import jsonschema
 import pytest
 
-from model.pretrained.training import corpus, pairs, sentences, vocabulary
+from model.pretrained.training import chat, conversations, corpus, pairs, sentences, tool_catalogue, vocabulary
 from model.pretrained.training.spoken import (
     cardinal_forms,
     date_forms,
@@ -245,3 +247,48 @@ def test_code_tokenizer_round_trips_and_keeps_indentation_whole() -> None:
     assert body[0] == "Ċ" + "Ġ" * 8
     prompt = tokenizer.encode("    def bisect(a):\n        ").ids
     assert tokenizer.encode("    def bisect(a):\n        return").ids[: len(prompt)] == prompt
+
+
+def test_a_conversation_has_all_that_its_reply_says() -> None:
+    """Names come from the tools, values from the request or the result; of these none is on both sides of the split."""
+    rng = random.Random(3)
+    seen: dict[bool, set[str]] = {False: set(), True: set()}
+    replies: dict[str, int] = {}
+    for at in range(600):
+        drawn = conversations.draw(rng, held_out=bool(at % 2))
+        prompt, reply = chat.rendered(drawn)
+        request, last = drawn.messages[0]["content"], drawn.messages[-1]
+        offered = {tool["function"]["name"]: tool["function"]["parameters"] for tool in drawn.tools}
+        assert len(offered) == len(drawn.tools)
+        for call in last.get("tool_calls", ()):
+            function = call["function"]
+            jsonschema.validate(function["arguments"], offered[function["name"]])
+            assert list(function["arguments"]) == offered[function["name"]]["required"]
+            values = [str(value) for value in function["arguments"].values()]
+            assert all(value in request for value in values)
+            seen[bool(at % 2)] |= set(values)
+        kind = "calls" if "tool_calls" in last else drawn.messages[-2]["role"]
+        replies[kind] = replies.get(kind, 0) + 1
+        if kind == "tool":
+            told = [str(value) for value in json.loads(drawn.messages[-2]["content"]).values()]
+            assert any(value in reply for value in told) or told in (["sent"], ["delivered"], ["done"], ["ok"])
+        assert prompt.endswith("<|im_start|>assistant\n") and reply.count("<|im_end|>") == 1
+    fixed = {value for values in tool_catalogue.FIXED_VALUES.values() for value in values}
+    both = {value for value in seen[False] & seen[True] if not value[0].isdigit()} - fixed
+    assert not both and min(replies.values()) > 30 and len(replies) == 3
+
+
+def test_assistant_tokenizer_has_marks_and_digits() -> None:
+    rng = random.Random(4)
+    texts = ["".join(chat.rendered(conversations.draw(rng, held_out=False))) for _ in range(300)]
+    tokenizer = vocabulary.assistant_tokenizer(texts, 400)
+    assert [tokenizer.id_to_token(id) for id in range(4)] == [
+        "<|im_end|>",
+        "<|im_start|>",
+        "<tool_call>",
+        "</tool_call>",
+    ]
+    text = '<tool_call>\n{"n": 905, "name": "Zürich"}\n</tool_call><|im_end|>'
+    found = tokenizer.encode(text)
+    assert tokenizer.decode(found.ids, skip_special_tokens=False) == text
+    assert [token for token in found.tokens if token.isdigit()] == ["9", "0", "5"]

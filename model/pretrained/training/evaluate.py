@@ -10,10 +10,13 @@ from pathlib import Path
 from model.api.engine_config import EngineConfig
 from model.api.request import SamplingParams
 from model.llm import LLM
-from model.pretrained.training import corpus, pairs
+from model.pretrained.training import chat, conversations, corpus, pairs
+from model.pretrained.training.vocabulary import TURN_END
 
 PIECE_CHARACTERS = 1_000  # of a text that is scored; far fewer tokens than the context length
 HELD_OUT_PAIRS = 4_000
+HELD_OUT_CONVERSATIONS = 2_000
+WRITTEN = SamplingParams(max_tokens=96)  # of a pair's written form
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,20 @@ def evaluate_code(folder: Path) -> BitsPerByte:
     return BitsPerByte(bits_per_byte(llm, pieces(corpus.held_out_sample())), bits_per_byte(llm, fitting))
 
 
-def exact_match(llm: LLM, held_out: Sequence[tuple[str, str]]) -> float:
-    """Return the fraction of pairs whose written form greedy decoding gives exactly."""
-    answers = llm.generate([spoken for spoken, _ in held_out], SamplingParams(max_tokens=96))
-    right = [answer == written for answer, (_, written) in zip(answers, held_out, strict=True)]
+def exact_match(llm: LLM, held_out: Sequence[tuple[str, str]], params: SamplingParams) -> float:
+    """Return the fraction of pairs of a prompt and a text whose text greedy decoding gives exactly."""
+    answers = llm.generate([given for given, _ in held_out], params)
+    right = [answer == expected for answer, (_, expected) in zip(answers, held_out, strict=True)]
     return sum(right) / len(right)
 
 
 def evaluate_normalize(folder: Path) -> float:
-    return exact_match(LLM(folder, EngineConfig(dtype="float32")), pairs.held_out_pairs(HELD_OUT_PAIRS))
+    llm = LLM(folder, EngineConfig(dtype="float32"))
+    return exact_match(llm, pairs.held_out_pairs(HELD_OUT_PAIRS), WRITTEN)
+
+
+def evaluate_assistant(folder: Path) -> float:
+    drawn = map(chat.rendered, conversations.held_out_conversations(HELD_OUT_CONVERSATIONS))
+    held_out = [(prompt, reply.removesuffix(TURN_END)) for prompt, reply in drawn]
+    params = SamplingParams(max_tokens=160, skip_special_tokens=False)
+    return exact_match(LLM(folder, EngineConfig(dtype="float32")), held_out, params)

@@ -1,13 +1,15 @@
-"""The recipes of the embedded models: configuration, batches, training plan, and the saved folder.
+"""The recipes of the models in this package: configuration, batches, training plan, and the saved folder.
 
-Both are saved as Hugging Face checkpoints with float16 weights, by the inverse of the family's weight table.
+All are saved as Hugging Face checkpoints with float16 weights, by the inverse of the family's weight table.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
 from model.network.weights import stored_tensors
 from model.pretrained import CHECKPOINTS
-from model.pretrained.training import corpus, pairs, vocabulary
+from model.pretrained.training import chat, conversations, corpus, pairs, vocabulary
+from model.pretrained.training.conversations import Kind
 from model.pretrained.training.trainer import TrainingPlan, cross_entropy, new_model, train
 
 CODE: dict[str, Any] = {
@@ -70,6 +73,31 @@ NORMALIZE: dict[str, Any] = {
 }
 NORMALIZE_PLAN = TrainingPlan(steps=2800, learning_rate=2e-3, warmup=300, dropout=0.05, label_smoothing=0.05)
 NORMALIZE_TOKENS = 3072  # source tokens of a batch
+
+ASSISTANT: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "dtype": "float16",
+}
+ASSISTANT_PLAN = TrainingPlan(
+    steps=6000, learning_rate=2e-3, warmup=200, dropout=0.0, label_smoothing=0.0, weight_decay=0.1
+)
+ASSISTANT_SECOND_PLAN = replace(ASSISTANT_PLAN, steps=2000, learning_rate=1e-3, warmup=100, seed=1)  # goes on from it
+ASSISTANT_TOKENS = 3072  # of a batch, with its padding
+ASSISTANT_COPYING = 115  # first turns of 1,024 conversations that teach copying above all, before calls are taught
 IGNORED = -100  # a target that is excluded from the loss
 
 
@@ -98,6 +126,22 @@ def train_normalize(work: Path, device: torch.device) -> Path:
     train(model, NORMALIZE_PLAN, batches, _translation_loss, work / "normalize.state")
     generation = {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0, "bad_words_ids": [[0]]}
     return save(CHECKPOINTS / "normalize", model, NORMALIZE, generation, tokenizer)
+
+
+def train_assistant(work: Path, device: torch.device) -> Path:
+    """Train `assistant` on generated conversations, which share no copied value with the held-out ones, and save it."""
+    rng = random.Random(ASSISTANT_PLAN.seed)
+    texts = ("".join(chat.rendered(conversations.draw(rng, held_out=False, kind=Kind.COPYING))) for _ in range(20_000))
+    tokenizer = vocabulary.assistant_tokenizer(texts, ASSISTANT["vocab_size"])
+    model = new_model(config_from_raw(ASSISTANT), ASSISTANT_PLAN.seed, device)
+    first = itertools.chain(itertools.repeat(Kind.COPYING, ASSISTANT_COPYING), itertools.repeat(Kind.CALLING))
+    for plan, kinds in ((ASSISTANT_PLAN, first), (ASSISTANT_SECOND_PLAN, itertools.repeat(Kind.FOREIGN))):
+        batches = (tuple(t.to(device) for t in batch) for batch in _chat_batches(tokenizer, plan.seed, kinds))
+        train(model, plan, batches, _reply_loss, work / f"assistant-{plan.seed}.state")
+    folder = CHECKPOINTS / "assistant"
+    save(folder, model, ASSISTANT, {"eos_token_id": 0, "do_sample": False}, tokenizer)
+    (folder / "chat_template.jinja").write_text(chat.TEMPLATE, encoding="utf-8")
+    return folder
 
 
 def save(
@@ -141,6 +185,13 @@ def _translation_loss(model: Transformer, batch: object) -> Tensor:
     return cross_entropy(model.logits(hidden), targets.flatten(), NORMALIZE_PLAN.label_smoothing)
 
 
+def _reply_loss(model: Transformer, batch: object) -> Tensor:
+    assert isinstance(batch, tuple)
+    inputs, targets = batch  # [B, L]
+    hidden = model.decode(_dense(inputs, causal=True))
+    return cross_entropy(model.logits(hidden), targets.flatten(), ASSISTANT_PLAN.label_smoothing)
+
+
 def _dense(ids: Tensor, *, causal: bool) -> StackInput:
     """Pack a batch of equal lengths `[B, L]`."""
     count, length = ids.shape
@@ -166,6 +217,38 @@ def _pair_batches(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[Tensor, Ten
             bucket.append((source.ids, target.ids))
             if len(bucket) * len(source.ids) >= NORMALIZE_TOKENS:
                 yield _pad_batch(buckets.pop(len(source.ids)))
+
+
+def _chat_batches(tokenizer: Tokenizer, seed: int, kinds: Iterable[Kind]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches of inputs and targets, of 1,024 conversations of each of `kinds` in turn.
+
+    Targets are the replies, and what is before is ignored. Conversations of about one length are together, padded at
+    the end.
+    """
+    rng = random.Random(seed + 1)
+    for kind in kinds:
+        drawn = [chat.rendered(conversations.draw(rng, held_out=False, kind=kind)) for _ in range(1024)]
+        prompts, replies = (tokenizer.encode_batch([pair[part] for pair in drawn]) for part in (0, 1))
+        pairs_of_ids = [(a.ids, b.ids) for a, b in zip(prompts, replies, strict=True)]
+        batches, batch, width = [], list[tuple[list[int], list[int]]](), 0
+        for prompt, reply in sorted(pairs_of_ids, key=lambda pair: len(pair[0]) + len(pair[1])):
+            width = len(prompt) + len(reply) - 1
+            if (len(batch) + 1) * width > ASSISTANT_TOKENS:
+                batches.append(batch)
+                batch = []
+            batch.append((prompt, reply))
+        for batch in rng.sample(batches, len(batches)):
+            yield _pad_chat(batch)
+
+
+def _pad_chat(batch: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    width = max(len(prompt) + len(reply) for prompt, reply in batch) - 1
+    inputs, targets = [], []
+    for prompt, reply in batch:
+        padding = width + 1 - len(prompt) - len(reply)
+        inputs.append([*prompt, *reply[:-1]] + [0] * padding)
+        targets.append([IGNORED] * (len(prompt) - 1) + reply + [IGNORED] * padding)
+    return torch.tensor(inputs), torch.tensor(targets)
 
 
 def _pad_batch(bucket: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,10 +12,14 @@ from tokenizers.models import BPE
 
 END_OF_TEXT = "<|endoftext|>"
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+TURN, TURN_END, CALL, CALL_END = "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"
 
 # A piece of line breaks includes the next line's indentation, so a prompt that ends in indentation is split as in
 # training. Other pieces: a name with its space, a digit, punctuation with its space, other white space.
 _CODE_PIECES = r"[\r\n]+[ \t]*| ?[\p{L}_]+|\p{N}| ?[^\s\p{L}\p{N}_]+|\s+(?!\S)|\s+"
+
+
+_ASSISTANT_PIECES = r"\p{L}+|\p{N}|\s|[^\s\p{L}\p{N}]+"
 
 
 def code_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> Tokenizer:
@@ -37,6 +41,18 @@ def normalize_tokenizer(pairs: Iterable[tuple[str, str]], vocab_size: int = 1200
     texts = (text for pair in pairs for text in pair)
     tokenizer = _train(texts, pieces, vocab_size, [PAD, END, UNKNOWN])
     return _with_template(tokenizer, f"$A {END}", f"$A $B:1 {END}:1", END)
+
+
+def assistant_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train the tokenizer of `assistant`: the marks of turns and calls are tokens, and so is each digit.
+
+    A space is a token of its own, so that a word has the same tokens in a sentence as between the quotes of a JSON
+    string: the model copies tokens instead of spelling. `<|im_end|>`, which ends a reply, is id 0. The chat template
+    writes every mark, so nothing is added to a text.
+    """
+    split = pre_tokenizers.Split(Regex(_ASSISTANT_PIECES), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _train(texts, pre_tokenizers.Sequence([split, to_bytes]), vocab_size, [TURN_END, TURN, CALL, CALL_END])
 
 
 def _train(
