@@ -110,7 +110,7 @@ TOKENIZER: dict[str, Any] = {
     "pad_token": tokens.END,
     "model_max_length": SPEECH["max_target_positions"],
 }
-PLAN = TrainingPlan(steps=3000, learning_rate=2e-3, warmup=200, dropout=0.0, label_smoothing=0.05, weight_decay=0.05)
+PLAN = TrainingPlan(steps=6000, learning_rate=2e-3, warmup=200, dropout=0.0, label_smoothing=0.05, weight_decay=0.05)
 BATCH = 12  # windows
 CLIPS = 10_000
 SAMPLE = "the meeting is on the fifth of july at eighteen twenty three"  # held out; said in the folder's sample.flac
