@@ -155,6 +155,27 @@ PANELS = (
     ),
     Panel("Tokens waiting", "short", (("{{model}}", now("tokens_waiting")),), "Of prompts without an output."),
     Panel("Replicas", "short", (("{{model}}", now("replicas")),), "That serve the model, of all instances."),
+    # Speech
+    Panel(
+        "Audio",
+        "short",
+        (("{{model}}", rate("audio_seconds_total")),),
+        "Seconds of audio that are transcribed a second.",
+    ),
+    Panel(
+        "Real-time factor",
+        "short",
+        percentiles("audio_real_time_factor", 0.5, 0.95),
+        "Seconds that a transcription took over those of its audio.",
+        bound=1,
+    ),
+    Panel(
+        "Windows of audio",
+        "short",
+        (("{{model}} {{outcome}}", rate("audio_windows_total", "model, outcome")),),
+        "Outputs a second. Many `repeated`: not the model's language, or not speech.",
+        stacked=True,
+    ),
     # Failures
     Panel(
         "Preemptions",

@@ -27,6 +27,7 @@ class SpeechOptions:
     prompt: tuple[int, ...] = ()
     carries_context: bool = True
     temperatures: tuple[float, ...] = TEMPERATURES
+    forgets_failed: bool = False  # what failed at the last of them is no context
     compression_ratio_threshold: float | None = 2.4
     logprob_threshold: float | None = -1.0
     no_speech_threshold: float | None = 0.6
@@ -97,6 +98,7 @@ class RequestMaker:
             end=self.tokens.end,
             prompt=options.prompt,
             carries_context=options.carries_context and not options.parallel,
+            forgets_failed=options.forgets_failed,
             temperatures=options.temperatures,
             compression_ratio_threshold=options.compression_ratio_threshold,
             logprob_threshold=options.logprob_threshold,

@@ -28,6 +28,7 @@ class Decoding:
     end: int  # <|endoftext|>
     prompt: tuple[int, ...] = ()  # text that comes before the audio
     carries_context: bool = True  # a window is told what was said in those before it
+    forgets_failed: bool = False  # but not of an output that has failed at the last temperature
     temperatures: tuple[float, ...] = TEMPERATURES
     compression_ratio_threshold: float | None = 2.4
     logprob_threshold: float | None = -1.0
@@ -115,7 +116,8 @@ class SequentialWindows:
         ids = outcome.token_ids
         ratio = compression_ratio((*ids, self.decoding.end) if outcome.ended else ids, self.decoding.vocab_size)
         failed, silent = self._judge(outcome, ratio)
-        self._carries = self.decoding.carries_context and attempt.temperature < _UNRELIABLE_FROM
+        forgets = failed and self.decoding.forgets_failed
+        self._carries = self.decoding.carries_context and attempt.temperature < _UNRELIABLE_FROM and not forgets
         if failed and self._attempt + 1 < len(self.decoding.temperatures):
             self._attempt += 1
             self.num_fallbacks += 1
@@ -125,7 +127,10 @@ class SequentialWindows:
         if silent:
             self.seek += attempt.window.num_frames
             return []
-        return self._accept(attempt, outcome, ratio)
+        found = self._accept(attempt, outcome, ratio)
+        if not forgets:
+            self._remember(found)
+        return found
 
     def is_silent(self, no_speech_prob: float) -> bool:
         """Return whether a window of this probability may turn out to hold no speech, whatever its tokens say."""
@@ -160,10 +165,13 @@ class SequentialWindows:
             for span in spans
         ]
         self.seek += frames if frames > 0 else window.num_frames
-        for segment in found:
+        return found
+
+    def _remember(self, segments: Sequence[Segment]) -> None:
+        """Add what was said to the context of the windows that follow."""
+        for segment in segments:
             self._said += _without_second_ending(segment.token_ids, self.decoding.timestamp_begin)
         del self._said[: -self.decoding.most_context]
-        return found
 
     def _context(self) -> tuple[int, ...]:
         """Return what stands before the start of a window's prompt."""

@@ -52,6 +52,11 @@ class ServedModel:
         return self.config.encoder is not None and self.config.decoder is not None
 
     @property
+    def reads_text(self) -> bool:
+        """Whether a prompt or an input may be text or images; a model that transcribes reads sound alone."""
+        return self.config.audio is None
+
+    @property
     def token_types(self) -> int:
         """The number of segments (token type ids) that the model distinguishes; 0: it has none."""
         encoder = self.config.encoder
@@ -200,7 +205,7 @@ class Registry:
         return unknown_model(name, self.names)
 
     def _only_one_for(self, task: Task) -> str:
-        """Return the only model for the task.
+        """Return the only model for the task, of which one that reads sound alone is none: its routes are others.
 
         Vectors come from the only encoder, of several from the only one that classifies nothing, though others have
         hidden states too.
@@ -209,7 +214,10 @@ class Registry:
         for made_for in (encoders, [one for one in encoders if one.config.classifier is None]):
             if task is Task.ENCODE and len(made_for) == 1:
                 return made_for[0].name
-        return self.only_one(lambda one: one.serves(task), f"can {task}")
+        able = [one.name for one in self.candidates if one.serves(task)]
+        readers = [one.name for one in self.candidates if one.name in able and one.reads_text]
+        chosen = able if task is Task.TOKENIZE else readers or able
+        return self.only_one(lambda one: one.name in chosen, f"can {task}")
 
     def _wrong_task(self, found: ServedModel, task: Task) -> ApiError:
         if task is Task.TOKENIZE:

@@ -41,7 +41,7 @@ HUGGINGFACE_NAMES = {
         for name in ("temperature", "num_beams", "top_k", "top_p", "language", "task")
     },
 }
-_UNSENT = "-"  # in the place of a file, which travels beside the body
+UNSENT = "-"  # in the place of a file, which travels beside the body
 
 
 # Forms
@@ -58,7 +58,7 @@ def parsed_form(form: Form, model: type[F]) -> tuple[F, bytes]:
             raise invalid(f"{name[:64]} is a file: only the field file may be one", name[:64], "unknown_field")
     if len(files) != 1:
         raise invalid("file is required: one, as a file", "file", "missing_field")
-    fields["file"] = _UNSENT
+    fields["file"] = UNSENT
     try:
         body = model.model_validate(fields)
     except ValidationError as error:
@@ -96,7 +96,7 @@ def _is_list(model: type[AudioForm], name: str) -> bool:
 def transcribe(form: AudioForm, *, task: str) -> TranscribeBody:
     """Translate a form; raises `ApiError` with native field names."""
     fields: dict[str, Any] = {
-        "audio": _UNSENT,
+        "audio": UNSENT,
         "task": task,
         "initial_prompt": form.prompt,
         "temperature": form.temperature,
@@ -219,12 +219,15 @@ def _plain(text: str, media_type: str) -> Response:
 
 
 def huggingface(body: SpeechBody | None, model: str | None) -> TranscribeBody:
-    """Translate a body, or the lack of one where the file was sent alone; raises `ApiError` with native names."""
+    """Translate a body, or the lack of one where the file was sent alone; raises `ApiError` with native names.
+
+    The file travels beside what this returns.
+    """
     parameters = None if body is None else body.parameters
     given = (parameters.generation_parameters or parameters.generate_kwargs) if parameters else None
     found = given or SpeechGeneration.model_validate({})
     fields: Mapping[str, Any] = {
-        "audio": _UNSENT if body is None else body.inputs,
+        "audio": UNSENT,
         "model": model,
         "timestamps": _timestamps(None if parameters is None else parameters.return_timestamps),
         "temperature": (1.0 if found.temperature is None else found.temperature) if found.do_sample else None,

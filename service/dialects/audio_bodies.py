@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, Tag
 
 from service.dialects.common import DialectBody, Extended, NotSupported
 from service.schemas.bodies import RequestId
-from service.schemas.types import MAX_INT, Body
+from service.schemas.types import MAX_INT, ONE_OR_LIST, Body
 
 AudioFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 _FILE = Field(
@@ -16,6 +16,14 @@ _FILE = Field(
     json_schema_extra={"type": "string", "format": "binary"},
     examples=["@speech.wav"],
 )
+
+
+Temperature = Annotated[float, Field(ge=0, le=1)]
+Temperatures = Annotated[
+    Annotated[Temperature, Tag("<one>")]
+    | Annotated[list[Temperature], Field(min_length=1, max_length=16), Tag("<list>")],
+    ONE_OR_LIST,
+]
 
 
 class AudioForm(Body):
@@ -31,12 +39,11 @@ class AudioForm(Body):
         None, max_length=MAX_INT, description="A text that comes before the audio.", examples=["Triptych, Whisper."]
     )
     response_format: AudioFormat = Field("json", description="The shape of the reply.", examples=["verbose_json"])
-    temperature: float | None = Field(
+    temperature: Temperatures | None = Field(
         None,
-        ge=0,
-        le=1,
-        description="0 (default): 0, and the next higher ones for a window whose output has failed.",
-        examples=[0],
+        description="0 (default): 0, and the next higher ones for a window whose output has failed, but in a stream 0 "
+        "alone. Several (`temperature[]`): these, one after the other, in a stream too.",
+        examples=[0, [0, 0.4]],
     )
     num_beams: int | None = Field(None, ge=1, le=MAX_INT, description="As in /generate.", examples=[5])
     seed: int | None = Field(None, ge=0, le=2**63 - 1, description="As in /generate.", examples=[7])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -78,23 +78,29 @@ def with_model_of_query(request: Request, body: B) -> B:
     return body.model_copy(update={"model": name})
 
 
-async def raw_body(request: Request) -> bytes:
-    """Return the bytes of a JSON body; raises a 415 for another content type, a 400 if there are none."""
+async def raw_body(request: Request, counted: Callable[[int], None] | None = None) -> bytes:
+    """Return the bytes of a JSON body, as `whole_body`; raises a 415 for another content type, a 400 for no bytes."""
     _check_content_type(request)
-    raw = await whole_body(request.receive)
+    raw = await whole_body(request.receive, counted)
     if not raw or raw.isspace():
         raise invalid("the body is empty; expected a JSON object", code="invalid_json")
     return raw
 
 
-async def whole_body(receive: Receive) -> bytes:
-    """Return all bytes of a body; raises `ApiError` 499 if the client disconnects."""
+async def whole_body(receive: Receive, counted: Callable[[int], None] | None = None) -> bytes:
+    """Return all bytes of a body; raises `ApiError` 499 if the client disconnects.
+
+    `counted` is told how many have come by now, and may raise.
+    """
     pieces: list[bytes] = []
+    seen = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise client_gone()
         pieces.append(message.get("body", b""))
+        if counted is not None:
+            counted(seen := seen + len(pieces[-1]))
         if not message.get("more_body", False):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 

@@ -22,7 +22,7 @@ from service.settings.service_settings import Limits
 
 # Times `max_header_bytes`. The application refuses headers up to here, with a request id. HAProxy has the same factor.
 _HEADER_FACTOR = 4
-_DRAIN_FACTOR = 8  # times `max_body_bytes`: bytes that are read and discarded after a reply
+_DRAIN_FACTOR = 8  # times `max_body_bytes`, or `max_audio_bytes`: what is read and discarded after a reply
 _MAX_DRAINED = 64  # connections of a server that are drained at a time
 _JOINED_BYTES = 65_536  # copied behind a head, rather than sent as two buffers
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
@@ -60,7 +60,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parsing = False
         self._unstarted: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until parsing ends
         self._drained = drained
-        self._drain_left = self._drain_limit = _DRAIN_FACTOR * limits.max_body_bytes  # bytes
+        self._drain_limit = max(_DRAIN_FACTOR * limits.max_body_bytes, limits.max_audio_bytes)  # bytes
+        self._drain_left = self._drain_limit
         self._discards_input = False  # after the writing side was closed
         self._max_header_bytes = _HEADER_FACTOR * limits.max_header_bytes
         self._seconds = limits.receive_s

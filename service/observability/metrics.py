@@ -40,6 +40,7 @@ _SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
+_WINDOW_OUTCOMES = ("text", "silence", "repeated")
 _FACTORS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
@@ -108,7 +109,7 @@ class Metrics:
         """Count an audio that took so many `seconds`, and its windows by what came of their outputs."""
         self._audio_seconds.labels(model).inc(audio_seconds)
         self._real_time.labels(model).observe(seconds / audio_seconds)
-        for outcome, count in (("text", windows), ("silence", silent), ("repeated", repeated)):
+        for outcome, count in zip(_WINDOW_OUTCOMES, (windows, silent, repeated), strict=True):
             self._audio_windows.labels(model, outcome).inc(count)
 
     def tokenized(self, model: str, seconds: float) -> None:
@@ -125,6 +126,13 @@ class Metrics:
         self._build_info.labels(info.name, version, info.form, info.dtype, info.attention_backend).set(1)
         self._seen[info.name, "restarts"] = restarts
         self._initialize_counters(info.name, tasks)
+
+    def transcribes(self, model: str) -> None:
+        """Export the counters of speech as 0 for a loaded model that transcribes: they tell it from others."""
+        self._audio_seconds.labels(model)
+        self._real_time.labels(model)
+        for outcome in _WINDOW_OUTCOMES:
+            self._audio_windows.labels(model, outcome)
 
     def load_ended(self, model: str, outcome: Literal["loaded", "failed", "cancelled"], seconds: float) -> None:
         """Count a load while the service runs; `seconds` since it was asked for, with its wait for other loads."""

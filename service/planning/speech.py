@@ -6,7 +6,6 @@ The file is decoded in a process of its own, bounded in time, memory and length;
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,8 +21,9 @@ from model.speech.requests import RequestMaker, SpeechOptions
 from model.speech.transcription import TEMPERATURES
 from model.text.tokenizer import Tokenizer
 from service.core.engine_client import EngineClient
-from service.core.errors import ApiError, invalid, listed, shorten, unavailable
+from service.core.errors import invalid, listed, shorten, unavailable
 from service.core.model_registry import Registry, ServedModel, Task
+from service.planning.audio_room import AudioRoom, HeldAudio
 from service.planning.body_limits import check_request
 from service.planning.generate import cache_salt, check_room, engine_id, loaded_info
 from service.planning.tokenization import TokenizerThreads, check_vocabulary
@@ -89,32 +89,6 @@ def audio_limits(limits: Limits) -> AudioLimits:
     return AudioLimits(seconds=limits.max_audio_seconds, file_bytes=limits.max_audio_bytes)
 
 
-class AudioRoom:
-    """Bounds how many audio files a process holds: the time of a transcription is that of its audio."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._held = 0
-
-    def take(self) -> Callable[[], None]:
-        """Hold a file until the returned function is called; raises a 429 if there are too many."""
-        if self._held >= self._limit:
-            message = f"{self._limit} audio files are being transcribed, which is the most at a time; try again later"
-            headers = {"Retry-After": "5"}
-            raise ApiError(
-                *(429, message), type="overloaded_error", code="queue_full", headers=headers, reason="audio_files"
-            )
-        self._held += 1
-        released = False
-
-        def release() -> None:
-            nonlocal released
-            self._held -= not released
-            released = True
-
-        return release
-
-
 class SpeechPlanner:
     """Makes plans of bodies with audio, for the loaded models."""
 
@@ -126,10 +100,10 @@ class SpeechPlanner:
         self._limits = limits
         self._threads = threads
         self._decoders = decoders
-        self.room = AudioRoom(limits.max_audio_requests)
+        self.room = AudioRoom(limits.max_audio_requests, limits.max_audio_held_bytes)
 
-    async def plan(self, body: TranscribeBody, audio: bytes, request_id: str, arrival: float) -> SpeechPlan:
-        """Return the plan of a body, whose file is `audio`; raises `ApiError` for one that cannot be served."""
+    async def plan(self, body: TranscribeBody, audio: HeldAudio, request_id: str, arrival: float) -> SpeechPlan:
+        """Return the plan of a body, whose file `audio` has and gives up; raises `ApiError` if it cannot be served."""
         served = self._registry.resolve(body.model, Task.GENERATE)
         self._registry.require(served.name, reads_audio, READS_AUDIO)
         tokens, log_mel, info = served.checkpoint.speech, served.checkpoint.log_mel, loaded_info(self._client, served)
@@ -139,7 +113,8 @@ class SpeechPlanner:
         options = self._options(body, served, tokens, info)
         check_room(self._client, served, options.num_beams)
         options = replace(options, prompt=await self._prompt(body, served, info))
-        samples = await self._decode(audio, log_mel)
+        samples = await self._decode(audio.take(), log_mel)
+        audio.hold(samples.nbytes)
         template = Request(
             request_id,
             served.name,
@@ -181,6 +156,7 @@ class SpeechPlanner:
             parallel=body.chunking == "parallel",
             carries_context=body.condition_on_previous_text,
             temperatures=_temperatures(body),
+            forgets_failed=body.stream and len(_temperatures(body)) == 1,
             compression_ratio_threshold=body.compression_ratio_threshold,
             logprob_threshold=body.logprob_threshold,
             no_speech_threshold=body.no_speech_threshold,
@@ -189,7 +165,7 @@ class SpeechPlanner:
             length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
             top_k=body.top_k or 0,
             top_p=body.top_p or 1.0,
-            seed=secrets.randbits(62) if body.seed is None else body.seed,
+            seed=_seed(body),
             logprobs=body.logprobs,
             suppress_tokens=tuple(body.suppress_tokens),
         )
@@ -255,10 +231,21 @@ class SpeechPlanner:
         return samples
 
 
+def _seed(body: TranscribeBody) -> int:
+    """Return the client's seed, else a random one if it asks for samples.
+
+    At temperature 0 a file has one transcription, though parts of it may be drawn where likelier outputs have failed.
+    """
+    if body.seed is not None:
+        return body.seed
+    return secrets.randbits(62) if _temperatures(body)[0] > 0 else 0
+
+
 def _temperatures(body: TranscribeBody) -> tuple[float, ...]:
     """Return the temperatures that a window is decoded at, one after the other, until its output is good.
 
-    A stream shows text before its window is complete, so it has one alone unless the client names more.
+    A stream shows text before its window is complete, so it has one alone unless the client names more. An output that
+    fails is shown then, but is no context: else one that repeats itself would make the next one do so too.
     """
     given = body.temperature
     if given is None or given == 0:

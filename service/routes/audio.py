@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
+from typing import TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from service.http.sse import EventStream
 from service.http.transcripts import NativeTranscript, RenderTranscript, TranscriptEvents
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import service_of
+from service.planning.audio_room import HeldAudio
 from service.planning.speech import READS_AUDIO, reads_audio
 from service.routes.docs import (
     WORK_ERRORS,
@@ -43,6 +45,7 @@ from service.schemas.speech_bodies import TranscribeBody
 from service.speech.running import RunningTranscription
 
 router = APIRouter()
+F = TypeVar("F", bound=AudioForm)
 
 _EVENTS = (OpenAITranscriptDelta, OpenAITranscriptDone)
 _TYPES = ("audio/", "video/", "application/octet-stream", "application/ogg")  # of a file that is the whole body
@@ -89,54 +92,69 @@ async def automatic_speech_recognition(request: Request) -> Response:
     """The body is the file, or JSON with the file as base64 and parameters."""
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     model = request.query_params.get("model")
+    body: SpeechBody | None = None
     if declared.endswith("json"):
-        _take_room(request)
-        body = parsed(await raw_body(request), SpeechBody)
-        with naming_errors(audio.HUGGINGFACE_NAMES):
-            found = audio.huggingface(body, body.model or model)
-            return await answer(request, found, _decoded(found.audio), audio.SpeechReply, audio.HUGGINGFACE_NAMES)
-    _check_same_site(request)
-    if declared and not declared.startswith(_TYPES):
-        message = "send an audio file with its Content-Type (audio/...), or JSON"
-        raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
-    _take_room(request)
-    data = await whole_body(request.receive)
+        held = _enter(request)
+        body = _from_json(await raw_body(request, held.hold), held)
+    else:
+        _check_same_site(request)
+        if declared and not declared.startswith(_TYPES):
+            message = "send an audio file with its Content-Type (audio/...), or JSON"
+            raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
+        held = _enter(request)
+        held.put(await whole_body(request.receive, held.hold))
     with naming_errors(audio.HUGGINGFACE_NAMES):
-        found = audio.huggingface(None, model)
-        return await answer(request, found, data, audio.SpeechReply, audio.HUGGINGFACE_NAMES)
+        found = audio.huggingface(body, model if body is None else body.model or model)
+        return await answer(request, found, held, audio.SpeechReply, audio.HUGGINGFACE_NAMES)
+
+
+def _from_json(raw: bytes, held: HeldAudio) -> SpeechBody:
+    """Return a JSON body without its file, which `held` has then."""
+    body = parsed(raw, SpeechBody)
+    with naming_errors(audio.HUGGINGFACE_NAMES):
+        held.put(_decoded(body.inputs))
+    return body.model_copy(update={"inputs": audio.UNSENT})
 
 
 async def _form_answer(request: Request, kind: type[AudioForm], task: str) -> Response:
     boundary = boundary_of(request.headers.get("content-type", ""))
     _check_same_site(request)
-    _take_room(request)
-    form, data = audio.parsed_form(read_form(await whole_body(request.receive), boundary), kind)
+    held = _enter(request)
+    form = _from_form(await whole_body(request.receive, held.hold), boundary, kind, held)
     with naming_errors(audio.FORM_NAMES):
         found = audio.transcribe(form, task=task)
         return await answer(
-            request, found, data, lambda running, job: audio.AudioReply(running, job, form), audio.FORM_NAMES
+            request, found, held, lambda running, job: audio.AudioReply(running, job, form), audio.FORM_NAMES
         )
+
+
+def _from_form(raw: bytes, boundary: bytes, kind: type[F], held: HeldAudio) -> F:
+    """Return the fields of a form, whose file `held` has then."""
+    form, file = audio.parsed_form(read_form(raw, boundary), kind)
+    held.put(file)
+    return form
 
 
 async def native_answer(request: Request, body: TranscribeBody) -> Response:
     """Transcribe a body of /generate with `audio`."""
-    _take_room(request)
+    held = _enter(request)
+    held.put(_decoded(body.audio))
     segments, token_ids = body.timestamps != "none", body.return_token_ids
 
     def render(running: RunningTranscription, job: Job) -> NativeTranscript:
         return NativeTranscript(running, job, segments=segments, token_ids=token_ids)
 
-    return await answer(request, body, _decoded(body.audio), render)
+    return await answer(request, body, held, render)
 
 
 async def answer(
     request: Request,
     body: TranscribeBody,
-    data: bytes,
+    held: HeldAudio,
     render: RenderTranscript,
     names: Mapping[str, str] = NATIVE_NAMES,
 ) -> Response:
-    """Transcribe the file `data` as `body` says, and return it as `render` shows it, streamed or whole.
+    """Transcribe the file of `held` as `body` says, and return it as `render` shows it, streamed or whole.
 
     Errors in a stream name fields by `names`; those that are raised are renamed by `naming_errors`.
     """
@@ -145,7 +163,7 @@ async def answer(
     with service.handling():
         body = body.model_copy(update={"model": served.name})
         plan = await cancel_on_disconnect(
-            request, service.speech_planner.plan(body, data, context.request_id, context.started)
+            request, service.speech_planner.plan(body, held, context.request_id, context.started)
         )
         service.check_not_given_up()
         running = RunningTranscription(plan, service.client, service.jobs, service.metrics, service.limits)
@@ -161,9 +179,12 @@ async def answer(
         return rendering.reply()
 
 
-def _take_room(request: Request) -> None:
-    """Make the request hold room for an audio file until its reply has been sent; raises a 429 without any."""
-    context_of_request().on_end.append(service_of(request).speech_planner.room.take())
+def _enter(request: Request) -> HeldAudio:
+    """Return what the request holds of audio until its reply has been sent; raises a 429 if there is no room for it."""
+    declared = request.headers.get("content-length", "")
+    held = service_of(request).speech_planner.room.enter(int(declared) if declared.isdecimal() else 0)
+    context_of_request().on_end.append(held.release)
+    return held
 
 
 def _decoded(text: str) -> bytes:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
 from service.schemas.bodies import ModelName, RequestId, Timeout
 from service.schemas.replies import Finish, TimingsReply, TokenLogprobReply, Usage
-from service.schemas.types import MAX_INT, Body, Reply, TokenId
+from service.schemas.types import MAX_INT, ONE_OR_LIST, Body, Reply, TokenId
 from service.settings.service_settings import MAX_PRIORITY, MIN_PRIORITY
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
+Temperatures = Annotated[
+    Annotated[Temperature, Tag("<one>")]
+    | Annotated[list[Temperature], Field(min_length=1, max_length=16), Tag("<list>")],
+    ONE_OR_LIST,
+]
 
 
 class TranscribeBody(Body):
@@ -52,7 +57,7 @@ class TranscribeBody(Body):
     condition_on_previous_text: bool = Field(
         True, description="A window is told what was said in those before it (`sequential`).", examples=[True]
     )
-    temperature: Temperature | Annotated[list[Temperature], Field(min_length=1, max_length=16)] | None = Field(
+    temperature: Temperatures | None = Field(
         None,
         description="One temperature, or those that a window is decoded at one after the other until its output is "
         "good. Default, and for 0: 0, 0.2, 0.4, 0.6, 0.8, 1; in a stream 0 alone, since its text is shown at once.",
@@ -84,7 +89,13 @@ class TranscribeBody(Body):
     top_p: float | None = Field(
         None, gt=0, le=1, description="At a temperature above 0: among those of this probability.", examples=[0.95]
     )
-    seed: int | None = Field(None, ge=0, le=2**63 - 1, description="As for a prompt.", examples=[7])
+    seed: int | None = Field(
+        None,
+        ge=0,
+        le=2**63 - 1,
+        description="Of what is drawn. Default: 0, a random one where the first temperature is above 0.",
+        examples=[7],
+    )
     max_tokens: int | None = Field(
         None, ge=1, le=MAX_INT, description="Of each window. Default: what the context has room for.", examples=[224]
     )

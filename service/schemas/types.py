@@ -78,6 +78,7 @@ def _union(expected: str) -> Discriminator:
     return Discriminator(_shape, custom_error_type="union_type", custom_error_message=f"Input should be {expected}")
 
 
+ONE_OR_LIST = Discriminator(lambda value: "<list>" if isinstance(value, list) else "<one>")
 Prompt = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[Texts, Tag("<texts>")]

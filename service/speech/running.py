@@ -39,7 +39,6 @@ class RunningTranscription:
         self._jobs = jobs
         self._metrics = metrics
         self._generated = metrics.generated(plan.served.name)
-        self._last_token: float | None = None
         self._streams: dict[str, GenerationStream] = {}  # open ones, by request
         self._job: Job | None = None
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -139,9 +138,10 @@ class RunningTranscription:
         stream = await self._submitted(request)
         self._streams[request.request_id] = stream
         self._follow()
+        last: float | None = None
         try:
             async for output in stream:
-                self._count(output)
+                last = self._count(output, last)
                 take(output)
         finally:
             await stream.aclose()
@@ -178,15 +178,16 @@ class RunningTranscription:
         if self._job is not None:
             self._job.engine_ids = tuple(self._streams)
 
-    def _count(self, output: TokenOutput) -> None:
+    def _count(self, output: TokenOutput, last: float | None) -> float | None:
+        """Count an output, `last` being the time of the tokens before in its request; return that of the newest."""
         tokens, now = len(output.token_ids), time.monotonic()
         if not tokens or self._job is None or self._context is None:
-            return
+            return last
         self._job.observe(output.scheduled_time, now)
-        self._generated(tokens, None if self._last_token is None else (now - self._last_token) / tokens)
-        self._last_token = now
+        self._generated(tokens, None if last is None else (now - last) / tokens)
         self.completion_tokens += tokens
         self._context.tokens_out = self.completion_tokens
+        return now
 
 
 def _not_shown(piece: Piece) -> None:

@@ -22,7 +22,7 @@ from service.http.connection_loss import LOSS, ConnectionLoss
 from service.settings.service_settings import Limits
 
 _made: list[Connection] = []
-LIMITS = Limits(receive_s=60.0, stream_stall_s=30.0, max_body_bytes=100_000)
+LIMITS = Limits(receive_s=60.0, stream_stall_s=30.0, max_body_bytes=100_000, max_audio_bytes=100_000)
 
 
 class Timer:

@@ -22,6 +22,7 @@ from tests.service.speech import (
     ENGLISH,
     NO_TIMESTAMPS,
     PREVIOUS,
+    RATE,
     START,
     TRANSCRIBE,
     TRANSLATE,
@@ -29,6 +30,7 @@ from tests.service.speech import (
     base64_of,
     chunk_digests,
     ids,
+    served_speech,
     speech_app,
 )
 from tests.service.support import App, check_accounts, counted, events, hold, run, until
@@ -131,6 +133,14 @@ class TestShort:
         assert (sampled.params.max_tokens, sampled.params.suppress_tokens) == (20, (7,))
         assert (searched.params.num_beams, searched.params.length_penalty) == (3, 0.5)
 
+    def test_a_file_has_one_text_unless_samples_are_asked_for(self) -> None:
+        app = speech_app([7] * 40)
+        for temperature in (None, None, 0.0, 0.5, 0.5):
+            transcribed(app, language="en", temperature=temperature)
+        seeds = [one.params.seed for one in windows(app)]
+        assert seeds[:6] == seeds[6:12] == seeds[12:18]
+        assert seeds[18] != seeds[19]
+
     def test_logprobs_of_the_text(self, speech: App) -> None:
         [choice] = transcribed(speech, logprobs=1)["choices"]
         assert [one["text"] for one in choice["logprobs"]] == list(" Hello.")
@@ -159,6 +169,9 @@ class TestLong:
         assert {one.deadline for one in windows(app)} == {first.deadline}
         assert {one.arrival_time for one in windows(app)} == {first.arrival_time}
         assert counted(app, "triptych_requests_total") == {("speech", "stop", "generate"): 1}
+        # the time to the first token of a window is none between tokens
+        tokens = counted(app, "triptych_generation_tokens_total")["speech",]
+        assert counted(app, "triptych_inter_token_latency_seconds_count") == {("speech",): tokens - 4}
         check_accounts(app)
 
     def test_without_context(self) -> None:
@@ -268,6 +281,18 @@ class TestStream:
         texts = [one["choices"][0]["text"] for one in events(reply.text)[:-1]]
         assert [one for one in texts if one] in (["abc"], ["a", "b", "c"])
 
+    def test_an_output_that_failed_in_a_stream_is_no_context(self) -> None:
+        loop = [BEGIN, *[104] * 36, at(0.9)]
+        app = speech_app(loop, ids(" two"), ids(" three"))
+        asked(app, 2.6, stream=True, language="en")
+        first, second, third = windows(app)
+        assert first.params.temperature == 0.0
+        assert second.prompt_token_ids == (START, EN, TRANSCRIBE)
+        assert third.prompt_token_ids == (PREVIOUS, *ids(" two"), START, EN, TRANSCRIBE)
+        told = speech_app(loop, ids(" two"), ids(" three"))
+        asked(told, 2.6, temperature=[0.0], language="en")
+        assert windows(told)[1].prompt_token_ids[0] == PREVIOUS  # as transformers does it
+
     def test_chunks_stream_in_order(self) -> None:
         app = speech_app(ids(" one two three"))
         reply = asked(app, 3.0, stream=True, chunking="parallel", language="en")
@@ -376,6 +401,30 @@ class TestEnds:
         run(app, work)
         check_accounts(app)
 
+    def test_no_more_bytes_at_a_time_than_the_limit(self) -> None:
+        limits = Limits(max_audio_held_bytes=5 * RATE)  # samples of 1.25 s
+        app = speech_app(ids(" a"), settings=ServiceSettings(limits=limits))
+        room = app.service.speech_planner.room
+
+        async def work(client: httpx.AsyncClient) -> None:
+            free = hold(app)
+            first = asyncio.create_task(client.post("/generate", json=body(1.0, language="en")))
+            await until(lambda: app.client.running)
+            assert (room.num_files, room.num_bytes) == (1, 4 * RATE)
+            refused = await client.post("/generate", json=body(0.5, language="en"))
+            check_error(refused, 429, None, code="queue_full")
+            second = asyncio.create_task(client.post("/generate", json=body(0.2, language="en")))
+            await until(lambda: len(app.client.running) == 2)
+            free.set()
+            assert [(await one).status_code for one in (first, second)] == [200, 200]
+            # what is alone is taken whatever its size, which has limits of its own
+            assert (await client.post("/generate", json=body(2.0, language="en"))).status_code == 200
+
+        run(app, work)
+        assert (room.num_files, room.num_bytes) == (0, 0)
+        assert counted(app, "triptych_rejections_total")[("speech", "audio_bytes")] == 1
+        check_accounts(app)
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -391,7 +440,9 @@ class TestRefusals:
             ({"logprobs": 99}, "logprobs"),
             ({"logprobs": 1, "num_beams": 2}, "logprobs"),
             ({"suppress_tokens": [4000]}, "suppress_tokens[0]"),
+            ({"temperature": -1.0}, "temperature"),
             ({"temperature": []}, "temperature"),
+            ({"temperature": [0.0, 999.0]}, "temperature[1]"),
             ({"temperature": [0.1] * 17}, "temperature"),
             ({"temprature": 1}, "temprature"),
             ({"initial_prompt": "<|en|>"}, "initial_prompt"),
@@ -416,3 +467,31 @@ class TestRefusals:
         check_error(asked(speech), 503, None, code="audio_busy")
         speech.service.decoders.error = WorkerError("crashed", "its process ended")  # type: ignore[attr-defined]
         check_error(asked(speech), 400, "audio", code="invalid_audio")
+
+
+class TestWithoutModel:
+    """A body without `model` is for the one model that can answer it."""
+
+    def post(self, app: App, path: str, **sent: Any) -> httpx.Response:
+        return run(app, lambda client: client.post(path, json=sent))
+
+    def test_the_body_says_which_model_is_meant(self, speech: App) -> None:
+        speech.service.registry.remove("seq")
+        text = {"prompt": "ab", "max_tokens": 2}
+        for path, sent in (("/generate", text), ("/v1/completions", text), ("/generate_stream", {"inputs": "ab"})):
+            assert self.post(speech, path, **sent).status_code == 200
+        assert {one.model for one in speech.client.submitted} == {"gen"}
+        assert self.post(speech, "/generate", audio=base64_of(b"0.5")).json()["model"] == "speech"
+
+    def test_several_are_named_and_none_is_explained(self, speech: App) -> None:
+        registry = speech.service.registry
+        registry.offer("dictation", served_speech().checkpoint)
+        error = check_error(self.post(speech, "/generate", audio=base64_of(b"0.5")), 400, "model")
+        assert "not only one transcribes speech: speech, dictation" in error["message"]
+        for name in ("gen", "seq", "dictation"):
+            registry.remove(name)
+        error = check_error(self.post(speech, "/generate", prompt="ab"), 400, "prompt", code="wrong_task")
+        assert "send a file as audio" in error["message"]
+        registry.remove("speech")
+        error = check_error(self.post(speech, "/generate", audio=base64_of(b"0.5")), 400, "model", code="wrong_task")
+        assert error["message"] == "no model transcribes speech"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import select
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from service.http.multipart import MAX_PARTS, boundary_of, read_form
 from service.schemas import dialect_replies as replies
 from service.settings.service_settings import Limits, ServiceSettings
+from tests.service.processes import eventually
 from tests.service.speech import BEGIN, PREVIOUS, at, base64_of, ids, saying, speech_app
 from tests.service.support import App, check_accounts, counted, live
 from tests.service.test_bad_requests import check_error
@@ -114,6 +118,13 @@ class TestOpenAI:
         replies.OpenAITranscriptDelta.model_validate(deltas[1].model_dump(exclude_none=True))
         replies.OpenAITranscriptDone.model_validate(done.model_dump(exclude_none=True))
 
+    def test_a_stream_with_several_temperatures(self, client: openai.OpenAI, app: App) -> None:
+        app.script.answer = saying([7] * 40, ids(" better"))
+        several: Any = {"extra_body": {"temperature": [0, 0.4]}}
+        events = list(client.audio.transcriptions.create(file=SHORT, model="speech", stream=True, **several))
+        assert "".join(one.delta for one in events[:-1]) == "better"  # type: ignore[union-attr]
+        assert [one.params.temperature for one in windows(app)] == [0.0, 0.4]
+
     def test_the_asynchronous_client(self, url: str, app: App) -> None:
         async def work() -> tuple[str, str]:
             async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
@@ -159,6 +170,7 @@ class TestForms:
             ({"temperature": "hot"}, "temperature"),
             ({"temperature": "1.5"}, "temperature"),
             ({"temperature": "nan"}, "temperature"),
+            ({"temperature[]": ["0", "2"]}, "temperature[1]"),
             ({"response_format": "diarized_json"}, "response_format"),
             ({"stream": "maybe"}, "stream"),
             ({"stream": "true", "response_format": "srt"}, "stream"),
@@ -203,6 +215,52 @@ class TestForms:
         assert send(url, model="speech").status_code == 200
         received = counted(app, "triptych_requests_received_total")
         assert set(received) == {("generate",)}
+
+
+class TestManyUploads:
+    LIMITS = Limits(max_audio_requests=2, max_audio_bytes=100_000, max_audio_held_bytes=250_000, receive_s=1.0)
+
+    def upload(self, url: str, sent: int) -> socket.socket:
+        """Begin to send a file of 90,000 bytes and stop behind `sent` of its body."""
+        connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+        head = "POST /pipeline/automatic-speech-recognition HTTP/1.1\r\nhost: a\r\ncontent-type: audio/wav\r\n"
+        connection.sendall(head.encode() + b"content-length: 90000\r\n\r\n" + b"0".ljust(sent))
+        return connection
+
+    def test_slow_uploads_take_no_place_and_end(self) -> None:
+        app = speech_app(SAID, settings=ServiceSettings(limits=self.LIMITS))
+        room = app.service.speech_planner.room
+        with live(app) as url:
+            slow = [self.upload(url, 10_000) for _ in range(5)]
+            eventually(lambda: room.num_bytes == 50_000)
+            assert room.num_files == 0
+            assert send(url, model="speech").status_code == 200
+            for connection in slow:
+                with connection:
+                    assert b"408" in connection.recv(12, socket.MSG_WAITALL)
+            eventually(lambda: room.num_bytes == 0)
+        check_accounts(app)
+
+    def test_many_at_once_hold_no_more_than_the_limit(self) -> None:
+        app = speech_app(SAID, settings=ServiceSettings(limits=replace(self.LIMITS, receive_s=60.0)))
+        room = app.service.speech_planner.room
+        with live(app) as url:
+            slow = [self.upload(url, 89_999)]
+            eventually(lambda: room.num_bytes == 89_999)
+            slow += [self.upload(url, 89_999) for _ in range(5)]
+            eventually(lambda: len(select.select(slow, [], [], 0)[0]) >= 4)
+            refused = select.select(slow, [], [], 0)[0]
+            for connection in refused:
+                assert b" 429" in connection.recv(12, socket.MSG_WAITALL)
+            eventually(lambda: room.num_bytes == 89_999 * (6 - len(refused)))
+            slow += [self.upload(url, 89_999) for _ in range(len(refused) - 4)]  # two fit
+            eventually(lambda: room.num_bytes == 2 * 89_999)
+            check_error(send(url, {"file": ("a", b"0.5".ljust(90_000))}, model="speech"), 429, None, "queue_full")
+            for connection in slow:
+                connection.close()
+            eventually(lambda: room.num_bytes == 0)
+            assert send(url, model="speech").status_code == 200
+        check_accounts(app)
 
 
 class TestMultipart:
