@@ -69,13 +69,15 @@ class Quantizer:
 
     library: Library
     dtype: torch.dtype
-    moments: Mapping[str, Tensor] = field(default_factory=dict)  # second moments of a projection's inputs, by target
+    moments: Mapping[str, Tensor] = field(default_factory=dict)  # second moments of projections' inputs, by target
 
     def rows(self, projection: Projection, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Integers int8 `[count, inputs]` and scales `[count, groups]` of rows of a projection."""
         if rows.dtype is not torch.bfloat16:
             rows = rows.to(self.dtype)
         weights = self.moments.get(projection.target) if projection.kind is Kind.INT4 else None
+        if weights is not None and projection.expert is not None:
+            weights = weights[projection.expert]
         return self.library.quantise_rows(rows.contiguous(), projection.kind, projection.group, weights)
 
 

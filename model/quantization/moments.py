@@ -2,17 +2,19 @@
 
 The squared error of an output is, if inputs were independent, the sum over inputs of their second moments times the
 squared errors of the weights that they are multiplied with. So a search for scales that weighs errors by these moments
-minimises what the next layer sees, rather than what weights lose.
+minimises what the next layer sees, rather than what weights lose. Each expert of a layer has moments of its own, of the
+rows that are routed to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from model.api.engine_config import EngineConfig
 from model.api.request import SamplingParams
@@ -24,6 +26,7 @@ MAX_TEXTS = 256  # of a file, the first ones
 TEXT_TOKENS = 512  # of a text; what is longer is cut into several
 ANSWER_TOKENS = 64  # that an encoder-decoder writes for each: its decoder's inputs
 _KV_BYTES = 1 << 30
+EXPERT_ROWS = 16  # average rows of its layer that each expert's own are mixed with: texts leave some experts out
 FLOOR = 0.01  # of the mean, which is added: inputs that the texts leave at rest count a little too
 
 
@@ -42,9 +45,9 @@ def read_texts(file: Path) -> list[str]:
 def input_moments(
     folder: Path, texts: Sequence[str], projections: Collection[str], dtype: str = "auto"
 ) -> dict[str, Tensor]:
-    """The weight of each input of these projections, float32 `[inputs]`, by name; raises `ConfigError`.
+    """The weight of each input of these projections by name, float32 `[inputs]`, or `[experts, inputs]`.
 
-    The model is loaded for it, in floats.
+    The model is loaded for it, in floats. Raises `ConfigError`.
     """
     engine = EngineConfig(device="cpu", dtype=dtype, attention_backend="sdpa", kv_cache_memory=_KV_BYTES)
     llm = LLM(folder, engine)
@@ -72,28 +75,58 @@ def _pieces(llm: LLM, text: str) -> list[Sequence[int]]:
 
 
 class _Sums:
-    """Sums of squares of what projections read, as long as it is not closed."""
+    """Sums of squares of what projections read, `[experts, inputs]`, as long as it is not closed."""
 
     def __init__(self, network: nn.Module, projections: Collection[str]) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._count: dict[str, int] = {}
-        self._hooks = [
-            linear.register_forward_pre_hook(self._add)
-            for linear in linears(network)
-            if linear.spec.name in projections
-        ]
+        self._counts: dict[str, Tensor] = {}
+        self._hooks = list[RemovableHandle]()
+        self._watched = list[Linear]()
+        for linear in linears(network):
+            if linear.spec.name in projections and linear.spec.experts > 1:
+                self._watch(linear)
+            elif linear.spec.name in projections:
+                self._hooks.append(linear.register_forward_pre_hook(self._read))
 
-    def _add(self, linear: nn.Module, given: tuple[Any, ...]) -> None:
+    def _read(self, linear: nn.Module, given: tuple[Any, ...]) -> None:
         assert isinstance(linear, Linear)
-        rows: Tensor = given[0].detach().flatten(0, -2).float()
-        name, squares = linear.spec.name, rows.square().sum(0, dtype=torch.float64)
-        self._sums[name] = self._sums.get(name, torch.zeros_like(squares)) + squares
-        self._count[name] = self._count.get(name, 0) + len(rows)
+        rows: Tensor = given[0].detach().flatten(0, -2)
+        self._add(linear, rows, torch.tensor([0, len(rows)]))
+
+    def _watch(self, linear: Linear) -> None:
+        """Add what experts read too, which no hook of a module sees."""
+        compute = linear.of_experts
+
+        def watched(rows: Tensor, starts: Tensor) -> Tensor:
+            self._add(linear, rows, starts)
+            return compute(rows, starts)
+
+        linear.of_experts = watched  # type: ignore[method-assign, assignment]
+        self._watched.append(linear)
+
+    def _add(self, linear: Linear, rows: Tensor, starts: Tensor) -> None:
+        """Add rows in the order of their experts, which begin at `starts`."""
+        name, counts = linear.spec.name, starts.diff()
+        experts = torch.arange(len(counts)).repeat_interleave(counts)
+        squares = rows.float().square().double()
+        sums = torch.zeros(len(counts), rows.shape[1], dtype=torch.float64).index_add_(0, experts, squares)
+        self._sums[name] = self._sums.get(name, torch.zeros_like(sums)) + sums
+        self._counts[name] = self._counts.get(name, torch.zeros_like(counts)) + counts
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        for linear in self._watched:
+            del linear.of_experts
 
     def weights(self) -> dict[str, Tensor]:
-        found: Mapping[str, Tensor] = {name: total / self._count[name] for name, total in self._sums.items()}
-        return {name: (moment + FLOOR * moment.mean()).float() for name, moment in found.items()}
+        return {name: _weights(sums, self._counts[name][:, None]) for name, sums in self._sums.items()}
+
+
+def _weights(sums: Tensor, counts: Tensor) -> Tensor:
+    """What each input counts by sums of squares `[experts, inputs]` over so many rows `[experts, 1]`."""
+    mean = sums.sum(0) / counts.sum()
+    moments = mean
+    if len(sums) > 1:
+        moments = (sums + EXPERT_ROWS * mean) / (counts + EXPERT_ROWS)
+    return (moments + FLOOR * moments.mean(-1, keepdim=True)).float()

@@ -41,6 +41,7 @@ class Projection:
     kind: Kind
     group: int  # inputs that share a scale; 0: all of an output's
     transposed: bool  # in the checkpoint: [inputs, outputs]
+    expert: int | None = None  # of a layer's experts; None: it is of none
 
     @property
     def bits(self) -> int:
@@ -101,7 +102,10 @@ def find_projections(
         stem, dot, tensor = name.rpartition(".")
         linear = kept[rule.target]
         if dot and tensor == "weight":
-            projection = Projection(tensors[name], stem, rule.target, linear.kind, linear.group, rule.transpose)
+            expert = None
+            if linear.spec.experts > 1 and rule.rows is not None:
+                expert = rule.rows[0] // linear.spec.outputs_of_expert
+            projection = Projection(tensors[name], stem, rule.target, linear.kind, linear.group, rule.transpose, expert)
             if projection.fills_words:
                 found[name] = projection
     if not found:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
 from model.api.engine_config import EngineConfig
@@ -269,3 +272,42 @@ def test_weights_of_torch_save_become_safetensors(tmp_path: Path) -> None:
     quantize(original, tmp_path / "out", "int4")
     assert not (tmp_path / "out" / "pytorch_model.bin").exists()
     must_be_equal(tmp_path / "out", saved("llama-gqa").path, "int4")
+
+
+def with_words(folder: Path) -> Path:
+    """The folder with a tokenizer, whose words are `w0`, `w1` and so on."""
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer = Tokenizer(WordLevel({f"w{id}": id for id in range(size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_each_expert_counts_what_it_reads(tmp_path: Path) -> None:
+    """Its rows of the texts, with some of its layer's mean; the integers that are written follow them."""
+    folder, theirs = with_words(copied("qwen3-moe", tmp_path)), saved("qwen3-moe").reference
+    ids = [1 + place * 7 % 60 for place in range(40)]
+    texts = tmp_path / "texts"
+    texts.write_text(" ".join(f"w{id}" for id in ids))
+    name = "decoder.layers.1.mlp.up"
+    found = input_moments(folder, [texts.read_text()], [name, "decoder.layers.1.mlp.down"], "float32")
+    given: list[Tensor] = []
+    hook = theirs.model.layers[1].mlp.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0][0]))
+    theirs(torch.tensor([ids]))
+    hook.remove()
+    rows, experts = given[0], theirs.config.num_experts
+    chosen = (rows @ theirs.model.layers[1].mlp.gate.weight.T).topk(theirs.config.num_experts_per_tok).indices
+    reads = [rows[(chosen == expert).any(-1)].square() for expert in range(experts)]
+    mean = torch.cat(reads).mean(0)
+    own = torch.stack([(one.sum(0) + 16 * mean) / (len(one) + 16) for one in reads])
+    assert torch.allclose(found[name], own + 0.01 * own.mean(-1, keepdim=True), rtol=1e-4)
+    assert len({len(one) for one in reads}) > 1 and found["decoder.layers.1.mlp.down"].shape[0] == experts
+
+    quantize(folder, tmp_path / "new", "int4-g32", texts=texts, dtype="float32")
+    library, written = native(), load_file(tmp_path / "new" / "model.safetensors")
+    assert isinstance(library, Library)
+    for expert, counts in enumerate(found[name]):
+        stored = f"model.layers.1.mlp.experts.{expert}.gate_proj.weight"
+        weight = load_file(folder / "model.safetensors")[stored]
+        _, scales = library.quantise_rows(weight, Kind.INT4, 32, counts)
+        assert torch.allclose(written[f"{stored}_scale"], scales)
