@@ -51,7 +51,7 @@ class Result:
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser("speculation", help="what n-gram drafts gain and cost")
+    parser = commands.add_parser("speculation", help="what drafts gain and cost")
     parser.add_argument(
         "--model", default="D2", metavar="NAME|PATH", help="benchmark model, built if missing, or folder"
     )
@@ -79,18 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
     path = _folder(arguments.model, arguments.cache)
     draft_model = _folder(arguments.draft_model, arguments.cache) if arguments.draft_model else None
     config = EngineConfig(dtype=arguments.dtype, quantization=arguments.quantization, prefix_caching=False)
-    try:
-        if draft_model is not None:
-            config = replace(config, num_speculative_tokens=arguments.drafts, draft_model=str(draft_model))
-        engine = DraftingEngine(path, config)
-    except (ConfigError, ValueError) as error:
-        raise UsageError(f"--model: {error}") from None
-    if not engine.fits(arguments.prompt_tokens, arguments.output_tokens):
-        raise UsageError("--prompt-tokens and --output-tokens are more than the model's context together")
     if draft_model is None:
+        engine = _engine(path, config, arguments)
         results = [_measure(engine, kind, arguments) for kind in KINDS]
-    else:
-        results = [_measure(engine, "fresh", arguments, right) for right in arguments.right]
+    else:  # an engine for each, which has learnt nothing of the others' drafts
+        config = replace(config, num_speculative_tokens=arguments.drafts, draft_model=str(draft_model))
+        results = [_measure(_engine(path, config, arguments), "fresh", arguments, right) for right in arguments.right]
     Console(width=120).print(_table(results))
     settings = {key: str(value) for key, value in vars(arguments).items() if key != "command"}
     print(json.dumps({"schema": 1, "settings": settings, "rows": [asdict(result) for result in results]}))
@@ -100,6 +94,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _folder(name: str, cache: Path) -> Path:
     """Return the folder of a model, which is built if it is a benchmark's and missing."""
     return built(name, cache) if name in CONFIGS else Path(name)
+
+
+def _engine(path: Path, config: EngineConfig, arguments: argparse.Namespace) -> DraftingEngine:
+    try:
+        engine = DraftingEngine(path, config)
+    except (ConfigError, ValueError) as error:
+        raise UsageError(f"--model: {error}") from None
+    if not engine.fits(arguments.prompt_tokens, arguments.output_tokens):
+        raise UsageError("--prompt-tokens and --output-tokens are more than the model's context together")
+    return engine
 
 
 def _measure(engine: DraftingEngine, kind: str, arguments: argparse.Namespace, right: float | None = None) -> Result:

@@ -102,3 +102,9 @@ def test_drafts_are_right_where_outputs_copy(capsys: pytest.CaptureFixture[str])
     copies, fresh = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]
     assert copies["tokens_per_step"] > 2.5 and copies["accepted"] > 0.5
     assert fresh["tokens_per_step"] < 1.1 and fresh["accepted"] < 0.3
+    drafting = ["--prompt-tokens", "60", "--draft-model", str(embedded_models()["code"]), "--right", "0", "1"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*command, *drafting])
+    wrong, right = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]
+    assert wrong["accepted"] < 0.3 and wrong["tokens_per_step"] < 1.1
+    assert right["accepted"] > 0.7 and right["tokens_per_step"] > 1.3  # of a draft or two, as it is no smaller
