@@ -102,11 +102,12 @@ def load(spec: ModelSpec) -> LoadedModel:
     most = max_context(spec.engine, checkpoint.config, limits).tokens
     checkpoint = replace(checkpoint, config=checkpoint.config.stretched(most))
     selection = _select(spec.engine, checkpoint.config, device, dtype)
+    asked = spec.engine
     if selection.library is not None and spec.engine.quantization == "none":
         spec = replace(spec, engine=replace(spec.engine, quantization=checkpoint.quantization))
     _check_native(spec.engine, checkpoint.config, selection)
     _check_speculation(spec.engine, checkpoint.config)
-    draft = _plan_draft(spec.engine, checkpoint, device, limits, most)
+    draft = _plan_draft(asked, checkpoint, device, limits, most)
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
     if checkpoint.not_served:
         logger.warning(
@@ -314,7 +315,7 @@ def _plan_draft(
     plan = DraftPlan.of(engine, checkpoint, selection, linear, context)
     if linear.library is None:
         return plan
-    rows = min(limits.max_num_batched_tokens, COMPUTED_AT_ONCE + 2 * limits.max_num_seqs)
+    rows = COMPUTED_AT_ONCE + 2 * limits.max_num_seqs  # of a pass at most
     scratch = planned_scratch(
         linear.library, checkpoint.config, linear.dtype, linear.quantization, rows=rows, context=context
     )

@@ -18,11 +18,16 @@ from model.api.messages import ModelSpec
 from model.api.request import SamplingParams
 from model.config.cache import PoolSize
 from model.engine.builder import LoadedModel, load
+from model.engine.execution.model_runner import ModelRunner
 from model.engine.scheduling import scheduler
 from model.engine.scheduling.model_drafts import DraftOdds, ModelDrafts
 from model.errors import ConfigError
+from model.linear.base import linears
+from model.linear.native import NativeLinear
 from model.llm import LLM
+from model.native.library import Kind
 from model.pretrained import embedded_models
+from model.quantization.command import quantize
 from tests.engine.scripted import Harness
 from tests.engine.test_speculation import copying, crowd, generated, of_each_way, outcomes
 from tests.model.checkpoints import native_backends, saved
@@ -134,6 +139,17 @@ def test_a_prompt_is_computed_by_the_draft_model_in_parts_and_once_for_all_that_
     assert (runs[0].start, runs[0].stop) == (44, 49)
 
 
+def test_no_sequence_waits_for_the_prompt_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "COMPUTED_AT_ONCE", 20)
+    harness = drafting()
+    harness.add("long", range(400), max_tokens=40)
+    harness.add("short", range(500, 510), max_tokens=40)
+    runs = harness.run().runner.draft_runs
+    behind = [run for run in runs if run.sequence.request.request_id == "short"]
+    drafts = [run for run in behind if run.num_drafts]
+    assert all(run.num_tokens for run in runs) and len(behind) - 3 < len(drafts) < 15
+
+
 def test_the_draft_models_context_bounds_its_drafts() -> None:
     harness = drafting()
     harness.engine.draft_context = 50
@@ -154,11 +170,15 @@ def test_sequences_go_on_without_a_draft_model_that_fails(monkeypatch: pytest.Mo
     assert len(harness.tokens("r")) == 30 and harness.engine.block_manager.is_empty
 
 
-def built(kind: str, draft: Path | str | None = None, **settings: object) -> LoadedModel:
+def spec_of(kind: str, draft: Path | str | None = None, **settings: object) -> ModelSpec:
     config = {"device": "cpu", "block_size": 4, "kv_cache_memory": 1 << 20, "max_model_len": 100, **settings}
     if draft is not None:
         config = {"num_speculative_tokens": 4, "draft_model": str(draft), **config}
-    return load(ModelSpec(kind, str(saved(kind).path), EngineConfig(**config)))  # type: ignore[arg-type]
+    return ModelSpec(kind, str(saved(kind).path), EngineConfig(**config))  # type: ignore[arg-type]
+
+
+def built(kind: str, draft: Path | str | None = None, **settings: object) -> LoadedModel:
+    return load(spec_of(kind, draft, **settings))
 
 
 CASES = [("llama-gqa", "bfloat16", "none"), ("gemma3", "float32", "int8"), ("bloom", "float32", "none")]
@@ -184,6 +204,18 @@ def test_another_model_changes_nothing() -> None:
     assert drafted.generate is not None
     stats = drafted.generate.stats()
     assert stats.model_draft_tokens > 5 * stats.model_accepted_tokens
+
+
+@pytest.mark.skipif(not native_backends(), reason="no native kernels")
+def test_each_is_served_as_it_is_stored(tmp_path: Path) -> None:
+    quantize(saved("llama-gqa").path, tmp_path / "served", "int8")
+    drafted = load(replace(spec_of("llama-gqa", saved("llama-gqa").path), path=str(tmp_path / "served")))
+    assert drafted.generate is not None and isinstance(drafted.generate.runner, ModelRunner)
+    kinds = [
+        {linear.kind for linear in linears(model) if isinstance(linear, NativeLinear)}
+        for model in (drafted.generate.runner.model, drafted.generate.runner.draft_model.model)  # type: ignore[union-attr]
+    ]
+    assert Kind.INT8 in kinds[0] and Kind.INT8 not in kinds[1]
 
 
 def test_memory_is_planned_for_both() -> None:

@@ -204,7 +204,8 @@ class Scheduler:
             drafts = step.sequence.propose_drafts(share)
             asked = step.sequence.ask_draft_model(share)
             if asked:
-                run = self._draft_run(step, place, asked, uncomputed)
+                is_last = drafted == len(places) - 1  # a prompt leaves half to those behind it
+                run = self._draft_run(step, place, asked, uncomputed if is_last else uncomputed // 2)
                 output.draft_runs.append(run)
                 uncomputed = max(0, uncomputed - run.num_tokens)
                 budget -= run.num_drafts
@@ -215,7 +216,8 @@ class Scheduler:
 
     def _draft_run(self, step: ScheduledSequence, place: int, asked: int, most: int) -> DraftRun:
         """Let the draft model compute what it has not of a sequence, and say `asked` tokens behind it, as far as there
-        are blocks; or only compute `most` tokens, where there are more.
+        are blocks; or only compute `most` tokens, where there are more. Two it may compute always: what one that goes
+        on behind its drafts has, so no other sequence's prompt is in its way.
         """
         sequence, drafting, size = step.sequence, step.sequence.model_drafts, self.block_manager.block_size
         assert drafting is not None
@@ -224,7 +226,7 @@ class Scheduler:
             drafting.num_filled = self.draft_pages.find(table, hashes)
             drafting.num_computed = min(drafting.num_filled * size, sequence.num_tokens - 1)
         start = drafting.begin(sequence.num_tokens)
-        stop, count = min(sequence.num_tokens, start + most), 0
+        stop, count = min(sequence.num_tokens, start + max(most, 2)), 0
         if stop == sequence.num_tokens:
             count = self.block_manager.extend(sequence, step.num_tokens, asked, len(self.running))
             drafting.ask(count)
