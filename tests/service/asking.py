@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import socket
 import time
@@ -9,6 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import numpy as np
+import soundfile
+
+from model.pretrained import CHECKPOINTS
 
 RUNTIMES = {
     "local": ["--runtime", "local"],
@@ -18,12 +24,36 @@ RUNTIMES = {
 }
 PROMPT = {"model": "gen", "prompt": "def add(", "max_tokens": 12}
 LONG = {**PROMPT, "max_tokens": 1500}
+SPEECH = f"speech={CHECKPOINTS / 'speech'}"
+SAMPLE = CHECKPOINTS / "speech" / "sample.flac"
+SAID = "the meeting is on the fifth of july at eighteen twenty three"  # in the sample
 
 
 def generate(base_url: str, **fields: Any) -> dict[str, Any]:
     reply = httpx.post(f"{base_url}/generate", json={**PROMPT, **fields}, timeout=60)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
+
+
+def transcribe(base_url: str, **fields: Any) -> str:
+    """What a service that has `SPEECH` writes down of the sample."""
+    files = {"file": (SAMPLE.name, SAMPLE.read_bytes())}
+    reply = httpx.post(f"{base_url}/v1/audio/transcriptions", data=fields, files=files, timeout=60)
+    assert reply.status_code == 200, reply.text
+    if not fields.get("stream"):
+        return str(reply.json()["text"])
+    events = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if line.startswith("data: {")]
+    text = "".join(one["delta"] for one in events[:-1])
+    assert events[-1]["type"] == "transcript.text.done" and events[-1]["text"] == text
+    return text
+
+
+def long_transcription(times: int = 10) -> dict[str, Any]:
+    """A body of /generate: the sample said so many times, 3.5 s each, as a stream."""
+    samples, rate = soundfile.read(SAMPLE, dtype="float32")
+    file = io.BytesIO()
+    soundfile.write(file, np.tile(samples, times), rate, format="FLAC", subtype="PCM_16")
+    return {"model": "speech", "audio": base64.b64encode(file.getvalue()).decode(), "stream": True}
 
 
 def stream(base_url: str, body: dict[str, Any]) -> list[tuple[float, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import signal
 import socket
 import time
@@ -37,7 +38,18 @@ from service.runtimes.fronts.messages import Stop, ToWorker
 from service.runtimes.fronts.mirror import MirroredRegistry
 from service.runtimes.fronts.worker import HubClient, Worker
 from service.settings.resolve import resolve_config
-from tests.service.asking import LONG, PROMPT, generate, metric, post, read_all
+from tests.service.asking import (
+    LONG,
+    PROMPT,
+    SAID,
+    SPEECH,
+    generate,
+    long_transcription,
+    metric,
+    post,
+    read_all,
+    transcribe,
+)
 from tests.service.processes import ServiceProcess, eventually, running
 from tests.service.support import served
 
@@ -50,7 +62,7 @@ _FRONTS = ["--runtime", "local", "--front-processes", "2", "--log-format", "json
 @pytest.fixture(scope="module")
 def service(models: list[str]) -> Iterator[ServiceProcess]:
     limits = ["--max-num-seqs", "4", "--max-queued-requests", "2", "--request-timeout-s", "120"]
-    with running([*models, *_FRONTS, *limits, "--admin-key", "of-an-operator"]) as started:
+    with running([*models, SPEECH, *_FRONTS, *limits, "--admin-key", "of-an-operator"]) as started:
         yield started
 
 
@@ -96,8 +108,20 @@ def test_all_fronts_give_the_same_answers(service: ServiceProcess, base_url: str
     lines = [line for line in service.output.splitlines() if '"request_id":"same-' in line]
     assert {'"front":1' in line for line in lines} == {True, False}
     info = httpx.get(f"{base_url}/info").json()
-    assert (info["front_processes"], [model["name"] for model in info["models"]]) == (2, ["gen", "enc"])
+    assert (info["front_processes"], [model["name"] for model in info["models"]]) == (2, ["gen", "enc", "speech"])
     assert metric(base_url, "requests_accepted_total", model="gen") == 4
+
+
+def test_all_fronts_transcribe(service: ServiceProcess, base_url: str) -> None:
+    assert [transcribe(base_url, request_id=f"said-{i}") for i in range(4)] == [SAID] * 4
+    lines = [line for line in service.output.splitlines() if '"request_id":"said-' in line]
+    assert {'"front":1' in line for line in lines} == {True, False}
+    words = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
+    assert [transcribe(base_url, **words) for _ in range(2)] == [SAID] * 2
+    connections = [post(base_url, "/generate", long_transcription(4)) for _ in range(4)]
+    ends = [read_all(connection) for connection in connections]
+    texts = {b"".join(re.findall(rb'"text":"([^"]*)"', end)) for end in ends}
+    assert len(texts) == 1 and all(b'"finish_reason":"stop"' in end for end in ends)
 
 
 def test_requests_are_admitted_up_to_the_limit_of_all_fronts_together(service: ServiceProcess, base_url: str) -> None:

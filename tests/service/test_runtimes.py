@@ -19,7 +19,20 @@ import grpc
 import httpx
 import pytest
 
-from tests.service.asking import LONG, PROMPT, RUNTIMES, generate, metric, post, read_all, stream
+from tests.service.asking import (
+    LONG,
+    PROMPT,
+    RUNTIMES,
+    SAID,
+    SPEECH,
+    generate,
+    long_transcription,
+    metric,
+    post,
+    read_all,
+    stream,
+    transcribe,
+)
 from tests.service.processes import ServiceProcess, eventually, running
 
 
@@ -39,7 +52,8 @@ def service(
     shutil.copytree(models[0].partition("=")[2], folder / "lazy")
     later = ["--models-dir", str(folder), "--admin-key", "of-an-operator"]
     # float32: in torch's bfloat16 and that of AMX tiles sums depend on the others in the batch.
-    with running([*models, *later, *RUNTIMES[request.param], "--log-format", "json", "--dtype", "float32"]) as started:
+    options = [*later, *RUNTIMES[request.param], "--log-format", "json", "--dtype", "float32"]
+    with running([*models, SPEECH, *options]) as started:
         yield started
 
 
@@ -58,7 +72,7 @@ def test_it_is_ready_and_says_what_it_serves(base_url: str) -> None:
     assert httpx.get(f"{base_url}/readyz").json() == {"status": "ok"}
     info = httpx.get(f"{base_url}/info").json()
     assert [(model["name"], model["state"]) for model in info["models"]] == [
-        *(("gen", "loaded"), ("enc", "loaded"), ("lazy", "available"))
+        *(("gen", "loaded"), ("enc", "loaded"), ("speech", "loaded"), ("lazy", "available"))
     ]
 
 
@@ -126,6 +140,21 @@ def test_a_client_that_leaves_aborts_its_request(base_url: str, streamed: bool) 
     connection.close()
     eventually(lambda: metric(base_url, "requests_total", task="generate", outcome="cancelled") == cancelled + 1)
     eventually(lambda: metric(base_url, "requests_running") == 0)
+
+
+def test_speech_is_transcribed_whole_and_as_a_stream(base_url: str) -> None:
+    for asked in ({}, {"stream": "true"}, {"num_beams": "3"}):
+        assert transcribe(base_url, **asked) == SAID
+    cancelled = metric(base_url, "requests_total", task="generate", outcome="cancelled")
+    connection = post(base_url, "/generate", long_transcription())
+    head = b""
+    while b"data: " not in head:
+        part = connection.recv(1 << 16)
+        assert part, head
+        head += part
+    connection.close()
+    eventually(lambda: metric(base_url, "requests_total", task="generate", outcome="cancelled") == cancelled + 1)
+    eventually(lambda: metric(base_url, "requests_running", model="speech") == 0)
 
 
 def test_models_come_and_go_while_others_are_served(base_url: str) -> None:
