@@ -23,6 +23,11 @@ class PerLayerBackend:
         self.gathers_pages = any(backend.gathers_pages for backend in backends)
         self._chosen = dict(chosen)
 
+    @property
+    def distinct(self) -> tuple[AttentionBackend, ...]:
+        """The backends that were chosen for some layer."""
+        return tuple(dict.fromkeys(self._chosen.values()))
+
     def of(self, layer: AttentionConfig) -> AttentionBackend:
         """The backend of a layer."""
         return self._chosen[layer]

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from model.attention import triton_delta
 from model.attention.base import (
     AttentionMetadata,
     DeviceLengths,
@@ -23,11 +24,13 @@ from model.attention.base import (
     refuse_gradients,
 )
 from model.attention.preparation import Preparation, PreparingBackend
+from model.attention.recurrence import Recurrence
 from model.attention.triton_heads import prepare
 from model.attention.triton_kernels import INTERPRETED, SLOPES, TABLE, attend, combine, write_pages
 from model.cache.paged import LayerCache
+from model.cache.states import StateCache, StateTables
 from model.config.cache import SCALED_KINDS, PagedSpec
-from model.config.layer import AttentionConfig, DisentangledConfig, XLNetRelativeConfig
+from model.config.layer import AttentionConfig, DisentangledConfig, GatedDeltaConfig, XLNetRelativeConfig
 from model.system.devices import processors
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -51,11 +54,15 @@ class Tiles:
 
 
 class TritonBackend(PreparingBackend):
-    """float32, bfloat16 and float16 without gradients; biases that depend on nothing but the distance."""
+    """float32, bfloat16 and float16 without gradients; biases that depend on nothing but the distance.
+
+    Recurrent layers too (`model.attention.triton_delta`).
+    """
 
     name = "triton"
     graph_safe = True
     gathers_pages = False
+    chunk = triton_delta.CHUNK
 
     def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
         group, name = layer.num_heads // layer.num_kv_heads, str(dtype).removeprefix("torch.")
@@ -118,6 +125,19 @@ class TritonBackend(PreparingBackend):
                 return self.forward(query, key, value, cache, metadata, config, bias, sinks)
             query, _ = prepare(query, key, value, preparation, cache, slots)
             return self._attend(query, cache, tables, metadata, config, _table(bias, query.device), sinks)
+
+    def unsupported_recurrence(self, config: GatedDeltaConfig, dtype: torch.dtype) -> str | None:
+        if dtype not in _TYPES:
+            return f"the Triton kernels do not compute in {str(dtype).removeprefix('torch.')}"
+        return triton_delta.unsupported(config)
+
+    def recur(
+        self, layer: Recurrence, inputs: Tensor, gates: Tensor, tables: StateTables, states: StateCache | None
+    ) -> Tensor:
+        """As `RecurrentBackend` has it: one launch for single tokens, three for prompts."""
+        refuse_gradients(self, inputs)
+        with torch.cuda.device_of(inputs):
+            return triton_delta.compute(layer, inputs, gates, tables, states)
 
     def tiles(self, rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
         """For segments of up to `rows` queries times heads of a group."""

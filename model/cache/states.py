@@ -12,13 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from model.config.cache import NO_STATE
 from model.config.layer import GatedDeltaConfig
 from model.system import huge_pages
-from model.system.transfer import device_tensor
+from model.system.transfer import device_tensor, to_device
 
 
 class StateSpan(NamedTuple):
@@ -51,6 +52,61 @@ def waves(spans: Iterable[StateSpan]) -> list[list[StateSpan]]:
         if span.target != NO_STATE:
             written[span.target] = at + 1
     return found
+
+
+class Segment(NamedTuple):
+    """Rows `[first, last)` of one sequence, which go on from the state in `source`: spans that follow each other."""
+
+    first: int
+    last: int
+    source: int
+    kept: dict[int, int]  # slots by the row behind which they get the state
+
+
+def segments(spans: Iterable[StateSpan]) -> list[Segment]:
+    """The spans joined to those that they go on from, which are in front of them."""
+    found: list[Segment] = []
+    before: StateSpan | None = None
+    for span in spans:
+        follows = before is not None and span.source != NO_STATE and span.source == before.target
+        if follows and span.first == found[-1].last:
+            found[-1] = found[-1]._replace(last=span.last)
+        else:
+            found.append(Segment(span.first, span.last, span.source, {}))
+        if span.target != NO_STATE:
+            found[-1].kept[span.last] = span.target
+        before = span
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class StateTables:
+    """Which rows of a step go on from which states, on the device; slots are negative where there is none."""
+
+    singles: Tensor | None  # [3, S] segments of one token: row, slot read, slot written
+    segments: Tensor | None = None  # [3, B] others: chunks from, up to; slot read
+    chunks: Tensor | None = None  # [5, N] their chunks: rows from, up to; first row of the segment; slots read, written
+
+    @classmethod
+    def of(cls, spans: Iterable[StateSpan], chunk: int, device: torch.device) -> StateTables:
+        """Tables of a step's spans in chunks of so many tokens at most, each state that is kept behind one."""
+        singles: list[tuple[int, ...]] = []
+        longer: list[tuple[int, ...]] = []
+        chunks: list[tuple[int, ...]] = []
+        for one in segments(spans):
+            if one.last - one.first == 1:
+                singles.append((one.first, one.source, one.kept.get(one.last, NO_STATE)))
+                continue
+            begun, begin = len(chunks), one.first
+            while begin < one.last:
+                end = min(begin + chunk, *(row for row in (*one.kept, one.last) if row > begin))
+                chunks.append((begin, end, one.first, one.source, one.kept.get(end, NO_STATE)))
+                begin = end
+            longer.append((begun, len(chunks), one.source))
+        tables = [np.array(rows, dtype=np.int64).T for rows in (singles, longer, chunks)]
+        packed = to_device(torch.from_numpy(np.concatenate([table.ravel() for table in tables])), device)
+        parts = packed.split([table.size for table in tables])
+        return cls(*(part.view(table.shape) if table.size else None for part, table in zip(parts, tables, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

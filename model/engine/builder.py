@@ -14,6 +14,7 @@ import torch
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.messages import ModelSpec
 from model.api.stats import CachePool, ModelInfo
+from model.attention.recurrence import recurrent_backend
 from model.attention.selection import Selection, select_backend, select_layers
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint, read_checkpoint
@@ -413,10 +414,10 @@ def _generate_engine(
     parts = encoder.num_layers if encoder is not None and model.can_pause and not overlap else 1
     scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens, parts)
     graphs, unrecorded = None, ""
-    if states is not None and device.type == "cuda" and spec.engine.cuda_graphs:
-        unrecorded = "recurrent layers are torch's"
-    elif can_record(spec.engine, model, device):
+    if can_record(spec.engine, model, device):
         graphs, unrecorded = _recorded(model, cache, limits.max_num_seqs, max_model_len)
+    elif device.type == "cuda" and spec.engine.cuda_graphs and model.backend.graph_safe:
+        unrecorded = "recurrent layers are torch's"
     runner = ModelRunner(model, cache, block_manager, graphs)
     runner.unrecorded = unrecorded
     return GenerateEngine(
@@ -462,9 +463,15 @@ def _overlaps(config: ModelConfig, device: torch.device) -> bool:
 
 
 def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:
-    """Whether decode steps run from graphs, for which the attention of every layer must be fit."""
-    recurrent = model.decoder is not None and model.decoder.config.recurrences
-    return device.type == "cuda" and engine.cuda_graphs and model.backend.graph_safe and not recurrent
+    """Whether decode steps run from graphs, for which the attention and recurrence of every layer must be fit."""
+    fit = model.backend.graph_safe and not torchs_recurrences(model)
+    return device.type == "cuda" and engine.cuda_graphs and fit
+
+
+def torchs_recurrences(model: Transformer) -> bool:
+    """Whether torch computes some recurrent layer, which launches what a step's spans are."""
+    recurrences = model.decoder.config.recurrences.values() if model.decoder is not None else ()
+    return any(recurrent_backend(model.backend, one, model.dtype) is None for one in recurrences)
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars | None:

@@ -19,6 +19,7 @@ from model.api.request import EncodeRequest, EncodeTask, Request, SamplingParams
 from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
 from model.attention.per_layer import backend_of
 from model.cache.paged import KVCache
+from model.cache.states import whole_segments
 from model.config.layer import AttentionConfig, BucketBiasConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
@@ -205,7 +206,8 @@ def _decode_tokens(model: Transformer, cache: KVCache, bounds: tuple[int, int]) 
             source = AttentionMetadata(lens, lens, False, device, tables, None, lengths)
             cross = CrossInput(source, other_pools=(source,) * others)
         own = AttentionMetadata(lens, lens, True, device, tables, slots, lengths)
-        model.decode(StackInput(zeros, zeros, own, other_pools=(own,) * others), cache, cross)
+        inputs = StackInput(zeros, zeros, own, other_pools=(own,) * others, states=whole_segments(lens))
+        model.decode(inputs, cache, cross)
 
 
 def _request(generate: GenerateEngine, encode: EncodeEngine, length: int, number: int) -> Request:

@@ -1,15 +1,19 @@
 """Gated DeltaNet: a recurrent layer in the place of attention (Yang et al. 2025), as Qwen3-Next has it.
 
-Prompts are computed in chunks, whose tokens are solved for together (section 3.3 there: the UT transform of Yang et al.
-2024), single tokens by the recurrence itself. Both are in float32.
+Between its projections a backend may compute it (`model.attention.recurrence`), else torch does: prompts in chunks,
+whose tokens are solved for together (section 3.3 there: the UT transform of Yang et al. 2024), single tokens by the
+recurrence itself. Both are in float32.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model.attention.recurrence import Recurrence, recurrent_backend
 from model.cache.states import StateCache, StateSpan, waves, whole_segments
 from model.config.layer import GatedDeltaConfig
 from model.linear.base import LinearSpec, Part, Split
@@ -42,50 +46,68 @@ class GatedDeltaNet(nn.Module):
         self.norm = nn.RMSNorm(config.value_dim, eps=config.eps)
 
     def forward(self, x: Tensor, step: StepContext, states: StateCache | None) -> Tensor:  # [T, d] -> [T, d]
-        config = self.config
-        mixed, gate = step.project(self.input, x).float().split((config.channels, config.value_size), dim=-1)
-        rate, decay = step.project(self.gates, x).float().chunk(2, dim=-1)  # [T, H]
-        decay = -self.decay.float().exp() * functional.softplus(decay + self.dt_bias.float())
-        rows = torch.cat((mixed, rate.sigmoid(), decay), dim=-1)
-        spans = step.inputs.states if states is not None else whole_segments(step.inputs.metadata.q_lens)
-        outputs = mixed.new_empty(len(x), config.num_value_heads, config.value_dim)
-        for wave in waves(spans):
-            single = [span for span in wave if span.last - span.first == 1]
-            for group in ([single] if single else []) + [[span] for span in wave if span.last - span.first > 1]:
-                self._compute(group, rows, outputs, states)
-        outputs = functional.rms_norm(outputs, self.norm.weight.shape, self.norm.weight.float(), config.eps)
-        outputs = outputs.flatten(1) * functional.silu(gate)
+        inputs, gates = step.project(self.input, x), step.project(self.gates, x)
+        layer = Recurrence(self.config, self.convolution, self.decay, self.dt_bias, self.norm.weight)
+        backend = recurrent_backend(step.backend, self.config, x.dtype)
+        if backend is not None:
+            tables = step.state_tables(backend.chunk, kept=states is not None)
+            outputs = backend.recur(layer, inputs, gates, tables, states)
+        else:
+            spans = step.inputs.states if states is not None else whole_segments(step.inputs.metadata.q_lens)
+            outputs = recur(layer, inputs, gates, spans, states)
         return step.project(self.out, outputs.to(x.dtype))
 
-    def _compute(self, spans: list[StateSpan], rows: Tensor, outputs: Tensor, states: StateCache | None) -> None:
-        """Fill the outputs of spans of equal length, and keep their states."""
-        config, sources = self.config, [span.source for span in spans]
-        first = torch.tensor([span.first for span in spans])
-        at = (first[:, None] + torch.arange(spans[0].last - spans[0].first)).to(rows.device)  # [B, L]
-        mixed, rate, decay = rows[at].split((config.channels, *(config.num_value_heads,) * 2), dim=-1)
-        if states is not None:
-            recurrent, before = states.read(sources)
-        else:
-            recurrent, before = (rows.new_zeros(len(spans), *shape) for shape in config.state_shapes)
-        mixed = torch.cat((before, mixed), dim=1)  # [B, kernel - 1 + L, C]
-        after = mixed[:, mixed.shape[1] - config.kernel + 1 :]
-        query, key, value = self._convolved(mixed)
-        outputs[at], recurrent = delta_rule(query, key, value, decay, rate, recurrent)
-        if states is not None:
-            states.write([span.target for span in spans], recurrent, after)
 
-    def _convolved(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys `[B, L, H, K]`, of length 1, and values `[B, L, H, V]` of channels `[B, L + k - 1, C]`."""
-        config, length = self.config, mixed.shape[1] - self.config.kernel + 1
-        weight = self.convolution.float()
-        summed = torch.zeros_like(mixed[:, :length])
-        for tap in range(config.kernel):
-            summed = summed + mixed[:, tap : tap + length] * weight[:, tap]
-        q, k, v = functional.silu(summed).split((config.key_size, config.key_size, config.value_size), dim=-1)
-        q, k = (_unit(one.unflatten(-1, (config.num_key_heads, config.key_dim))) for one in (q, k))
-        shared = config.num_value_heads // config.num_key_heads
-        q, k = (one.repeat_interleave(shared, dim=2) for one in (q * config.key_dim**-0.5, k))
-        return q, k, v.unflatten(-1, (config.num_value_heads, config.value_dim))
+def recur(
+    layer: Recurrence, inputs: Tensor, gates: Tensor, spans: Iterable[StateSpan], states: StateCache | None
+) -> Tensor:
+    """As `RecurrentBackend.recur`, by torch and in float32, of spans."""
+    config = layer.config
+    mixed, gate = inputs.float().split((config.channels, config.value_size), dim=-1)
+    rate, decay = gates.float().chunk(2, dim=-1)  # [T, H]
+    decay = -layer.decay.float().exp() * functional.softplus(decay + layer.dt_bias.float())
+    rows = torch.cat((mixed, rate.sigmoid(), decay), dim=-1)
+    outputs = mixed.new_empty(len(inputs), config.num_value_heads, config.value_dim)
+    for wave in waves(spans):
+        single = [span for span in wave if span.last - span.first == 1]
+        for group in ([single] if single else []) + [[span] for span in wave if span.last - span.first > 1]:
+            _compute(layer, group, rows, outputs, states)
+    outputs = functional.rms_norm(outputs, layer.gain.shape, layer.gain.float(), config.eps)
+    return outputs.flatten(1) * functional.silu(gate)
+
+
+def _compute(
+    layer: Recurrence, spans: list[StateSpan], rows: Tensor, outputs: Tensor, states: StateCache | None
+) -> None:
+    """Fill the outputs of spans of equal length, and keep their states."""
+    config, sources = layer.config, [span.source for span in spans]
+    first = torch.tensor([span.first for span in spans])
+    at = (first[:, None] + torch.arange(spans[0].last - spans[0].first)).to(rows.device)  # [B, L]
+    mixed, rate, decay = rows[at].split((config.channels, *(config.num_value_heads,) * 2), dim=-1)
+    if states is not None:
+        recurrent, before = states.read(sources)
+    else:
+        recurrent, before = (rows.new_zeros(len(spans), *shape) for shape in config.state_shapes)
+    mixed = torch.cat((before, mixed), dim=1)  # [B, kernel - 1 + L, C]
+    after = mixed[:, mixed.shape[1] - config.kernel + 1 :]
+    query, key, value = _convolved(layer, mixed)
+    outputs[at], recurrent = delta_rule(query, key, value, decay, rate, recurrent)
+    if states is not None:
+        states.write([span.target for span in spans], recurrent, after)
+
+
+def _convolved(layer: Recurrence, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys `[B, L, H, K]`, of length 1, and values `[B, L, H, V]` of channels `[B, L + k - 1, C]`."""
+    config, length = layer.config, mixed.shape[1] - layer.config.kernel + 1
+    weight = layer.convolution.float()
+    summed = torch.zeros_like(mixed[:, :length])
+    for tap in range(config.kernel):
+        summed = summed + mixed[:, tap : tap + length] * weight[:, tap]
+    q, k, v = functional.silu(summed).split((config.key_size, config.key_size, config.value_size), dim=-1)
+    q, k = (_unit(one.unflatten(-1, (config.num_key_heads, config.key_dim))) for one in (q, k))
+    shared = config.num_value_heads // config.num_key_heads
+    q, k = (one.repeat_interleave(shared, dim=2) for one in (q * config.key_dim**-0.5, k))
+    return q, k, v.unflatten(-1, (config.num_value_heads, config.value_dim))
 
 
 def _unit(vectors: Tensor) -> Tensor:

@@ -125,6 +125,12 @@ def gated(hidden: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @fused
+def opened(rows: Tensor, gate: Tensor) -> Tensor:
+    """`rows * sigmoid(gate)`, `[T, n]` each."""
+    return rows * gate.sigmoid()
+
+
+@fused
 def clamped(hidden: Tensor, limit: float, gain: float) -> Tensor:
     """`model.config.layer.GateClamp` of `[gate; up]`: `[T, 2 f]` to `[T, f]`."""
     gate, up = hidden.chunk(2, dim=-1)

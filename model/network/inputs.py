@@ -32,6 +32,8 @@ class StackInput:
     adapters: RowAdapters | None = None  # None: no row has one
     contexts: Tensor | None = None  # [T] tokens that each row's request may come to; None: those of its segment
     states: tuple[StateSpan, ...] = ()  # which states the rows of recurrent layers go on from, if there is a cache
+    # Of a recorded step the same on the device: each row's number, and the slots that it reads and writes.
+    single_states: Tensor | None = None  # [3, T]
 
     def metadata_of(self, cache: LayerCache | None) -> AttentionMetadata:
         """What a layer with this cache attends by."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionBackend
+from model.cache.states import StateTables, whole_segments
 from model.config.layer import RopeScaling, RotaryConfig
 from model.linear.base import Linear
 from model.network.disentangled import RelativeTable
@@ -46,6 +47,7 @@ class StepContext:
         self._rotaries: dict[RotaryConfig, tuple[Tensor, Tensor]] = {}
         self._growths: dict[RotaryConfig, Tensor] = {}
         self._sinusoids: dict[int, Tensor] = {}
+        self._state_tables: dict[bool, StateTables] = {}
 
     def keep_queries(self, query: Tensor) -> None:
         """Keep a layer's queries of cross attention `[T, H, D]`, if they are asked for."""
@@ -88,6 +90,17 @@ class StepContext:
         metadata = self.inputs.metadata
         rows = [length for length in metadata.q_lens for _ in range(length)]
         return device_tensor(rows, self.inputs.positions.device, torch.int64)
+
+    def state_tables(self, chunk: int, *, kept: bool) -> StateTables:
+        """Which rows go on from which states, on the device; `kept`: there is a cache, else all begin with zeros."""
+        if kept not in self._state_tables:
+            inputs = self.inputs
+            if kept and inputs.single_states is not None:
+                self._state_tables[kept] = StateTables(inputs.single_states)
+            else:
+                spans = inputs.states if kept else whole_segments(inputs.metadata.q_lens)
+                self._state_tables[kept] = StateTables.of(spans, chunk, inputs.positions.device)
+        return self._state_tables[kept]
 
     def sinusoids(self, length: int, size: int, dtype: torch.dtype) -> Tensor:
         """`[2 length - 1, size]` of the distances from `1 - length` to `length - 1` (XLNet)."""

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from model.api.source import Source
 from model.attention.base import AttentionMetadata, DeviceLengths
+from model.cache.states import StateSpan
 from model.config.formats import NumberFormat
 from model.network.inputs import CrossInput, StackInput
 from model.parallel.group import Group
 
 _TYPES: dict[str, type[Any]] = {
-    type_.__name__: type_ for type_ in (StackInput, CrossInput, AttentionMetadata, DeviceLengths)
+    type_.__name__: type_ for type_ in (StackInput, CrossInput, AttentionMetadata, DeviceLengths, StateSpan)
 }
 
 
@@ -147,10 +148,12 @@ def _to_plain(value: Any, tensors: list[Tensor]) -> Any:
         return {"tensor": len(tensors) - 1}
     if isinstance(value, torch.device):
         return {"device": None}  # each rank has its own
+    if isinstance(value, StateSpan):
+        return {"type": "StateSpan", "fields": value._asdict()}
     if is_dataclass(value):
         plain = {field.name: _to_plain(getattr(value, field.name), tensors) for field in fields(value) if field.init}
         return {"type": type(value).__name__, "fields": plain}
-    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+    if isinstance(value, tuple) and value and (is_dataclass(value[0]) or isinstance(value[0], StateSpan)):
         return [_to_plain(one, tensors) for one in value]
     return value
 

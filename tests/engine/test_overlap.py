@@ -16,8 +16,12 @@ from torch import Tensor
 from model.api.request import FinishReason, Request, TokenOutput
 from model.attention import base
 from model.attention.base import AttentionMetadata
+from model.attention.recurrence import Recurrence
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache
+from model.cache.states import StateCache, StateSpan, StateTables
+from model.config.cache import NO_STATE, StateSize
+from model.config.layer import GatedDeltaConfig
 from model.engine.execution import cuda_graphs
 from model.engine.execution.cuda_graphs import DecodeGraphs, num_recorded, sizes_up_to, uneven_sizes
 from model.engine.execution.model_runner import Launched, ModelRunner
@@ -25,18 +29,42 @@ from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from model.network.delta_net import recur
 from tests.engine.scripted import Harness, Late, expected_tokens
 from tests.engine.support import pools_for, request
 from tests.engine.test_beam_search import BeamRunner
 from tests.model.checkpoints import CPU, loaded
 
-KINDS = ["gpt2", "llama-gqa", "gemma3", "t5-relu", "bart"]
+KINDS = ["gpt2", "llama-gqa", "gemma3", "qwen3-next", "t5-relu", "bart"]
 
 
 class LengthsBackend(SdpaBackend):
     """Believes the device's lengths only, as kernels do, and writes nothing to slots below 0."""
 
     graph_safe = True
+    chunk = 7
+
+    def unsupported_recurrence(self, config: GatedDeltaConfig, dtype: torch.dtype) -> str | None:
+        return None
+
+    def recur(
+        self, layer: Recurrence, inputs: Tensor, gates: Tensor, tables: StateTables, states: StateCache | None
+    ) -> Tensor:
+        """Read the tables alone, and of a recorded step the rows that are somebody's."""
+        read = tables.singles.T.tolist() if tables.singles is not None else []
+        spans = [StateSpan(row, row + 1, *slots) for row, *slots in read if slots != [NO_STATE] * 2]
+        if tables.segments is not None and tables.chunks is not None:
+            chunks = tables.chunks.T.tolist()
+            for first, last, source in tables.segments.T.tolist():
+                begun = chunks[first][0]
+                for _, end, _, _, target in chunks[first:last]:
+                    if target != NO_STATE or end == chunks[last - 1][1]:
+                        spans.append(StateSpan(begun, end, source, target))
+                        begun, source = end, target
+        out = torch.full((len(inputs), layer.config.value_size), float("nan"))
+        found, rows = recur(layer, inputs, gates, spans, states), [r for span in spans for r in range(*span[:2])]
+        out[rows] = found[rows]
+        return out
 
     def forward(self, query, key, value, cache, metadata, config, bias=None, sinks=None) -> Tensor:  # type: ignore[no-untyped-def]
         lengths = metadata.device_lengths
@@ -84,8 +112,10 @@ def outputs_of(
     decoder = model.config.decoder
     assert decoder is not None
     pools = pools_for(decoder, num_blocks)
-    blocks = BlockManager(pools, 4)
-    cache = KVCache(decoder, [pool.num_pages for pool in pools], 4, torch.float32, CPU)
+    states = StateSize(24, 12) if decoder.recurrences else None
+    blocks = BlockManager(pools, 4, states=states)
+    num_states = states.num_slots if states is not None else 0
+    cache = KVCache(decoder, [pool.num_pages for pool in pools], 4, torch.float32, CPU, num_states)
     decode = None
     if graphs:
         decode = DecodeGraphs(model, cache, max_num_seqs=12, max_model_len=64, record=recorded)

@@ -18,7 +18,7 @@ from tests.model.checkpoints import DECODERS, loaded, prompt, saved
 from tests.model.parity import difference, hidden_states
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
-KINDS = ("llama-mqa-head-dim", "qwen3", "gpt-neox", "gemma2", "cohere", "bloom", "t5-relu", "bart")
+KINDS = ("llama-mqa-head-dim", "qwen3", "gpt-neox", "gemma2", "cohere", "bloom", "qwen3-next", "t5-relu", "bart")
 # What these have, one of those has: windows (gemma2), norms of heads (qwen3), biases of T5; sinks: `test_triton.py`.
 SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "gemma3", "umt5", "gpt-oss")]
 
@@ -32,6 +32,10 @@ class Counting(TritonBackend):
     def _attend(self, *arguments: object) -> torch.Tensor:
         self.launched += 1
         return super()._attend(*arguments)  # type: ignore[arg-type]
+
+    def recur(self, *arguments: object) -> torch.Tensor:
+        self.launched += 1
+        return super().recur(*arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *SLOW_KINDS])

@@ -19,7 +19,7 @@ from model.attention.triton_kernels import INTERPRETED
 from model.cache.paged import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.sentence_transformers import SentenceSettings
-from model.config.cache import PoolSize
+from model.config.cache import PoolSize, StateSize
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.model_runner import ModelRunner
@@ -72,6 +72,7 @@ def recorded(run: Any) -> tuple[Tensor, Any]:
         ("qwen3", torch.float32),
         ("mistral", torch.float32),
         ("gemma2", torch.float32),
+        ("qwen3-5", torch.float32),
         ("t5-relu", torch.float32),
     ],
 )
@@ -79,8 +80,9 @@ def test_traffic_launches_only_warmed_variants(kind: str, kv: torch.dtype) -> No
     model = loaded(kind, TritonBackend())
     assert model.config.decoder is not None
     pools = pools_for(model.config.decoder, 1500)
-    blocks = BlockManager(pools, BLOCK, prefix_caching=False)
-    cache = KVCache(model.config.decoder, [pool.num_pages for pool in pools], BLOCK, kv, CPU)
+    states = StateSize(12, 0) if model.config.decoder.recurrences else None
+    blocks = BlockManager(pools, BLOCK, prefix_caching=False, states=states)
+    cache = KVCache(model.config.decoder, [pool.num_pages for pool in pools], BLOCK, kv, CPU, num_states=24)
     with noted() as warmed:
         compile_attention(model, cache, BUDGET, CONTEXT)
     with noted() as seen:

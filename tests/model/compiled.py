@@ -25,9 +25,13 @@ from triton.compiler import ASTSource
 
 import model.attention.triton as backend
 from model.api.request import SamplingParams
-from model.attention import triton_heads
+from model.attention import triton_delta, triton_heads
 from model.attention.preparation import HeadNorm, Preparation
+from model.attention.recurrence import Recurrence
 from model.cache.paged import LayerCache
+from model.cache.states import StateCache, StateSpan, StateTables
+from model.config.cache import NO_STATE
+from model.config.layer import GatedDeltaConfig
 from model.linear import triton_experts, triton_fp8, triton_integers
 from model.sampling import triton_sampling
 from tests.model.attention_cases import Case, problem
@@ -105,6 +109,7 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
     found: list[dict[str, Any]] = []
     kernels = [(backend, name) for name in ("attend", "combine", "write_pages")] + [
         (triton_heads, "prepare_heads"),
+        *((triton_delta, name) for name in ("step_states", "solve_chunks", "scan_chunks", "gate_outputs")),
         (triton_sampling, "sampling_kernel"),
         (triton_fp8, "quantize"),
         (triton_fp8, "scaled_product"),
@@ -191,6 +196,17 @@ def integer_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"of {bits} bits {dtype}", partial(triton_integers.dequantized, *packed, bits, group, inputs, dtype)
 
 
+def recur(dtype: torch.dtype) -> None:
+    """Launch a recurrent layer of Qwen3-Next over a token and a prompt."""
+    config = GatedDeltaConfig(16, 32, 128, 128, 4, 1e-6)
+    parameters = (config.channels, config.kernel), (32,), (32,), (config.value_dim,)
+    layer = Recurrence(config, *(torch.zeros(shape, dtype=dtype) for shape in parameters))
+    inputs, gates = (torch.zeros(50, size, dtype=dtype) for size in (config.channels + config.value_size, 64))
+    spans = [StateSpan(0, 1, 1, 2), StateSpan(1, 50, NO_STATE, 3)]
+    tables = StateTables.of(spans, triton_delta.CHUNK, CPU)
+    triton_delta.compute(layer, inputs, gates, tables, StateCache.zeros(config, 4, CPU))
+
+
 def main(capability: int) -> None:
     for case in cases(capability):
         with compiling(capability) as found:
@@ -206,6 +222,11 @@ def main(capability: int) -> None:
                 names = list(prepare_cases(dtype, pages))
             for name, kernel in zip(names, found, strict=True):
                 print(json.dumps({"case": f"prepare {name} {dtype} into {pages}", **kernel}), flush=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        with compiling(capability) as found:
+            recur(dtype)
+        for kernel in found:
+            print(json.dumps({"case": f"recurrent {dtype}", **kernel}), flush=True)
     for dtype, vocabulary in product((torch.bfloat16, torch.float32), (32_000, 50_257)):
         with compiling(capability) as found:
             logits, tokens = torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2, dtype=torch.int64)

@@ -12,9 +12,10 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import model.attention.triton as backend
-from model.attention import triton_heads
+from model.attention import triton_delta, triton_heads
 
 KERNELS = {"attend": backend, "combine": backend, "write_pages": backend, "prepare_heads": triton_heads}
+KERNELS |= dict.fromkeys(("step_states", "solve_chunks", "scan_chunks", "gate_outputs"), triton_delta)
 _HOPPER = GPUTarget("cuda", 90, 32)
 
 

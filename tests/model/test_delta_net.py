@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.cache.states import StateCache, StateSpan, waves
+from model.cache.states import StateCache, StateSpan, StateTables, segments, waves
 from model.config.cache import NO_STATE
 from model.config.layer import GatedDeltaConfig
 from model.network.delta_net import delta_rule
@@ -72,6 +72,22 @@ def test_spans_are_computed_behind_those_that_they_go_on_from() -> None:
     first, second = StateSpan(0, 8, NO_STATE, 3), StateSpan(8, 11, 3, 4)
     other = StateSpan(11, 12, 7, 5)
     assert waves([first, second, other]) == [[first, other], [second]]
+
+
+def test_spans_that_follow_each_other_are_one_segment() -> None:
+    spans = [
+        StateSpan(0, 8, NO_STATE, 3),
+        StateSpan(8, 11, 3, 4),
+        StateSpan(11, 12, 7, NO_STATE),
+        StateSpan(12, 13, 4, 1),
+    ]
+    found = segments(spans)
+    assert [(one.first, one.last, one.source) for one in found] == [(0, 11, NO_STATE), (11, 12, 7), (12, 13, 4)]
+    assert [one.kept for one in found] == [{8: 3, 11: 4}, {}, {13: 1}]
+    tables = StateTables.of(spans[:2], 5, torch.device("cpu"))
+    assert tables.singles is None and tables.segments is not None and tables.chunks is not None
+    assert tables.segments.T.tolist() == [[0, 3, NO_STATE]]
+    assert tables.chunks.T.tolist() == [[0, 5, 0, NO_STATE, NO_STATE], [5, 8, 0, NO_STATE, 3], [8, 11, 0, NO_STATE, 4]]
 
 
 def test_slots_keep_what_was_written_and_no_state_is_zeros() -> None:

@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 from model.attention.triton import TritonBackend
 from model.cache.paged import KVCache
 from model.checkpoint.folder import read_checkpoint
+from model.config.cache import StateSize
 from model.config.formats import QUANTIZED_LAYERS
 from model.engine.execution import model_runner
 from model.engine.execution.cuda_graphs import DecodeGraphs
@@ -30,7 +31,7 @@ from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 from model.linear import triton_fp8, triton_integers
 from model.linear.factory import LinearFactory
-from model.network import fused_ops, mlp
+from model.network import attention, fused_ops, mlp
 from model.network.layer import Layer
 from model.network.transformer import Transformer
 from model.network.weights import load_model
@@ -42,7 +43,7 @@ from tests.model.launches import KERNELS
 
 ALLOCATES = ("empty", "new_empty")
 SUMS = ("_add_rms", "_add_layer", "_add_offset_rms", "_norm_add_norm")
-COMPILED = (*((fused_ops, name) for name in SUMS), (mlp, "gated"), (fused_ops, "_turns"))
+COMPILED = (*((fused_ops, name) for name in SUMS), (mlp, "gated"), (fused_ops, "_turns"), (attention, "opened"))
 
 
 class Launches(TorchDispatchMode):
@@ -112,7 +113,7 @@ def of_each_layer(
     model = load_model(read_checkpoint(saved(kind).path), TritonBackend(), linear)
     assert model.decoder is not None
     pools = pools_for(model.decoder.config, 20)
-    cache = KVCache(model.decoder.config, [pool.num_pages for pool in pools], 16, torch.bfloat16, CPU)
+    cache = KVCache(model.decoder.config, [pool.num_pages for pool in pools], 16, torch.bfloat16, CPU, num_states=4)
 
     def record(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
         run()  # what is made once is made
@@ -142,6 +143,14 @@ def test_launches_of_a_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     # The angles of a step are one launch; beside them the first layer has its first norm alone, or T5's table.
     assert first["turns"] == (kind in ("llama-gqa", "qwen3", "gemma3", "gpt-neox"))
     assert sum(first.values()) <= EXPECTED[kind] + first["turns"] + 2, first
+
+
+def test_launches_of_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its projections one: beside them the MLP's three launches, and two sums with norms."""
+    _, attends, recurs = of_each_layer("qwen3-5", monkeypatch)
+    assert recurs["step_states"] == 1
+    assert sum(recurs.values()) == 9, recurs
+    assert sum(attends.values()) == EXPECTED["qwen3"] + 2, attends  # the angles of a step, the gate of its outputs
 
 
 @pytest.mark.parametrize("name", ["int4", "int8-g128", "fp8"])
@@ -212,25 +221,29 @@ class FirstTokens:
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
-def test_a_steady_decode_waits_once_a_step(params: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["llama-gqa", "qwen3-5"])
+def test_a_steady_decode_waits_once_a_step(
+    kind: str, params: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And that for the tokens of the step before: nothing between the integers of a step and its tokens waits."""
     for name, module in KERNELS.items():
         monkeypatch.setattr(module, name, Launches().kernel(name))
     monkeypatch.setattr(triton_sampling, "sampling_kernel", FirstTokens())
     monkeypatch.setattr(random_sampling, "_kernel", lambda device: triton_sampling)
     monkeypatch.setattr(sampler, "_argmax", lambda logits: logits.nan_to_num().argmax(dim=-1))  # as on a GPU
-    model = loaded("llama-gqa", TritonBackend())
+    model = loaded(kind, TritonBackend())
     assert model.decoder is not None
     pools = pools_for(model.decoder.config, 60)
-    cache = KVCache(model.decoder.config, [pool.num_pages for pool in pools], 4, torch.float32, CPU)
+    states = StateSize(4, 4) if model.decoder.config.recurrences else None
+    cache = KVCache(model.decoder.config, [pool.num_pages for pool in pools], 4, torch.float32, CPU, num_states=12)
     recorded = DecodeGraphs(model, cache, max_num_seqs=4, max_model_len=64, record=replaying) if graphs else None
     if recorded is not None:
         recorded.record_all()
-    blocks = BlockManager(pools, 4)
+    blocks = BlockManager(pools, 4, states=states)
     runner, scheduler = ModelRunner(model, cache, blocks, recorded), Scheduler(blocks, 4, 64)
-    engine = GenerateEngine("llama-gqa", runner, scheduler, max_model_len=64, overlap=True)
+    engine = GenerateEngine(kind, runner, scheduler, max_model_len=64, overlap=True)
     for number in range(3):
-        engine.add(request("llama-gqa", f"r{number}", 5 + number, number, max_tokens=30, **params))
+        engine.add(request(kind, f"r{number}", 5 + number, number, max_tokens=30, **params))
     for _ in range(4):
         engine.step()
     waits, read = Waits(monkeypatch), Counter[str]()

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
 ROOT = Path(__file__).parents[2]
+RECURRENT = {"step_states", "solve_chunks", "scan_chunks", "gate_outputs"}
 SHARED = 99 * 1024  # bytes that a block may take on the smaller GPUs since Ampere
 
 
@@ -26,7 +27,7 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = {"attend", "combine", "write_pages", "prepare_heads", "sampling_kernel", "grouped_product", "dequantize"}
-    names.add("experts_product")
+    names |= {"experts_product", *RECURRENT}
     if capability >= 89:  # the first that has fp8
         names |= {"quantize", "scaled_product"}
     assert {kernel["kernel"] for kernel in kernels} == names
@@ -37,6 +38,11 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
         if (capability == 90 and narrow) or small:
             assert kernel["stack"] == 0, kernel  # nothing is spilt
         assert kernel["stack"] < 1024, kernel
+        if kernel["kernel"] in RECURRENT and narrow:
+            assert kernel["stack"] == 0, kernel
+            assert (kernel["asynchronous_copies"] > 0) == (kernel["kernel"] == "scan_chunks"), kernel
+        if kernel["kernel"] == "step_states":
+            assert kernel["registers"] <= 200 and kernel["stack"] == 0, kernel  # a head's state is 64 of them
         if kernel["kernel"] in ("quantize", "scaled_product"):
             # Many rows with scales of rows, which `torch._scaled_mm` multiplies where it can: 24 by Triton 3.6.
             assert kernel["stack"] <= (32 if kernel["case"] == "fp8 300 (1, 0)" else 0), kernel

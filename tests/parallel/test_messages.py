@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata
+from model.cache.states import whole_segments
 from model.network.inputs import CrossInput, StackInput
 from model.parallel.group import Group
 from model.parallel.messages import (
@@ -28,7 +29,8 @@ from tests.parallel.ranks import on_ranks
 
 def arguments() -> list[Any]:
     own = AttentionMetadata((2, 1), (2, 5), True, CPU, torch.tensor([[3, 0], [1, 2]]), torch.tensor([6, 7, 9]))
-    inputs = StackInput(torch.tensor([4, 5, 6]), torch.tensor([0, 1, 4]), own, pixels=torch.rand(1, 3, 2, 2))
+    rows, states = (torch.tensor([4, 5, 6]), torch.tensor([0, 1, 4])), whole_segments((2, 1))
+    inputs = StackInput(*rows, own, pixels=torch.rand(1, 3, 2, 2), states=states)
     memory = torch.linspace(0, 1, 12).view(3, 4).to(torch.bfloat16)
     cross = CrossInput(AttentionMetadata((2, 1), (3, 3), causal=False), memory[:, ::2])  # not contiguous
     return [inputs, True, cross, None, [3, 4]]

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.config.cache import NO_STATE
 from model.engine.scheduling.block_table import BlockTable
 from model.engine.scheduling.scheduler import ScheduledSequence
 
@@ -30,6 +31,7 @@ class BatchLayout:
     blocks: int  # M of the tables of tokens, which are equally long in all pools
     source_blocks: int = 0  # M of the tables of sources; 0: there is no encoder
     pools: int = 1  # P
+    state_columns: int = 0  # 3: each segment is one token, which reads and writes a state
 
     @classmethod
     def of(cls, steps: Sequence[ScheduledSequence]) -> BatchLayout:
@@ -46,17 +48,18 @@ class BatchLayout:
     def sizes(self) -> list[int]:
         """Of each field of `StepBatch`, in its order."""
         t, b, p = self.tokens, self.segments, self.pools
-        return [t, t, t, p * t, t, b + 1, b, p * b * self.blocks, b, p * b * self.source_blocks]
+        states = self.state_columns * b
+        return [t, t, t, p * t, t, b + 1, b, states, p * b * self.blocks, b, p * b * self.source_blocks]
 
     @property
     def before_tables(self) -> int:
         """Integers in front of the tables: they lie alike whatever the tables' lengths."""
-        return sum(self.sizes[:7])
+        return sum(self.sizes[:8])
 
     def split(self, flat: Tensor) -> StepBatch:
         """Views of a row of so many integers."""
-        ids, positions, contexts, slots, placeholders, cu_seqlens, kv_lens, tables, source_lens, source_tables = (
-            flat.split(self.sizes)
+        ids, positions, contexts, slots, placeholders, cu_seqlens, kv_lens, states, tables, *of_sources = flat.split(
+            self.sizes
         )
         p, b = self.pools, self.segments
         return StepBatch(
@@ -67,9 +70,10 @@ class BatchLayout:
             placeholders,
             cu_seqlens,
             kv_lens,
+            states.view(3, -1),
             tables.view(p, b, self.blocks),
-            source_lens,
-            source_tables.view(p, b, self.source_blocks),
+            of_sources[0],
+            of_sources[1].view(p, b, self.source_blocks),
         )
 
 
@@ -84,6 +88,7 @@ class StepBatch:
     placeholders: Tensor  # [T] row of the previous step whose token this is, not known on the host; else NO_SLOT
     cu_seqlens: Tensor  # [B + 1]
     kv_lens: Tensor  # [B]
+    states: Tensor  # [3, B] rows, and the slots of the states that they read and write; or empty
     tables: Tensor  # [P, B, M]
     source_lens: Tensor  # [B]
     source_tables: Tensor  # [P, B, M]
@@ -104,7 +109,9 @@ def pack(
     sizes = layout.sizes
     row = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=pinned)
     flat, count = row.numpy(), layout.segments
-    ids, positions, contexts, slots, rows, cu_seqlens, kv_lens, tables, source_lens, source_tables = _cut(flat, sizes)
+    ids, positions, contexts, slots, rows, cu_seqlens, kv_lens, states, tables, source_lens, source_tables = _cut(
+        flat, sizes
+    )
     slots[:] = rows[:] = NO_SLOT
     slots = slots.reshape(layout.pools, layout.tokens)
     drafting = bool(steps) and steps[0].drafts  # a step that is recorded in advance has no sequences
@@ -115,6 +122,8 @@ def pack(
         _pack_runs(steps, block_size, placeholders, (ids, positions, contexts, slots, rows))
         cu_seqlens[1:] = np.cumsum([step.num_tokens for step in steps])
     kv_lens[: len(steps)] = [step.start + step.num_tokens for step in steps]
+    if layout.state_columns:
+        _fill_states(states.reshape(layout.state_columns, count), steps)
     tables = tables.reshape(layout.pools, -1)
     for pool in range(layout.pools):
         _fill_tables(tables[pool], layout.blocks, [step.sequence.tables[pool] for step in steps])
@@ -141,6 +150,14 @@ def _fill_tables(flat: NDArray[np.int64], width: int, tables: Sequence[BlockTabl
     for table in tables:
         flat[begin : begin + len(table)] = table.row
         begin += width
+
+
+def _fill_states(columns: NDArray[np.int64], steps: Sequence[ScheduledSequence]) -> None:
+    """Rows, and the slots that each reads and writes; what is beyond the steps has none."""
+    columns[0] = np.arange(columns.shape[1])
+    columns[1:] = NO_STATE
+    columns[1, : len(steps)] = [step.sequence.state_slot for step in steps]
+    columns[2, : len(steps)] = [step.sequence.state_writes[-1][1] for step in steps]
 
 
 _Column = NDArray[np.int64]

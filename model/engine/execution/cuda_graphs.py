@@ -83,7 +83,8 @@ class DecodeGraphs:
         width = -(-max_model_len // cache.block_size)
         source = -(-self._longest_source // cache.block_size) if model.encoder is not None else 0
         pools = len(cache.pools)
-        self._layouts = {size: BatchLayout(size, size, width, source, pools) for size in self.sizes}
+        states = 3 if cache.states else 0
+        self._layouts = {size: BatchLayout(size, size, width, source, pools, states) for size in self.sizes}
         # One row for all sizes: they never run at the same time.
         self._row = torch.zeros(sum(self._layouts[self.sizes[-1]].sizes), dtype=torch.int64, device=cache.device)
         self.uneven_sizes = uneven_sizes(max_num_seqs, max_model_len)
@@ -105,7 +106,7 @@ class DecodeGraphs:
     def layout(self, needed: BatchLayout, *, uneven: bool) -> BatchLayout:
         """How a step that fits is packed: as many rows as were recorded, tables as long as they are."""
         size = next(size for size in (self.uneven_sizes if uneven else self.sizes) if size >= needed.segments)
-        return replace(needed, tokens=size, segments=size)
+        return replace(needed, tokens=size, segments=size, state_columns=self._layouts[size].state_columns)
 
     def run(
         self, layout: BatchLayout, row: Tensor, num_segments: int, tokens: Tensor | None, *, uneven: bool
@@ -161,7 +162,14 @@ class DecodeGraphs:
             ]
 
         first, *others = metadata(step.kv_lens, step.tables, step.slots)
-        inputs = StackInput(step.ids, step.positions, first, other_pools=tuple(others), contexts=step.contexts)
+        inputs = StackInput(
+            step.ids,
+            step.positions,
+            first,
+            other_pools=tuple(others),
+            contexts=step.contexts,
+            single_states=step.states if self._cache.states else None,
+        )
         if self._model.encoder is None:
             return inputs, None
         first, *others = metadata(step.source_lens, step.source_tables, None)

@@ -213,7 +213,7 @@ class ModelRunner:
             sources=tuple(sequence.request.source for sequence in new if sequence.request.source is not None),
             source_slots=tuple(self._source_slots(new)),
             scored=tuple(part.rows for part in slices),
-            states=tuple(state_spans(steps)) if self.cache.states else (),
+            states=tuple(state_spans(steps)) if self.cache.states and not replayed else (),
             kept_layers=layers,
         )
         return plan, slices
