@@ -265,6 +265,29 @@ def test_a_long_context_has_the_same_bits_however_it_is_divided(
             assert torch.equal(attended(library, case, given, slice(*part)), whole[slice(*part)])
 
 
+@pytest.mark.parametrize("heads", [3, 24])  # beside 3 key heads: 16 rows at most are computed together, or 2
+def test_rows_that_see_the_same_keys_have_the_bits_that_they_have_alone(heads: int) -> None:
+    """As beams do that read one source, in tables that are copies of each other."""
+    case = long_case(segments=((1, 300),) * 23, heads=heads, kv_heads=3, causal=False, writes=False)
+    given = problem(case, CPU, solved=False)
+    tables = given.metadata.block_tables
+    assert tables is not None
+    sources = [0] * 17 + [3, 3, 5, 0, 0, 3]
+    lengths = [300] * 19 + [290, 300, 250, 300]  # a shorter one reads fewer of the same blocks
+
+    def rows(places: list[int], library: Library) -> Tensor:
+        kv_lens = [lengths[place] for place in places]
+        read = tables[[sources[place] for place in places]]
+        metadata = AttentionMetadata((1,) * len(places), kv_lens, causal=False, device=CPU, block_tables=read)
+        return NativeBackend(library).forward(given.query[places], None, None, given.cache, metadata, case.config, None)
+
+    places = list(range(len(sources)))
+    for library in with_tiles():
+        together = rows(places, library)
+        assert torch.equal(together, torch.cat([rows([place], library) for place in places]))
+        assert not torch.equal(together[0], together[1])
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_value_that_is_no_number_does_not_reach_rows_that_do_not_see_it(bad: float) -> None:
     case = long_case(segments=((300, 300),), window=25)

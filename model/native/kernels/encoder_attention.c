@@ -8,7 +8,8 @@
 #include "relative_scores.h"
 #include "scratch.h"
 
-#define TASK_QUERIES 256 /* queries for which keys are packed again, so that threads can divide a long segment */
+#define TASK_QUERIES 256 /* queries for which keys are packed again, so that threads can divide a long segment: more
+                           where threads have enough to do without */
 
 /* Some queries of one head, and its packed keys and values. */
 typedef struct {
@@ -45,15 +46,38 @@ INLINE const void *number_at(int kind, const void *rows, int64_t at) {
 /* Pack keys [n][dim] as a matrix of `width` outputs, those beyond n being zero: 32 bits at a time. */
 INLINE void pack_keys(int kind, const void *keys, int64_t stride, int64_t n, int64_t width, int64_t dim,
                       uint32_t *panels) {
-    int64_t used = kind == F32 ? dim : dim / 2, words = padded_k(kind, dim) * element_bytes(kind) / 4;
-    for (int64_t key = 0; key < width; key++) {
-        uint32_t *to = panels + key / PANEL_WIDTH * words * PANEL_WIDTH + key % PANEL_WIDTH;
-        const char *row = number_at(kind, keys, key * stride);
-        for (int64_t word = 0; word < words; word++) {
-            to[word * PANEL_WIDTH] = 0;
-            if (key < n && word < used) memcpy(to + word * PANEL_WIDTH, row + word * 4, 4);
+    int64_t used = kind == F32 ? dim : dim / 2, words = padded_k(kind, dim) * element_bytes(kind) / 4, key = 0;
+#ifdef __AVX512F__
+    for (; key + PANEL_WIDTH <= n; key += PANEL_WIDTH)
+        for (int64_t word = 0; word < words; word += 16) {
+            __mmask16 seen = used - word >= 16 ? 0xffff : (__mmask16)((1 << max_i64(0, used - word)) - 1);
+            __m512i rows[PANEL_WIDTH];
+            for (int i = 0; i < PANEL_WIDTH; i++) {
+                const char *row = number_at(kind, keys, (key + i) * stride);
+                rows[i] = _mm512_maskz_loadu_epi32(seen, row + word * 4);
+            }
+            transpose_words(rows);
+            for (int i = 0; i < 16 && word + i < words; i++, panels += PANEL_WIDTH)
+                _mm512_storeu_si512(panels, rows[i]);
         }
-    }
+#endif
+    for (; key < width; key += PANEL_WIDTH)
+        for (int64_t word = 0; word < words; word++, panels += PANEL_WIDTH)
+            for (int i = 0; i < PANEL_WIDTH; i++) {
+                panels[i] = 0;
+                if (key + i < n && word < used)
+                    memcpy(panels + i, (const char *)number_at(kind, keys, (key + i) * stride) + word * 4, 4);
+            }
+}
+
+/* PANEL_WIDTH numbers of two rows of bf16 as pairs. */
+INLINE void pair_rows(const bf16 *even, const bf16 *odd, uint32_t *pairs) {
+    typedef uint16_t halves __attribute__((vector_size(2 * PANEL_WIDTH)));
+    typedef uint32_t words __attribute__((vector_size(4 * PANEL_WIDTH)));
+    halves low, high;
+    memcpy(&low, even, sizeof low), memcpy(&high, odd, sizeof high);
+    words both = __builtin_convertvector(low, words) | __builtin_convertvector(high, words) << 16;
+    memcpy(pairs, &both, sizeof both);
 }
 
 /* Pack values [n][dim] as a matrix of dim outputs of `width` keys, zeros beyond n and dim. */
@@ -70,6 +94,10 @@ INLINE void pack_values(int kind, const void *values, int64_t stride, int64_t n,
                 continue;
             }
             const bf16 *even = number_at(BF16, values, key * stride + column), *odd = even + stride;
+            if (key + 1 < n && left == PANEL_WIDTH) {
+                pair_rows(even, odd, panels);
+                continue;
+            }
             for (int64_t i = 0; i < left; i++) panels[i] = even[i] | (key + 1 < n ? (uint32_t)odd[i] << 16 : 0);
         }
 }
@@ -227,17 +255,27 @@ int64_t encoder_attention_scratch(const AttentionShape *shape, int64_t longest, 
     return max_i64(as_f32.used, as_bf16.used);
 }
 
+/* The queries of a head that a thread takes at most. Without a window no result depends on it. */
+static int64_t task_queries(const EncoderAttention *in, int threads) {
+    const Segments *g = in->segments;
+    int64_t queries = TASK_QUERIES, all = g->q_starts[g->segments] * in->shape->kv_heads;
+    while (!in->shape->window && 4 * threads * 2 * queries <= all) queries *= 2;
+    return queries;
+}
+
 /* Compute a thread's tasks. */
 INLINE void attend_segments(int kind, const EncoderAttention *in, int thread, int threads, void *scratch) {
     const int64_t *starts = in->segments->q_starts;
     Scratch own = {.base = scratch};
-    int64_t task = 0;
+    int64_t most = task_queries(in, threads), task = 0;
     for (int64_t segment = 0; segment < in->segments->segments; segment++) {
-        int64_t start = starts[segment], n = starts[segment + 1] - start;
+        int64_t start = starts[segment], n = starts[segment + 1] - start, parts = (n + most - 1) / most;
+        int64_t step = round_up((n + parts - 1) / parts, TILE_QUERIES); /* parts of about equal size */
+        if (in->shape->window) step = TASK_QUERIES; /* where keys of a window are packed from decides its sums' order */
         for (int64_t kv_head = 0; kv_head < in->shape->kv_heads; kv_head++)
-            for (int64_t first = 0; first < n; first += TASK_QUERIES, task++) {
+            for (int64_t first = 0; first < n; first += step, task++) {
                 if (task % threads != thread) continue;
-                int64_t last = min_i64(n, first + TASK_QUERIES);
+                int64_t last = min_i64(n, first + step);
                 if (in->shape->window)
                     attend_rows(kind, 1, in, start, n, kv_head, first, last, own);
                 else

@@ -361,20 +361,41 @@ INLINE int64_t first_tiled_row(const KeySource *s, const Attention *in, int64_t 
     return s->segments->kv_lens[s->segment] > TILED_KEYS && !s->shape->window ? 0 : rows;
 }
 
+/* Whether the single rows of segments `a` and `b` see the same keys, whatever their positions. */
+INLINE int same_keys(const Segments *g, int64_t a, int64_t b) {
+    int64_t keys = g->kv_lens[a], blocks = (keys + g->block_size - 1) / g->block_size;
+    return g->q_starts[b + 1] - g->q_starts[b] == 1 && g->kv_lens[b] == keys &&
+           !memcmp(g->tables + a * g->table_width, g->tables + b * g->table_width, blocks * sizeof *g->tables);
+}
+
+/* The segments from the source's on whose single rows are computed together, in tiles, as they see the same keys:
+ * beams that read one encoder output. A row has the same bits alone. */
+INLINE int64_t alike_segments(const KeySource *s, const Attention *in) {
+    const Segments *g = s->segments;
+    int64_t first = s->segment, count = 1, most = TILE_ROWS / (s->shape->heads / s->shape->kv_heads);
+    if (g->causal || !g->tables || s->bias || g->q_starts[first + 1] - g->q_starts[first] != 1) return 1;
+    if (first_tiled_row(s, in, 1)) return 1;
+    while (count < most && first + count < g->segments && same_keys(g, first, first + count)) count++;
+    return count;
+}
+
 /* Compute a thread's tasks. Of few segments, heads are divided too; of many, each segment's pages are read by one
  * thread. */
 INLINE void attend_segments(int kind, int64_t dim, const Attention *in, int thread, int threads, Scratch scratch) {
     const AttentionShape *a = in->shape;
     const Segments *g = in->segments;
-    int64_t pieces = g->segments >= 4 * threads ? 1 : min_i64(threads, a->kv_heads), task = 0;
     KeySource s = {a, g, in->pages, in->bias, 0, !g->tables || g->block_size % KEY_GROUP == 0};
-    for (s.segment = 0; s.segment < g->segments; s.segment++) {
+    int64_t alike, groups = 0, task = 0;
+    for (s.segment = 0; s.segment < g->segments; s.segment += alike_segments(&s, in)) groups++;
+    int64_t pieces = groups >= 4 * threads ? 1 : min_i64(threads, a->kv_heads);
+    for (s.segment = 0; s.segment < g->segments; s.segment += alike) {
+        alike = alike_segments(&s, in);
         int64_t start = g->q_starts[s.segment], rows = g->q_starts[s.segment + 1] - start;
         int64_t tiled = first_tiled_row(&s, in, rows), step = tiled_rows(a, rows - tiled, threads);
         for (int64_t piece = 0; rows == 1 && piece < pieces; piece++, task++) {
             int64_t head = a->kv_heads * piece / pieces, last = a->kv_heads * (piece + 1) / pieces;
             if (task % threads != thread) continue;
-            if (!tiled) attend_tiled(&s, in, (TiledRows){0, 1, head, last}, scratch);
+            if (!tiled) attend_tiled(&s, in, (TiledRows){0, alike, head, last}, scratch);
             else decode(kind, dim, &s, in->queries + start * in->query_stride, in->out + start * a->heads * dim, head,
                         last, scratch);
         }

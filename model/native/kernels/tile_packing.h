@@ -79,25 +79,6 @@ INLINE void read_ahead(const StoredHead *head, int64_t first, int64_t count) {
         for (int64_t byte = 0; byte < head->bytes; byte += 64) __builtin_prefetch(head_at(head, key) + byte);
 }
 
-/* Transpose 16 rows of 16 pairs of bf16. */
-INLINE void transpose_pairs(__m512i *r) {
-    __m512i s[16];
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) { /* 4 x 4 within each lane of 128 bits */
-        __m512i a = _mm512_unpacklo_epi32(r[i], r[i + 1]), b = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-        __m512i c = _mm512_unpacklo_epi32(r[i + 2], r[i + 3]), d = _mm512_unpackhi_epi32(r[i + 2], r[i + 3]);
-        s[i] = _mm512_unpacklo_epi64(a, c), s[i + 1] = _mm512_unpackhi_epi64(a, c);
-        s[i + 2] = _mm512_unpacklo_epi64(b, d), s[i + 3] = _mm512_unpackhi_epi64(b, d);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) { /* and the lanes */
-        __m512i a = _mm512_shuffle_i32x4(s[i], s[i + 4], 0x88), b = _mm512_shuffle_i32x4(s[i], s[i + 4], 0xdd);
-        __m512i c = _mm512_shuffle_i32x4(s[i + 8], s[i + 12], 0x88), d = _mm512_shuffle_i32x4(s[i + 8], s[i + 12], 0xdd);
-        r[i] = _mm512_shuffle_i32x4(a, c, 0x88), r[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), r[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
-    }
-}
-
 /* Pack the block's keys as columns of a product; those that nobody sees are zero. */
 INLINE void pack_keys(int kind, const TiledQueries *t) {
     const StoredHead stored = stored_keys(kind, t);
@@ -111,7 +92,7 @@ INLINE void pack_keys(int kind, const TiledQueries *t) {
                 rows[i] = seen ? load_tile_row(kind, head_at(&stored, key + i), depth, stored.dim)
                                : _mm512_setzero_si512();
             }
-            transpose_pairs(rows);
+            transpose_words(rows);
             for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i, rows[i]);
         }
     }

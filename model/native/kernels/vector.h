@@ -214,6 +214,28 @@ INLINE float max_abs(const float *x, int64_t n) {
     return found;
 }
 
+#ifdef __AVX512F__
+/* Transpose 16 rows of 16 words of 32 bits, such as pairs of bf16. */
+INLINE void transpose_words(__m512i *r) {
+    __m512i s[16];
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) { /* 4 x 4 within each lane of 128 bits */
+        __m512i a = _mm512_unpacklo_epi32(r[i], r[i + 1]), b = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+        __m512i c = _mm512_unpacklo_epi32(r[i + 2], r[i + 3]), d = _mm512_unpackhi_epi32(r[i + 2], r[i + 3]);
+        s[i] = _mm512_unpacklo_epi64(a, c), s[i + 1] = _mm512_unpackhi_epi64(a, c);
+        s[i + 2] = _mm512_unpacklo_epi64(b, d), s[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) { /* and the lanes */
+        __m512i a = _mm512_shuffle_i32x4(s[i], s[i + 4], 0x88), b = _mm512_shuffle_i32x4(s[i], s[i + 4], 0xdd);
+        __m512i c = _mm512_shuffle_i32x4(s[i + 8], s[i + 12], 0x88);
+        __m512i d = _mm512_shuffle_i32x4(s[i + 8], s[i + 12], 0xdd);
+        r[i] = _mm512_shuffle_i32x4(a, c, 0x88), r[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        r[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88), r[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+}
+#endif
+
 /* e^x to 2 ulp by range reduction and the polynomial of Cephes' expf. Exactly 0 below -87, so that masked scores add
  * nothing; NaN of NaN. */
 INLINE vec exp_vec(vec x) {
