@@ -13,6 +13,7 @@ Ids = tuple[int, ...]
 
 POSITIONS = 1500  # of a window of sound
 CLIENTS = 8  # that have one each
+NO_TIMESTAMPS = 50363  # of the multilingual vocabulary: what a prompt ends with
 _FIRST_ID = 100  # lower ids are special tokens in some models
 
 

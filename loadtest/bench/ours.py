@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtest.bench.batches import BenchRequest, Ids, Workload, window
+from loadtest.bench.batches import NO_TIMESTAMPS, BenchRequest, Ids, Workload, window
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import EncodeRequest, FinishReason, Pooling, Request, SamplingParams
@@ -38,8 +38,8 @@ class Ours:
         start = model.decoder_start_token_id
         info = self.loaded.info
         self.info = {"form": info.form, "dtype": info.dtype, "vocab_size": model.embedding.vocab_size}
-        self._start = () if start is None else (start,)
         self._audio = model.audio
+        self._start = () if start is None else (start,) if self._audio is None else (start, NO_TIMESTAMPS)
 
     def run(self, workload: Workload) -> Run:
         """Submit all requests, and step until all have ended."""

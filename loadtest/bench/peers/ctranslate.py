@@ -18,12 +18,10 @@ import numpy as np
 import torch
 from ctranslate2.converters import TransformersConverter
 
-from loadtest.bench.batches import Workload, window
+from loadtest.bench.batches import NO_TIMESTAMPS, Workload, window
 from loadtest.bench.ours import Run
 from loadtest.bench.peers.batches import batches
 from model.checkpoint.json_files import read_json
-
-_NO_TIMESTAMPS = 50363  # of the multilingual vocabulary
 
 
 class Engine:
@@ -79,7 +77,7 @@ class Engine:
         began = time.perf_counter()
         results = self.whisper.generate(
             ctranslate2.StorageView.from_array(np.stack(frames)),
-            [[self.config["decoder_start_token_id"], _NO_TIMESTAMPS]] * len(frames),
+            [[self.config["decoder_start_token_id"], NO_TIMESTAMPS]] * len(frames),
             beam_size=workload.beams,
             max_length=2 * tokens,  # of which half may be output
             suppress_tokens=[self.config["eos_token_id"]],
@@ -106,7 +104,7 @@ def _write_for_converter(path: Path, folder: Path) -> None:
     names = {number: f"t{number}" for number in range(config["vocab_size"])}
     if config["model_type"] == "whisper":  # which it finds by their names
         names |= {config["decoder_start_token_id"]: "<|startoftranscript|>", config["eos_token_id"]: "<|endoftext|>"}
-        names |= {_NO_TIMESTAMPS - 1: "<|nospeech|>", _NO_TIMESTAMPS: "<|notimestamps|>"}
+        names |= {NO_TIMESTAMPS - 1: "<|nospeech|>", NO_TIMESTAMPS: "<|notimestamps|>"}
     words = WordLevel({name: number for number, name in names.items()}, unk_token="t3")
     special = {"unk_token": "t3", "bos_token": "t0", "eos_token": "t2", "pad_token": "t1"}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(folder)
