@@ -114,8 +114,6 @@ class LLM:
         if params.grammar and self.tokenizer is None:
             raise ConfigError(f"{self.info.name} has no tokenizer.json: no grammar can be followed")
         check_sampling(params, self.checkpoint.config.embedding.vocab_size)
-        if params.num_speculative_tokens and engine.block_manager.has_states:
-            raise ConfigError(f"num_speculative_tokens: {self.info.name} has recurrent layers, which take no drafts")
         if params.temperature < GREEDY_BELOW:
             params = replace(params, temperature=0.0)
         source, target = self._source_language(source_language, prompts), self._target_language(target_language)

@@ -34,6 +34,9 @@ class EngineStats:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # of those, found
     window_usage: dict[int, float] = field(default_factory=dict)  # used share of each further pool, by its window
+    free_states: int = 0  # slots for the states of recurrent layers; includes cached_states
+    cached_states: int = 0  # free slots that hold snapshots
+    total_states: int = 0  # 0: there are no such layers
     drafts: int = 0  # runs of tokens that were drafted, each verified by one step
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of those, right

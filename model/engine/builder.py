@@ -107,7 +107,6 @@ def load(spec: ModelSpec) -> LoadedModel:
     if selection.library is not None and spec.engine.quantization == "none":
         spec = replace(spec, engine=replace(spec.engine, quantization=checkpoint.quantization))
     _check_native(spec.engine, checkpoint.config, selection)
-    _check_speculation(spec.engine, checkpoint.config)
     draft = _plan_draft(asked, checkpoint, device, limits, most)
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
     if checkpoint.not_served:
@@ -354,14 +353,6 @@ def _close(model: Transformer) -> None:
 
 def _rank_processes(model: Transformer) -> RankProcesses | None:
     return model.rank_processes if isinstance(model, Rank0Transformer) else None
-
-
-def _check_speculation(engine: EngineConfig, config: ModelConfig) -> None:
-    if engine.num_speculative_tokens and config.decoder is not None and config.decoder.recurrences:
-        raise ConfigError(
-            f"num_speculative_tokens is {engine.num_speculative_tokens}, but {config.model_type} has recurrent layers, "
-            "whose states cannot go back behind a wrong draft: leave it at 0 for this model"
-        )
 
 
 def _check_native(engine: EngineConfig, config: ModelConfig, selection: Selection) -> None:

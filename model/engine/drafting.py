@@ -57,7 +57,11 @@ def draft_checkpoint(engine: EngineConfig, served: Checkpoint, context: int) -> 
         raise ConfigError(f"draft_model: it runs on one rank, tensor_parallel_size is {engine.tensor_parallel_size}")
     target = _decoder(served.config, "the served model")
     found = read_checkpoint(path, pickle=engine.pickle)
-    _decoder(found.config, path.name)
+    if _decoder(found.config, path.name).recurrences:
+        raise ConfigError(
+            f"draft_model: {path.name} ({found.config.model_type}) has recurrent layers, whose states are not kept "
+            "beside the pages of the served model"
+        )
     if (window := pools_of(paged_specs(target, "float32"))[0].window) is not None:
         raise ConfigError(f"draft_model: no layer of the served model keeps more than {window} tokens to draft from")
     _check_vocabulary(served, found)
@@ -70,11 +74,6 @@ def _decoder(config: ModelConfig, name: str) -> StackConfig:
     """Return the decoder of a model that has nothing else."""
     if not config.can_generate or config.encoder is not None or config.decoder is None:
         raise ConfigError(f"draft_model: {name} is {config.form}; served and draft model must be decoder-only")
-    if config.decoder.recurrences:
-        raise ConfigError(
-            f"draft_model: {name} ({config.model_type}) has recurrent layers, whose states cannot go back behind a "
-            "wrong draft"
-        )
     return config.decoder
 
 

@@ -133,15 +133,12 @@ class GenerateEngine:
             self.scheduler.add(sequence)
 
     def _drafts(self, request: Request) -> int:
-        """Return how many tokens of a request a step may draft.
-
-        Beams have no next token to draft, and recurrent layers no state to go back to behind a wrong one.
-        """
+        """Return how many tokens of a request a step may draft; beams have no next token to draft."""
         asked = request.params.num_speculative_tokens
         limit = self.num_speculative_tokens if asked is None else asked
         if asked is None and request.prediction:
             limit = limit or PREDICTED_TOKENS
-        return 0 if request.params.num_beams > 1 or self.block_manager.has_states else limit
+        return 0 if request.params.num_beams > 1 else limit
 
     def _limit_max_tokens(self, request: Request) -> Request:
         limit = max(1, self.max_model_len - len(request.prompt_token_ids))
@@ -325,6 +322,9 @@ class GenerateEngine:
             prefix_queries=self.block_manager.num_queried_tokens,
             prefix_hits=self.block_manager.num_hit_tokens,
             window_usage=self.block_manager.window_usage,
+            free_states=self.block_manager.num_free_states,
+            cached_states=self.block_manager.num_cached_states,
+            total_states=self.block_manager.num_states,
             drafts=self.num_drafts,
             draft_tokens=self.num_draft_tokens,
             accepted_tokens=self.num_accepted_tokens,

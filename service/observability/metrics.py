@@ -235,6 +235,10 @@ class Metrics:
         self._kv_usage.labels(stats.model).set(stats.used_blocks / stats.total_blocks if stats.total_blocks else 0)
         for window, usage in stats.window_usage.items():
             self._kv_window_usage.labels(stats.model, str(window)).set(usage)
+        if stats.total_states:
+            self._states.labels(stats.model, "free").set(stats.free_states - stats.cached_states)
+            self._states.labels(stats.model, "cached").set(stats.cached_states)
+            self._states.labels(stats.model, "used").set(stats.total_states - stats.free_states)
         self._add(self._preemptions, stats.model, "preemptions", stats.preemptions)
         self._add(self._prefix_queries, stats.model, "prefix_queries", stats.prefix_queries)
         self._add(self._prefix_hits, stats.model, "prefix_hits", stats.prefix_hits)
@@ -366,6 +370,7 @@ class Metrics:
             over_replicas="max",
         )
         self._blocks = self._gauge("kv_blocks", "Blocks of the KV cache, by state.", "state")
+        self._states = self._gauge("state_slots", "Slots for the states of recurrent layers, by state.", "state")
         self._saturation = self._gauge(
             "saturation_ratio", "Running and waiting work over capacity.", over_replicas="max"
         )

@@ -47,7 +47,6 @@ def sampling_params(body: GenerateBody, served: ServedModel, max_tokens: int, gr
     min_tokens = sampling.pop("min_tokens", 0)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise invalid(f"min_tokens ({min_tokens}) must be at most max_tokens ({max_tokens})", "min_tokens")
-    _check_drafts(body, served)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(min_tokens, max_tokens),
@@ -70,18 +69,6 @@ def sampling_params(body: GenerateBody, served: ServedModel, max_tokens: int, gr
         **sampling,
         **_beams(body, served),
     )
-
-
-def _check_drafts(body: GenerateBody, served: ServedModel) -> None:
-    """Refuse drafts for a model whose states cannot go back behind wrong ones."""
-    decoder = served.config.decoder
-    if decoder is None or not decoder.recurrences:
-        return
-    for name in ("num_speculative_tokens", "prediction"):
-        if getattr(body, name):
-            raise invalid(
-                f"{name}: {served.name} has recurrent layers, whose states cannot go back behind drafts", name
-            )
 
 
 def _stop(body: GenerateBody, served: ServedModel) -> tuple[str, ...]:

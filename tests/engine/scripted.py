@@ -139,8 +139,10 @@ class ScriptedRunner:
         read = None if sequence.state_slot == NO_STATE else self.states[sequence.state_slot]
         assert read == ((salt, tuple(tokens[: step.start])) if step.start else None), "a state of other tokens"
         assert sequence.state_slot not in [slot for _, slot in sequence.state_writes], "a state that is read is written"
-        self.states |= {slot: (salt, tuple(tokens[:at])) for at, slot in sequence.state_writes}
-        assert sequence.state_writes[-1][0] == step.start + step.num_tokens
+        writes = [(at, slot) for at, slot in sequence.state_writes if at <= step.start + step.num_tokens]
+        self.states |= {slot: (salt, tuple(tokens[:at])) for at, slot in writes}
+        assert writes[-1][0] == step.start + step.num_tokens
+        assert writes == sequence.state_writes or step.drafts or sequence.model_drafts, "a slot that nobody writes"
 
     def _slots(self, pool: int, table: list[int], start: int, stop: int) -> list[tuple[int, int]]:
         slots = self.block_manager.slots(table, start, stop)

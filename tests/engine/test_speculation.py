@@ -12,20 +12,13 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import Request, SamplingParams, TokenOutput
-from model.checkpoint.folder import read_checkpoint
-from model.config.cache import PoolSize
+from model.api.request import Request, TokenOutput
+from model.config.cache import PoolSize, StateSize
 from model.engine.builder import LoadedModel, load
 from model.engine.scheduling import scheduler
 from model.engine.scheduling.ngram_drafts import NgramDrafts
 from model.engine.scheduling.ngram_index import LENGTHS, KnownText, NgramTables, hash_end
 from model.engine.scheduling.scheduler import MAX_VERIFIED_ROWS
-from model.errors import ConfigError
-from model.llm import LLM
-from service.core.errors import ApiError
-from service.core.model_registry import ServedModel
-from service.planning.sampling import sampling_params
-from service.schemas.bodies import GenerateBody
 from tests.engine.scripted import Harness
 from tests.engine.support import request
 from tests.model.checkpoints import native_backends, saved
@@ -87,6 +80,8 @@ def test_outputs_are_the_same_with_and_without(seed: int, overlap: bool) -> None
     }
     if seed % 3 == 0:
         settings["pools"] = [PoolSize(60), PoolSize(50, 9)]
+    if seed % 4 >= 2:  # recurrent layers, with few snapshots or many
+        settings["states"] = StateSize(settings["max_num_seqs"], rng.choice((4, 40)))
     plain = crowd(Harness(**settings), seed)
     drafted = crowd(Harness(**settings, overlap=overlap, num_speculative_tokens=rng.choice((1, 4, 12))), seed)
     assert outcomes(drafted.outputs) == outcomes(plain.outputs)
@@ -154,7 +149,8 @@ def drafting(max_tokens: int, prompt: Sequence[int], source: tuple[int, ...] = (
 CASES = [
     *(("llama-gqa", *one) for one in (("float32", "none"), ("float32", "int8"), ("bfloat16", "none"))),
     *(("gemma3", "bfloat16", quantization) for quantization in ("none", "int8", "int4")),
-    *((kind, "float32", "none") for kind in ("t5-relu", "bloom")),
+    *((kind, "float32", "none") for kind in ("t5-relu", "bloom", "qwen3-next")),
+    ("qwen3-next", "bfloat16", "int8"),
 ]
 
 
@@ -260,21 +256,32 @@ def test_an_encoder_decoder_drafts_from_its_source() -> None:
     assert drafts.propose([1, 52, 53], 1) == [54, 55, 56]  # two agree, of which half are expected to be right
 
 
-@pytest.mark.parametrize("field", [{"num_speculative_tokens": 4}, {"prediction": "a"}])
-def test_recurrent_models_refuse_drafts_by_name(field: dict[str, object]) -> None:
-    served = ServedModel("m", read_checkpoint(saved("qwen3-next").path), None)
-    with pytest.raises(ApiError, match=f"{next(iter(field))}: m has recurrent layers"):
-        sampling_params(GenerateBody.model_validate({"prompt": [1], **field}), served, 5)
+def test_drafts_leave_half_of_the_snapshots_where_they_are() -> None:
+    """Slots that hold nothing first, then the oldest snapshots."""
+    harness = Harness(num_blocks=200, states=StateSize(2, 8), script=lambda source, tokens: 7, num_speculative_tokens=8)
+    for number in range(9):
+        harness.add(f"r{number}", [100 + number] * 9, max_tokens=1)
+    harness.run()
+    assert harness.engine.stats().cached_states == 8
+    harness.add("copies", [7] * 6, max_tokens=60)
+    stats = harness.run().engine.stats()
+    assert stats.accepted_tokens > 40
+    assert stats.cached_states >= 4
+    for number in (7, 8):  # beside those of the copies
+        harness.add(f"again{number}", [100 + number] * 9, max_tokens=1)
+    harness.run()
+    assert [sum(o.cached_tokens for o in harness.outputs if o.request_id == f"again{n}") for n in (7, 8)] == [8, 8]
 
 
-def test_a_recurrent_model_computes_no_drafts() -> None:
-    llm = LLM(saved("qwen3-next").path, EngineConfig(device="cpu", kv_cache_memory=1 << 20, max_model_len=64))
-    with pytest.raises(ConfigError, match=r"num_speculative_tokens: .* recurrent layers"):
-        next(llm.stream([[1]], SamplingParams(num_speculative_tokens=4)))
-    engine = llm._generate
-    assert engine is not None
-    engine.add(replace(request("llama", "r", 5), prediction=(3, 4)))
-    assert [one.drafting for one in engine.scheduler] == [None]
+def test_without_slots_to_spare_a_recurrent_model_drafts_nothing() -> None:
+    settings = {"states": StateSize(2, 0), "max_num_seqs": 2, "prefix_caching": False, "num_speculative_tokens": 8}
+    harness = Harness(script=lambda source, tokens: 7, **settings)
+    for number in range(2):
+        harness.add(f"r{number}", [7] * 6, max_tokens=20)
+    for _ in range(12):
+        harness.step()
+    assert harness.engine.stats().draft_tokens == 0
+    harness.run()
 
 
 def test_drafts_take_only_what_is_left() -> None:

@@ -36,6 +36,16 @@ def test_a_prompt_is_found_up_to_its_last_full_block() -> None:
     assert run(Harness(states=StateSize(4, 4), prefix_caching=False), "alone", PREFIX) == 0
 
 
+def test_outputs_of_one_request_go_on_from_its_prompts_state_without_prefix_caching() -> None:
+    """Which other requests do not find."""
+    harness = Harness(states=StateSize(4, 0), prefix_caching=False, budget=64)
+    for name in ("first", "second"):
+        harness.add(name, PREFIX, max_tokens=3, n=3)
+        harness.run()
+    computed = [s.num_tokens for step in harness.runner.steps for s in step.scheduled if s.num_tokens > 1]
+    assert sorted(computed) == [2, 2, 2, 2, 22, 22]
+
+
 def test_where_two_prompts_part_the_third_goes_on() -> None:
     """No state is known there until the second has come by, whose keys are known up to it."""
     harness = Harness(states=StateSize(4, 4), budget=64)

@@ -42,6 +42,7 @@ class Client:
     def stats(self):
         usage = {512: used / 5}
         blocks = dict(total_blocks=10, free_blocks=10 - used, window_usage=usage)
+        blocks |= dict(total_states=20, free_states=20 - used, cached_states=used)
         return {"gen": EngineStats("gen", running=used, preemptions=used, **blocks)}
 
     def demand(self):
@@ -87,6 +88,8 @@ def test_each_metric_appears_once_for_all_replicas(tmp_path: Path, asked: int) -
     assert shown["triptych_kv_blocks", "gen", "used"] == 5
     assert shown["triptych_kv_cache_usage_ratio", "gen"] == pytest.approx(0.3)  # the fullest
     assert shown["triptych_kv_window_usage_ratio", "gen", "512"] == pytest.approx(0.6)
+    states = [shown["triptych_state_slots", "gen", state] for state in ("used", "cached", "free")]
+    assert states == [5, 5, 30]
     assert shown["triptych_saturation_ratio", "gen"] == 0.75
     assert shown["triptych_tokens_waiting", "gen"] == 500
     assert shown["triptych_engine_restarts_total", "gen"] == 5

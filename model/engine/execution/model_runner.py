@@ -358,11 +358,16 @@ def prompt_slices(steps: Rows[ScheduledSequence]) -> Iterator[PromptSlice]:
 
 
 def state_spans(steps: Rows[ScheduledSequence]) -> Iterator[StateSpan]:
-    """Which slots the rows of a step read and write, a span for each state that is kept."""
+    """Which slots the rows of a step read and write, a span for each state that is kept.
+
+    There may be slots for more drafts than a draft model has said.
+    """
     first = 0
     for step in steps:
         source, begin = step.sequence.state_slot, step.start
         for tokens, slot in step.sequence.state_writes:
+            if tokens > step.start + step.num_tokens:
+                break
             yield StateSpan(first, first + tokens - begin, source, slot)
             first, begin, source = first + tokens - begin, tokens, slot
 

@@ -16,7 +16,7 @@ all blocks before it, or those of the window.
 
 Blocks that hold the keys and values of a source are shared too (`SourceBlocks`).
 
-Without prefix caching all sharing is among the sequences of one request, and nothing outlives them.
+Without prefix caching all sharing is among the sequences of one request, and nothing of use outlives them.
 
 Of a model with recurrent layers a prefix can be taken over up to a block whose state is known too (`StateSlots`), and
 only what is computed is known: states are read and written in the order of layers, not before them.
@@ -109,6 +109,21 @@ class BlockManager:
     @property
     def has_windows(self) -> bool:
         return bool(self._windowed)
+
+    @property
+    def num_states(self) -> int:
+        """Slots for the states of recurrent layers."""
+        return self._states.pool.num_blocks if self._states is not None else 0
+
+    @property
+    def num_free_states(self) -> int:
+        """Of them, those that can be taken."""
+        return self._states.pool.num_free if self._states is not None else 0
+
+    @property
+    def num_cached_states(self) -> int:
+        """Of these, snapshots."""
+        return self._states.pool.num_cached if self._states is not None else 0
 
     @property
     def is_empty(self) -> bool:
@@ -230,6 +245,8 @@ class BlockManager:
         end = sequence.num_computed_tokens + num_tokens
         free = max(0, min(pool.num_free for pool in self.pools) - spare)
         count = min(most, (len(sequence.tables[0]) + free) * self.block_size - end)
+        if self._states is not None:
+            count = self._states.extend(sequence, count)
         missing = self.blocks_for(end + count) - len(sequence.tables[0])
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             table.extend(pool.take() for _ in range(missing))
@@ -362,10 +379,8 @@ class BlockManager:
         return 0 if reach is None else max(0, block - reach)
 
     def _is_shared(self, sequence: SequenceState) -> bool:
-        """Whether any other sequence could begin the same, and find states to go on from."""
-        if self._states is not None:
-            return self.prefix_caching
-        return self.prefix_caching or sequence.params.n > 1 or sequence.params.num_beams > 1
+        """Whether any other sequence could begin the same."""
+        return self.prefix_caching or sequence.has_siblings
 
     def _num_shareable(self, sequence: SequenceState) -> int:
         """Blocks that the sequence may have from others: at least its last token stays to be computed."""

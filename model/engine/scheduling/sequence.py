@@ -63,7 +63,7 @@ class SequenceState:
     state_slot: int = NO_STATE  # of recurrent layers' states behind its computed tokens
     state_writes: list[tuple[int, int]] = field(
         default_factory=list
-    )  # (tokens, slot) that its step writes; its end last
+    )  # (tokens, slot) that its step writes; its end, and then each draft's, last
     state_border: bytes | None = None  # the hash of the last state that was kept of its output
     shared_border: int = 0  # tokens up to which others have had the same, when it began
     uses_source: bool = False  # it is counted among those that read its source
@@ -200,6 +200,11 @@ class SequenceState:
     @property
     def params(self) -> SamplingParams:
         return self.request.params
+
+    @property
+    def has_siblings(self) -> bool:
+        """Whether its request has other sequences, which begin alike."""
+        return self.params.n > 1 or self.params.num_beams > 1
 
     @property
     def is_streamed(self) -> bool:

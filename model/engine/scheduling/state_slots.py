@@ -1,12 +1,15 @@
 """Gives sequences slots for the states of recurrent layers, and finds slots that hold what they begin with. No tensors.
 
 A step reads the slot of a sequence and writes another, which is the sequence's own once the step is computed: what a
-step has read stays as it was, so a step can be run again, and sequences that were forked read one slot together.
+step has read stays as it was, so a step can be run again, and sequences that were forked read one slot together. Behind
+each draft it writes one more, of which the sequence keeps that of the last draft that was right.
 
 A state cannot be cut: what is shared is the state at the end of a block, under the hash of that block (`BlockHasher`).
 Such snapshots are taken behind the last block that the same prompt could take over, and where a prompt that begins
 like known ones parts from them; while slots are unused also wherever a step ends at the end of a block, of outputs the
-last such. Those that nobody has are evicted, the least recently used first. None takes the place of a sequence.
+last such. Those that nobody has are evicted, the least recently used first. None takes the place of a sequence, and
+drafts leave half of their room to them. Without prefix caching there are only those of requests with several outputs,
+which no other request finds.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from model.engine.scheduling.sequence import SequenceState
 
 
 class StateSlots:
-    """The slots of one model; `keeps`: whether snapshots are taken."""
+    """The slots of one model; `keeps`: whether snapshots are taken for other requests too."""
 
     def __init__(self, size: StateSize, block_size: int, hasher: BlockHasher, *, keeps: bool) -> None:
         self.pool = BlockPool(size.num_slots)
         self._reserved = size.num_sequences
+        self._kept_snapshots = size.num_snapshots // 2  # which drafts do not evict
         self._block_size = block_size
         self._hasher = hasher
         self._keeps = keeps
@@ -39,32 +43,54 @@ class StateSlots:
         """So many tokens, or fewer where a step within known tokens can end at the end of a block instead."""
         start, stop = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         border = stop // self._block_size * self._block_size
-        return border - start if self._keeps and start < border and stop < sequence.num_tokens else num_tokens
+        return (
+            border - start
+            if self._takes_snapshots(sequence) and start < border and stop < sequence.num_tokens
+            else num_tokens
+        )
 
     def allocate(self, sequence: SequenceState, num_tokens: int) -> None:
         """Take the slots that a step of so many tokens writes: one for its end, and for snapshots if there is room."""
         start, stop = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         last = (sequence.num_tokens - 1) // self._block_size * self._block_size
         for border in sorted({sequence.shared_border, last}):
-            if self._keeps and start < border < stop and self.pool.num_free > self._reserved:
+            wanted = self._takes_snapshots(sequence) and start < border < stop
+            if wanted and self.pool.num_free > self._reserved:
                 sequence.state_writes.append((border, self.pool.take()))
         sequence.state_writes.append((stop, self.pool.take()))
 
+    def extend(self, sequence: SequenceState, most: int) -> int:
+        """Take the slots of up to `most` drafts behind what its step computes, as far as there is room; how many."""
+        last = sequence.state_writes[-1][0]
+        for count in range(most):
+            evicts = not self.pool.num_unused and self.pool.num_cached <= self._kept_snapshots
+            if self.pool.num_free <= self._reserved or evicts:
+                return count
+            sequence.state_writes.append((last + count + 1, self.pool.take()))
+        return most
+
     def settle(self, sequence: SequenceState) -> None:
-        """Let the sequence have the state that its last step has left; what no step has computed is given back."""
-        writes = sequence.state_writes
-        if not writes:
-            return
+        """Let the sequence have the state behind its computed tokens, and give back what else its last step wrote.
+
+        Of a launched step whose drafts are not known to be right or wrong yet, that comes later.
+        """
+        computed, writes = sequence.num_computed_tokens, sequence.state_writes
+        if writes and not (writes[-1][0] > computed == sequence.num_tokens):
+            self._settle(sequence)
+
+    def _settle(self, sequence: SequenceState) -> None:
+        computed, writes = sequence.num_computed_tokens, sequence.state_writes
         sequence.state_writes = []
-        computed = writes[-1][0] == sequence.num_computed_tokens
+        is_computed = any(tokens == computed for tokens, _ in writes)
+        if is_computed:
+            self._release(sequence.state_slot)
         for tokens, slot in writes:
-            if computed:
+            if is_computed and tokens <= computed:
                 self._make_known(sequence, tokens, slot)
-        kept, last = writes[:-1], writes[-1][1]
-        for slot in [slot for _, slot in kept] + ([sequence.state_slot] if computed else [last]):
-            self._release(slot)
-        if computed:
-            sequence.state_slot = last
+            if is_computed and tokens == computed:
+                sequence.state_slot = slot
+            else:
+                self._release(slot)
 
     def take_over(self, sequence: SequenceState, digest: bytes) -> None:
         """Let the sequence have the known state with this hash, instead of its own."""
@@ -82,7 +108,7 @@ class StateSlots:
 
     def free(self, sequence: SequenceState) -> None:
         """Take back what the sequence has; its last state stays known if it can be."""
-        self.settle(sequence)
+        self._settle(sequence)
         self._release(sequence.state_slot)
         sequence.state_slot = NO_STATE
 
@@ -97,12 +123,15 @@ class StateSlots:
 
     def _release(self, slot: int) -> None:
         if slot != NO_STATE:
-            self.pool.release(slot, keep=self._keeps)
+            self.pool.release(slot, keep=True)  # where it is known
+
+    def _takes_snapshots(self, sequence: SequenceState) -> bool:
+        return self._keeps or sequence.has_siblings
 
     def _make_known(self, sequence: SequenceState, tokens: int, slot: int) -> None:
         """Let a state be found that is at the end of a block of known tokens."""
         blocks, rest = divmod(tokens, self._block_size)
-        if rest or not self._keeps or tokens > sequence.num_tokens - sequence.has_placeholder:
+        if rest or not self._takes_snapshots(sequence) or tokens > sequence.num_tokens - sequence.has_placeholder:
             return
         size, prompt = self._block_size, sequence.num_prompt_tokens
         wanted = tokens in (sequence.shared_border, (prompt - 1) // size * size, prompt)
