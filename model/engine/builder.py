@@ -14,13 +14,14 @@ import torch
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.messages import ModelSpec
 from model.api.stats import CachePool, ModelInfo
+from model.attention.base import AttentionBackend
 from model.attention.recurrence import recurrent_backend
 from model.attention.selection import Selection, select_backend, select_layers
 from model.cache.paged import KVCache
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from model.config.formats import QUANTIZED_LAYERS
-from model.config.model import GenerationRules, ModelConfig
+from model.config.model import GenerationRules, ModelConfig, StackConfig
 from model.config.sharding import Shard
 from model.engine.cache_budget import KVLayout, fit_context, kv_dtype, max_context
 from model.engine.drafting import DraftPlan, draft_checkpoint
@@ -108,7 +109,8 @@ def load(spec: ModelSpec) -> LoadedModel:
         spec = replace(spec, engine=replace(spec.engine, quantization=checkpoint.quantization))
     _check_native(spec.engine, checkpoint.config, selection)
     draft = _plan_draft(asked, checkpoint, device, limits, most)
-    _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, None, device))  # before a weight is read
+    unrecorded = _unrecordable(spec.engine, checkpoint.config.decoder, selection.backend, dtype, device)
+    _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, unrecorded, device))  # before a weight is read
     if checkpoint.not_served:
         logger.warning(
             "%s: its settings of generation ask for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
@@ -190,7 +192,8 @@ def assemble(
             _attach_draft_model(generate, spec.engine, draft, drafting)
     if device.type == "cuda":
         warm_up(encode, generate, context.tokens)
-    slow = slow_ways(spec.engine, selection, generate, device)
+    unrecorded = generate.runner.unrecorded if generate is not None and isinstance(generate.runner, ModelRunner) else ""
+    slow = slow_ways(spec.engine, selection, unrecorded, device)
     for way in slow:
         logger.warning("%s is slower than it could be: %s", spec.name, way)
     _check_fallbacks(spec.engine, slow)
@@ -199,17 +202,16 @@ def assemble(
     return LoadedModel(info, encode, generate, _rank_processes(model), spec.engine.model_weight)
 
 
-def slow_ways(
-    engine: EngineConfig, selection: Selection, generate: GenerateEngine | None, device: torch.device
-) -> tuple[str, ...]:
-    """What was to run faster on this GPU than it does, and why; what was asked for is no such thing."""
+def slow_ways(engine: EngineConfig, selection: Selection, unrecorded: str, device: torch.device) -> tuple[str, ...]:
+    """What was to run faster on this GPU than it does, and why; what was asked for is no such thing. `unrecorded`: why
+    decode steps are no CUDA graphs, if they should be."""
     if device.type != "cuda":
         return ()
     slow = list(fallbacks.found())
     if engine.attention_backend == "auto" and not selection.backend.graph_safe:
         slow.append(f"attention is not Triton's: {selection.reason}")
-    if generate is not None and isinstance(generate.runner, ModelRunner) and generate.runner.unrecorded:
-        slow.append(f"decode steps are launched kernel by kernel: {generate.runner.unrecorded}")
+    if unrecorded:
+        slow.append(f"decode steps are launched kernel by kernel: {unrecorded}")
     return tuple(slow)
 
 
@@ -404,11 +406,10 @@ def _generate_engine(
     # Where steps are launched ahead, on a GPU, a source takes about as long as a step.
     parts = encoder.num_layers if encoder is not None and model.can_pause and not overlap else 1
     scheduler = Scheduler(block_manager, limits.max_num_seqs, limits.max_num_batched_tokens, parts)
-    graphs, unrecorded = None, ""
+    graphs, stack = None, model.decoder.config if model.decoder is not None else None
+    unrecorded = _unrecordable(spec.engine, stack, model.backend, model.dtype, device)
     if can_record(spec.engine, model, device):
         graphs, unrecorded = _recorded(model, cache, limits.max_num_seqs, max_model_len)
-    elif device.type == "cuda" and spec.engine.cuda_graphs and model.backend.graph_safe:
-        unrecorded = "recurrent layers are torch's"
     runner = ModelRunner(model, cache, block_manager, graphs)
     runner.unrecorded = unrecorded
     return GenerateEngine(
@@ -455,14 +456,24 @@ def _overlaps(config: ModelConfig, device: torch.device) -> bool:
 
 def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:
     """Whether decode steps run from graphs, for which the attention and recurrence of every layer must be fit."""
-    fit = model.backend.graph_safe and not torchs_recurrences(model)
+    decoder = model.decoder.config if model.decoder is not None else None
+    fit = model.backend.graph_safe and not _unrecordable(engine, decoder, model.backend, model.dtype, device)
     return device.type == "cuda" and engine.cuda_graphs and fit
 
 
-def torchs_recurrences(model: Transformer) -> bool:
-    """Whether torch computes some recurrent layer, which launches what a step's spans are."""
-    recurrences = model.decoder.config.recurrences.values() if model.decoder is not None else ()
-    return any(recurrent_backend(model.backend, one, model.dtype) is None for one in recurrences)
+def _unrecordable(
+    engine: EngineConfig,
+    decoder: StackConfig | None,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """Why decode steps that should be CUDA graphs cannot be, which is known before weights are read; empty: they can,
+    or attention is the reason already."""
+    if device.type != "cuda" or not engine.cuda_graphs or not backend.graph_safe or decoder is None:
+        return ""
+    torchs = any(recurrent_backend(backend, one, dtype) is None for one in decoder.recurrences.values())
+    return "recurrent layers are torch's" if torchs else ""  # which launches what a step's spans are
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection
+from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load, slow_ways
-from model.engine.execution.model_runner import ModelRunner
 from model.errors import ConfigError
 from model.system import fallbacks
 from tests.model.checkpoints import native_backends, saved
@@ -32,16 +31,10 @@ def nothing_noted() -> Iterator[None]:
     fallbacks.forget()
 
 
-def engine(unrecorded: str) -> Any:
-    runner = ModelRunner(None, SimpleNamespace(device=GPU), None)  # type: ignore[arg-type]
-    runner.unrecorded = unrecorded
-    return SimpleNamespace(runner=runner)
-
-
 def test_no_fallback_is_reported_if_all_works_or_was_set() -> None:
-    assert slow_ways(EngineConfig(), TRITON, engine(""), GPU) == ()
-    assert slow_ways(EngineConfig(attention_backend="sdpa"), TORCH, engine(""), GPU) == ()
-    assert slow_ways(EngineConfig(), TORCH, engine(""), CPU) == ()
+    assert slow_ways(EngineConfig(), TRITON, "", GPU) == ()
+    assert slow_ways(EngineConfig(attention_backend="sdpa"), TORCH, "", GPU) == ()
+    assert slow_ways(EngineConfig(), TORCH, "", CPU) == ()
 
 
 def test_every_fallback_is_reported_with_its_reason() -> None:
@@ -49,7 +42,7 @@ def test_every_fallback_is_reported_with_its_reason() -> None:
         raise RuntimeError("no space\nleft")
     except RuntimeError as error:
         fallbacks.note("gated runs in several kernels", error)
-    assert slow_ways(EngineConfig(), TORCH, engine("stream is capturing"), GPU) == (
+    assert slow_ways(EngineConfig(), TORCH, "stream is capturing", GPU) == (
         "gated runs in several kernels: no space",
         f"attention is not Triton's: {TORCH.reason}",
         "decode steps are launched kernel by kernel: stream is capturing",
@@ -68,14 +61,27 @@ def test_fallback_is_in_the_log_and_the_model_info(
     assert "m is slower than it could be: decode steps are launched kernel by kernel: x" in caplog.text
 
 
+def test_graphs_need_recurrent_layers_that_the_backend_computes() -> None:
+    """Which is known before weights are read. On a CPU nothing is recorded."""
+    decoder = read_checkpoint(saved("qwen3-next").path).config.decoder
+    given = (decoder, TRITON.backend, torch.bfloat16)
+    assert loading._unrecordable(EngineConfig(), *given, GPU) == "recurrent layers are torch's"
+    assert loading._unrecordable(EngineConfig(), *given, CPU) == ""
+    assert loading._unrecordable(EngineConfig(cuda_graphs=False), *given, GPU) == ""
+    assert (
+        loading._unrecordable(EngineConfig(), decoder, SdpaBackend(), torch.bfloat16, GPU) == ""
+    )  # the reason already
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_fallbacks_can_be_refused(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before weights are read where that can be known."""
     read: list[bool] = []
     real = loading._load_model
     monkeypatch.setattr(loading, "_load_model", lambda *given: read.append(True) or real(*given))
+    monkeypatch.setattr(loading, "_unrecordable", lambda *_: "x" if at_once else "")
     monkeypatch.setattr(
-        loading, "slow_ways", lambda engine, selection, generate, device: ("x",) if generate or at_once else ()
+        loading, "slow_ways", lambda engine, selection, unrecorded, device: ("x",) if unrecorded or read else ()
     )
     settings = EngineConfig(device="cpu", dtype="float32", slow_fallbacks="refuse", max_model_len=16)
     with pytest.raises(ConfigError, match="slow_fallbacks is refuse, and x"):
