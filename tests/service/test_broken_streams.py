@@ -86,16 +86,22 @@ def _seen(service: ServiceProcess, kill: Callable[[], None]) -> dict[str, Except
         return {name: one.result(60) for name, one in found.items()}
 
 
-def _kill(pid: int) -> Callable[[], None]:
-    return lambda: os.kill(pid, signal.SIGKILL)
+def _kill(*pids: int) -> Callable[[], None]:
+    def kill() -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    return kill
 
 
 def _who_answers(service: ServiceProcess, runtime: str) -> Callable[[], None]:
-    """Kills the process whose application answers."""
+    """Kills the processes whose application answers."""
     if runtime == "local":
         return lambda: service.signal(signal.SIGKILL)
-    (pid,) = (pid for pid, line in service.descendants().items() if "ServeReplica" in line)
-    return _kill(pid)
+    of = {"fronts": "fronts.worker"}.get(runtime, "ServeReplica")
+    pids = [pid for pid, line in service.descendants().items() if of in line]
+    assert len(pids) == (2 if runtime == "fronts" else 1)
+    return _kill(*pids)
 
 
 @pytest.mark.parametrize(
