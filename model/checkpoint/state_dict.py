@@ -28,7 +28,9 @@ from model.families.table.rules import Shape
 MAX_PROGRAM_BYTES = 64 << 20  # of the pickle without its tensors, which takes some 100 bytes a tensor
 MAX_DIRECTORY_BYTES = 4 << 20  # of an archive's directory, which takes some 100 bytes a tensor too
 # Modules with a matrix that may be tied to the embeddings, and stacks with a table that may be tied to a shared one.
-_HEAD = re.compile(r"(lm_head|cls|predictions|lm_predictions|generator_lm_head|vocab_projector|lm_loss|embed_out)\.")
+_HEAD = re.compile(
+    r"(lm_head|cls|predictions|lm_predictions|generator_lm_head|vocab_projector|lm_loss|embed_out|proj_out)\."
+)
 _STACK_TABLE = re.compile(r"(.*\.)?(encoder|decoder)\.embed_tokens\.")
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # the first pickle of the older layout
 _LEGACY_VERSION = 1001
