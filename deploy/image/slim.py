@@ -1,6 +1,7 @@
 """A script that deletes files from its environment that serving does not need.
 
-These are tests of packages, C++ headers, static libraries, parts for other languages, and pip.
+These are tests of packages, C++ headers, type stubs, static libraries, parts for other languages and systems, Ray's
+libraries for training and data, and pip.
 `tests/deploy/test_image.py` serves from the rest.
 """
 
@@ -22,10 +23,17 @@ _UNUSED = (
     "ray/jars",  # Java
     "ray/cpp",
     "ray/rllib",
+    "ray/data",
+    "ray/llm",
+    "ray/train",
+    "ray/tune",
     "virtualenv/seed/wheels/embed/*.whl",  # pip and setuptools for new environments
     "**/*.a",
     "**/*.h",
     "**/*.js.map",
+    "**/*.py[ix]",  # types, and Cython's sources
+    "**/*.pxd",
+    "**/*.exe",
 )
 _KEPT = ("model/native/kernels", "triton/backends/nvidia/include")  # sources: compared, and for a compiler
 _TESTS = ("numpy", "sympy", "networkx", "mpmath", "ray", "fsspec", "opencensus", "rich", "smart_open")

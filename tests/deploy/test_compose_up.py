@@ -26,7 +26,7 @@ PROMETHEUS = "triptych-prometheus:test"
 FILE = ROOT / "deploy" / "compose.yaml"
 UP_SECONDS = 240
 # Empty on a service that is well: there is nothing to count.
-MAY_BE_EMPTY: set[str] = set()
+MAY_BE_EMPTY = {"Models loaded and unloaded A", "Models loaded and unloaded B"}
 
 
 @dataclass

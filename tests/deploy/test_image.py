@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import platform
 import re
@@ -12,10 +13,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from model.api.engine_config import EngineConfig
+from model.llm import LLM
 from model.native.levels import fitting
+from model.speech.requests import SpeechOptions
 from tests.deploy.docker import ROOT, WHEELS, Container, build, container, docker, inspect, need_engine
 from tests.service.asking import post, read_all
 from tests.service.processes import eventually
+from tests.service.whisper import noise, wave_file, whisper
 
 pytestmark = [pytest.mark.slow, pytest.mark.docker]
 
@@ -99,6 +104,23 @@ def test_all_three_forms_answer(service: Container) -> None:
     assert generate(model="code", prompt="import os\n", max_tokens=8).json()["usage"]["completion_tokens"] == 8
     reply = httpx.post(f"{service.url}/encode", json={"model": "embed", "input": ["a cat"]}, timeout=60)
     assert len(reply.json()["data"][0]["embedding"]) == 384
+
+
+def test_an_audio_file_is_transcribed(image: str, tmp_path: Path) -> None:
+    """It is decoded in a process of its own, by a library that comes with its wheel."""
+    folder, sound = tmp_path / "speech", wave_file(noise(1.5))
+    whisper(folder)
+    for file in (folder, *folder.iterdir()):
+        file.chmod(0o755)  # for the image's user
+    greedy = SpeechOptions(language="en", temperatures=(0.0,))
+    expected = LLM(folder, EngineConfig(dtype="float32")).transcribe(sound, greedy).text
+    options = (*LOCKED_DOWN, f"--volume={folder}:/models/speech:ro")
+    arguments = ("serve", "speech=/models/speech", "--runtime", "local", "--dtype", "float32")
+    with container(image, *arguments, options=options) as started:
+        audio = {"audio": base64.b64encode(sound).decode(), "language": "en", "temperature": [0]}
+        reply = httpx.post(f"{started.url}/generate", json=audio, timeout=60)
+        assert reply.status_code == 200, (reply.text, started.logs)
+    assert reply.json()["choices"][0]["text"] == expected != ""
 
 
 def test_the_image_uses_its_prebuilt_kernels(service: Container) -> None:
