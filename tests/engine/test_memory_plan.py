@@ -1,4 +1,7 @@
-"""The memory plan from headers alone equals the memory in use, and what does not fit is refused at once."""
+"""The memory plan from headers alone equals the memory in use, and what does not fit is refused at once.
+
+That the weights of every kind take what is planned, in every format, is in tests/model/test_weights.py.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,7 @@ from model.network.native_stack import native_linears
 from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.parallel.group import Group
-from tests.model.checkpoints import CPU, KINDS, copied, native_backends, prompt, saved
-from tests.model.parity import MECHANISMS
+from tests.model.checkpoints import CPU, copied, prompt, saved
 from tests.model.sparse import QWEN3_4B, QWEN3_8B, sparse_checkpoint
 
 GIB = 1 << 30
@@ -55,14 +57,6 @@ def packed(dtype: torch.dtype, quantization: str = "none") -> Format:
 
 
 WIDE, PACKED_INT8 = packed(torch.float32), packed(torch.bfloat16, "int8")
-FORMATS = {
-    "dtype float32": torchs(torch.float32),
-    "dtype bfloat16": torchs(torch.bfloat16),
-    "dtype float32 packed": WIDE,
-    "dtype bfloat16 packed": packed(torch.bfloat16),
-    "float32, quantization int8": packed(torch.float32, "int8"),
-    "bfloat16, quantization int8": PACKED_INT8,
-}
 
 
 @pytest.fixture(scope="module")
@@ -78,22 +72,6 @@ def held(model: Transformer) -> int:
     projections = [linear for linear in linears(model) if isinstance(linear, NativeLinear)]
     arrays = [array for projection in projections for array in projection.arrays.values()]
     return sum(tensor.nbytes for tensor in [*model.parameters(), *arrays])
-
-
-def each(always: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Every kind in the formats that differ most, and one of each mechanism in all."""
-    return [(kind, name) for kind in KINDS for name in (FORMATS if kind in MECHANISMS else always)]
-
-
-@pytest.mark.parametrize(("kind", "name"), each(("dtype float32", "bfloat16, quantization int8")))
-def test_weights_take_what_was_planned_to_the_byte(kind: str, name: str) -> None:
-    if FORMATS[name] not in (FORMATS["dtype float32"], FORMATS["dtype bfloat16"]) and not native_backends():
-        pytest.skip("there is no GCC here")
-    checkpoint = read_checkpoint(saved(kind).path)
-    library = native_backends()[0].library if native_backends() else None
-    model = load_model(checkpoint, SdpaBackend(), FORMATS[name](checkpoint.config, library))
-    planned = plan_weights(checkpoint, FORMATS[name](checkpoint.config, None)).total
-    assert planned == weight_bytes(model) == held(model)
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "t5-gated-untied", "gpt2"])

@@ -18,9 +18,11 @@ from tests.model.checkpoints import DECODERS, loaded, prompt, saved
 from tests.model.parity import difference, hidden_states
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
-KINDS = ("llama-mqa-head-dim", "qwen3", "gpt-neox", "gemma2", "cohere", "bloom", "qwen3-next", "t5-relu", "bart")
-# What these have, one of those has: windows (gemma2), norms of heads (qwen3), biases of T5; sinks: `test_triton.py`.
-SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "gemma3", "umt5", "gpt-oss")]
+KINDS = ("llama-mqa-head-dim", "qwen3", "gemma2", "bloom", "qwen3-next", "t5-relu")
+# What these have, one of those has: windows (gemma2), norms of heads (qwen3), biases and cross attention (T5). Sinks
+# are in `test_triton.py`, rotations in part (gpt-neox) and of neighbours (cohere) in `test_triton_heads.py`.
+SLOW = ("mistral", "gemma3", "umt5", "gpt-oss", "gpt-neox", "cohere", "bart")
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
 
 
 class Counting(TritonBackend):

@@ -18,12 +18,13 @@ from model.linear.base import LinearSpec, Part
 from model.linear.native import Int8RowsLinear, packed_linear
 from model.native import build
 from model.native.build import Built, build_portable, prebuilt
-from model.native.levels import LEVELS, Level, fitting
+from model.native.levels import LEVELS, fitting
 from model.native.library import Kind, Library, native
 from tests.model.checkpoints import loaded, native_backends
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.model.test_attention import DIM, HEADS, SHAPES, pool_with_past
 from tests.model.test_native_groups import must_be_exact_and_alone
+from tests.model.tiled import compiled_soon
 
 V2 = "pni cx16 lahf_lm popcnt ssse3 sse4_1 sse4_2"
 V3 = f"{V2} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
@@ -32,7 +33,7 @@ NARROW = "avx512_vnni avx512_bf16"
 ARM = "fp asimd evtstrm aes crc32 atomics asimdrdm asimddp"
 PLAIN = ("x86-64-v4", "x86-64-v3")
 HERE = fitting(build._cpuinfo(), platform.machine())
-THOROUGH = [pytest.param(level, marks=pytest.mark.slow, id=level.name) for level in HERE[:-1]]
+SHIPPED = [pytest.param((level, True), marks=pytest.mark.slow, id=level.name) for level in HERE]
 
 
 def x86(*flags: str) -> str:
@@ -141,12 +142,19 @@ def test_portable_libraries_are_made_once_and_old_ones_go(shipped: Path, monkeyp
         build_portable(shipped)
 
 
-@pytest.fixture(scope="module", params=[*THOROUGH, *(pytest.param(level, id=level.name) for level in HERE[-1:])])
+@pytest.fixture(
+    scope="module", params=[*SHIPPED, *(pytest.param((level, False), id=f"{level.name}-soon") for level in HERE[-1:])]
+)
 def portable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """A level that this CPU runs; the lowest by default, as the tests of this CPU's own library do the most."""
+    """A level that this CPU runs: as it is shipped; by default the lowest, optimised less, which takes half as long.
+
+    The tests of this CPU's own library do the most.
+    """
     if not native_backends():
         pytest.skip(f"nothing can be compiled here: {native()}")
-    level: Level = request.param
+    level, shipped = request.param
+    if not shipped:
+        return compiled_soon(level)
     [path] = build_portable(tmp_path_factory.mktemp("prebuilt"), [level])
     return Library(Built(path, f"prebuilt for {level.name}"))
 

@@ -15,6 +15,8 @@ from model.attention.sdpa import SdpaBackend
 from model.checkpoint import tensor_files
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.tensor_files import TensorReader, read_headers
+from model.engine.memory_plan import plan_weights
+from model.engine.model_info import weight_bytes
 from model.errors import CheckpointError
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
@@ -40,6 +42,11 @@ def contents(model: Transformer) -> dict[str, torch.Tensor]:
     return found
 
 
+def takes_what_was_planned(model: Transformer, planned: int) -> None:
+    """To the byte."""
+    assert planned == weight_bytes(model) == sum(tensor.nbytes for tensor in contents(model).values())
+
+
 def stored_as(dtype: torch.dtype, kind: str, into: Path) -> Path:
     folder = copied(kind, into)
     for file in folder.glob("*.safetensors"):
@@ -54,15 +61,21 @@ EACH = [(kind, *how) for kind in KINDS for how in (*EXTREMES, *(OTHERS if kind i
 
 @needs_native
 @pytest.mark.parametrize(("kind", "dtype", "how"), EACH)
-def test_packed_as_they_are_read_or_afterwards_weights_are_the_same(
+def test_packed_as_they_are_read_or_afterwards_weights_are_the_same_and_as_many_as_planned(
     kind: str, dtype: torch.dtype, how: Kind | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, library = read_checkpoint(saved(kind).path), native_backends()[0].library
-    linear = native_linears(checkpoint.config, dtype, library, quantization="int8" if how is Kind.INT8 else "none")
+    quantization = "int8" if how is Kind.INT8 else "none"
+    linear = native_linears(checkpoint.config, dtype, library, quantization=quantization)
     afterwards = build_model(checkpoint.config, SdpaBackend(), linear)
-    copy_weights(load_model(checkpoint, SdpaBackend(), LinearFactory(dtype)), afterwards)
+    floats = load_model(checkpoint, SdpaBackend(), LinearFactory(dtype))
+    takes_what_was_planned(floats, plan_weights(checkpoint, LinearFactory(dtype)).total)
+    copy_weights(floats, afterwards)
     monkeypatch.setattr(tensor_files, "BUFFER_BYTES", 1000)  # a few rows at a time
-    expected, found = contents(afterwards), contents(load_model(checkpoint, SdpaBackend(), linear))
+    packed = load_model(checkpoint, SdpaBackend(), linear)
+    without_library = native_linears(checkpoint.config, dtype, None, quantization=quantization)
+    takes_what_was_planned(packed, plan_weights(checkpoint, without_library).total)
+    expected, found = contents(afterwards), contents(packed)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), name

@@ -26,7 +26,7 @@ import pytest
 
 from model.native import build
 from model.native.build import Built
-from model.native.levels import LEVELS, fitting
+from model.native.levels import LEVELS, Level, fitting
 from model.native.library import Library
 from tests.model.checkpoints import native_backends
 
@@ -56,8 +56,13 @@ def emulated(old: str = "", new: str = "") -> Library:
         return Library(Built(_linked(_objects()), "emulated"))
     header = (build._SOURCES / "amx.h").read_text()
     assert old in header
-    spoilt = _compiled(build._SOURCES / PRODUCTS, _flags(PRODUCTS), header.replace(old, new, 1))
+    spoilt = _compiled(build._SOURCES / PRODUCTS, _soon(PRODUCTS, _EMULATED), header.replace(old, new, 1))
     return Library(Built(_linked({**_objects(), PRODUCTS: spoilt}), "emulated"))
+
+
+def compiled_soon(level: Level) -> Library:
+    """A library for a level, which GCC need not make fast."""
+    return Library(Built(_linked(_objects(level.flags)), f"prebuilt for {level.name}"))
 
 
 @cache
@@ -74,17 +79,17 @@ def _linked(objects: dict[str, Path]) -> Path:
 
 
 @cache
-def _objects() -> dict[str, Path]:
-    """The object of each source file, with emulated tiles."""
+def _objects(flags: tuple[str, ...] = _EMULATED) -> dict[str, Path]:
+    """The object of each source file; with emulated tiles, if not told otherwise."""
     sources = list(build._SOURCES.glob("*.c"))
     with ThreadPoolExecutor() as threads:
-        objects = threads.map(lambda source: _compiled(source, _flags(source.name)), sources)
+        objects = threads.map(lambda source: _compiled(source, _soon(source.name, flags)), sources)
         return {source.name: made for source, made in zip(sources, objects, strict=True)}
 
 
-def _flags(name: str) -> tuple[str, ...]:
-    """Attention, which has no work for tiles and takes GCC longer than all others, as it is compiled soonest."""
-    return (*_EMULATED, "-O0" if name == "paged_attention.c" else "-O1")
+def _soon(name: str, flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Flags by which attention, which takes GCC longer than all others, is compiled soonest."""
+    return (*flags, "-O0" if name == "paged_attention.c" else "-O1")
 
 
 def _compiled(source: Path, flags: tuple[str, ...], amx: str = "") -> Path:

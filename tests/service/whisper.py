@@ -6,12 +6,11 @@ import io
 import json
 import wave
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from model.media.log_mel import LogMel
 from tests.service.speech import (
@@ -27,6 +26,9 @@ from tests.service.speech import (
     TRANSLATE,
     raw_speech_tokenizer,
 )
+
+if TYPE_CHECKING:  # which takes seconds to import
+    from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 SECONDS = 2  # of a window
 POSITIONS = 50 * SECONDS
@@ -70,6 +72,8 @@ GENERATION: dict[str, Any] = dict(
 
 def whisper(folder: Path, seed: int = 0) -> WhisperForConditionalGeneration:
     """Save the model, and return it for comparison; its weights are large enough that its outputs differ."""
+    from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
+
     torch.manual_seed(seed)
     model = WhisperForConditionalGeneration(WhisperConfig(**SHAPE)).eval()
     with torch.no_grad():
@@ -85,6 +89,8 @@ def whisper(folder: Path, seed: int = 0) -> WhisperForConditionalGeneration:
 
 
 def extractor() -> WhisperFeatureExtractor:
+    from transformers import WhisperFeatureExtractor
+
     return WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS)
 
 
