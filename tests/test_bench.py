@@ -46,7 +46,7 @@ def test_a_models_costs_are_its_matrices(name: str) -> None:
     matrices = {
         parameter: tensor.numel()
         for parameter, tensor in build_model(config, SdpaBackend()).named_parameters()
-        if tensor.ndim == 2 and ".layers." in parameter
+        if tensor.ndim == 2 and ".layers." in parameter and not parameter.endswith(".convolution")
     }
     cross = sum(size for parameter, size in matrices.items() if ".cross.kv." in parameter)
     assert costs.cross == cross
@@ -61,6 +61,8 @@ def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:
     assert roofline.step(1, [100]) == pytest.approx((200 + 2 * 100 + 50) / 1000)
     assert roofline.step(2, [100, 30]) == pytest.approx((200 + 2 * 130 + 50 + 30) / 1000)
     assert roofline.step(1000, []) == pytest.approx(2 * 1000 * 100 / 10_000)
+    recurrent = replace(roofline, costs=replace(costs, state_bytes=30))
+    assert recurrent.step(1, [100]) == pytest.approx(roofline.step(1, [100]) + 2 * 30 / 1000)  # read, and written
     mixed = replace(roofline, costs=replace(costs, experts=(ExpertCosts(count=4, per_token=2, elements=20),)))
     assert mixed.step(1, []) == roofline.step(1, [])  # of which 40 are the token's two experts
     assert mixed.step(2, []) == pytest.approx((200 + 2.0 * 20) / 1000)  # one more, as two of each token's four may meet

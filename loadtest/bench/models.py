@@ -132,6 +132,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "eos_token_id": 31999,
     },
+    "R1": {  # Qwen3.5's kind: half a billion parameters, three recurrent layers to one of attention
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "eos_token_id": 31999,
+    },
     "E1": {  # T5-small
         "model_type": "t5",
         "architectures": ["T5ForConditionalGeneration"],
@@ -258,7 +279,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
-LARGE = ("D3", "D4", "M1")  # whose weights are drawn in bfloat16: in float32 they would not fit beside themselves
+LARGE = ("D3", "D4", "M1", "R1")  # whose weights are drawn in bfloat16: in float32 they would not fit beside themselves
 CONFIGS["N5"] = {**CONFIGS["N3"], "global_attn_every_n_layers": 1}  # without windows, to see what they are worth
 
 

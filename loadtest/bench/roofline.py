@@ -1,9 +1,9 @@
 """The roofline model of a workload: its least time, from measured memory bandwidth and matrix rate.
 
 A decode step reads once all weights but those of experts that none of its tokens takes, and the keys and values of its
-sequences; a matrix product takes two FLOPs per weight and row. The roofline of a workload assumes an ideal engine: all
-requests run from the start, nothing is computed twice, and each step takes the larger of its memory time and its
-arithmetic time. Source: Williams et al. 2009.
+sequences, and reads and writes the states of their recurrent layers; a matrix product takes two FLOPs per weight and
+row. The roofline of a workload assumes an ideal engine: all requests run from the start, nothing is computed twice,
+and each step takes the larger of its memory time and its arithmetic time. Source: Williams et al. 2009.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 from loadtest.bench.batches import Workload
 from model.checkpoint.folder import read_checkpoint
-from model.config.cache import paged_specs
+from model.config.cache import paged_specs, state_bytes
 from model.config.formats import QUANTIZED_LAYERS, NumberKind
-from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig
+from model.config.layer import AttentionConfig, ExpertsConfig, LayerConfig, MLPConfig
 from model.config.model import ModelConfig, StackConfig
 from model.linear.native import packed_linear
 from model.native.library import Kind, Library, native
@@ -113,6 +113,7 @@ class Costs:
     cross: int  # weights multiplied once with each source token, for cross attention
     kv: Mapping[int | None, int]  # elements of a token, also of a source's, by the window of the layers that keep them
     experts: tuple[ExpertCosts, ...] = ()  # of the decoder's layers; those of one token are in `decoder` too
+    state_bytes: int = 0  # of a sequence's recurrent layers
 
     @classmethod
     def of(cls, config: ModelConfig) -> Costs:
@@ -129,6 +130,7 @@ class Costs:
             cross=cross,
             kv=_kept(decoder),
             experts=_experts(decoder),
+            state_bytes=state_bytes(decoder),
         )
 
     def weights_read(self, rows: int) -> float:
@@ -166,9 +168,12 @@ def _weights(stack: StackConfig | None) -> int:
 
 def _columns(layer: LayerConfig) -> int:
     """Return the elements of a layer's matrices per dimension of its input; of experts only those of a token."""
-    cross = layer.cross
-    columns = 2 * layer.attention.query_size + 2 * layer.attention.kv_size + _mlp_columns(layer.feed_forward)
-    return columns + (2 * cross.query_size if cross is not None else 0)
+    cross, mixer = layer.cross, layer.mixer
+    if isinstance(mixer, AttentionConfig):
+        columns = sum(mixer.projected_sizes) + mixer.query_size
+    else:
+        columns = mixer.channels + 2 * mixer.value_size + 2 * mixer.num_value_heads
+    return columns + _mlp_columns(layer.feed_forward) + (2 * cross.query_size if cross is not None else 0)
 
 
 def _mlp_columns(config: MLPConfig | ExpertsConfig | None) -> int:
@@ -198,6 +203,7 @@ class Roofline:
         read = (
             self.costs.weights_read(rows) * self.weight_bytes
             + sum(map(self.costs.kv_elements, contexts)) * self.kv_bytes
+            + len(contexts) * 2 * self.costs.state_bytes
         )
         return max(read / self.ceilings.bytes_per_second, 2 * rows * weights / self.ceilings.flops_per_second)
 

@@ -191,7 +191,7 @@ def _modernbert(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
 
 _TRAINED = {
     **{"gpt2": _gpt2, "qwen3": _gpt2, "qwen3_moe": _gpt2, "llama": _llama, "t5": _t5, "bart": _bart, "bert": _bert},
-    **{"modernbert": _modernbert, "mpnet": _mpnet, "whisper": _whisper},
+    **{"modernbert": _modernbert, "mpnet": _mpnet, "whisper": _whisper, "qwen3_5_text": _gpt2},
 }
 
 

@@ -41,7 +41,7 @@ CONTEXT = 256  # tokens of each sequence, for timing steps
 COMPARED_TEXTS = 16  # whose vectors are compared with those in float32
 _WIDTH = 180  # of tables in a file or pipe
 _FORMS = {"decoder-only": "D", "encoder-decoder": "E", "encoder-only": "N"}
-_OF_BENCHMARKS = {"M": "D"}  # the form of models whose names begin with another letter: decoders with experts
+_OF_BENCHMARKS = {"M": "D", "R": "D"}  # decoders with experts, and with recurrent layers
 _NAMES = {"D": "decoders", "E": "encoder-decoders", "N": "encoders", "S": "models that read sound"}
 
 
