@@ -70,6 +70,8 @@ def must_be_equal(folder: Path, original: Path, form: str, dtype: str = "auto") 
         ("gpt-neox", "int8-g128"),  # queries, keys and values in turns
         ("phi3", "int4-g32"),
         ("granitemoe", "int8"),  # whose experts are in one tensor
+        ("qwen3-next", "int8"),  # recurrent layers, whose inputs are stored by heads
+        ("qwen3-5-moe", "int4-g32"),
         ("marian", "int4"),
         ("bert", "int4-g32"),
     ],
