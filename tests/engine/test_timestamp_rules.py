@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     SuppressTokensAtBeginLogitsProcessor,
@@ -21,10 +21,9 @@ from model.api.request import Probe, Request, SamplingParams, TokenOutput
 from model.api.source import token_source
 from model.api.timestamp_rules import TimestampRules
 from model.sampling.sampler import SamplingRow, process_logits
-from tests.engine.scripted import source_ids
 from tests.engine.support import running
 from tests.engine.test_overlap import outputs_of, tokens_of
-from tests.model.checkpoints import START, prompt, reference_logits, saved
+from tests.model.checkpoints import AUDIO, START, prompt, reference_input, reference_logits, saved, source_of
 from tests.model.decoder_rows import VOCAB
 
 EOS, NO_TIMESTAMPS, BEGIN = 60, 63, 64  # of 97 tokens
@@ -101,7 +100,8 @@ def asked(kind: str, name: str, length: int, **params: Any) -> Request:
     ids = prompt(5 + length, length)
     if kind == "llama":
         return Request(name, kind, ids, sampling)
-    return Request(name, kind, (START, *prompt(length % 3, length)), sampling, token_source(ids))
+    source = source_of(AUDIO["whisper"], length) if kind == "whisper" else token_source(ids)
+    return Request(name, kind, (START, *prompt(length % 3, length)), sampling, source)
 
 
 def crowd(kind: str, requests: list[Request], **engine: Any) -> list[TokenOutput]:
@@ -132,9 +132,11 @@ def results(outputs: list[TokenOutput], name: str) -> list[tuple[list[int], floa
 def theirs(kind: str, request: Request, num_beams: int) -> list[tuple[list[int], float]]:
     """Return `generate`'s sequences with the sums that Whisper's `_retrieve_avg_logprobs` averages."""
     begin = len(request.prompt_token_ids)
-    inputs = {"decoder_input_ids": torch.tensor([request.prompt_token_ids])} if request.source is not None else {}
-    found = saved(kind).reference.generate(
-        torch.tensor([source_ids(request) or request.prompt_token_ids]),
+    inputs = {"input_ids": torch.tensor([request.prompt_token_ids])}
+    if request.source is not None:
+        inputs = {**reference_input(request.source), "decoder_input_ids": inputs["input_ids"]}
+    found = GenerationMixin.generate(  # Whisper's own is about whole sounds
+        saved(kind).reference,
         **inputs,
         max_new_tokens=14,
         num_beams=num_beams,
@@ -155,8 +157,9 @@ def theirs(kind: str, request: Request, num_beams: int) -> list[tuple[list[int],
     return sequences
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
-@pytest.mark.parametrize("kind", ["bart", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "num_beams"), [("bart", 1), ("bart", 3), ("llama", 1), ("llama", 3), ("whisper", 1), ("whisper", 5)]
+)
 def test_outputs_and_sums_are_those_of_generate(kind: str, num_beams: int) -> None:
     requests = [asked(kind, f"r{n}", 2 * n, num_beams=num_beams, n=num_beams) for n in range(3)]
     outputs = crowd(kind, requests)

@@ -111,12 +111,12 @@ async def test_two_ranks_equal_one_and_a_rank_that_ends_fails_requests_at_once(
 ) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (60.0,))
     settings = {**SETTINGS, "kv_cache_memory": SMALL_POOL, "max_model_len": 96, "tensor_parallel_size": 2}
-    async with served("llama-gqa", "bart", transport=ProcessTransport, **settings) as engine:
+    async with served("llama-gqa", "bart", "whisper", transport=ProcessTransport, **settings) as engine:
         info = engine.models["llama-gqa"]
         assert (info.tensor_parallel_size, info.attention_backend) == (2, "sdpa")
         assert "run on one rank" in info.attention_reason
         assert info.kv_bytes_per_token == 2 * 2 * 1 * 8 * 4  # one of two heads of keys
-        for kind in ("llama-gqa", "bart"):
+        for kind in ("llama-gqa", "bart", "whisper"):
             requests = work(kind)
             expected = alone(kind, requests)
             check_same(await collect(engine.submit(requests)), expected)
