@@ -118,3 +118,13 @@ def test_the_folder_of_figures_is_made_or_refused_by_its_name(tmp_path: Path, mo
     monkeypatch.setenv(MULTIPROCESS_FOLDER, str(tmp_path / "file" / "below"))
     with pytest.raises(ConfigError, match=f"{MULTIPROCESS_FOLDER} {tmp_path}/file/below: Not a directory"):
         Metrics()
+
+
+def test_all_but_a_few_tokens_are_added_while_a_stream_runs() -> None:
+    """A process that is killed loses the others: its requests have not ended, and nobody may have scraped it."""
+    metrics = Metrics()
+    count = metrics.generated("gen")
+    for _ in range(1000):
+        count(2, 0.01)
+    for name in ("triptych_generation_tokens_total", "triptych_inter_token_latency_seconds_count"):
+        assert 2000 - 128 < (metrics.registry.get_sample_value(name, {"model": "gen"}) or 0) <= 2000
