@@ -46,8 +46,8 @@ class Engine:
     """Runs the model of `path`, which is written as GGUF once."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        if read_json(path / "config.json")["model_type"] not in ("llama", "qwen3"):
-            raise Unsupported("only Llama and Qwen3")
+        if read_json(path / "config.json")["model_type"] not in ("llama", "qwen3", "qwen3_moe"):
+            raise Unsupported("only Llama and Qwen3, also with experts")
         form = form_of(settings["dtype"])
         file = path.parent / f"{path.name}-{form}.gguf"
         if not file.exists():  # in another process, whose memory does not count

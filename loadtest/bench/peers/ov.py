@@ -22,6 +22,7 @@ from loadtest.bench.batches import Ids, Workload
 from loadtest.bench.ours import Run
 from loadtest.bench.peers import Unsupported
 from loadtest.bench.peers.ov_encoder import EncoderQueue
+from model.checkpoint.json_files import read_json
 
 _CACHE_GB = 3  # as large as triptych's
 
@@ -30,6 +31,8 @@ class Engine:
     """Runs the model of `path`, which is exported once."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        if "num_experts" in read_json(path / "config.json"):
+            raise Unsupported("transformers' experts are not exported")
         bits = settings["dtype"][:4] if settings["form"] == "D" and settings["dtype"].startswith("int") else ""
         exported = path.parent / "-".join(filter(None, (path.name, "openvino", bits)))
         if not exported.exists():  # in another process, whose memory does not count

@@ -15,7 +15,14 @@ from loadtest.bench.ours import Run
 from loadtest.bench.peers.batches import batches, padded
 from model.checkpoint.json_files import read_json
 
-_AUTO = {"llama": "CausalLM", "qwen3": "CausalLM", "gpt2": "CausalLM", "t5": "Seq2SeqLM", "bart": "Seq2SeqLM"}
+_AUTO = {
+    "llama": "CausalLM",
+    "qwen3": "CausalLM",
+    "qwen3_moe": "CausalLM",
+    "gpt2": "CausalLM",
+    "t5": "Seq2SeqLM",
+    "bart": "Seq2SeqLM",
+}
 
 
 def load_model(path: Path, settings: dict[str, Any]) -> Any:
