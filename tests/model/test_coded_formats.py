@@ -13,12 +13,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from model.api.engine_config import EngineConfig
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.stored_formats import quantization_of
 from model.config.formats import integers_in_groups
 from model.errors import CheckpointError, ConfigError
 from model.linear.base import linears
+from model.linear.native import NativeLinear
+from model.llm import LLM
+from model.native.library import Kind
 from model.network.weights import load_model
 from tests.model.checkpoints import copied, load_native, native_backends
 from tests.model.decoder_rows import LLAMA
@@ -363,3 +367,12 @@ def test_the_experts_of_gpt_oss_are_those_that_are_meant(tmp_path: Path) -> None
     assert torch.equal(up[:, 0], theirs[:, 0::2]) and torch.equal(up[:, 1], theirs[:, 1::2])
     down = loaded["decoder.layers.1.mlp.down.weight"].unflatten(0, (3, 64))
     assert torch.equal(down, expected[f"{name}.down_proj"])
+    if not native_backends():
+        return
+    kept = {
+        (linear.spec.name.split(".")[-2], linear.kind, linear.group)
+        for linear in linears(LLM(tmp_path, EngineConfig(device="cpu", kv_cache_memory=1 << 20)).network)
+        if isinstance(linear, NativeLinear) and "layers" in linear.spec.name
+    }
+    assert {("mlp", Kind.INT8, 32), ("mlp", Kind.F32, 0)} < kept  # experts, and their router
+    assert {(kind, group) for name, kind, group in kept if name == "attn"} <= {(Kind.BF16, 0), (Kind.F32, 0)}
