@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
@@ -67,6 +67,21 @@ class Refused:
 NotSupported = Annotated[Any, Refused()]  # only null is accepted
 NotTrue = Annotated[Any, Refused(False)]
 NotFilled = Annotated[Any, Refused([], {}, "")]
+
+
+def by_content(value: Any) -> str:
+    """Return the tag of content: a text, or a list of parts."""
+    return "<parts>" if isinstance(value, list) else "<text>"
+
+
+def by_type(tags: Mapping[str, str], default: str | None = None) -> Callable[[Any], str | None]:
+    """Return what finds the tag of an object, or of a model of it, by its `type`; `default` is that of one without."""
+
+    def shape(value: Any) -> str | None:
+        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+        return tags.get(kind) if isinstance(kind, str) else None
+
+    return shape
 
 
 def native(model: type[B], fields: Mapping[str, Any]) -> B:

@@ -9,7 +9,16 @@ from pydantic_core import PydanticCustomError
 
 from service.chat.tools import NAME_PATTERN
 from service.core.errors import NOT_SUPPORTED
-from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused
+from service.dialects.common import (
+    DialectBody,
+    Extended,
+    NotFilled,
+    NotSupported,
+    NotTrue,
+    Refused,
+    by_content,
+    by_type,
+)
 from service.dialects.openai_bodies import Effort
 
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -34,13 +43,7 @@ class ToolUseBlock(DialectBody):
     input: dict[str, Any] = Field(description="Its arguments.", examples=[{"city": "Oslo"}])
 
 
-def _content_shape(value: Any) -> str:
-    return "<parts>" if isinstance(value, list) else "<text>"
-
-
-Texts = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<parts>")], Discriminator(_content_shape)
-]
+Texts = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<parts>")], Discriminator(by_content)]
 
 
 class ToolResultBlock(DialectBody):
@@ -55,25 +58,20 @@ class ToolResultBlock(DialectBody):
 _BLOCKS = {"text": "<text>", "thinking": "<thinking>", "tool_use": "<use>", "tool_result": "<result>"}
 
 
-def _block_shape(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return _BLOCKS.get(kind) if isinstance(kind, str) else None
-
-
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[ToolUseBlock, Tag("<use>")]
     | Annotated[ToolResultBlock, Tag("<result>")],
     Discriminator(
-        _block_shape,
+        by_type(_BLOCKS),
         custom_error_type="union_type",
         custom_error_message="Input should be a block of text, thinking, tool_use or tool_result",
     ),
 ]
 Blocks = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[ContentBlock], Field(min_length=1, fail_fast=True), Tag("<parts>")],
-    Discriminator(_content_shape),
+    Discriminator(by_content),
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from service.chat.tools import NAME_PATTERN
-from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused, Schema
+from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused, Schema, by_content
 from service.schemas.types import Prompt, Text, TextOrTexts, TokenId
 
 
@@ -122,13 +122,9 @@ class TextPart(DialectBody):
     text: str = Field(description="The text.", examples=["Hello"])
 
 
-def _content_shape(value: Any) -> str:
-    return "<parts>" if isinstance(value, list) else "<text>"
-
-
 Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("<parts>")],
-    Discriminator(_content_shape),
+    Discriminator(by_content),
 ]
 
 

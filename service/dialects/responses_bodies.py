@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from service.chat.tools import NAME_PATTERN
-from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused
+from service.dialects.common import (
+    DialectBody,
+    Extended,
+    NotFilled,
+    NotSupported,
+    NotTrue,
+    Refused,
+    by_content,
+    by_type,
+)
 from service.dialects.openai_bodies import Effort
 
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -20,12 +29,8 @@ class InputText(DialectBody):
     text: str = Field(description="The text.", examples=["Hello"])
 
 
-def _content_shape(value: Any) -> str:
-    return "<parts>" if isinstance(value, list) else "<text>"
-
-
 InputContent = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[InputText], Tag("<parts>")], Discriminator(_content_shape)
+    Annotated[str, Tag("<text>")] | Annotated[list[InputText], Tag("<parts>")], Discriminator(by_content)
 ]
 
 
@@ -73,18 +78,13 @@ _ITEMS = {
 }
 
 
-def _item_shape(value: Any) -> str | None:
-    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
-    return _ITEMS.get(kind) if isinstance(kind, str) else None
-
-
 InputItem = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[InputCall, Tag("<call>")]
     | Annotated[InputCallOutput, Tag("<output>")]
     | Annotated[InputReasoning, Tag("<reasoning>")],
     Discriminator(
-        _item_shape,
+        by_type(_ITEMS, "message"),
         custom_error_type="union_type",
         custom_error_message="Input should be a message, function_call, function_call_output or reasoning",
     ),
@@ -92,7 +92,7 @@ InputItem = Annotated[
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("<text>")]
     | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<parts>")],
-    Discriminator(_content_shape),
+    Discriminator(by_content),
 ]
 
 
