@@ -15,8 +15,8 @@ from model.pretrained import embedded_models
 from service.core.errors import SERVER_FAULTS
 from tests.deploy.docker import ROOT
 from tests.deploy.monitoring import dashboard, dashboard_queries, metrics_in, rules, scaling_queries
+from tests.service.asking import SPEECH
 from tests.service.processes import running
-from tests.service.whisper import whisper
 
 RULE_QUERIES = {rule.get("alert") or rule["record"]: rule["expr"] for rule in rules()}
 QUERIES = {**dashboard_queries(), **RULE_QUERIES, **scaling_queries()}
@@ -31,12 +31,10 @@ def promtool(*arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def scraped() -> set[str]:
     """The names in a scrape of a service that has seen each kind of request, and has a model that transcribes."""
-    speech = tmp_path_factory.mktemp("speech")
-    whisper(speech)
-    models = [f"{name}={path}" for name, path in (*embedded_models().items(), ("speech", speech))]
-    with running([*models, "--runtime", "local", "--admin-key", "key"]) as service:
+    models = [f"{name}={path}" for name, path in embedded_models().items()]
+    with running([*models, SPEECH, "--runtime", "local", "--admin-key", "key"]) as service:
         for what in ("unload", "load"):
             headers = {"Authorization": "Bearer key"}
             httpx.post(f"{service.url}/models/{what}", json={"name": "embed"}, headers=headers, timeout=60)
