@@ -92,17 +92,21 @@ async def whole_body(receive: Receive, counted: Callable[[int], None] | None = N
 
     `counted` is told how many have come by now, and may raise.
     """
-    pieces: list[bytes] = []
-    seen = 0
+    body: bytes | bytearray = b""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise client_gone()
-        pieces.append(message.get("body", b""))
+        piece = message.get("body", b"")
+        if not body:
+            body = piece
+        else:  # no list of pieces: a client may send one byte after the other
+            body = body if isinstance(body, bytearray) else bytearray(body)
+            body += piece
         if counted is not None:
-            counted(seen := seen + len(pieces[-1]))
+            counted(len(body))
         if not message.get("more_body", False):
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            return bytes(body)
 
 
 def has_key(raw: bytes, name: str) -> bool:

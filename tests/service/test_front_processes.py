@@ -194,6 +194,24 @@ def test_a_killed_front_loses_its_own_streams_and_is_replaced(service: ServicePr
         generate(base_url)
 
 
+def test_a_killed_front_loses_its_own_transcriptions(service: ServiceProcess, base_url: str) -> None:
+    eventually(lambda: metric(base_url, "requests_accepted_total") == metric(base_url, "requests_total"))
+    accepted = metric(base_url, "requests_accepted_total", model="speech")
+    time.sleep(0.3)  # until it is known that the connections before are closed
+    with service.held():
+        connections = [post(base_url, "/generate", long_transcription(4)) for _ in range(4)]
+        eventually(lambda: metric(base_url, "requests_accepted_total", model="speech") == accepted + 4)
+        killed = front_pids(service)[0]
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: killed not in front_pids(service))
+    replies = [read_all(connection) for connection in connections]
+    assert sorted(b"data: [DONE]" in reply for reply in replies) == [False, False, True, True]
+    assert metric(base_url, "requests_total", model="speech", outcome="error") == 2
+    eventually(lambda: metric(base_url, "requests_accepted_total") == metric(base_url, "requests_total"))
+    eventually(lambda: len(front_pids(service)) == 2)
+    assert transcribe(base_url) == SAID
+
+
 def test_sigterm_lets_the_streams_of_all_fronts_end(service: ServiceProcess, base_url: str) -> None:
     started = set(service.descendants())
     connections = start_streams(base_url, 2)
