@@ -57,6 +57,9 @@ _OK = ok_response(
     events=(GenerateEvent, TranscribeEvent, HuggingFaceEvent, SglangText),
 )
 
+# A WAV file of 4 ms.
+_TONE = "UklGRjQAAABXQVZFZm10IBAAAAABAAEAoA8AAKAPAAABAAgAZGF0YRAAAACAyIA4gMiAOIDIgDiAyIA4"
+
 
 @router.post(
     "/generate",
@@ -68,7 +71,7 @@ _OK = ok_response(
             *(GenerateBody, TranscribeBody, TextGenerationBody, SglangGenerateBody),
             triptych={"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16},
             huggingface={"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}},
-            speech={"model": "speech", "audio": "UklGRiQAAABXQVZF", "timestamps": "segment"},
+            speech={"model": "speech", "audio": _TONE, "timestamps": "segment"},
             sglang={"model": "code", "text": "def add(a, b):\n    ", "sampling_params": {"max_new_tokens": 16}},
         ),
         **query_model(),
