@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from loadtest.bench.batches import window
 from loadtest.bench.gpu.figures import Figures, Stop
 from loadtest.bench.gpu.fp8 import in_fp8, need_fp8
 from loadtest.bench.gpu.integers import bytes_of_weights, in_integers, need_integers
@@ -20,7 +21,7 @@ from loadtest.bench.roofline import Costs, Roofline
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import Request, SamplingParams, TokenOutput
-from model.api.source import token_source
+from model.api.source import Source, audio_source, token_source
 from model.api.stats import StepStats
 from model.attention.selection import Selection, select_backend, select_layers
 from model.checkpoint.folder import Checkpoint
@@ -72,10 +73,17 @@ class BenchModel:
         start = self.model.config.decoder_start_token_id
         ids, source = tuple(prompt), None
         if self.model.config.encoder is not None and start is not None:
-            ids, source = (start,), token_source(ids)
+            ids, source = (start,), self._source(ids)
         name = self.loaded.info.name
         now = time.monotonic()
         return Request(str(number), name, ids, params, source, arrival_time=now, streams=streams)
+
+    def _source(self, ids: tuple[int, ...]) -> Source:
+        """Return these ids; of a model that reads sound the window that they stand for, which has its one length."""
+        if (audio := self.model.config.audio) is None:
+            return token_source(ids)
+        frames = window((*ids, *(0,) * audio.num_positions)[: audio.num_positions], audio.num_mel_bins)
+        return audio_source(frames.tobytes(), (len(frames), frames.shape[1]), audio.num_positions)
 
     def prompt(self, rng: random.Random, count: int) -> tuple[int, ...]:
         """Return ids from the upper half of the vocabulary, which has no special tokens."""

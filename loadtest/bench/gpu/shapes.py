@@ -108,6 +108,7 @@ GPU_MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "bert-base": CONFIGS["N2"],
+    "whisper-small": CONFIGS["S1"],
 }
 
 _TOY = {
@@ -120,10 +121,13 @@ _TOY = {
     "d_kv": 16,
     "vocab_size": 512,
     "sliding_window": 9,
+    "max_source_positions": 24,
     "sliding_window_pattern": 2,
 }
 
 
 def tiny_shape(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a tiny shape of the same family."""
-    return {key: _TOY.get(key, value) for key, value in raw.items()}
+    """Return a tiny shape of the same family; special tokens behind its vocabulary become one that is in it."""
+    most = _TOY["vocab_size"]
+    special = {key: 2 for key, value in raw.items() if key.endswith("_token_id") and value >= most}
+    return {key: _TOY.get(key, value) for key, value in raw.items()} | special

@@ -61,6 +61,7 @@ def cases(bench: Bench) -> list[Case]:
         Case("llama-8b, one stream, int4", partial(_one_stream, name="llama-8b", quantization="int4"), 60),
         Case("bart-large x128", partial(bart, name="bart-large"), 50),
         Case("t5-xl x128", partial(bart, name="t5-xl"), 60),
+        Case("whisper-small x128", partial(_many, name="whisper-small", lengths=_windows(bench)), 60),
         Case("bert-base, texts of 512", partial(_encodings, name="bert-base"), 40),
         Case("llama-1b, one stream", partial(_one_stream, name="llama-1b"), 40),
         Case("qwen3-0.6b, 256 clients, short requests", partial(_in_turn, name="qwen3-0.6b"), 40),
@@ -80,6 +81,11 @@ def _sources(bench: Bench) -> Lengths:
     return [(rng.randint(least, most), _scaled(bench, 128)) for _ in range(_scaled(bench, 128))]
 
 
+def _windows(bench: Bench) -> Lengths:
+    """Return 128 windows of sound, with 128 output tokens each."""
+    return [(_raw(bench, "whisper-small")["max_source_positions"], _scaled(bench, 128))] * _scaled(bench, 128)
+
+
 def _scaled(bench: Bench, count: int) -> int:
     return max(2, count // 64) if bench.tiny else count
 
@@ -92,7 +98,9 @@ def _many(bench: Bench, *, name: str, lengths: Lengths, params: SamplingParams =
     """Run requests that are all submitted at the start, with exact lengths."""
     most_in, most_out = (max(column) for column in zip(*lengths, strict=True))
     spare = 3 * profile.steps_of(bench)  # additional tokens for the profile
-    ready = load(bench, _raw(bench, name), seqs=len(lengths), context=most_in + most_out + spare, name=name, **settings)
+    raw = _raw(bench, name)
+    context = most_out + spare + (1 if "max_source_positions" in raw else most_in)  # a window is no part of it
+    ready = load(bench, raw, seqs=len(lengths), context=context, name=name, **settings)
     warm(ready, most_in)
     add(ready, bench_requests(ready, lengths), params)
     done = finish(ready)
