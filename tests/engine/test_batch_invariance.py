@@ -26,6 +26,9 @@ FORMATS = [
     for quantization in ("none", "int8")
     for cache in ("auto", "int8")
 ] + [("bfloat16", "int4", "auto")]
+# A format is of products and pages, which do not know the kind: one has all, the others what differs most.
+EACH = [("llama-gqa", *how) for how in FORMATS]
+EACH += [(kind, *how) for kind in ("gemma2", "gpt2", "t5-relu", "marian") for how in (FORMATS[0], FORMATS[-2])]
 pytestmark = pytest.mark.skipif(not isinstance(native(), Library), reason=f"no native kernels: {native()}")
 
 
@@ -56,8 +59,7 @@ def depend_on_others(kind: str, **settings: object) -> list[str]:
     return [one.request_id for one in requests if generated(lonely, [one])[one.request_id] != together[one.request_id]]
 
 
-@pytest.mark.parametrize("kind", ["llama-gqa", "gemma2", "gpt2", "t5-relu", "marian"])
-@pytest.mark.parametrize(("dtype", "quantization", "cache"), FORMATS)
+@pytest.mark.parametrize(("kind", "dtype", "quantization", "cache"), EACH)
 def test_generation(kind: str, dtype: str, quantization: str, cache: str) -> None:
     assert depend_on_others(kind, dtype=dtype, quantization=quantization, kv_cache_dtype=cache) == []
 

@@ -36,8 +36,11 @@ def worst(kind: str, run: Running, requests: list[Request]) -> float:
     return max(run.runner.worst(kind, one, run.ids(one.request_id)) for one in requests)
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-@pytest.mark.parametrize("kind", KINDS)
+JOINS = [(kind, backend) for kind in KINDS for backend in (BACKENDS[0], *native_backends())]
+JOINS += [(kind, ReferenceBackend()) for kind in ("gemma2", "t5-relu")]  # what others are compared with
+
+
+@pytest.mark.parametrize(("kind", "backend"), JOINS, ids=lambda part: getattr(part, "name", part))
 def test_staggered_joins_of_mixed_lengths(kind: str, backend: AttentionBackend) -> None:
     run, requests = running(kind, backend=backend), mixed(kind, 8)
     for one in requests:
