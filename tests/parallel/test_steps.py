@@ -35,7 +35,8 @@ from tests.engine.test_overlap import LengthsBackend, assorted, recorded, tokens
 from tests.model.checkpoints import CPU, saved
 
 SETTINGS: dict[str, Any] = {"block_size": 4, "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}
-SMALL_POOLS = {"llama-gqa": 14 << 10, "bart": 52 << 10, "qwen3-next": 80 << 10}  # bytes of each rank: too little for all requests at once
+# Bytes of each rank: too little for all requests at once.
+SMALL_POOLS = {"llama-gqa": 14 << 10, "bart": 52 << 10, "qwen3-next": 80 << 10}
 
 
 class Said(FrameSocket):

@@ -8,16 +8,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 
 import torch
 
-from loadtest.bench.gpu import fp8, integers, parity
+from loadtest.bench.gpu import fp8, integers, parity, recurrent
 from loadtest.bench.gpu.attention import Problem, ProblemTensors, make_tensors
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.figures import Figures, Skip
-from loadtest.bench.gpu.machine import Bench
+from loadtest.bench.gpu.machine import Bench, need_triton
 from model.attention.base import AttentionMetadata
 from model.attention.reference import ReferenceBackend
 
@@ -71,21 +69,13 @@ def cases(bench: Bench) -> list[Case]:
             Case(f"kernel, {name}, float32", partial(_kernel, problem=_KERNELS[name], dtype=torch.float32), 8)
             for name in ("decode, keys in parts", "mixed", "head 256")
         ]
+    kernels += recurrent.check_cases(bench)
     products = [*integers.check_cases(bench), *fp8.check_cases(bench)]
     return [*launches, *kernels, *products, *parity.cases(bench), Case("memcheck", _memcheck, 60)]
 
 
 def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def need_triton(bench: Bench) -> None:
-    """Raise `Skip` if a CPU cannot run the kernels: without Triton, or with a broken interpreter."""
-    if find_spec("triton") is None:
-        raise Skip("triton is not installed")
-    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
-    if not bench.cuda and triton < (3, 7) and numpy >= (2, 4):
-        raise Skip("the interpreter of Triton before 3.7 does not work with NumPy from 2.4 on")
 
 
 def _launch(bench: Bench, *, dtype: torch.dtype) -> Figures:
@@ -145,7 +135,7 @@ def _replayed(bench: Bench, given: ProblemTensors, expected: torch.Tensor) -> fl
 
 
 def _memcheck(bench: Bench) -> Figures:
-    """Run three tiny launches under compute-sanitizer, with separate allocations so that none hides an overrun."""
+    """Run four tiny launches under compute-sanitizer, with separate allocations so that none hides an overrun."""
     tool = shutil.which("compute-sanitizer")
     if not bench.cuda or tool is None:
         raise Skip("compute-sanitizer is not installed" if bench.cuda else "there is no CUDA device")
@@ -170,5 +160,5 @@ def _memcheck(bench: Bench) -> Figures:
     said = done.stdout + done.stderr
     with (bench.folder / "profiles.txt").open("a") as file:
         file.write(f"\nmemcheck:\n{said[-4000:]}\n")
-    clean = done.returncode == 0 and "ERROR SUMMARY: 0 errors" in said and "launched 3" in said
+    clean = done.returncode == 0 and "ERROR SUMMARY: 0 errors" in said and "launched 4" in said
     return {"ok": clean, "said": said[-300:]}

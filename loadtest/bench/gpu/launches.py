@@ -1,11 +1,13 @@
-"""Three tiny launches for compute-sanitizer: `python -m loadtest.bench.gpu.launches`."""
+"""Four tiny launches for compute-sanitizer: `python -m loadtest.bench.gpu.launches`."""
 
 from __future__ import annotations
 
 import torch
 
 from loadtest.bench.gpu.attention import Problem, make_tensors
+from loadtest.bench.gpu.recurrent import TOY, RecurrentProblem, RecurrentStep
 from model.attention.triton import TritonBackend
+from model.cache.states import StateTables
 
 PROBLEMS = (
     Problem(((1, 700), (1, 1)), heads=4, kv_heads=2, dim=80),
@@ -18,8 +20,10 @@ def main() -> None:
     device = torch.device("cuda")
     for problem in PROBLEMS:
         make_tensors(problem, device, torch.bfloat16).forward(TritonBackend())
+    step = RecurrentStep(RecurrentProblem((1, 35, 2), TOY), device, torch.bfloat16)
+    step.by_kernels(StateTables.of(step.spans, TritonBackend.chunk, device))
     torch.cuda.synchronize()
-    print(f"launched {len(PROBLEMS)}", flush=True)
+    print(f"launched {len(PROBLEMS) + 1}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from loadtest.bench.gpu.figures import Figures, Stop
+from loadtest.bench.gpu.figures import Figures, Skip, Stop
 from loadtest.bench.roofline import Ceilings
 from model.attention.selection import select_backend
 
@@ -128,6 +129,15 @@ def require_gpu(bench: Bench) -> None:
     selection = select_backend(bench.device, bench.dtype)
     if selection.backend.name != "triton":
         raise Stop(f"attention is not Triton's but {selection.backend.name}: {selection.reason}")
+
+
+def need_triton(bench: Bench) -> None:
+    """Raise `Skip` if a CPU cannot run the kernels: without Triton, or with a broken interpreter."""
+    if find_spec("triton") is None:
+        raise Skip("triton is not installed")
+    triton, numpy = (tuple(map(int, importlib.metadata.version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if not bench.cuda and triton < (3, 7) and numpy >= (2, 4):
+        raise Skip("the interpreter of Triton before 3.7 does not work with NumPy from 2.4 on")
 
 
 def describe(bench: Bench) -> Figures:

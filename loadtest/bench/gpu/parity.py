@@ -39,7 +39,7 @@ from model.api.request import EncodeRequest, EncodeTask, SamplingParams
 from model.api.source import token_source
 from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection, select_backend, select_layers
-from model.config.cache import cached_elements
+from model.config.cache import StateSize, cached_elements, state_bytes
 from model.network.transformer import Transformer
 
 CPU = torch.device("cpu")
@@ -89,6 +89,7 @@ SCENARIOS = {
     "head 128, q and k normalised": Scenario("qwen3-0.6b"),
     "windows in some layers, softcaps": Scenario("gemma2-2b"),
     "windows in some layers, two rotary bases": Scenario("gemma3-1b"),
+    "recurrent layers": Scenario("qwen3.5-9b", settings={"prefix_caching": True}, rounds=2, happened=_hits),
     "sampling with seeds": Scenario(params=_DRAWN, tokens_equal=0.98),
     "encoder-decoder, BART": Scenario("bart-large"),
     "encoder-decoder, T5": Scenario("t5-xl"),
@@ -121,6 +122,7 @@ def shape(bench: Bench, name: str) -> dict[str, Any]:
     layers = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
     # Windows that the prompts cross, and a layer of each kind.
     changes = {**dict.fromkeys(layers, 2), "vocab_size": 8192, "sliding_window": 48, "sliding_window_pattern": 2}
+    changes["full_attention_interval"] = 2
     return {key: changes.get(key, value) for key, value in raw.items()}
 
 
@@ -166,7 +168,8 @@ def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch
     blocks = settings.pop("blocks", 4 * _CONTEXT // _BLOCK * (2 if model.encoder is not None else 1))
     decoder = model.config.decoder
     assert decoder is not None
-    pool = blocks * _BLOCK * cached_elements(model.config.decoder) * dtype.itemsize
+    pool = blocks * _BLOCK * cached_elements(decoder) * dtype.itemsize
+    pool += StateSize(settings["max_num_seqs"], settings["max_num_seqs"]).num_slots * state_bytes(decoder)
     config = EngineConfig(
         device=str(device), max_model_len=_CONTEXT, block_size=_BLOCK, kv_cache_memory=pool, **settings
     )

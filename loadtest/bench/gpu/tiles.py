@@ -13,10 +13,9 @@ import torch
 
 from loadtest.bench.gpu.attention import Problem, ProblemTensors, make_tensors
 from loadtest.bench.gpu.cases import Case
-from loadtest.bench.gpu.check import need_triton
 from loadtest.bench.gpu.compiling import in_parallel
 from loadtest.bench.gpu.figures import Figures
-from loadtest.bench.gpu.machine import Bench
+from loadtest.bench.gpu.machine import Bench, need_triton
 from model.attention.base import AttentionBackend
 
 if TYPE_CHECKING:
