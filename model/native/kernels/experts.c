@@ -7,7 +7,7 @@
 #define _GNU_SOURCE /* sched_getcpu */
 #include "experts.h"
 
-#define CHUNK_ROWS 1024 /* rows that take their experts together */
+#define CHUNK_ROWS 2048 /* rows that take their experts together */
 #define WAVE_ROWS 512   /* rows of a wave's experts, unless one of them has more */
 #define FIXED_ROWS 32   /* what reading a panel costs, beside its rows, in rows */
 #define OWN_ROWS 8      /* of a thread, from which on it computes the logits of its own rows */
