@@ -17,12 +17,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
 from service.http.connection_loss import LOSS, ConnectionLoss
+from service.http.guard import AUDIO_PATHS
 from service.http.immediate_refusal import ImmediateRefusals
 from service.settings.service_settings import Limits
 
 # Times `max_header_bytes`. The application refuses headers up to here, with a request id. HAProxy has the same factor.
 _HEADER_FACTOR = 4
-_DRAIN_FACTOR = 8  # times `max_body_bytes`, or `max_audio_bytes`: what is read and discarded after a reply
+_DRAIN_FACTOR = 8  # times `max_body_bytes`: bytes that are read and discarded after a reply
+_AUDIO_PATHS = tuple(AUDIO_PATHS)
 _MAX_DRAINED = 64  # connections of a server that are drained at a time
 _JOINED_BYTES = 65_536  # copied behind a head, rather than sent as two buffers
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
@@ -60,8 +62,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parsing = False
         self._unstarted: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until parsing ends
         self._drained = drained
-        self._drain_limit = max(_DRAIN_FACTOR * limits.max_body_bytes, limits.max_audio_bytes)  # bytes
-        self._drain_left = self._drain_limit
+        self._drain_left = self._drain_limit = _DRAIN_FACTOR * limits.max_body_bytes  # bytes
+        self._audio_drain_limit = max(self._drain_limit, limits.max_audio_bytes)
         self._discards_input = False  # after the writing side was closed
         self._max_header_bytes = _HEADER_FACTOR * limits.max_header_bytes
         self._seconds = limits.receive_s
@@ -236,8 +238,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self._drained.add(self)
-        self._drain_left = self._drain_limit
+        self._drain_left = self._audio_drain_limit if self._is_audio() else self._drain_limit
         self._start_timer()
+
+    def _is_audio(self) -> bool:
+        """Whether the body that comes is one of a route that takes an audio file, behind any prefix."""
+        return self._in_body and self.scope["path"].endswith(_AUDIO_PATHS)
 
     def _close(self) -> None:
         """Close the connection at the end of a reply."""

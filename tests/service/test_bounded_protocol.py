@@ -22,7 +22,7 @@ from service.http.connection_loss import LOSS, ConnectionLoss
 from service.settings.service_settings import Limits
 
 _made: list[Connection] = []
-LIMITS = Limits(receive_s=60.0, stream_stall_s=30.0, max_body_bytes=100_000, max_audio_bytes=100_000)
+LIMITS = Limits(receive_s=60.0, stream_stall_s=30.0, max_body_bytes=100_000, max_audio_bytes=1_000_000)
 
 
 class Timer:
@@ -216,6 +216,19 @@ async def test_the_next_head_has_seconds_of_its_own() -> None:
 
 
 CLOSING = LENGTH.replace(b"Host", b"Connection: close\r\nHost")
+
+
+@in_a_loop
+async def test_the_rest_of_an_audio_file_that_is_refused_is_drained() -> None:
+    client = Connection()
+    path = LENGTH.split(b" ")[1]
+    length = LENGTH.replace(path, b"/v1/audio/transcriptions", 1).replace(b"100000", b"100000000")
+    await client.send(length)
+    for _ in range(10):
+        await client.send(b"a" * 100_000)
+        assert not client.transport.ended
+    await client.send(b"a")
+    assert client.transport.ended == "closed"
 
 
 @pytest.mark.parametrize("begin", [LENGTH, CLOSING, b"\x16\x03\x01\r\n\r\n"], ids=["keep-alive", "close", "no HTTP"])
