@@ -137,13 +137,13 @@ def test_rows_take_their_experts_alone(library: Library, cases: tuple[Case, ...]
 def test_bits_are_those_of_a_row_alone_in_every_number_format(library: Library, kind: Kind, group: int) -> None:
     case = Mixture(inner=40, count=6, active=2, shared=70, gate=True, norms=("pre", "output"), kind=kind, group=group)
     ours = MixtureInC(library, (case,), causal=False)
-    x = torch.randn(1100, HIDDEN)  # two chunks, of several waves
+    x = torch.randn(2100, HIDDEN)  # two chunks, of several waves
     found = {}
     for count in (1, 2, 7):
         torch.set_num_threads(count)
         found[count] = ours.step(x, [(1, 1)] * len(x), paged=False)
         assert torch.equal(found[count], found[1])
-    for row in (0, 3, 700, 1099):
+    for row in (0, 3, 700, 2099):
         assert torch.equal(ours.step(x[row : row + 1], [(1, 1)], paged=False), found[1][row : row + 1])
     if kind is not Kind.INT4:  # whose weights are rounded too far
         expected = MixtureReference((case,), causal=False)(x[:1])
