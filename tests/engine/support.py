@@ -106,7 +106,7 @@ def running(
     decoder = model.config.decoder
     assert decoder is not None
     pools = pools_for(decoder, num_blocks)
-    states = StateSize(max_num_seqs, 2 * max_num_seqs) if decoder.recurrences else None
+    states = StateSize(max_num_seqs, max_num_seqs) if decoder.recurrences else None
     blocks = BlockManager(pools, block_size, short_context=model.config.short_context, states=states)
     num_states = states.num_slots if states is not None else 0
     cache = KVCache(decoder, [pool.num_pages for pool in pools], block_size, torch.float32, CPU, num_states)

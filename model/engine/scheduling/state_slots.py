@@ -135,7 +135,7 @@ class StateSlots:
             return
         size, prompt = self._block_size, sequence.num_prompt_tokens
         wanted = tokens in (sequence.shared_border, (prompt - 1) // size * size, prompt)
-        if not wanted and self.pool.num_unused < self._reserved:
+        if not wanted and self.pool.num_unused <= self._reserved:  # that of the step before is free
             return
         for index in range(len(sequence.block_hashes), blocks):
             self._hasher.block(sequence, index)
