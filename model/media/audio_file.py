@@ -56,18 +56,25 @@ def decode_audio(data: bytes, sampling_rate: int, limits: AudioLimits) -> NDArra
     assert isinstance(rate, int)
     most = int(limits.seconds * rate)
     resampler, mono, count = Resampler(rate, sampling_rate), bytearray(), 0
-    for block in blocks:
-        assert not isinstance(block, int)
-        count += len(block)
-        if count > most:
-            raise _too_long(limits)
-        if not np.isfinite(block).all():
-            raise AudioError("the audio file has samples that are no numbers")
-        mono += resampler.feed(block.mean(axis=1, dtype=np.float32) if block.shape[1] > 1 else block[:, 0]).tobytes()
-    if not count:
-        raise AudioError("the audio file has no samples")
-    mono += resampler.finish().tobytes()
+    with np.errstate(over="ignore", invalid="ignore"):  # what becomes too large for float32 is refused
+        for block in blocks:
+            assert not isinstance(block, int)
+            count += len(block)
+            if count > most:
+                raise _too_long(limits)
+            mixed = block.mean(axis=1, dtype=np.float32) if block.shape[1] > 1 else block[:, 0]
+            mono += _checked_samples(resampler.feed(_checked_samples(mixed))).tobytes()
+        if not count:
+            raise AudioError("the audio file has no samples")
+        mono += _checked_samples(resampler.finish()).tobytes()
     return np.frombuffer(mono, np.float32)
+
+
+def _checked_samples(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the samples; raises `AudioError` for what is no number or too large for one."""
+    if not np.isfinite(samples).all():
+        raise AudioError("the audio file has samples that are no numbers")
+    return samples
 
 
 def _blocks(data: bytes, limits: AudioLimits) -> Iterator[int | NDArray[np.float32]]:

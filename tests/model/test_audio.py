@@ -198,6 +198,8 @@ def test_a_stream_of_unknown_length_is_read_to_its_end() -> None:
 
 SILENCE = np.zeros(60 * RATE, np.float32)
 NAN = np.full(100, np.nan, np.float32)
+LOUD = float(np.finfo(np.float32).max)
+SQUARE = np.repeat(np.float32([LOUD, -LOUD] * 50), 40)  # resampled it overshoots
 REFUSED = {
     "empty": (b"", "not an audio file"),
     "text": (b"hello, hello", "not an audio file"),
@@ -209,6 +211,8 @@ REFUSED = {
     "too many channels": (wav(PCM * 10, channels=65535, align=65534), "broken|channels"),
     "33 channels": (wav(PCM * 10, channels=33, align=66), "33 channels"),
     "no numbers": (audio_file(NAN, subtype="FLOAT"), "no numbers"),
+    "no sum of channels": (audio_file(np.full((100, 2), LOUD, np.float32), subtype="FLOAT"), "no numbers"),
+    "no sum of the resampler": (audio_file(SQUARE, 44_100, subtype="FLOAT"), "no numbers"),
     "long by its header": (audio_file(SILENCE, form="FLAC"), "longer than 20 seconds"),
     "long in truth": (flac_of_unknown_length(SILENCE), "longer than 20 seconds"),
     "half of a FLAC": (audio_file(tone(3.0), form="FLAC")[:30_000], "broken|cut off"),
