@@ -64,18 +64,23 @@ def main() -> None:
     channel.sendall(READY)
     confined = False
     while len(header := _take(channel, _LENGTH.size)) == _LENGTH.size:
-        message, _, data = _take(channel, _LENGTH.unpack(header)[0]).partition(b"\0")
-        request = json.loads(message)
-        if not confined:
-            _confine(request)
-            confined = True
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # without a handler, the signal ends the process
-        reply, samples = answer(request, data)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        head = json.dumps(reply).encode() + b"\0"
-        channel.sendall(_LENGTH.pack(len(head) + len(samples)))
-        channel.sendall(head)
-        channel.sendall(samples)
+        _serve(channel, _LENGTH.unpack(header)[0], confine=not confined)
+        confined = True
+
+
+def _serve(channel: socket.socket, size: int, *, confine: bool) -> None:
+    """Answer a request of `size` bytes; nothing of it is kept while the process waits for the next one."""
+    message, _, data = _take(channel, size).partition(b"\0")
+    request = json.loads(message)
+    if confine:
+        _confine(request)
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # without a handler, the signal ends the process
+    reply, samples = answer(request, data)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    head = json.dumps(reply).encode() + b"\0"
+    channel.sendall(_LENGTH.pack(len(head) + len(samples)))
+    channel.sendall(head)
+    channel.sendall(samples)
 
 
 if __name__ == "__main__":

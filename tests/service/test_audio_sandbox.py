@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +44,19 @@ def test_a_process_returns_the_same_samples(worker: AudioWorker) -> None:
     for rate in (16_000, 44_100):
         file = flac(2.0, rate)
         np.testing.assert_array_equal(worker.decode(file, 16_000), decode_audio(file, 16_000, LIMITS))
+
+
+def test_a_process_that_waits_holds_nothing_of_a_file(worker: AudioWorker) -> None:
+    def resident() -> int:
+        assert worker._process is not None
+        status = Path(f"/proc/{worker._process.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+    file = flac(29.0, 8_000)
+    worker.decode(flac(0.1, 8_000), 192_000)
+    before = resident()
+    assert len(worker.decode(file, 192_000)) * 4 > 20_000_000
+    assert resident() < before + 5_000_000
 
 
 @pytest.mark.parametrize(
