@@ -31,6 +31,7 @@ FORM_NAMES = {
     "initial_prompt": "prompt",
     "timestamps": "timestamp_granularities",
     "logprobs": "include",
+    "task": "model",  # which the route demands of the model
 }
 HUGGINGFACE_NAMES = {
     "audio": "inputs",
@@ -189,7 +190,9 @@ class AudioReply(DataEvents):
 
     def _logprob(self, one: TokenLogprob) -> Json:
         text = self._running.plan.tokenizer.token_text(one.token_id)
-        return {"token": text, "bytes": list(text.encode()), "logprob": max(one.logprob, -9999.0)}
+        known = "\ufffd" not in text  # else part of a character, whose bytes are not known here
+        encoded = list(text.encode()) if known else None
+        return {"token": text, "bytes": encoded, "logprob": max(one.logprob, -9999.0)}
 
 
 def _segment(number: int, one: Written) -> Json:
@@ -224,13 +227,16 @@ def huggingface(body: SpeechBody | None, model: str | None) -> TranscribeBody:
     The file travels beside what this returns.
     """
     parameters = None if body is None else body.parameters
+    if parameters and parameters.generation_parameters and parameters.generate_kwargs:
+        message = "parameters: generation_parameters and generate_kwargs are the same; send one of them"
+        raise invalid(message, "parameters.generate_kwargs")
     given = (parameters.generation_parameters or parameters.generate_kwargs) if parameters else None
     found = given or SpeechGeneration.model_validate({})
     fields: Mapping[str, Any] = {
         "audio": UNSENT,
         "model": model,
         "timestamps": _timestamps(None if parameters is None else parameters.return_timestamps),
-        "temperature": (1.0 if found.temperature is None else found.temperature) if found.do_sample else None,
+        "temperature": 1.0 if found.do_sample and found.temperature is None else found.temperature,
         "num_beams": found.num_beams,
         "max_tokens": found.max_new_tokens,
         "top_k": found.top_k,

@@ -91,9 +91,9 @@ class TranscriptionForm(AudioForm):
 class SpeechGeneration(DialectBody):
     """How text is generated."""
 
-    do_sample: bool | None = Field(None, description="Sample at `temperature`, else greedy.", examples=[False])
+    do_sample: bool | None = Field(None, description="Sample, at `temperature`.", examples=[False])
     temperature: Annotated[float, Field(ge=0, le=100)] | None = Field(
-        None, description="Used with `do_sample`.", examples=[0.4]
+        None, description="As in /generate; with `do_sample` 1 is the default.", examples=[0.4]
     )
     num_beams: int | None = Field(None, description="As in /generate.", examples=[5])
     max_new_tokens: int | None = Field(None, description="Of each window.", examples=[224])

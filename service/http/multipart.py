@@ -14,6 +14,7 @@ from service.core.errors import ApiError, invalid, shorten
 
 MAX_PARTS = 64
 _MAX_HEAD = 4096  # bytes of a part's headers
+_AS_IT_IS = (b"7bit", b"8bit", b"binary")  # transfer encodings that change nothing
 _MAX_TEXT = 1 << 16  # bytes of a field that is no file
 _BOUNDARY = re.compile(r'(?:^|;)\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))\s*(?:;|$)', re.IGNORECASE)
 _PARAMETER = re.compile(rb';\s*([a-zA-Z*]+)=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))')
@@ -93,7 +94,7 @@ def _read_head(head: bytes) -> tuple[str, bool]:
         key, _, value = line.partition(b":")
         if key.strip().lower() == b"content-disposition":
             disposition = value.strip()
-        if key.strip().lower() == b"content-transfer-encoding" and value.strip().lower() not in (b"binary", b"8bit"):
+        if key.strip().lower() == b"content-transfer-encoding" and value.strip().lower() not in _AS_IT_IS:
             raise _broken("a part has a transfer encoding")
     kind, _, _ = disposition.partition(b";")
     found = {one[1].lower(): one[2] or one[3] for one in _PARAMETER.finditer(disposition)}

@@ -391,7 +391,7 @@ class OpenAIDuration(Reply):
 
 class OpenAITokenLogprob(Reply):
     token: str = _TOKEN_TEXT
-    bytes: list[int] = Field(description="Its text's bytes.", examples=[[32, 97]])
+    bytes: list[int] | None = Field(description="Its text's bytes; null of part of a character.", examples=[[32, 97]])
     logprob: float = _LOGPROB
 
 

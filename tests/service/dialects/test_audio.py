@@ -20,8 +20,8 @@ from service.http.multipart import MAX_PARTS, boundary_of, read_form
 from service.schemas import dialect_replies as replies
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.processes import eventually
-from tests.service.speech import BEGIN, PREVIOUS, at, base64_of, ids, saying, speech_app
-from tests.service.support import App, check_accounts, counted, live
+from tests.service.speech import BEGIN, ENGLISH, PREVIOUS, at, base64_of, ids, saying, speech_app
+from tests.service.support import App, check_accounts, counted, live, run
 from tests.service.test_bad_requests import check_error
 from tests.service.test_speech import windows
 
@@ -125,6 +125,11 @@ class TestOpenAI:
         assert "".join(one.delta for one in events[:-1]) == "better"  # type: ignore[union-attr]
         assert [one.params.temperature for one in windows(app)] == [0.0, 0.4]
 
+    def test_bytes_of_a_part_of_a_character_are_not_made_up(self, client: openai.OpenAI, app: App) -> None:
+        app.script.answer = saying(ids(" é"))
+        found = client.audio.transcriptions.create(file=SHORT, model="speech", include=["logprobs"])
+        assert found.text == "é" and [one.bytes for one in found.logprobs or ()] == [[32], None, None]
+
     def test_the_asynchronous_client(self, url: str, app: App) -> None:
         async def work() -> tuple[str, str]:
             async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
@@ -196,6 +201,12 @@ class TestForms:
         assert check_error(send(url, twice), 400)["param"] == "file"
         body = httpx.post(f"{url}/v1/audio/transcriptions", files={"model": (None, "speech")})
         assert check_error(body, 400)["param"] == "file"
+
+    def test_a_model_that_does_not_translate_is_named(self) -> None:
+        app = speech_app(SAID, tokens=ENGLISH)
+        reply = run(app, lambda client: client.post("/v1/audio/translations", files={"file": SHORT}))
+        error = check_error(reply, 400, "model", code="wrong_task")
+        assert error["message"] == "model: model speech transcribes and does not translate"
 
     def test_a_body_has_a_limit_of_its_own(self, url: str, app: App) -> None:
         check_error(send(url, {"file": ("a", b"0" * 100_001)}), 413, None, code="body_too_large")
@@ -273,10 +284,11 @@ class TestMultipart:
         body = (
             b'preamble\r\n--b\r\nContent-Disposition: form-data; name="a"\r\n\r\nx\r\n--c\r\n'
             b'\r\n--b  \r\ncontent-disposition: form-data; filename="a\\"b.wav"; name=f\r\nContent-Type: audio/wav\r\n'
-            b"\r\n\r\n\r\n--b--epilogue"
+            b"\r\n\r\n\r\n--b\r\nContent-Disposition: form-data; name=c\r\nContent-Transfer-Encoding: 7bit\r\n\r\nd"
+            b"\r\n--b--epilogue"
         )
         form = read_form(body, b"b")
-        assert form.texts == (("a", "x\r\n--c\r\n"),)
+        assert form.texts == (("a", "x\r\n--c\r\n"), ("c", "d"))
         assert [(name, file.data) for name, file in form.files] == [("f", b"\r\n")]
 
     def test_boundaries(self) -> None:
@@ -342,6 +354,9 @@ class TestHuggingFace:
         assert [one.text for one in words.chunks or ()] == [" Hello", " there.", " Bye."]
         window = windows(app)[-1]
         assert (window.params.max_tokens, window.params.temperature) == (30, 0.3)
+        for given, temperature in (({"temperature": 0.3}, 0.3), ({"do_sample": True}, 1.0), ({}, 0.0)):
+            self.client(url).automatic_speech_recognition(b"0.5", extra_body={"generate_kwargs": given})
+            assert windows(app)[-1].params.temperature == temperature
 
     def test_errors(self, url: str) -> None:
         path = f"{url}/pipeline/automatic-speech-recognition"
@@ -350,5 +365,7 @@ class TestHuggingFace:
         check_error(httpx.post(path, content=b"0.5", headers={"content-type": "text/plain"}), 415)
         body = {"inputs": base64_of(b"0.5"), "parameters": {"generation_parameters": {"num_beams": 99}}}
         assert check_error(httpx.post(path, json=body), 400)["param"] == "parameters.generation_parameters.num_beams"
+        body = {"inputs": base64_of(b"0.5"), "parameters": {"generation_parameters": {}, "generate_kwargs": {}}}
+        assert check_error(httpx.post(path, json=body), 400)["param"] == "parameters.generate_kwargs"
         with pytest.raises(HfHubHTTPError, match="not an audio file"):
             self.client(url).automatic_speech_recognition(b"noise")
