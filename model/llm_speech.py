@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from model.api.request import FinishReason, Request, SamplingParams
 from model.checkpoint.folder import Checkpoint
+from model.checkpoint.speech import SpeechTokens
 from model.engine.generate_engine import GenerateEngine
 from model.errors import ConfigError
 from model.speech.driver import Piece, Take, Transcriber, Transcription
@@ -27,14 +28,11 @@ def transcribe(
     options: SpeechOptions,
     emit: Callable[[Piece], None] | None,
 ) -> Transcription:
-    """Return what is said in mono samples at the model's rate; raises `ConfigError` for a model of something else."""
+    """Return what is said in mono samples at the model's rate; raises `ConfigError` for what the model cannot do."""
     tokens, log_mel = checkpoint.speech, checkpoint.log_mel
     if tokens is None or log_mel is None:
         raise ConfigError(f"{engine.name} does not transcribe speech")
-    if options.words and not tokens.alignment_heads:
-        raise ConfigError(f"{engine.name} has no alignment_heads, which the times of words need")
-    if options.language is not None and tokens.is_multilingual and options.language not in tokens.languages:
-        raise ConfigError(f"{engine.name} has no language {options.language!r}")
+    _check(options, tokens, engine.name)
     template = Request("", engine.name, (), SamplingParams(), arrival_time=time.monotonic())
     vocab_size = checkpoint.config.embedding.vocab_size
     long = len(samples) > log_mel.window_samples
@@ -51,6 +49,16 @@ def transcribe(
         timestamps=options.timestamps or options.words or (long and not options.parallel),
     )
     return asyncio.run(transcriber.run())
+
+
+def _check(options: SpeechOptions, tokens: SpeechTokens, name: str) -> None:
+    """Raise `ConfigError` for options that the model called `name` would ignore."""
+    if options.words and not tokens.alignment_heads:
+        raise ConfigError(f"{name} has no alignment_heads, which the times of words need")
+    if options.language is not None and options.language not in (tokens.languages or ("en",)):
+        raise ConfigError(f"{name} has no language {options.language!r}")
+    if options.task != "transcribe" and options.task not in tokens.tasks:
+        raise ConfigError(f"{name} has no task {options.task!r}")
 
 
 class _Steps:

@@ -126,7 +126,7 @@ class Transcriber:
     # One window after the other
 
     async def _windows(self) -> None:
-        spectrogram = await asyncio.to_thread(Spectrogram.of, self.log_mel, self.samples)
+        spectrogram = await Spectrogram.computed(self.log_mel, self.samples)
         self.samples = np.zeros(0, np.float32)  # a long audio's are as large as the features
         await self._find_language(spectrogram)
         windows = self._sequence(spectrogram)
@@ -225,7 +225,7 @@ class Transcriber:
             await known.wait()
         async with room:
             samples = self.samples[chunk.start : chunk.end]
-            spectrogram = await asyncio.to_thread(Spectrogram.of, self.log_mel, samples)
+            spectrogram = await Spectrogram.computed(self.log_mel, samples)
             await self._find_language(spectrogram)
             known.set()
             return await self._chunk_windows(number, spectrogram)
@@ -280,7 +280,9 @@ class Transcriber:
         first = len(merging.logprobs)
         tokens = [replace(one, place=first + one.place) if one.place >= 0 else one for one in tokens]
         merging.logprobs += logprobs
-        merging.last = last or merging.last
+        if last is not None:
+            seek = last.window.seek + chunk.start // self.log_mel.hop_length  # a frame of the whole audio
+            merging.last = replace(last, window=replace(last.window, seek=seek))
         length, left, right = (chunk.end - chunk.start) / rate, chunk.left / rate, chunk.right / rate
         ended = merging.merger.add(ChunkOutput(length, left, right, tuple(tokens)))
         merging.seconds = chunk.end / rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,19 @@ class Spectrogram:
             log_mel.window_frames,
             log_mel.hop_length / log_mel.sampling_rate,
         )
+
+    @classmethod
+    async def computed(cls, log_mel: LogMel, samples: NDArray[np.float32]) -> Spectrogram:
+        """Compute the features in a thread, as `of` does.
+
+        Whoever is cancelled meanwhile goes on when the thread has ended: samples are counted as long as they are there.
+        """
+        work = asyncio.ensure_future(asyncio.to_thread(cls.of, log_mel, samples))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait({work})
+            raise
 
     @property
     def position_seconds(self) -> float:

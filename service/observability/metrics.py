@@ -103,13 +103,14 @@ class Metrics:
             self._tallies[model] = TokenTally(self._generation_tokens.labels(model), self._inter_token.labels(model))
         return self._tallies[model]
 
-    def transcribed(
-        self, model: str, audio_seconds: float, seconds: float, *, windows: int, silent: int, repeated: int
-    ) -> None:
-        """Count an audio that took so many `seconds`, and its windows by what came of their outputs."""
+    def transcribed(self, model: str, audio_seconds: float, seconds: float) -> None:
+        """Count an audio that took so many `seconds`."""
         self._audio_seconds.labels(model).inc(audio_seconds)
         self._real_time.labels(model).observe(seconds / audio_seconds)
-        for outcome, count in zip(_WINDOW_OUTCOMES, (windows, silent, repeated), strict=True):
+
+    def windows(self, model: str, *, spoken: int, silent: int, repeated: int) -> None:
+        """Count windows of audio by what came of their outputs."""
+        for outcome, count in zip(_WINDOW_OUTCOMES, (spoken, silent, repeated), strict=True):
             self._audio_windows.labels(model, outcome).inc(count)
 
     def tokenized(self, model: str, seconds: float) -> None:

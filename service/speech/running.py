@@ -15,7 +15,7 @@ from model.api.request import FinishReason, Request, TokenOutput
 from model.errors import EngineError, ModelNotLoadedError, QueueFullError
 from model.speech.driver import Piece, StoppedError, Take, Transcriber, Transcription
 from service.core.engine_client import EngineClient, GenerationStream
-from service.core.errors import REFUSALS, deadline_passed, engine_refusal, log_unexpected
+from service.core.errors import REFUSALS, deadline_passed, draining, engine_refusal, log_unexpected
 from service.core.request_context import RequestContext
 from service.lifecycle.jobs import Job, Jobs
 from service.observability.metrics import Metrics
@@ -41,6 +41,7 @@ class RunningTranscription:
         self._generated = metrics.generated(plan.served.name)
         self._streams: dict[str, GenerationStream] = {}  # open ones, by request
         self._job: Job | None = None
+        self._refusal: QueueFullError | None = None  # of what would have been the first window
         self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._transcriber = Transcriber(
@@ -118,15 +119,16 @@ class RunningTranscription:
                 log_unexpected(error)
         finally:
             if self._job is not None:
-                self._metrics.transcribed(
-                    self.plan.served.name,
-                    self.plan.seconds,
-                    time.monotonic() - began,
-                    windows=self.result.num_windows - self.result.num_silent,
-                    silent=self.result.num_silent,
-                    repeated=self.result.num_fallbacks,
-                )
+                self._measure(time.monotonic() - began)
             self._pieces.put_nowait(None)
+
+    def _measure(self, seconds: float) -> None:
+        """Count the windows, and the audio unless its transcription was given up before its end."""
+        result, model = self.result, self.plan.served.name
+        spoken = result.num_windows - result.num_silent
+        self._metrics.windows(model, spoken=spoken, silent=result.num_silent, repeated=result.num_fallbacks)
+        if self.outcome not in (FinishReason.CANCELLED, FinishReason.ERROR):
+            self._metrics.transcribed(model, self.plan.seconds, seconds)
 
     def _end(self, reason: FinishReason) -> None:
         self.outcome = self.outcome or reason
@@ -149,16 +151,21 @@ class RunningTranscription:
             self._follow()
 
     async def _submitted(self, request: Request) -> GenerationStream:
-        """Submit a request; a later one than the first waits for room in the queue."""
+        """Submit a request; a later one than the first waits for room in the queue, or is refused as the first was."""
         while True:
+            if self._refusal is not None:
+                raise self._refusal
+            if self._job is None and self._jobs.given_up:
+                raise draining()
             if self._job is not None and self._job.is_cancelled:
                 raise StoppedError(FinishReason.CANCELLED)
             if request.deadline is not None and time.monotonic() >= request.deadline:
                 raise StoppedError(FinishReason.DEADLINE)
             try:
                 stream = self._client.submit([request])
-            except QueueFullError:
+            except QueueFullError as error:
                 if self._job is None:
+                    self._refusal = error
                     raise
                 await asyncio.sleep(_ROOM_SECONDS)
                 continue

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from model.api.request import Request
+from model.errors import ConfigError, QueueFullError
+from model.llm_speech import transcribe
+from model.media.log_mel import LogMel
 from model.speech.chunks import cut_chunks
+from model.speech.requests import SpeechOptions
+from model.speech.spectrogram import Spectrogram
+from service.core.fake_engine import FakeStream
 from service.sandbox.process_pool import WorkerError
 from service.schemas.speech_bodies import TranscribeEvent, TranscribeReply
 from service.settings.service_settings import Limits, ServiceSettings
@@ -24,6 +34,7 @@ from tests.service.speech import (
     PREVIOUS,
     RATE,
     START,
+    TOKENIZER,
     TRANSCRIBE,
     TRANSLATE,
     at,
@@ -31,6 +42,7 @@ from tests.service.speech import (
     chunk_digests,
     ids,
     served_speech,
+    sound,
     speech_app,
 )
 from tests.service.support import App, check_accounts, counted, events, hold, run, until
@@ -224,6 +236,8 @@ class TestLong:
         assert segments[0] == (0.0, 0.4, " one")
         assert all(start <= end for start, end, _ in segments)
         assert segments[-1][1] <= 1.6
+        # frames of the whole audio at which the windows begin: of the two chunks
+        assert {one["seek"] for one in found["choices"][0]["segments"]} == {0, 66}
         words = [word for part in found["choices"][0]["segments"] for word in part["words"]]
         assert [one["start"] for one in words] == sorted(one["start"] for one in words)
         check_accounts(app)
@@ -338,6 +352,8 @@ class TestEnds:
 
         run(app, work)
         assert len(windows(app)) == 1
+        assert not counted(app, "triptych_audio_real_time_factor_count")  # it was given up
+        assert not counted(app, "triptych_audio_seconds_total")
         check_accounts(app)
 
     def test_a_later_window_waits_for_room_in_the_queue(self) -> None:
@@ -368,6 +384,38 @@ class TestEnds:
         assert not app.service.decoders.decoded  # type: ignore[attr-defined]
         check_accounts(app)
 
+    def test_one_chunk_that_is_refused_refuses_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        app = speech_app(ids(" a"))
+        refused, features, submit = threading.Event(), Spectrogram.of, app.client.submit
+
+        def first_chunk_last(log_mel: LogMel, samples: NDArray[np.float32]) -> Spectrogram:
+            assert samples[0] != 0 or refused.wait(5)
+            return features(log_mel, samples)
+
+        def full_once(requests: Sequence[Request]) -> FakeStream:
+            if not refused.is_set():
+                refused.set()
+                raise QueueFullError("queue_requests", 1.0)
+            return submit(requests)
+
+        monkeypatch.setattr(Spectrogram, "of", first_chunk_last)
+        monkeypatch.setattr(app.client, "submit", full_once)
+        check_error(asked(app, 2.2, chunking="parallel", language="en"), 429, None, code="queue_full")
+        assert not app.client.submitted
+        check_accounts(app)
+
+    def test_no_window_begins_after_a_drain_has_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        app = speech_app(ids(" a"))
+        features = Spectrogram.of
+
+        def late(log_mel: LogMel, samples: NDArray[np.float32]) -> Spectrogram:
+            app.service.jobs.give_up()
+            return features(log_mel, samples)
+
+        monkeypatch.setattr(Spectrogram, "of", late)
+        check_error(asked(app), 503, None, code="draining")
+        assert not app.client.submitted
+
     def test_a_reader_that_goes_away_ends_the_windows(self) -> None:
         app = speech_app(*TestLong.SAID)
 
@@ -383,6 +431,30 @@ class TestEnds:
         run(app, work)
         assert len(windows(app)) == 1
         check_accounts(app)
+
+    def test_samples_count_until_their_thread_has_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        app = speech_app(ids(" a"))
+        room = app.service.speech_planner.room
+        begun, free, features = threading.Event(), threading.Event(), Spectrogram.of
+
+        def slow(log_mel: LogMel, samples: NDArray[np.float32]) -> Spectrogram:
+            begun.set()
+            assert free.wait(5)
+            return features(log_mel, samples)
+
+        async def work(client: httpx.AsyncClient) -> None:
+            task = asyncio.create_task(client.post("/generate", json=body(1.0)))
+            await until(begun.is_set)
+            task.cancel()
+            await asyncio.sleep(0.05)
+            assert (room.num_files, room.num_bytes) == (1, 4 * RATE)
+            free.set()
+            await asyncio.gather(task, return_exceptions=True)
+            assert (room.num_files, room.num_bytes) == (0, 0)
+
+        monkeypatch.setattr(Spectrogram, "of", slow)
+        run(app, work)
+        assert not app.client.submitted
 
     def test_no_more_files_at_a_time_than_the_limit(self) -> None:
         app = speech_app(ids(" a"), settings=ServiceSettings(limits=Limits(max_audio_requests=1)))
@@ -461,6 +533,19 @@ class TestRefusals:
         check_error(text, 400, "prompt", code="wrong_task")
         check_error(asked(speech, model="none"), 404, "model")
         assert transcribed(speech, model=None)["model"] == "speech"  # the only one
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (SpeechOptions(language="de"), "no language 'de'"),
+            (SpeechOptions(task="translate"), "no task 'translate'"),
+            (SpeechOptions(words=True), "no alignment_heads"),
+        ],
+    )
+    def test_the_library_ignores_no_option(self, options: SpeechOptions, message: str) -> None:
+        engine: Any = SimpleNamespace(name="speech", max_model_len=64)
+        with pytest.raises(ConfigError, match=message):
+            transcribe(engine, served_speech(tokens=ENGLISH).checkpoint, TOKENIZER, sound(0.5), options, None)
 
     def test_decoders_that_fail(self, speech: App) -> None:
         speech.service.decoders.error = WorkerError("busy", "all workers are busy")  # type: ignore[attr-defined]
