@@ -61,6 +61,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusals = refusals
         self._parsing = False
         self._unstarted: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until parsing ends
+        self._newest_reply: _ReplyTransport | None = None
         self._drained = drained
         self._drain_left = self._drain_limit = _DRAIN_FACTOR * limits.max_body_bytes  # bytes
         self._audio_drain_limit = max(self._drain_limit, limits.max_audio_bytes)
@@ -98,6 +99,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
         if self._discards_input:
             return
+        if self._newest_reply is not None:
+            self._newest_reply.send_head()  # of a reply without a body: a refusal is written at once, behind it
         self._progressed = False
         self._parsing = True
         try:
@@ -123,7 +126,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._losses.append(self._newest)
         self.scope[LOSS] = self._newest  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
-        self.cycle.transport = _ReplyTransport(self.transport, self._close, self.loop)  # type: ignore[assignment]
+        self._newest_reply = _ReplyTransport(self.transport, self._close, self.loop)
+        self.cycle.transport = self._newest_reply  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True
@@ -296,7 +300,7 @@ class _ReplyTransport:
         if not self._has_begun:
             self._has_begun = True
             self._head = data
-            self._loop.call_soon(self._send_head)
+            self._loop.call_soon(self.send_head)
         elif self._head is None:
             self._transport.write(data)
         else:
@@ -307,10 +311,11 @@ class _ReplyTransport:
                 self._transport.write(head + data)
 
     def close(self) -> None:
-        self._send_head()
+        self.send_head()
         self._close()
 
-    def _send_head(self) -> None:
+    def send_head(self) -> None:
+        """Send the head of the reply if it still waits for what follows."""
         head, self._head = self._head, None
         if head is not None and not self.is_closing():
             self._transport.write(head)

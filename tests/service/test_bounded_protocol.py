@@ -189,6 +189,17 @@ async def test_a_refusal_without_the_application_closes_where_the_client_asks() 
 
 
 @in_a_loop
+async def test_a_reply_without_a_body_comes_before_the_refusal_of_the_next_request() -> None:
+    refused = SimpleNamespace(of=lambda scope, body: (429, [], b"") if scope["method"] == "POST" else None)
+    client = Connection(protocols=bounded_protocol(LIMITS, refused))  # type: ignore[arg-type]
+    client.protocol.data_received(b"HEAD / HTTP/1.1\r\n\r\n")
+    await asyncio.sleep(0)  # until it is answered; its head is sent in the turn after that
+    client.protocol.data_received(b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\nab")
+    statuses = [reply[:3] for reply in client.transport.written.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [b"200", b"429"]
+
+
+@in_a_loop
 async def test_a_body_that_ends_after_its_answer_leaves_the_connection_to_the_next_request() -> None:
     client = Connection()
     for _ in range(3):
