@@ -48,6 +48,10 @@ from service.routes import (
 from service.settings.api_keys import KeyRing, Tenants
 from service.settings.service_settings import ServiceSettings
 
+_ROUTES = (
+    *(generate, encode, openai, responses, messages, huggingface, ranking, pipelines, audio),
+    *(tokens, operations, models, playground),
+)
 _TASKS = {
     **dict.fromkeys(("/generate", "/generate_stream", "/", "/v1/completions", "/v1/chat/completions"), "generate"),
     **dict.fromkeys(("/v1/responses", "/v1/messages"), "generate"),
@@ -133,11 +137,7 @@ def create_app(
     )
     app.state.service = service
     errors.install(app)
-    modules = (
-        *(generate, encode, openai, responses, messages, huggingface, ranking, pipelines, audio),
-        *(tokens, operations, models, playground),
-    )
-    for module in modules:
+    for module in _ROUTES:
         # `include_router` would rebuild all routes, which delays the first request by 40 ms.
         app.router.routes.extend(module.router.routes)
     docs.install(app, with_keys=settings.asks_for_key)
