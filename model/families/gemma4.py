@@ -62,6 +62,12 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(model, embedding=replace(model.embedding, scale=size**0.5), head=head)
 
 
+def unified(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build the 12B, whose files say nothing of vectors for every layer, as it has none."""
+    raw = raw.otherwise(max_position_embeddings=262_144, sliding_window=1024, hidden_size_per_layer_input=0)
+    return config(raw, names)
+
+
 def _layer(raw: Settings, norm: NormConfig, size: int) -> LayerConfig:
     """Return what all layers have in common, with the heads of those with windows."""
     act, bias = activation(raw, "hidden_activation", "gelu_pytorch_tanh"), bool(raw.get("attention_bias", False))
@@ -136,11 +142,13 @@ def _attentions(raw: Settings, base: AttentionConfig, kinds: list[str]) -> Itera
     heads = raw.get("num_global_key_value_heads")
     wide = {"head_dim": raw.get("global_head_dim", 512), **({"num_key_value_heads": heads} if same and heads else {})}
     by_layer = raw.get("per_layer_config")
+    if by_layer is not None:  # by texts of equal length: "05" where there are more than ten layers
+        by_layer = {int(index): heads for index, heads in by_layer.items()}
     for index, kind in enumerate(kinds):
         if kind not in ropes:
             raise ConfigError(f"layer_types {kind} are not served; served are {', '.join(ropes)}")
         full = kind == _FULL
-        changes = (wide if full else {}) if by_layer is None else by_layer.get(str(index), {})
+        changes = (wide if full else {}) if by_layer is None else by_layer.get(index, {})
         if unknown := changes.keys() - {"head_dim", "num_key_value_heads"}:
             raise ConfigError(f"per_layer_config of {', '.join(sorted(unknown))} is not served for Gemma 4")
         dim = changes.get("head_dim", base.head_dim)
@@ -200,7 +208,10 @@ def unused(config: ModelConfig) -> Iterator[str]:
 
 _FUSED = _EXPERTS.fused("experts.gate_up_proj", "experts.down_proj", written=True)
 _FAMILY = Family(config, rules, "model.", llama.DROPPED, fused=_FUSED, unused=unused)
+_UNIFIED = replace(_FAMILY, config=unified)
 FAMILIES = {
     "gemma4_text": _FAMILY,
     "gemma4": text_part(_FAMILY),
+    "gemma4_unified_text": _UNIFIED,
+    "gemma4_unified": text_part(_UNIFIED),
 }

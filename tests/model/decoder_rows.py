@@ -130,13 +130,18 @@ _GEMMA4: dict[str, Any] = {**LLAMA, "tie_word_embeddings": True, "attn_implement
 _GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=20)
 _GEMMA4_EXPERTS |= dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0, num_hidden_layers=4)
 _GEMMA4_EXPERTS |= dict(attention_k_eq_v=True, num_global_key_value_heads=1)
+_GEMMA4_EXPERTS |= dict(layer_types=["sliding_attention", "full_attention"] * 2)
+# The 12B, whose files say nothing of vectors for every layer and of experts.
+_GEMMA4_UNIFIED = {name: value for name, value in _GEMMA4.items() if "per_layer_input" not in name}
+_GEMMA4_UNIFIED |= dict(num_kv_shared_layers=0, num_hidden_layers=3, layer_types=_GEMMA4["layer_types"][:3])
+_GEMMA4_UNIFIED |= dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 
 
-def _gemma4(**changes: Any) -> Callable[[], Any]:
+def _gemma4(architecture: str, settings: dict[str, Any], **changes: Any) -> Callable[[], Any]:
     """With the numbers that are no parameters, and would be all 1."""
 
     def make() -> Any:
-        model = random_model("Gemma4ForCausalLM", _GEMMA4, **changes)()
+        model = random_model(architecture, settings, **changes)()
         for layer in model.model.layers:
             layer.layer_scalar.uniform_(0.5, 1.5)
         return model
@@ -151,8 +156,9 @@ DENSE_DECODERS: Rows = {
     "gemma3-with-images": _with_images(
         "Gemma3", dict(model_type="gemma3_text", **LLAMA, head_dim=12, sliding_window=5), mm_tokens_per_image=4
     ),
-    "gemma4": _gemma4(use_double_wide_mlp=True),
-    "gemma4-experts": _gemma4(**{**_GEMMA4_EXPERTS, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "gemma4": _gemma4("Gemma4ForCausalLM", _GEMMA4, use_double_wide_mlp=True),
+    "gemma4-experts": _gemma4("Gemma4ForCausalLM", {**_GEMMA4, **_GEMMA4_EXPERTS}),
+    "gemma4-unified": _gemma4("Gemma4UnifiedForCausalLM", _GEMMA4_UNIFIED),
     "phi3-longrope": random_model("Phi3ForCausalLM", LLAMA, **_LONGROPE),
     "granite": random_model("GraniteForCausalLM", LLAMA, **_MULTIPLIERS),
     "smollm3": random_model(

@@ -10,7 +10,7 @@ import pytest
 
 from model.checkpoint.folder import read_checkpoint
 from model.config.layer import RopeScaling, RotaryConfig
-from model.config.model import ModelConfig
+from model.config.model import GenerationRules, ModelConfig
 from model.errors import ConfigError
 from model.families import FAMILIES, config_from_raw
 from model.families.table.raw_config import Settings
@@ -29,10 +29,12 @@ LLAMA: dict[str, Any] = {
 CLASSES = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Ministral", "Ministral3", "Mistral3", "Gemma3", "Phi3", "Gemma"),
     *("Gemma2", "Gemma3Text", "GPT2", "GPTNeoX", "Granite", "SmolLM3", "Olmo2", "Olmo3", "Exaone4", "Cohere"),
+    *("Gemma4", "Gemma4Text", "Gemma4Unified", "Gemma4UnifiedText"),
     *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss"),
     *("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3_5", "Qwen3_5Moe"),
     *("Cohere2", "StableLm", "Starcoder2", "Phi", "GPTJ", "CodeGen", "Falcon", "Bloom", "Mpt", "OPT"),
-    *("Blenderbot", "T5Gemma", "Bart", "MBart", "M2M100", "Pegasus", "Marian", "T5", "MT5", "UMT5", "Bert", "Roberta"),
+    *("Blenderbot", "BlenderbotSmall", "Whisper", "T5Gemma", "Bart", "MBart", "M2M100", "Pegasus", "Marian"),
+    *("T5", "MT5", "UMT5", "Bert", "Roberta"),
     *("Camembert", "XLMRoberta", "XLMRobertaXL", "MPNet", "Electra", "DistilBert", "Albert", "XLNet", "ViT"),
     *("ModernBert", "Deberta", "DebertaV2", "EuroBert", "NomicBert", "Gte", "JinaEmbeddingsV3"),
 )
@@ -56,7 +58,15 @@ def read_without(raw: dict[str, Any], key: str) -> ModelConfig | None:
 
 
 def mathematics(model: ModelConfig) -> ModelConfig:
-    return replace(model, bos_token_id=None, eos_token_ids=(), pad_token_id=None, decoder_start_token_id=0)
+    """Without what generation_config.json says."""
+    return replace(
+        model,
+        bos_token_id=None,
+        eos_token_ids=(),
+        pad_token_id=None,
+        decoder_start_token_id=0,
+        generation=GenerationRules(),
+    )
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -21,7 +21,10 @@ _SHARED = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "architectures"),
     *("id2label", "num_labels", "problem_type"),
 )
-_DROPPED = ("*vision_tower.*", "*audio_tower.*", "*embed_vision.*", "*embed_audio.*", "*multi_modal_projector.*")
+_DROPPED = (
+    *("*vision_tower.*", "*audio_tower.*", "*multi_modal_projector.*"),
+    *("*embed_vision.*", "*embed_audio.*", "*vision_embedder.*"),
+)
 
 
 def text_part(family: Family, **defaults: Any) -> Family:
