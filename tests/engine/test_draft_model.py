@@ -16,11 +16,16 @@ from safetensors.torch import load_file, save_file
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import SamplingParams
-from model.config.cache import PoolSize, StateSize
+from model.config.cache import NO_STATE, PoolSize, StateSize
 from model.engine.builder import LoadedModel, load
+from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.scheduling import scheduler
+from model.engine.scheduling.block_hashes import BlockHasher
 from model.engine.scheduling.model_drafts import DraftOdds, ModelDrafts
+from model.engine.scheduling.scheduler import ScheduledSequence
+from model.engine.scheduling.sequence import SequenceState
+from model.engine.scheduling.state_slots import StateSlots
 from model.errors import ConfigError
 from model.linear.base import linears
 from model.linear.native import NativeLinear
@@ -28,7 +33,7 @@ from model.llm import LLM
 from model.native.library import Kind
 from model.pretrained import embedded_models
 from model.quantization.command import quantize
-from tests.engine.scripted import Harness
+from tests.engine.scripted import Harness, request
 from tests.engine.test_speculation import copying, crowd, generated, of_each_way, outcomes
 from tests.model.checkpoints import native_backends, saved
 
@@ -170,6 +175,19 @@ def test_sequences_go_on_without_a_draft_model_that_fails(monkeypatch: pytest.Mo
     harness.add("r", range(20), max_tokens=30)
     assert harness.run().engine.stats().model_draft_tokens == 0
     assert len(harness.tokens("r")) == 30 and harness.engine.block_manager.is_empty
+
+
+def test_a_recorded_step_leaves_its_state_in_front_of_those_of_drafts_that_were_not_said() -> None:
+    """The draft model says nothing where it sees an end; slots for the states behind its drafts are there by then."""
+    slots = StateSlots(StateSize(2, 6), 4, BlockHasher(4, across_requests=True), keeps=True)
+    sequence = SequenceState.of(request("r", 5), 0, 0, ())
+    sequence.tables[0].extend([1, 2])
+    sequence.num_computed_tokens = 4
+    slots.allocate(sequence, 1)
+    assert slots.extend(sequence, 3) == 3
+    layout = BatchLayout(tokens=2, segments=2, blocks=2, state_columns=3)  # of which one is recorded and not used
+    states = layout.split(pack(layout, [ScheduledSequence(sequence, 4, 1, False)], 4, {})).states
+    assert states.tolist() == [[0, 1], [NO_STATE, NO_STATE], [dict(sequence.state_writes)[5], NO_STATE]]
 
 
 def spec_of(kind: str, draft: Path | str | None = None, **settings: object) -> ModelSpec:

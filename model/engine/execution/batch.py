@@ -157,7 +157,13 @@ def _fill_states(columns: NDArray[np.int64], steps: Sequence[ScheduledSequence])
     columns[0] = np.arange(columns.shape[1])
     columns[1:] = NO_STATE
     columns[1, : len(steps)] = [step.sequence.state_slot for step in steps]
-    columns[2, : len(steps)] = [step.sequence.state_writes[-1][1] for step in steps]
+    columns[2, : len(steps)] = [_written_slot(step) for step in steps]
+
+
+def _written_slot(step: ScheduledSequence) -> int:
+    """The slot of the state behind a step. Others may follow it, for drafts that a draft model has not said."""
+    stop = step.start + step.num_tokens
+    return next(slot for tokens, slot in step.sequence.state_writes if tokens == stop)
 
 
 _Column = NDArray[np.int64]
