@@ -157,7 +157,9 @@ class StackPass:
         return self._stack.config.num_layers - self.layers_done
 
     def advance(self, layers: int) -> None:
-        """Compute the next so many layers, or all that are left."""
+        """Compute the next so many layers, or all that are left; the final norm comes with the last of them."""
+        if not self.layers_left:
+            return
         first = self.layers_done
         self.layers_done += min(layers, self.layers_left)
         if self._runner is not None:

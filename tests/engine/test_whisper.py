@@ -11,12 +11,24 @@ import torch
 from model.api.engine_config import EngineConfig
 from model.api.request import EncodeRequest, EncodeTask, FinishReason, SamplingParams
 from model.api.source import Source, audio_source, token_source
+from model.engine.execution.sources import source_input
 from model.engine.scheduling.source_pass import SourcePasses
 from model.engine.scheduling.step_budget import StepBudget
 from model.errors import ConfigError
 from model.llm import LLM
 from tests.engine.support import request, running
-from tests.model.checkpoints import AUDIO, START, VOCAB, copied, native_backends, reference_input, saved, source_of
+from tests.model.checkpoints import (
+    AUDIO,
+    CPU,
+    START,
+    VOCAB,
+    copied,
+    loaded,
+    native_backends,
+    reference_input,
+    saved,
+    source_of,
+)
 
 AUDIO_CONFIG = AUDIO["whisper"]
 BEGIN = (START, 5, 9)  # as language and task follow the start token
@@ -103,6 +115,16 @@ def test_a_source_in_parts_is_the_same_bit_for_bit(kind: str) -> None:
             assert whole[:5] == [length // 2, length - length // 2, length // 2, length - length // 2, 0]
         rows.append([row for one in requests for _, row in run.runner.rows[one.request_id]])
     assert torch.equal(torch.stack(rows[0]), torch.stack(rows[1]))
+
+
+@torch.inference_mode()
+def test_layers_that_are_computed_are_not_computed_again() -> None:
+    """A more urgent request takes the place of one with the same source, and asks for all layers but the last."""
+    model, inputs = loaded("whisper"), source_input(windows(1), CPU)
+    begun = model.begin(inputs)
+    for _ in range(3):  # of two layers
+        begun.advance(1)
+    assert torch.equal(begun.finish(), model.encode(inputs))
 
 
 def test_vectors_of_a_window_are_the_encoders(llm: LLM) -> None:
