@@ -14,6 +14,8 @@ from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 
 from model.api.request import Alignment, AlignmentMethod, FinishReason, Request
 from model.attention.native import NativeBackend
+from model.engine.execution.model_runner import Launched
+from model.engine.scheduling.scheduler import ScheduledSequence
 from model.native.library import Library, native
 from model.network import alignment as rules
 from tests.engine.support import request, running
@@ -126,6 +128,23 @@ def test_a_preempted_prompt_is_aligned_anew() -> None:
     run.engine.scheduler.preempt(run.engine.scheduler.running[0])
     run.run()
     assert run.outputs[-1].alignment == by_transformers(one)
+
+
+def test_rows_of_a_step_that_failed_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = running("whisper", budget=12)
+    sample = run.runner._sample
+
+    def sampled_alone(steps: list[ScheduledSequence], *others: Any) -> Launched:
+        if len(steps) > 1:
+            raise RuntimeError("a fault of two sequences together")
+        return sample(steps, *others)
+
+    monkeypatch.setattr(run.runner, "_sample", sampled_alone)
+    one = aligned("r", 30, 1, POSITIONS, AlignmentMethod.TRANSFORMERS)
+    run.engine.add(request("whisper", "other", 0, 2))
+    run.engine.add(one)
+    run.run()
+    assert [o.alignment for o in run.outputs if o.request_id == "r"] == [by_transformers(one)]
 
 
 def test_it_ends_as_any_request_does() -> None:

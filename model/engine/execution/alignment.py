@@ -27,13 +27,17 @@ def kept_layers(steps: Sequence[ScheduledSequence]) -> tuple[int, ...]:
 
 
 def keep_queries(steps: Sequence[ScheduledSequence], queries: Mapping[int, Tensor]) -> None:
-    """Give each sequence that is aligned the queries of its rows, `[rows, heads, D]`."""
+    """Give each sequence that is aligned the queries of its rows, `[rows, heads, D]`, in the place of what a step over
+    the same rows has kept that failed.
+    """
     first = 0
     for step in steps:
         alignment, rows = step.sequence.request.alignment, slice(first, first + step.num_tokens)
         if alignment is not None:
-            kept = [queries[layer][rows, head] for layer, head in alignment.heads]
-            step.sequence.cross_queries.append(torch.stack(kept, dim=1))
+            kept = step.sequence.cross_queries
+            while sum(map(len, kept)) > step.start:
+                kept.pop()
+            kept.append(torch.stack([queries[layer][rows, head] for layer, head in alignment.heads], dim=1))
         first += step.num_tokens
 
 
