@@ -144,6 +144,11 @@ def test_windows_equal_the_reference(dim: int, window: int, more: dict[str, Any]
     assert_equals_the_reference(stack_of(dim, window=window, **more), WINDOWED)
 
 
+def test_a_segment_without_rows_changes_nothing() -> None:
+    stack, rows = native_of(stack_of(16)), rows_of((5, 9))
+    assert torch.equal(run(stack, rows, (5, 0, 9)), run(stack, rows, (5, 9)))
+
+
 def assert_equals_the_reference(stack: Stack, lengths: Sequence[int]) -> None:
     rows = rows_of(lengths)
     exact = run(deepcopy(stack).double(), rows.double(), lengths)

@@ -269,7 +269,7 @@ INLINE void attend_segments(int kind, const EncoderAttention *in, int thread, in
     Scratch own = {.base = scratch};
     int64_t most = task_queries(in, threads), task = 0;
     for (int64_t segment = 0; segment < in->segments->segments; segment++) {
-        int64_t start = starts[segment], n = starts[segment + 1] - start, parts = (n + most - 1) / most;
+        int64_t start = starts[segment], n = starts[segment + 1] - start, parts = max_i64(1, (n + most - 1) / most);
         int64_t step = round_up((n + parts - 1) / parts, TILE_QUERIES); /* parts of about equal size */
         if (in->shape->window) step = TASK_QUERIES; /* where keys of a window are packed from decides its sums' order */
         for (int64_t kv_head = 0; kv_head < in->shape->kv_heads; kv_head++)
