@@ -36,9 +36,8 @@ class StepContext:
         """`dtype` is that of the rows; `shared_bias` and `relative` are the stack's tables of positions, `key_owners`
         the layers whose keys others read, and `layer_vectors` `[T, L, P]` each row's vectors for the layers."""
         self.inputs, self.backend, self.cross = inputs, backend, cross
-        self.layer = 0  # which is being computed, where no runner does
         self.shared_bias = StepBias(shared_bias) if shared_bias is not None else None
-        self.layer = 0  # which one is computed
+        self.layer = 0  # which is being computed, where no runner does
         self.key_owners = key_owners
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values `[T, K, D]` of these, without a cache
         self.layer_vectors = layer_vectors
