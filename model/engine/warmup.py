@@ -25,6 +25,7 @@ from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.execution.sources import blank_source
 from model.engine.generate_engine import GenerateEngine
+from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE
 from model.linear.base import CompiledLinear, linears
 from model.linear.experts import ExpertsLinear
 from model.linear.parallel import ParallelLinear
@@ -47,6 +48,7 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
     launched = compile_attention(encode.model, cache, min(max_model_len, encode.max_num_batched_tokens), max_model_len)
     launched += compile_products(encode.model)
     if generate is not None:
+        launched += _compile_draft_model(generate)
         compile_sampling(encode.model)
     if encode.model.config.image is None:
         for length in LENGTHS:
@@ -65,6 +67,16 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
         generate.block_manager.forget()
     release_compilers()
     logger.info("%s is warm after %.1f s, %d kinds of launches", encode.name, time.monotonic() - began, launched)
+
+
+def _compile_draft_model(generate: GenerateEngine) -> int:
+    """Compile what a draft model launches, if there is one: the requests of warm-up end before it would be asked."""
+    draft = generate.runner.draft_model if isinstance(generate.runner, ModelRunner) else None
+    if draft is None or generate.draft_context is None:
+        return 0
+    most_keys = generate.draft_context
+    launched = compile_attention(draft.model, draft.cache, min(most_keys, COMPUTED_AT_ONCE), most_keys)
+    return launched + compile_products(draft.model)
 
 
 def compile_attention(model: Transformer, cache: KVCache | None, most_queries: int, most_keys: int) -> int:

@@ -17,6 +17,7 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import SamplingParams
 from model.config.cache import NO_STATE, PoolSize, StateSize
+from model.engine import warmup
 from model.engine.builder import LoadedModel, load
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.model_runner import ModelRunner
@@ -245,6 +246,19 @@ def test_memory_is_planned_for_both() -> None:
     pages = drafted.info.num_blocks * drafted.info.cache_pools[0].bytes_per_token * 4
     assert pages <= 1 << 20 and drafted.info.memory_bytes >= 2 * plain.info.weight_bytes + pages
     assert drafted.info.cache_pools[0].bytes_per_token == 2 * plain.info.cache_pools[0].bytes_per_token
+
+
+def test_what_it_launches_is_compiled_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = built("llama-gqa", saved("gemma3").path)
+    assert loaded.generate is not None and isinstance(loaded.generate.runner, ModelRunner)
+    draft = loaded.generate.runner.draft_model
+    assert draft is not None
+    compiled: list[object] = []
+    monkeypatch.setattr(warmup, "compile_attention", lambda *given: compiled.append(given) or 0)
+    monkeypatch.setattr(warmup, "compile_products", lambda model: compiled.append(model) or 0)
+    warmup.warm_up(loaded.encode, loaded.generate, loaded.info.max_model_len)
+    context = loaded.generate.draft_context
+    assert context is not None and compiled[2:] == [(draft.model, draft.cache, context, context), draft.model]
 
 
 def without_last_layer(into: Path, vocab_size: int) -> Path:
