@@ -141,9 +141,7 @@ def _attentions(raw: Settings, base: AttentionConfig, kinds: list[str]) -> Itera
     same, window = bool(raw.get("attention_k_eq_v", False)), raw.get("sliding_window", 512)
     heads = raw.get("num_global_key_value_heads")
     wide = {"head_dim": raw.get("global_head_dim", 512), **({"num_key_value_heads": heads} if same and heads else {})}
-    by_layer = raw.get("per_layer_config")
-    if by_layer is not None:  # by texts of equal length: "05" where there are more than ten layers
-        by_layer = {int(index): heads for index, heads in by_layer.items()}
+    by_layer = _by_layer(raw, len(kinds))
     for index, kind in enumerate(kinds):
         if kind not in ropes:
             raise ConfigError(f"layer_types {kind} are not served; served are {', '.join(ropes)}")
@@ -160,6 +158,16 @@ def _attentions(raw: Settings, base: AttentionConfig, kinds: list[str]) -> Itera
             window=None if full else window,
             keys_as_values=same and full,
         )
+
+
+def _by_layer(raw: Settings, count: int) -> dict[int, dict[str, Any]] | None:
+    """Return what layers have of their own, by index; files name layers with as many digits as the last one (`05`)."""
+    found: dict[str, dict[str, Any]] | None = raw.get("per_layer_config")
+    if found is None:
+        return None
+    if unknown := [name for name in found if not (name.isdecimal() and int(name) < count)]:
+        raise ConfigError(f"per_layer_config names {', '.join(unknown)}, expected layers from 0 to {count - 1}")
+    return {int(name): changes for name, changes in found.items()}
 
 
 def _doubled(layer: LayerConfig) -> MLPConfig | ExpertsConfig:

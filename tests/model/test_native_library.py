@@ -70,7 +70,8 @@ def test_a_library_with_other_structures_is_not_loaded(monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="its Norm has 32 bytes where 40 are declared"):
         Library(build.build())
     monkeypatch.setattr(native_library, "STRUCTURES", (*structures, longer))
-    with pytest.raises(OSError, match="it has 17 structures where 18 are declared"):
+    count = len(structures)
+    with pytest.raises(OSError, match=f"it has {count} structures where {count + 1} are declared"):
         Library(build.build())
 
 

@@ -206,7 +206,7 @@ def test_the_end_of_a_stream_overtakes_nothing() -> None:
         response = sse.EventStream(fake, fake, fake, WriteBatch())
 
         async def send() -> None:
-            await response._write_in_callbacks(fake, fake)
+            await response._write_in_callbacks(fake, fake, fake)
             fake.written.append(response._end)
 
         task = asyncio.create_task(send())

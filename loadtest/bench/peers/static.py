@@ -19,6 +19,7 @@ _AUTO = {
     "llama": "CausalLM",
     "qwen3": "CausalLM",
     "qwen3_moe": "CausalLM",
+    "qwen3_5_text": "CausalLM",
     "gpt2": "CausalLM",
     "t5": "Seq2SeqLM",
     "bart": "Seq2SeqLM",
