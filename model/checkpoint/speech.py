@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.api.request import SamplingParams
 from model.api.timestamp_rules import TimestampRules
 from model.checkpoint.json_files import read_json
 from model.config.model import ModelConfig
@@ -60,15 +59,6 @@ class SpeechTokens:
     def timestamp_rules(self) -> TimestampRules:
         """The rules of an output with timestamps."""
         return TimestampRules(self.timestamp_begin, self.no_timestamps, self.end, self.max_initial_timestamp_index)
-
-    def ruled(self, params: SamplingParams, *, timestamps: bool) -> SamplingParams:
-        """Return the parameters with what the folder demands of every transcription."""
-        return replace(
-            params,
-            suppress_tokens=self.suppressed,
-            begin_suppress_tokens=self.suppressed_first,
-            timestamps=self.timestamp_rules if timestamps else None,
-        )
 
     def prompt(self, language: str | None = None, task: str | None = None, *, timestamps: bool) -> tuple[int, ...]:
         """Return the beginning of the decoder's tokens; a model of English only takes no language and no task.

@@ -53,11 +53,6 @@ class Spectrogram:
         """The seconds of a position of the encoder, which are those from a timestamp token to the next."""
         return self.frame_seconds * FRAMES_PER_POSITION
 
-    @property
-    def num_positions(self) -> int:
-        """Positions of the encoder that the audio itself takes."""
-        return -(-self.num_frames // FRAMES_PER_POSITION)
-
     def source(self, window: Window) -> Source:
         """Return what the encoder reads of a window; frames behind the last one are 0, as in transformers."""
         part = self.features[:, window.seek : window.seek + self.window_frames]

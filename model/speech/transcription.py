@@ -60,12 +60,11 @@ class Outcome:
     mean_logprob: float
     no_speech_prob: float
     ended: bool = True  # by the end id
-    token_times: tuple[float, ...] = ()  # seconds from the window's start at which each token ends; empty: not asked
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of the audio and what was said in it; `start`, `end` and `token_times` are seconds of the whole audio."""
+    """A part of the audio and what was said in it; `start` and `end` are seconds of the whole audio."""
 
     start: float
     end: float
@@ -75,8 +74,6 @@ class Segment:
     mean_logprob: float
     compression_ratio: float
     no_speech_prob: float
-    token_times: tuple[float, ...] = ()
-    starts_window: bool = False  # its first token is the first one of its window
 
 
 @dataclass(slots=True)
@@ -159,8 +156,6 @@ class SequentialWindows:
                 mean_logprob=outcome.mean_logprob,
                 compression_ratio=ratio,
                 no_speech_prob=outcome.no_speech_prob,
-                token_times=tuple(window.seek * seconds + at for at in outcome.token_times[span.first : span.last]),
-                starts_window=span.first == 0,
             )
             for span in spans
         ]

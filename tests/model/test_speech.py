@@ -285,8 +285,7 @@ def test_subtitles_have_no_broken_cues() -> None:
 
 def test_a_segment_says_which_window_it_is_of() -> None:
     one = windows()
-    found = one.finish(following(one), Outcome((BEGIN, 1, BEGIN + 5), -0.25, 0.125, token_times=(0.0, 0.1, 0.2)))
+    found = one.finish(following(one), Outcome((BEGIN, 1, BEGIN + 5), -0.25, 0.125))
     [segment] = found or ()
     assert isinstance(segment, Segment)
     assert (segment.window, segment.mean_logprob, segment.no_speech_prob) == (Window(0, 3000), -0.25, 0.125)
-    assert segment.token_times == (0.0, 0.1, 0.2)
