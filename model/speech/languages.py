@@ -26,4 +26,4 @@ _OTHER_NAMES = {
 def language_code(given: str) -> str:
     """Return the code of a language that is given by its code (also with a region, as in `en-US`) or its name."""
     name = given.strip().lower().replace("_", "-")
-    return _OTHER_NAMES.get(name) or name.partition("-")[0]
+    return _OTHER_NAMES.get(name.replace("-", " ")) or name.partition("-")[0]
