@@ -167,7 +167,11 @@ async def answer(
         )
         service.check_not_given_up()
         running = RunningTranscription(plan, service.client, service.jobs, service.metrics, service.limits)
-        job = await cancel_on_disconnect(request, running.start(context))
+        try:
+            job = await cancel_on_disconnect(request, running.start(context))
+        except BaseException:  # a client that goes away as the job is opened: nobody else has it
+            await running.abandon()
+            raise
         rendering = render(running, job)
         if body.stream:
             events = TranscriptEvents(running, rendering, lambda error: rename_fields(error, names))

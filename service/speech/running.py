@@ -74,10 +74,14 @@ class RunningTranscription:
                 raise deadline_passed()
             return self._job
         except BaseException as error:
-            await (self.aclose() if self._job is None else self._job.aclose())
+            await self.abandon()
             if isinstance(error, REFUSALS):
                 raise engine_refusal(error) from None
             raise
+
+    async def abandon(self) -> None:
+        """Close the job, or the transcription that has none yet. Idempotent."""
+        await (self.aclose() if self._job is None else self._job.aclose())
 
     @property
     def result(self) -> Transcription:

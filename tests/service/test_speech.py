@@ -21,9 +21,12 @@ from model.speech.chunks import cut_chunks
 from model.speech.requests import SpeechOptions
 from model.speech.spectrogram import Spectrogram
 from service.core.fake_engine import FakeStream
+from service.core.request_context import RequestContext
+from service.lifecycle.jobs import Job
 from service.sandbox.process_pool import WorkerError
 from service.schemas.speech_bodies import TranscribeEvent, TranscribeReply
 from service.settings.service_settings import Limits, ServiceSettings
+from service.speech.running import RunningTranscription
 from tests.service.speech import (
     BEGIN,
     DE,
@@ -430,6 +433,25 @@ class TestEnds:
 
         run(app, work)
         assert len(windows(app)) == 1
+        check_accounts(app)
+
+    def test_a_client_that_goes_away_as_it_is_accepted_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        app = speech_app(ids(" a"))
+        start = RunningTranscription.start
+
+        async def work(client: httpx.AsyncClient) -> None:
+            async def started(running: RunningTranscription, context: RequestContext) -> Job:
+                job = await start(running, context)
+                task.cancel()
+                return job
+
+            monkeypatch.setattr(RunningTranscription, "start", started)
+            hold(app)
+            task = asyncio.create_task(client.post("/generate", json=body(language="en")))
+            await asyncio.gather(task, return_exceptions=True)
+            assert not app.client.running and not len(app.service.jobs)
+
+        run(app, work)
         check_accounts(app)
 
     def test_samples_count_until_their_thread_has_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
