@@ -187,6 +187,23 @@ def test_a_source_that_is_begun_is_forgotten_or_left_whole() -> None:
     assert all(urgent.tokens(one.request_id) == expected_tokens(one) for one in made)
 
 
+def test_an_urgent_request_goes_on_with_the_source_that_another_has_begun() -> None:
+    harness, source = Harness(budget=32, num_blocks=64, encoder_layers=4), range(700, 712)
+    harness.limits = StepBudget(whole_tokens=6)
+    harness.add("low", 1, source=source, max_tokens=1, priority=5, cache_salt="a")
+    harness.step()
+    harness.add("high", 1, source=source, max_tokens=1, cache_salt="b")
+    seen = []
+    while harness.engine.has_work:
+        left = harness.engine.demand().all_whole_tokens
+        outputs, stats = harness.engine.step(harness.limits)
+        assert stats is not None
+        seen.append((left, stats.num_whole_tokens, [output.request_id for output in outputs]))
+    # `high` uses up what was begun for `low`, of which nothing is left then.
+    assert seen == [(12, 6, ["high"]), (12, 6, []), (6, 6, ["low"])]
+    assert harness.runner.ahead == [(tuple(source), 2)] * 2
+
+
 def test_encoder_decoders_wait_for_cross_blocks() -> None:
     harness = Harness(num_blocks=6, block_size=4)
     made = [harness.add(f"r{i}", 1, source=12, max_tokens=4) for i in range(3)]

@@ -354,9 +354,6 @@ class Scheduler:
                 output.ahead.append(self.source_passes.advance(sequence, source_budget))
                 return
             source_budget -= left
-            if encodes:
-                output.encoded_before.append(self.source_passes.done(sequence))
-            self.source_passes.forget(sequence)
             for one in together:
                 self.waiting.remove(one)
                 one.status = SequenceStatus.RUNNING
@@ -377,6 +374,8 @@ class Scheduler:
     def _allocate(self, output: SchedulerOutput, sequence: SequenceState, num_tokens: int) -> None:
         """Let a sequence for which there are enough blocks compute so many tokens, and have its source encoded."""
         encode_source = sequence.needs_source
+        if encode_source:
+            output.encoded_before.append(self.source_passes.finish(sequence))
         output.copies.extend(self.block_manager.allocate(sequence, num_tokens))
         self._put(output, sequence, num_tokens, encode_source=encode_source)
 

@@ -3,7 +3,8 @@
 A source is encoded whole in the step in which its sequence begins, unless the step has no time for it, because streams
 wait for their next tokens. Then steps before that one compute some of the encoder's layers, for the sequence that is
 next to begin. It holds no blocks meanwhile: what these layers give is kept beside the cache, and only the newest such
-source's. A source that has to be encoded from the start again costs time and changes nothing.
+source's. Any sequence of that source goes on where they end, and whichever is encoded with them uses them up. A source
+that has to be encoded from the start again costs time and changes nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class LayersAhead(NamedTuple):
 
 @dataclass(slots=True)
 class SourcePass:
-    """The layers that are computed of the source of a sequence that waits."""
+    """The layers that are computed of a source."""
 
-    sequence: SequenceState
+    sequence: SequenceState  # that waits for them; of equal sources the latest
     layers_done: int = 0
     whole: bool = False  # it failed in parts: it is left to the step in which the sequence begins
 
@@ -57,7 +58,8 @@ class SourcePasses:
 
     def may_pause(self, sequence: SequenceState) -> bool:
         """Whether more than one layer is left of a sequence's source, and it may be encoded in parts."""
-        failed = self.current is not None and self.current.sequence is sequence and self.current.whole
+        begun = self._begun(sequence)
+        failed = begun is not None and begun.whole
         return not failed and self._layers - self._done(sequence) > 1
 
     def advance(self, sequence: SequenceState, tokens: int) -> LayersAhead:
@@ -74,11 +76,25 @@ class SourcePasses:
         if self.current is not None:
             self.current = SourcePass(self.current.sequence, whole=True)
 
+    def finish(self, sequence: SequenceState) -> int:
+        """Have the source of a sequence encoded, and used up what is computed of it: the tokens that this is."""
+        done = self.done(sequence)
+        if self._begun(sequence) is not None:
+            self.current = None
+        return done
+
     def forget(self, sequence: SequenceState) -> None:
-        """Forget a sequence that begins or ends."""
+        """Forget a sequence that ends."""
         if self.current is not None and self.current.sequence is sequence:
             self.current = None
 
+    def _begun(self, sequence: SequenceState) -> SourcePass | None:
+        """The layers that are computed of a sequence's source, for it or for another that has an equal one."""
+        if self.current is None or (source := sequence.request.source) is None:
+            return None
+        begun = self.current.sequence.request.source
+        return self.current if begun is not None and begun.digest == source.digest else None
+
     def _done(self, sequence: SequenceState) -> int:
-        current = self.current
-        return current.layers_done if current is not None and current.sequence is sequence else 0
+        begun = self._begun(sequence)
+        return begun.layers_done if begun is not None else 0
