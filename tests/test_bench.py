@@ -110,6 +110,12 @@ def test_a_benchmark_model_is_written_once_and_loads(cache: Path) -> None:
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
+def test_steps_of_more_sequences_than_an_engine_takes_are_left_out() -> None:
+    ours = Ours(embedded_models()["code"], EngineConfig(max_num_seqs=2, max_model_len=64))
+    found = ours.step_seconds([1, 2, 3], context=16, steps=2)
+    assert {batch: len(seconds) for batch, seconds in found.items()} == {1: 2, 2: 2}
+
+
 def test_the_hollow_model_measures_steps() -> None:
     assert 0 < step_milliseconds(4, context=16, steps=8) < 1000
 

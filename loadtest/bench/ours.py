@@ -60,8 +60,10 @@ class Ours:
     def step_seconds(self, batches: list[int], context: int, steps: int) -> dict[int, list[float]]:
         """Return the seconds of each of `steps` steps in which `batch` sequences of at least `context` tokens decode.
 
-        Prompts are computed once: the largest batch is timed first, then sequences are removed.
+        Prompts are computed once: the largest batch is timed first, then sequences are removed. A batch that is larger
+        than the engine's largest is left out.
         """
+        batches = [batch for batch in batches if batch <= self.loaded.info.max_num_seqs]
         engine = self._engine
         ids = tuple(100 + i % 900 for i in range(context))
         for number in range(max(batches)):

@@ -216,7 +216,7 @@ class Bench:
         if "unable" in answer:
             return self._keep([Row(name, OURS, "steps", unable=answer["unable"])])
         steps = []
-        for batch in BATCHES:
+        for batch in map(int, sorted(answer["seconds"], key=int)):
             seconds = statistics.median(answer["seconds"][str(batch)])
             least = roofline.step(batch, [CONTEXT] * batch)
             times = (seconds * 1e3, least * 1e3, least / seconds)
