@@ -58,6 +58,7 @@ class EngineConfig:
     prefix_caching: bool = True  # keep computed KV blocks for requests with the same prefix
     num_speculative_tokens: int = 0  # of requests that do not say: most tokens that a step drafts; 0: none
     draft_model: str | None = None  # folder of a small model that drafts too, of the same vocabulary
+    draft_model_shared: bool = False  # it is that of all models: those that are not decoder-only do without
     model_weight: float = 1.0  # relative share of compute time among the models of the process
     max_queued_requests: int | None = None  # None: 4 x max_num_seqs
     max_queued_tokens: int | None = None  # None: 8 x max_num_batched_tokens
@@ -92,7 +93,7 @@ class EngineConfig:
         if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             found = self.num_speculative_tokens
             raise ConfigError(f"num_speculative_tokens must be 0 to {MAX_SPECULATIVE_TOKENS}, found {found}")
-        if self.draft_model is not None and not self.num_speculative_tokens:
+        if self.draft_model is not None and not self.num_speculative_tokens and not self.draft_model_shared:
             raise ConfigError("draft_model needs num_speculative_tokens: the most tokens that a step drafts")
         if not 0 < self.model_weight < math.inf:
             raise ConfigError(f"model_weight must be a positive number, found {self.model_weight}")

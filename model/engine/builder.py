@@ -108,7 +108,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     if selection.library is not None and spec.engine.quantization == "none":
         spec = replace(spec, engine=replace(spec.engine, quantization=checkpoint.quantization))
     _check_native(spec.engine, checkpoint.config, selection)
-    draft = _plan_draft(asked, checkpoint, device, limits, most)
+    draft = _plan_draft(spec.name, asked, checkpoint, device, limits, most)
     unrecorded = _unrecordable(spec.engine, checkpoint.config.decoder, selection.backend, dtype, device)
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, unrecorded, device))  # before a weight is read
     if checkpoint.not_served:
@@ -301,10 +301,10 @@ def _plan_for_cpu(
 
 
 def _plan_draft(
-    engine: EngineConfig, served: Checkpoint, device: torch.device, limits: BatchLimits, context: int
+    name: str, engine: EngineConfig, served: Checkpoint, device: torch.device, limits: BatchLimits, context: int
 ) -> DraftPlan | None:
     """The draft model that is asked for, in the number format that is asked for."""
-    found = draft_checkpoint(engine, served, context)
+    found = draft_checkpoint(name, engine, served, context)
     if found is None:
         return None
     checkpoint, context = found

@@ -46,13 +46,29 @@ class DraftPlan:
         return cls(checkpoint, selection, linear, context, token_bytes)
 
 
-def draft_checkpoint(engine: EngineConfig, served: Checkpoint, context: int) -> tuple[Checkpoint, int] | None:
+def draft_checkpoint(
+    name: str, engine: EngineConfig, served: Checkpoint, context: int
+) -> tuple[Checkpoint, int] | None:
     """Return the draft model that is asked for, with the tokens up to which it says some, `context` at most; None where
-    there is none. Raises `ConfigError` where it cannot be that of the served model.
+    there is none. Raises `ConfigError` where it cannot be that of the served model `name`.
+
+    One that all models share is left out where a model has no use for it: it drafts nothing, or is not decoder-only.
     """
     if engine.draft_model is None:
         return None
-    path = Path(engine.draft_model)
+    if engine.draft_model_shared and not (engine.num_speculative_tokens and _drafts_for(served.config)):
+        return None
+    try:
+        return _draft_checkpoint(engine, engine.draft_model, served, context)
+    except ConfigError as error:
+        others = "; num_speculative_tokens 0 serves this model without it" if engine.draft_model_shared else ""
+        raise ConfigError(f"{name}: {error}{others}") from None
+
+
+def _draft_checkpoint(
+    engine: EngineConfig, draft_model: str, served: Checkpoint, context: int
+) -> tuple[Checkpoint, int]:
+    path = Path(draft_model)
     if engine.tensor_parallel_size > 1:
         raise ConfigError(f"draft_model: it runs on one rank, tensor_parallel_size is {engine.tensor_parallel_size}")
     target = _decoder(served.config, "the served model")
@@ -70,9 +86,14 @@ def draft_checkpoint(engine: EngineConfig, served: Checkpoint, context: int) -> 
     return replace(found, config=found.config.stretched(context)), context
 
 
+def _drafts_for(config: ModelConfig) -> bool:
+    """Whether a model of this kind may draft, and be drafted for: it generates, without an encoder."""
+    return config.can_generate and config.encoder is None
+
+
 def _decoder(config: ModelConfig, name: str) -> StackConfig:
     """Return the decoder of a model that has nothing else."""
-    if not config.can_generate or config.encoder is not None or config.decoder is None:
+    if config.decoder is None or not _drafts_for(config):
         raise ConfigError(f"draft_model: {name} is {config.form}; served and draft model must be decoder-only")
     return config.decoder
 

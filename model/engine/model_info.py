@@ -83,7 +83,7 @@ def describe_model(
         embedding_size=checkpoint.sentences.output_size(next(iter(config.stacks.values())).output_width),
         load_seconds=0.0,
         tensor_parallel_size=spec.engine.tensor_parallel_size,
-        draft_model=Path(spec.engine.draft_model).name if spec.engine.draft_model is not None else "",
+        draft_model=_draft_model(spec.engine, generate),
         recorded_sizes=_recorded_sizes(generate),
         memory_bytes=_memory_bytes(spec.engine, model, generate),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
@@ -108,6 +108,13 @@ def _memory_bytes(engine: EngineConfig, model: Transformer, generate: GenerateEn
     draft = runner.draft_model
     drafts = weight_bytes(draft.model) + draft.cache.nbytes if draft is not None else 0
     return engine.tensor_parallel_size * (weight_bytes(model) + runner.cache.nbytes) + drafts
+
+
+def _draft_model(engine: EngineConfig, generate: GenerateEngine | None) -> str:
+    """The name of the folder of a model's draft model; empty where it has none."""
+    runner = generate.runner if generate is not None else None
+    drafts = isinstance(runner, ModelRunner) and runner.draft_model is not None
+    return Path(engine.draft_model).name if drafts and engine.draft_model is not None else ""
 
 
 def _recorded_sizes(generate: GenerateEngine | None) -> int:

@@ -16,7 +16,7 @@ from model.client.process_transport import ProcessTransport
 from model.errors import ConfigError
 from model.system.child_process import ConnectedChild
 from service.app import Application, create_app
-from service.core.model_registry import Registry
+from service.core.model_registry import Registry, ServedModel
 from service.runtimes.model_reader import FolderReader, read_model
 from service.settings.serve_config import ServeConfig
 from service.settings.service_settings import ServiceSettings
@@ -30,7 +30,22 @@ def build_registry(config: ServeConfig) -> Registry:
     Models of the Hub are downloaded first.
     """
     config = with_folders(config)
-    return Registry(map(read_model, config.models), config.models_elsewhere)
+    return Registry(read_models(config), config.models_elsewhere)
+
+
+def read_models(config: ServeConfig) -> list[ServedModel]:
+    """Read the folders of the models of the start. Raises `ConfigError`, also for a draft model that none can use."""
+    models, settings = [read_model(spec) for spec in config.models], config.settings
+    others = settings.models.models_dir or settings.has_admin or config.models_elsewhere or config.route != "/"
+    shared = [model for model in models if model.engine.draft_model is not None and model.engine.draft_model_shared]
+    if shared and len(shared) == len(models) and not others and not any(map(_is_decoder_only, models)):
+        forms = ", ".join(f"{model.name} is {model.checkpoint.config.form}" for model in models)
+        raise ConfigError(f"draft_model: no model is decoder-only, so it would draft for none: {forms}")
+    return models
+
+
+def _is_decoder_only(model: ServedModel) -> bool:
+    return model.checkpoint.config.form == "decoder-only"
 
 
 def build_app(config: ServeConfig, engine: ConnectedChild | None = None) -> Application:

@@ -329,7 +329,7 @@ OPTIONS: tuple[Option, ...] = (
         "draft_model",
         folder,
         None,
-        "folder of a small model of the same vocabulary that drafts where nothing repeats; see num-speculative-tokens",
+        "folder of a small model of their vocabulary that drafts for decoder-only models; see num-speculative-tokens",
         "DIR",
         "n-grams alone draft",
         per_model=True,

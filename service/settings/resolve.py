@@ -58,7 +58,7 @@ def resolve_config(
     An engine setting of a model wins over its group's, and a group's over the one for all. Raises `ConfigError`.
     """
     specs = _model_specs(models, settings)
-    later = ModelSettings(engine=engine_config(settings), **_renamed(settings, _MODEL_FIELDS))
+    later = ModelSettings(engine=_engine_for_all(settings), **_renamed(settings, _MODEL_FIELDS))
     if not specs and not later.models_dir:
         raise ConfigError("no model to serve: give a checkpoint folder")
     service = ServiceSettings(
@@ -99,7 +99,7 @@ def _group(name: str, group: FileSettings, settings: Mapping[str, Any], service:
     if not group.models:
         raise ConfigError(f"groups.{name}: there is no model to serve")
     own = {**settings, **group.settings}
-    later = replace(service.models, models_dir="", engine=engine_config(own))
+    later = replace(service.models, models_dir="", engine=_engine_for_all(own))
     return ServeConfig(
         models=_model_specs(group.models, own),
         settings=replace(service, models=later),
@@ -109,9 +109,18 @@ def _group(name: str, group: FileSettings, settings: Mapping[str, Any], service:
     )
 
 
+def _engine_for_all(settings: Mapping[str, Any]) -> EngineConfig:
+    """The engine settings of a model without any of its own: it shares the draft model, if there is one."""
+    engine = engine_config(settings)
+    return replace(engine, draft_model_shared=engine.draft_model is not None)
+
+
 def _model_specs(models: Models, settings: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
+    for_all = _engine_for_all(settings)
+    own = replace(for_all, draft_model_shared=False)
     return tuple(
-        ModelSpec(name, str(model["path"]), engine_config({**settings, **model})) for name, model in models.items()
+        ModelSpec(name, str(model["path"]), engine_config(model, own if "draft_model" in model else for_all))
+        for name, model in models.items()
     )
 
 

@@ -316,3 +316,18 @@ def test_what_cannot_be_drafted_is_refused_by_name(
     found = embedded_models().get(draft) or (saved(draft).path if draft != "nothing" else Path("/nothing"))
     with pytest.raises(ConfigError, match=reason):
         built(served, found, **settings)
+
+
+@pytest.mark.parametrize(("kind", "drafts"), [("llama-gqa", 4), ("llama-gqa", 0), ("t5-relu", 4), ("bert", 4)])
+def test_one_for_all_models_is_left_out_where_it_is_of_no_use(kind: str, drafts: int) -> None:
+    shared = {"draft_model_shared": True, "num_speculative_tokens": drafts, "max_model_len": 60}
+    found = built(kind, saved("llama-gqa").path, **shared)
+    assert found.info.draft_model == ("llama-gqa" if (kind, drafts) == ("llama-gqa", 4) else "")
+
+
+def test_one_for_all_models_is_refused_by_the_name_of_a_decoder_with_another_vocabulary() -> None:
+    reason = (
+        r"^llama-gqa: draft_model: code has another vocabulary .*; num_speculative_tokens 0 serves this model without"
+    )
+    with pytest.raises(ConfigError, match=reason):
+        built("llama-gqa", embedded_models()["code"], draft_model_shared=True)

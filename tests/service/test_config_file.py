@@ -175,6 +175,22 @@ def test_a_group_has_engine_settings_for_models_that_are_loaded_later_and_no_fol
     assert group.settings.has_admin and group.settings.models.load_from == ("hub",)
 
 
+def test_a_draft_model_is_shared_by_the_models_that_name_none() -> None:
+    models = {"a": {}, "b": {"draft_model": "/c"}, "c": {"num_speculative_tokens": 0}}
+    text = {
+        "draft_model": "/d",
+        "num_speculative_tokens": 4,
+        "models": {n: {"path": "/m", **m} for n, m in models.items()},
+    }
+    found = sources.from_mapping(text, "file")
+    config = resolve_config(found.models, found.settings)
+    engines = [*(spec.engine for spec in config.models), config.settings.models.engine]
+    drafted = [(one.draft_model, one.draft_model_shared, one.num_speculative_tokens) for one in engines]
+    assert drafted == [("/d", True, 4), ("/c", False, 4), ("/d", True, 0), ("/d", True, 4)]
+    with pytest.raises(ConfigError, match="draft_model needs num_speculative_tokens"):
+        resolve_config(found.models, {"draft_model": "/d"})
+
+
 def test_folders_become_absolute_for_a_cluster_and_names_of_the_hub_stay(tmp_path: Path) -> None:
     file = tmp_path / "triptych.yaml"
     file.write_text("models_dir: later\nmodels: {a: here, b: 'hf:org/b@v1', c: {path: 'hf:org/c', dtype: float32}}\n")

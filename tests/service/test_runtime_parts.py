@@ -9,14 +9,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.errors import ConfigError
+from model.pretrained import embedded_models
 from service.observability.metrics_folder import MULTIPROCESS_FOLDER
-from service.runtimes.assembly import base_url, listening, tune_garbage_collector
+from service.runtimes.assembly import base_url, build_registry, listening, tune_garbage_collector
 from service.runtimes.ray_serve import environment
 from service.runtimes.ray_serve.main_signals import time_limit
 from service.settings.scaling import Scaling
@@ -37,6 +41,24 @@ SPECS = (ModelSpec("gen", "/nowhere"),)
 def test_a_configuration_that_cannot_be_served_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServeConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("models", "settings", "message"),
+    [
+        (["normalize", "embed"], {}, "normalize is encoder-decoder, embed is encoder-only"),
+        (["embed"], {"admin_keys": ("a",)}, None),  # which loads others later
+        (["embed", "code"], {}, None),
+    ],
+)
+def test_a_draft_model_that_is_of_no_use_to_any_model_is_refused(
+    models: list[str], settings: dict[str, Any], message: str | None
+) -> None:
+    paths, shared = embedded_models(), EngineConfig(num_speculative_tokens=4, draft_model="/d", draft_model_shared=True)
+    specs = tuple(ModelSpec(name, str(paths[name]), shared) for name in models)
+    config = ServeConfig(specs, ServiceSettings(**settings))
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        assert [model.name for model in build_registry(config)] == models
 
 
 def test_loaded_objects_are_exempt_from_garbage_collection() -> None:

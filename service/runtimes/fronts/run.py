@@ -15,11 +15,11 @@ from model.errors import EngineDeadError
 from model.system.child_process import ConnectedChild
 from service.app import create_app
 from service.lifecycle.state import service_of
-from service.runtimes.assembly import base_url, exit_code, listening, tune_garbage_collector, with_folders
+from service.runtimes.assembly import base_url, exit_code, listening, read_models, tune_garbage_collector, with_folders
 from service.runtimes.fronts.hub import Hub
 from service.runtimes.fronts.mirror import MirroredRegistry
 from service.runtimes.local import Signals, run_unless
-from service.runtimes.model_reader import FolderReader, read_model
+from service.runtimes.model_reader import FolderReader
 from service.settings.serve_config import OnReady, Ready, ServeConfig
 
 
@@ -68,7 +68,7 @@ def _build(config: ServeConfig, engine: ConnectedChild | None) -> tuple[FastAPI,
     started = [engine] if engine is not None else []
     relay, table = Relay(), SharedTable(settings.front_processes + 1, 0)
     registry = MirroredRegistry(
-        map(read_model, config.models), config.models_elsewhere, table.row_of, pickle=settings.models.engine.pickle
+        read_models(config), config.models_elsewhere, table.row_of, pickle=settings.models.engine.pickle
     )
     client = AsyncEngine(
         config.models,
