@@ -333,7 +333,7 @@ def _attach_draft_model(generate: GenerateEngine, engine: EngineConfig, plan: Dr
     config = runner.model.config
     has_rules = config.generation != GenerationRules()
     runner.draft_model = DraftModel(model, cache, config.embedding.vocab_size, has_rules=has_rules)
-    generate.draft_context = plan.context
+    generate.speculation.draft_context = plan.context
 
 
 def _load_model(

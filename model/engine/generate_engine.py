@@ -14,31 +14,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, wait
 from dataclasses import replace
 from itertools import chain, compress, count
 from typing import TYPE_CHECKING
 
 from model.api.request import FinishReason, Request, TokenOutput
 from model.api.stats import EngineStats, StepStats
+from model.engine.compiling_grammars import CompilingGrammars
 from model.engine.fault_isolation import run_isolated
 from model.engine.runner import PendingStep, Runner
 from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.model_drafts import DraftOdds, ModelDrafts
-from model.engine.scheduling.ngram_drafts import NgramDrafts
-from model.engine.scheduling.ngram_index import KnownText
 from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
 from model.engine.scheduling.sequence import PLACEHOLDER, Beams, SequenceState, SequenceStatus
 from model.engine.scheduling.source_pass import LayersAhead
 from model.engine.scheduling.step_budget import UNLIMITED, StepBudget, StepDemand
+from model.engine.speculation import Speculation
 from model.engine.step_parts import Unit, group_units, select, uses_any
-from model.errors import ConfigError
-from model.text.grammar import GrammarError
+from model.engine.token_outputs import search_outputs, token_output
 
 if TYPE_CHECKING:
-    from model.text.grammar_matcher import Grammars, Matcher
-
-PREDICTED_TOKENS = 8  # most drafts of a step for a request with a prediction, where nobody says how many
+    from model.text.grammar_matcher import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -58,32 +53,19 @@ class GenerateEngine:
         overlap: bool = False,
         num_speculative_tokens: int = 0,
     ) -> None:
-        """`overlap`: run ahead, that is, launch a step before the previous one's tokens arrive.
-
-        `num_speculative_tokens`: drafts of requests that do not say how many.
-        """
+        """`overlap`: run ahead, that is, launch a step before the previous one's tokens arrive."""
         self.name = name
         self.runner = runner
         self.scheduler = scheduler
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.grammars = grammars  # None: no tokenizer, so requests have no grammars
+        self.compiling = CompilingGrammars(grammars)
         self.overlap = overlap
-        self.num_speculative_tokens = num_speculative_tokens
-        self.draft_context: int | None = (
-            None  # tokens up to which the runner's draft model says some; None: it has none
-        )
-        self._draft_odds = DraftOdds()
-        self._draft_seconds = 0.0  # of the last step, in which its drafts were said
+        self.speculation = Speculation(num_speculative_tokens)
         self._pending_step: PendingStep | None = None
         self._last_collect_time = 0.0
         self._arrival_numbers = count()
-        self._compiling: list[tuple[Future[Matcher], list[SequenceState]]] = []
         self._outputs: list[TokenOutput] = []  # not yet returned to the loop
-        self.num_drafts = 0  # steps of a sequence with drafts
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0  # drafts that were right
-        self.num_model_draft_tokens = self.num_model_accepted_tokens = 0  # of them, the draft model's
 
     @property
     def block_manager(self) -> BlockManager:
@@ -96,7 +78,7 @@ class GenerateEngine:
     @property
     def waits_for_grammars(self) -> bool:
         """Whether all remaining sequences wait for their grammars to be compiled."""
-        if self._pending_step or self.scheduler.running or any(future.done() for future, _ in self._compiling):
+        if self._pending_step or self.scheduler.running or self.compiling.any_done:
             return False
         return not any(sequence.is_prepared for sequence in self.scheduler.waiting)
 
@@ -119,26 +101,11 @@ class GenerateEngine:
         if request.params.num_beams > 1:
             sequences[0].searching()
         if request.params.grammar:
-            assert self.grammars is not None, f"{self.name} knows no text"
-            self._compiling.append((self.grammars.compile(request.params.grammar), sequences))
-        drafts = self._drafts(request)
-        source = request.source.token_ids if request.source is not None else ()
-        known = KnownText(request.prompt_token_ids, source, request.prediction) if drafts else None
+            self.compiling.begin(request.params.grammar, sequences)
+        self.speculation.prepare(request, sequences)
         for sequence in sequences:
             sequence.is_prepared = not request.params.grammar
-            if known is not None:
-                sequence.drafting = NgramDrafts(drafts, known)
-                if self.draft_context is not None:
-                    sequence.model_drafts = ModelDrafts(drafts, self._draft_odds, self.draft_context)
             self.scheduler.add(sequence)
-
-    def _drafts(self, request: Request) -> int:
-        """Return how many tokens of a request a step may draft; beams have no next token to draft."""
-        asked = request.params.num_speculative_tokens
-        limit = self.num_speculative_tokens if asked is None else asked
-        if asked is None and request.prediction:
-            limit = limit or PREDICTED_TOKENS
-        return 0 if request.params.num_beams > 1 else limit
 
     def _limit_max_tokens(self, request: Request) -> Request:
         limit = max(1, self.max_model_len - len(request.prompt_token_ids))
@@ -168,7 +135,7 @@ class GenerateEngine:
                     ended.add(key)
                     self._outputs.append(TokenOutput(*key, finish_reason=FinishReason.ERROR))
             sequence.finish(FinishReason.ERROR)
-        self._compiling.clear()
+        self.compiling.clear()
         self.scheduler.reset()
         self.runner.forget_ahead()
         self.runner.probe()
@@ -181,7 +148,7 @@ class GenerateEngine:
     def check_deadlines(self) -> list[TokenOutput]:
         """End the sequences whose deadline has passed, and make those ready whose grammars are compiled."""
         self._end_expired(time.monotonic())
-        self._attach_compiled_grammars()
+        self._attach_grammars()
         return self._take_outputs()
 
     def finish_pending(self) -> tuple[list[TokenOutput], StepStats | None]:
@@ -192,7 +159,7 @@ class GenerateEngine:
     def step(self, budget: StepBudget = UNLIMITED) -> tuple[list[TokenOutput], StepStats | None]:
         """Compute one step within `budget`, or launch it and collect the previous one; return what was finished."""
         self._end_expired(time.monotonic())
-        self._attach_compiled_grammars()
+        self._attach_grammars()
         stats = None
         if self._pending_step is not None and not self._pending_step.allows_run_ahead:
             stats = self._collect_pending()
@@ -203,9 +170,7 @@ class GenerateEngine:
                 step.sequence.scheduled_time = began
         for ahead in scheduled.ahead:
             self._encode_ahead(ahead)
-        self._draft_seconds = 0.0
-        if scheduled.draft_runs:
-            self._say_drafts(scheduled)
+        self.speculation.say_drafts(scheduled, self.runner, self.scheduler)
         if not scheduled.scheduled:
             stats = self._collect_pending() if self._pending_step is not None else stats
             if scheduled.ahead:
@@ -224,22 +189,6 @@ class GenerateEngine:
             logger.exception("a source could not be encoded in parts")
             self.scheduler.source_passes.fail()
             self.runner.forget_ahead()
-
-    def _say_drafts(self, scheduled: SchedulerOutput) -> None:
-        """Put the draft model's tokens into a step; its sequences have none any more if it fails."""
-        runs, began = scheduled.draft_runs, time.monotonic()
-        try:
-            scheduled.put_drafts(self.runner.draft(runs))
-        except Exception:
-            logger.exception("%d sequences could not be drafted", len(runs))
-            for run in runs:
-                run.sequence.model_drafts = None
-                self.block_manager.trim(run.sequence)
-            self.scheduler.draft_pages.clear()
-            return
-        self._draft_seconds = time.monotonic() - began
-        if max(run.num_tokens for run in runs) <= 2:  # as it goes on behind drafts
-            self._draft_odds.measured(pass_seconds=self._draft_seconds / max(1, *(run.num_drafts for run in runs)))
 
     def _compute(self, scheduled: SchedulerOutput, began: float) -> StepStats:
         """Execute a step and wait for its tokens; if it raises, isolate the fault."""
@@ -300,15 +249,15 @@ class GenerateEngine:
         decodes = sum(
             step.num_tokens for step in steps if step.num_tokens == 1 + len(step.drafts) and not step.encode_source
         )
-        if self.draft_context is not None and decodes == scheduled.num_tokens:
-            self._draft_odds.measured(step_seconds=seconds - self._draft_seconds)
         whole, tokens = scheduled.num_whole_tokens, scheduled.num_tokens
+        if decodes == tokens:
+            self.speculation.measured(seconds)
         return StepStats(self.name, "generate", seconds, tokens, len(steps), decodes, whole)
 
     def wait_for_grammars(self, seconds: float) -> None:
         """Wait for the next compiled grammar, at most `seconds`, if no sequence can run without one."""
-        if self._compiling and self.waits_for_grammars:
-            wait([future for future, _ in self._compiling], seconds, "FIRST_COMPLETED")
+        if self.waits_for_grammars:
+            self.compiling.wait(seconds)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -325,11 +274,11 @@ class GenerateEngine:
             free_states=self.block_manager.num_free_states,
             cached_states=self.block_manager.num_cached_states,
             total_states=self.block_manager.num_states,
-            drafts=self.num_drafts,
-            draft_tokens=self.num_draft_tokens,
-            accepted_tokens=self.num_accepted_tokens,
-            model_draft_tokens=self.num_model_draft_tokens,
-            model_accepted_tokens=self.num_model_accepted_tokens,
+            drafts=self.speculation.num_drafts,
+            draft_tokens=self.speculation.num_draft_tokens,
+            accepted_tokens=self.speculation.num_accepted_tokens,
+            model_draft_tokens=self.speculation.num_model_draft_tokens,
+            model_accepted_tokens=self.speculation.num_model_accepted_tokens,
         )
 
     def check_invariants(self) -> None:
@@ -357,7 +306,10 @@ class GenerateEngine:
                 beams.forced = token.forced
                 searches[id(beams)] = beams
             elif token is not None:
-                (self._append_run if step.drafts else self._append_token)(step, token)
+                if step.drafts:
+                    self._append_run(step, token)
+                else:
+                    self._append_token(sequence, token)
                 if ahead > 1 and not sequence.finished:
                     sequence.token_ids.append(PLACEHOLDER)
         for beams in searches.values():
@@ -392,24 +344,7 @@ class GenerateEngine:
 
     def _end_search(self, beams: Beams, reason: FinishReason | None, error: str | None = None) -> None:
         """Output the n best hypotheses and end the search; `reason` is None if the search is done."""
-        first = beams.members[0]
-        best = beams.search.best([sequence.output_token_ids for sequence in beams.members])
-        for index in range(first.params.n):
-            output = TokenOutput(
-                first.request.request_id, index, finish_reason=reason or FinishReason.LENGTH, error=error
-            )
-            if index < len(best):
-                output.token_ids, output.score = list(best[index].token_ids), best[index].score
-                output.cumulative_logprob = best[index].cumulative_logprob if first.params.cumulative_logprob else None
-                ended = bool(output.token_ids) and output.token_ids[-1] in first.stop_token_ids
-                # An end token that max_tokens forced on a grammar's output is no stop.
-                forced = beams.forced and first.matcher is not None and len(output.token_ids) == first.params.max_tokens
-                if ended and not forced and reason is None:
-                    output.finish_reason, output.stop_reason = FinishReason.STOP, output.token_ids[-1]
-            output.scheduled_time = first.scheduled_time
-            output.cached_tokens = min(first.num_cached_tokens, first.num_prompt_tokens)
-            output.probe_logprobs = first.probe_logprobs
-            self._outputs.append(output)
+        self._outputs += search_outputs(beams, reason, error)
         for sequence in list(beams.members):
             self.scheduler.finish(sequence, reason or FinishReason.STOP)
 
@@ -417,20 +352,16 @@ class GenerateEngine:
         """Append a token that has drafts behind it, and what was sampled behind those that are right."""
         sequence = step.sequence
         is_computed = sequence.num_computed_tokens == step.stop  # else it was preempted while the step was pending
-        by_model = sequence.model_drafts is not None and sequence.model_drafts.verified(len(token.later))
-        self.num_drafts += 1
-        self.num_draft_tokens += len(step.drafts)
-        self.num_model_draft_tokens += len(step.drafts) * by_model
+        by_model = self.speculation.verified(sequence, len(step.drafts), len(token.later))
         for place, one in enumerate((token, *token.later)):
             if place and is_computed:
                 sequence.num_computed_tokens += 1
                 self._cache_full_blocks(sequence)
-            self._append_token(step, one)
+            self._append_token(sequence, one)
             output = self._outputs[-1]  # of this token: a stop string may end the text with any of them
             output.drafted_tokens = len(step.drafts) if place == 0 else 0
             output.accepted_tokens = int(place < len(token.later))
-            self.num_accepted_tokens += output.accepted_tokens
-            self.num_model_accepted_tokens += output.accepted_tokens * by_model
+            self.speculation.accepted(output.accepted_tokens, by_model=by_model)
             if sequence.finished:
                 break
         if is_computed and not sequence.finished:
@@ -440,56 +371,25 @@ class GenerateEngine:
         if sequence.num_computed_tokens // self.block_manager.block_size > sequence.num_offered_blocks:
             self.block_manager.cache_full_blocks(sequence)
 
-    def _append_token(self, step: ScheduledSequence, token: SampledToken) -> None:
+    def _append_token(self, sequence: SequenceState, token: SampledToken) -> None:
         """Append a sampled token to its sequence and output it."""
-        sequence = step.sequence
-        first = sequence.num_output_tokens == 0
         try:
             sequence.append(token.token_id, forced=token.forced)
         except Exception:  # of its grammar, for example: other sequences are not affected
             logger.exception("a sequence could not take its next token")
             self._end(sequence, FinishReason.ERROR)
             return
-        output = TokenOutput(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            token_ids=[token.token_id],
-            logprobs=None if token.logprob is None else [token.logprob],
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_token_id,
-            error=sequence.error,
-        )
         if token.masked_logprob is not None:
             sequence.cumulative_logprob += token.masked_logprob
-            output.cumulative_logprob = sequence.cumulative_logprob
-        if first:
-            output.scheduled_time = sequence.scheduled_time
-            output.probe_logprobs = sequence.probe_logprobs
-            output.alignment = token.alignment
-            output.cached_tokens = min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
-            if sequence.params.prompt_logprobs is not None:
-                output.prompt_logprobs = sequence.prompt_logprobs
-        self._outputs.append(output)  # before anything that could raise: `recover` ends what is in the scheduler
+        # Before anything that could raise: `recover` ends what is in the scheduler.
+        self._outputs.append(token_output(sequence, token))
         if sequence.finished:
             self.scheduler.remove(sequence)
 
-    def _attach_compiled_grammars(self) -> None:
-        """Give sequences their compiled grammars; end those whose grammar failed to compile."""
-        done = [entry for entry in self._compiling if entry[0].done()]
-        self._compiling = [entry for entry in self._compiling if entry not in done]
-        for future, sequences in done:
-            waiting = [sequence for sequence in sequences if not sequence.finished]
-            try:
-                matcher = future.result().with_stop_tokens(sequences[0].stop_token_ids)
-            except (GrammarError, ConfigError) as error:
-                self._end_all(waiting, FinishReason.ERROR, str(error))
-                continue
-            except Exception:
-                logger.exception("a grammar could not be compiled")
-                self._end_all(waiting, FinishReason.ERROR)
-                continue
-            for sequence in waiting:
-                sequence.matcher, sequence.is_prepared = matcher.fork(), True
+    def _attach_grammars(self) -> None:
+        """Make those ready whose grammars are compiled; end those whose grammar failed to compile."""
+        for sequences, error in self.compiling.attach():
+            self._end_all(sequences, FinishReason.ERROR, error)
 
     def _end_expired(self, now: float) -> None:
         late = [s for s in self.scheduler if s.request.deadline is not None and s.request.deadline <= now]

@@ -72,9 +72,9 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
 def _compile_draft_model(generate: GenerateEngine) -> int:
     """Compile what a draft model launches, if there is one: the requests of warm-up end before it would be asked."""
     draft = generate.runner.draft_model if isinstance(generate.runner, ModelRunner) else None
-    if draft is None or generate.draft_context is None:
+    if draft is None or generate.speculation.draft_context is None:
         return 0
-    most_keys = generate.draft_context
+    most_keys = generate.speculation.draft_context
     launched = compile_attention(draft.model, draft.cache, min(most_keys, COMPUTED_AT_ONCE), most_keys)
     return launched + compile_products(draft.model)
 

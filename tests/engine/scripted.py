@@ -186,7 +186,7 @@ class Harness:
             num_speculative_tokens=num_speculative_tokens,
         )
         if draft_script is not None:
-            self.engine.draft_context = max_model_len
+            self.engine.speculation.draft_context = max_model_len
         self.outputs: list[TokenOutput] = []
         self.limits = UNLIMITED  # of each step
 

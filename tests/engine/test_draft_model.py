@@ -160,7 +160,7 @@ def test_no_sequence_waits_for_the_prompt_of_another(monkeypatch: pytest.MonkeyP
 
 def test_the_draft_models_context_bounds_its_drafts() -> None:
     harness = drafting()
-    harness.engine.draft_context = 50
+    harness.engine.speculation.draft_context = 50
     harness.add("r", range(20), max_tokens=80)
     harness.run()
     assert 45 < max(run.stop + run.num_drafts for run in harness.runner.draft_runs) <= 50
@@ -257,7 +257,7 @@ def test_what_it_launches_is_compiled_before_it_is_asked(monkeypatch: pytest.Mon
     monkeypatch.setattr(warmup, "compile_attention", lambda *given: compiled.append(given) or 0)
     monkeypatch.setattr(warmup, "compile_products", lambda model: compiled.append(model) or 0)
     warmup.warm_up(loaded.encode, loaded.generate, loaded.info.max_model_len)
-    context = loaded.generate.draft_context
+    context = loaded.generate.speculation.draft_context
     assert context is not None and compiled[2:] == [(draft.model, draft.cache, context, context), draft.model]
 
 

@@ -48,7 +48,7 @@ KINDS = ["llama", "bart", "t5-relu", "marian"]
 def engine(kind: str, tokens: TokenBytes = PLAIN, **settings: Any) -> Running:
     run = running(kind, **settings)
     run.engine.eos_token_ids = (EOS,)
-    run.engine.grammars = Grammars(lambda: tokens)
+    run.engine.compiling.grammars = Grammars(lambda: tokens)
     return run
 
 
@@ -236,7 +236,7 @@ def test_output_is_the_same_alone_in_a_batch_preempted_and_in_chunks(kind: str) 
         crowd.engine.add(asked(f"r{number}", number))
     for number in range(4):
         crowd.engine.add(request(kind, f"free{number}", 9, number))
-    wait([prepared for prepared, _ in crowd.engine._compiling])  # a crowd however slowly they compile
+    wait([prepared for prepared, _ in crowd.engine.compiling._pending])  # a crowd however slowly they compile
     finish(crowd)
     assert crowd.engine.scheduler.num_preemptions
     assert {number: [crowd.ids(f"r{number}", index) for index in range(2)] for number in range(8)} == alone
@@ -376,10 +376,10 @@ def test_stop_id_is_not_part_of_the_matched_text(
 
 def test_other_requests_run_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     run = engine("llama")
-    assert run.engine.grammars is not None
+    assert run.engine.compiling.grammars is not None
     slow: Future[Matcher] = Future()
-    ready = run.engine.grammars.compile(regex_grammar("a{3}")).result()
-    monkeypatch.setattr(run.engine.grammars, "compile", lambda grammar: slow)
+    ready = run.engine.compiling.grammars.compile(regex_grammar("a{3}")).result()
+    monkeypatch.setattr(run.engine.compiling.grammars, "compile", lambda grammar: slow)
     late = time.monotonic() + 0.05
     run.engine.add(request("llama", "held", 5, grammar="...", n=2))
     run.engine.add(request("llama", "cancelled", 5, grammar="..."))

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from model.api.request import FinishReason
-from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence
+from model.engine.scheduling.scheduler import SampledToken
+from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.step_budget import UNLIMITED, StepBudget
 from tests.engine.scripted import Harness, expected_tokens, next_token
 
@@ -298,10 +299,10 @@ def test_recover_ends_each_sequence_once_and_resets_the_engine(
     calls = []
     take = harness.engine._append_token
 
-    def breaks(step: ScheduledSequence, token: SampledToken) -> None:
-        calls.append(step)
+    def breaks(sequence: SequenceState, token: SampledToken) -> None:
+        calls.append(sequence)
         assert len(calls) != 2 * when, "blocks lost or doubled"
-        take(step, token)
+        take(sequence, token)
 
     monkeypatch.setattr(harness.engine, "_append_token", breaks)
     with pytest.raises(AssertionError, match="lost or doubled"):
