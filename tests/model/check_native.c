@@ -23,6 +23,10 @@ void top_k(const float *x, int64_t rows, int64_t size, int64_t count, float *val
            int64_t threads);
 void pack_rows(const PackedMatrix *matrix, const void *from, int64_t kind, int64_t stride, int64_t first, int64_t count,
                int64_t threads);
+void quantise_rows(const PackedMatrix *matrix, const void *from, int64_t kind, int64_t stride, int64_t count,
+                   const float *weights, int8_t *integers, float *scales, int64_t threads);
+int64_t time_warping_bytes(int64_t rows, int64_t columns);
+void time_warping(const float *costs, int64_t rows, int64_t columns, int64_t *starts, char *memory);
 int64_t structure_sizes(int64_t *sizes, int64_t count);
 int64_t features(void);
 int64_t start_tiles(void);
@@ -153,6 +157,24 @@ static void check_products(int64_t tiles, int64_t threads) {
         }
 }
 
+/* Whole rows in INT8, then groups of 32, 64 and 128 in both kinds of integers. */
+static void check_quantising(int64_t threads) {
+    static const int64_t shapes[][2] = {{1, 1}, {5, 70}, {17, 200}};
+    for (unsigned shape = 0; shape < sizeof shapes / sizeof *shapes; shape++)
+        for (int64_t form = 0; form < 7; form++)
+            for (int64_t kind = F32; kind <= BF16; kind++) {
+                int64_t n = shapes[shape][0], k = shapes[shape][1], stride = k + 3, dtype = form % 2 ? INT4 : INT8;
+                PackedMatrix m = {.dtype = dtype, .n = n, .k = k, .group = form ? 32 << (form - 1) / 2 : 0};
+                int64_t groups = m.group ? (k + m.group - 1) / m.group : 1;
+                float *scales = room(n * groups * 4), *weights = dtype == INT4 && shape ? floats(k) : NULL;
+                for (int64_t i = 0; weights && i < k; i++) weights[i] *= weights[i];
+                quantise_rows(&m, numbers(kind, (n - 1) * stride + k), kind, stride, n, weights, room(n * k), scales,
+                              threads);
+                must_be_finite("quantise_rows", scales, n * groups);
+                free_all();
+            }
+}
+
 /* ---- attention ---- */
 
 static KVPages pages_of(int64_t kind, int64_t rows, int64_t heads, int64_t dim) {
@@ -218,6 +240,27 @@ static void check_attention(int64_t tiles, int64_t threads) {
             }
 }
 
+/* Rows that see the same keys, as beams of one source do, and a prompt of many queries for each packed key. */
+static void check_shared_keys(int64_t tiles, int64_t threads) {
+    static const int64_t beams[][2] = {{1, 90}, {1, 90}, {1, 90}, {1, 20}, {1, 90}}, prompt[][2] = {{1030, 1030}};
+    for (int64_t kind = F32; kind <= INT8; kind++)
+        for (int64_t causal = 0; causal < 2; causal++) {
+            AttentionShape shape = {.heads = 8, .kv_heads = 2 - causal, .dim = 20, .window = 70 * causal};
+            Segments s = causal ? segments_of(prompt, 1, 16, 1) : segments_of(beams, 5, 16, 0);
+            shape.scale = 0.3f;
+            int64_t rows = s.q_starts[s.segments], width = shape.heads * shape.dim;
+            for (int64_t i = 1; i < 3 && !causal; i++)
+                memcpy((int64_t *)s.tables + i * s.table_width, s.tables, s.table_width * sizeof *s.tables);
+            s.slots = NULL; /* keys are there already */
+            KVPages pages = pages_of(kind, pool_rows(&s), shape.kv_heads, shape.dim);
+            Attention a = {.shape = &shape, .segments = &s, .pages = &pages, .query_stride = width, .tiles = tiles};
+            a.queries = floats(rows * width), a.out = room(rows * width * 4);
+            run_attention(&a, NULL, NULL, rows, room(attention_scratch_bytes(&shape, &s, threads)), threads);
+            must_be_finite("run_attention", a.out, rows * width);
+            free_all();
+        }
+}
+
 /* ---- stacks ---- */
 
 static Norm norm_of(int64_t kind, int64_t size) {
@@ -243,12 +286,15 @@ static AttentionLayer attention_layer(int64_t number, int64_t dtype, int64_t hid
     AttentionLayer layer = {.norms = norms_of(number, hidden), .rotary = -1, .score_bias = -1, .relative = -1};
     layer.shape = (AttentionShape){heads, kv_heads, dim, 0, 0.3f, number % 2 ? 2.0f : 0.0f, NULL};
     layer.output_gate = gated && !cross;
-    layer.input = packed(dtype, ((1 + layer.output_gate) * heads + (cross ? 0 : 2 * kv_heads)) * dim, hidden, number % 2,
-                         tiles);
+    int64_t input = heads + (cross ? 0 : 2 * kv_heads);
+    if (number == 5) layer.keys_as_values = 1, layer.v_norm = norm_of(RMS_NORM, dim), input -= kv_heads;
+    if (layer.output_gate) input += heads;
+    layer.input = packed(dtype, input * dim, hidden, number % 2, tiles);
     layer.output = packed(dtype, hidden, heads * dim, 1, tiles);
-    if (number % 2) layer.q_norm = norm_of(RMS_NORM, dim);
-    if (number % 2 && !cross) layer.k_norm = norm_of(RMS_NORM, dim);
-    if (!cross && number % 3 < 2) layer.rotary = number % 3;
+    layer.norm_span = number == 1 ? OWN_GAINS : number == 3 ? ALL_HEADS : EACH_HEAD;
+    if (number % 2) layer.q_norm = norm_of(RMS_NORM, layer.norm_span == EACH_HEAD ? dim : heads * dim);
+    if (number % 2 && !cross) layer.k_norm = norm_of(RMS_NORM, layer.norm_span == EACH_HEAD ? dim : kv_heads * dim);
+    if (!cross) layer.rotary = number % 3 < 2 ? number % 3 : number == 5 ? 0 : -1;
     if (number % 2 == 0 && !cross) layer.score_bias = number;
     return layer;
 }
@@ -268,7 +314,7 @@ static DeltaLayer recurrence(int64_t dtype, int64_t hidden, int64_t tiles) {
     return layer;
 }
 
-enum { LAYERS = 4, EXPERTS = 5 };
+enum { LAYERS = 6, EXPERTS = 5, VECTOR = 21 };
 
 typedef struct {
     Stack stack;
@@ -279,6 +325,7 @@ typedef struct {
     Expert experts[LAYERS][EXPERTS + 1];
     ExpertsLayer mixtures[LAYERS];
     DeltaLayer delta;
+    float scale;
 } Model;
 
 /* Both kinds of scores, or one of them, in the kind of an encoder's products. */
@@ -290,7 +337,8 @@ static RelativePositions relative_of(int64_t number, const AttentionShape *shape
     return found;
 }
 
-/* Experts instead of a layer's own matrices: of odd sizes, behind them one that all rows take, of layer 1 with a gate. */
+/* Experts instead of a layer's own matrices: of odd sizes, behind them one that all rows take, of layer 1 with a gate;
+ * layer 5's are beside its MLP. */
 static void make_experts(Model *m, int64_t number, int64_t dtype, int64_t tiles) {
     MLPLayer *mlp = &m->layers[number].mlp;
     int64_t hidden = m->stack.hidden, columns = 1 + mlp->gated;
@@ -304,7 +352,26 @@ static void make_experts(Model *m, int64_t number, int64_t dtype, int64_t tiles)
     layer->experts = m->experts[number], layer->router = packed(F32, EXPERTS, hidden, number % 2, 0);
     if (number == 1) layer->shared_gate = packed(F32, 1, hidden, 0, 0), mlp->activation = CLAMPED_SILU;
     mlp->experts = layer, mlp->limit = 7.0f, mlp->gain = 1.702f, mlp->scale = 0.5f;
-    mlp->up = mlp->down = (PackedMatrix){0};
+    if (number != 5) {
+        mlp->up = mlp->down = (PackedMatrix){0};
+        return;
+    }
+    layer->active = 2, layer->has_shared = 0, layer->scales = floats(EXPERTS);
+    layer->router_norm = norm_of(RMS_NORM, hidden);
+    layer->norms = layer->mlp_norms = norms_of(1, hidden), mlp->norms.output = norm_of(RMS_NORM, hidden);
+}
+
+/* What layers have in Gemma 4: vectors, a scale, and, in layer 4 of a decoder, keys that layer 0 has written. */
+static void make_last(Model *m, int64_t number, int64_t dtype, int64_t tiles, int decoder) {
+    Layer *layer = m->layers + number;
+    AttentionLayer *self = &layer->self;
+    int64_t hidden = m->stack.hidden;
+    layer->has_vectors = 1, layer->vectors = (MLPLayer){.activation = GELU_TANH};
+    layer->vectors.up = packed(dtype, VECTOR, hidden, 0, tiles);
+    layer->vectors.down = packed(dtype, hidden, VECTOR, 0, tiles);
+    layer->vectors.norms.output = norm_of(RMS_NORM, hidden), layer->scale = &m->scale, m->scale = 0.7f;
+    if (!decoder || number != 4) return;
+    self->reads_keys = 1, self->input = packed(dtype, self->shape.heads * self->shape.dim, hidden, 0, tiles);
 }
 
 static void make_model(Model *m, int64_t dtype, int64_t hidden, int64_t tiles, int decoder) {
@@ -319,25 +386,32 @@ static void make_model(Model *m, int64_t dtype, int64_t hidden, int64_t tiles, i
             layer->has_cross = 1, layer->cross = attention_layer(i, dtype, hidden, tiles, 1, 0);
             layer->cross.segments = 2;
         }
-        layer->mlp = (MLPLayer){.norms = norms_of(i + 1, hidden), .gated = gated, .activation = 1 + i};
+        layer->mlp = (MLPLayer){.norms = norms_of(i + 1, hidden), .gated = gated, .activation = 1 + i % 3};
         layer->mlp.up = packed(dtype, inner * (1 + gated), hidden, 1, tiles);
         layer->mlp.down = packed(dtype, hidden, inner, 1, tiles);
-        if (i == 1 || i == 2) make_experts(m, i, dtype, tiles);
+        if (i == 1 || i == 2 || i == 5) make_experts(m, i, dtype, tiles);
+        if (i >= 4) make_last(m, i, dtype, tiles, decoder);
         m->order[i] = layer, m->biases[i] = bias_of(layer->self.shape.heads, LONGEST);
+        if (decoder && i == 2) m->biases[i] = (ScoreBias){.slopes = floats(layer->self.shape.heads)};
     }
 }
 
 static void run_model(const Model *m, Step step, int64_t threads) {
     RotaryTable *rotary = room(2 * sizeof *rotary);
-    rotary[0] = (RotaryTable){floats(step.rows * 8), floats(step.rows * 8), 8};
-    rotary[1] = (RotaryTable){floats(step.rows * 4), floats(step.rows * 4), 4};
+    rotary[0] = (RotaryTable){floats(step.rows * 8), floats(step.rows * 8), 8, 0, floats(step.rows)};
+    rotary[1] = (RotaryTable){floats(step.rows * 4), floats(step.rows * 4), 4, 1, NULL};
     step.rotary = rotary, step.score_biases = m->biases, step.relative = m->relative;
+    step.vectors = floats(step.rows * LAYERS * VECTOR);
+    float **queries = step.pages ? memset(room(LAYERS * sizeof *queries), 0, LAYERS * sizeof *queries) : NULL;
+    int64_t width = m->layers[2].cross.shape.heads * m->layers[2].cross.shape.dim;
+    if (queries) queries[2] = room(step.rows * width * 4), step.cross_queries = queries;
     float *x = floats(step.rows * m->stack.hidden);
     for (int64_t half = 0; half < 2; half++) { /* a step that pauses between two layers */
         step.first_layer = half * LAYERS / 2, step.last_layer = (half + 1) * LAYERS / 2;
         run_stack(&m->stack, &step, x, room(scratch_bytes(&m->stack, &step, threads)), threads);
     }
     must_be_finite("run_stack", x, step.rows * m->stack.hidden);
+    if (queries) must_be_finite("cross_queries", queries[2], step.rows * width);
 }
 
 /* The same step with a recurrence in layer 3, which leaves states behind tokens of some segments and begins others with
@@ -365,13 +439,16 @@ static void run_recurrent(Model *m, Step step, int64_t dtype, int64_t tiles, int
     run_model(m, step, threads);
 }
 
-static void check_decoder(int64_t dtype, int64_t kind, int64_t tiles, int64_t threads) {
-    static const int64_t sources[][2] = {{1, 20}, {37, 33}, {1, 1}, {70, 9}, {1, 16}, {5, 50}, {1, 64}};
+static void run_decoder(const int64_t (*sizes)[2], int64_t count, int64_t dtype, int64_t kind, int64_t tiles,
+                        int64_t threads) {
     Model m;
     make_model(&m, dtype, 36 + 4 * dtype, tiles, 1);
+    int64_t (*sources)[2] = room(count * sizeof *sources);
+    for (int64_t i = 0; i < count; i++) sources[i][0] = sizes[i][0], sources[i][1] = 1 + 19 * i * i % 65;
     Segments *segments = room(3 * sizeof *segments);
-    segments[0] = segments_of(MIXED, MIXED_COUNT, 4, 1), segments[1] = segments_of(MIXED, MIXED_COUNT, 16, 1);
-    segments[2] = segments_of(sources, MIXED_COUNT, 4, 0);
+    segments[0] = segments_of(sizes, count, 4, 1), segments[1] = segments_of(sizes, count, 16, 1);
+    segments[2] = segments_of((const int64_t (*)[2])sources, count, 4, 0);
+    segments[2].slots = NULL; /* what is read there has been written */
     KVPages *pages = room(LAYERS * sizeof *pages);
     for (int i = 0; i < LAYERS; i++) {
         const Layer *layer = m.layers + i;
@@ -380,15 +457,23 @@ static void check_decoder(int64_t dtype, int64_t kind, int64_t tiles, int64_t th
         for (int j = 0; j < 3; j++) rows = max_i64(rows, pool_rows(segments + j));
         pages[i] = pages_of(kind, rows, heads, 1); /* the wider of both; a scale for each number is more than enough */
     }
-    Step step = {.rows = segments[0].q_starts[MIXED_COUNT], .num_segments = 3, .segments = segments, .pages = pages};
+    pages[4] = pages[0]; /* whose keys it reads */
+    Step step = {.rows = segments[0].q_starts[count], .num_segments = 3, .segments = segments, .pages = pages};
     run_model(&m, step, threads);
     run_recurrent(&m, step, dtype, tiles, threads);
     free_all();
 }
 
+/* A step of prompts and tokens, and one of a few tokens. */
+static void check_decoder(int64_t dtype, int64_t kind, int64_t tiles, int64_t threads) {
+    run_decoder(MIXED, MIXED_COUNT, dtype, kind, tiles, threads);
+    run_decoder((const int64_t[][2]){{1, 70}, {1, 1}, {1, 133}}, 3, dtype, kind, tiles, threads);
+}
+
 static void check_encoder(int64_t dtype, int64_t tiles, int64_t threads, int64_t count) {
     int64_t (*sizes)[2] = room(count * sizeof *sizes);
-    for (int64_t i = 0; i < count; i++) sizes[i][0] = sizes[i][1] = count < 10 ? 1 + 37 * i * i % 300 : 1 + 13 * i % 40;
+    for (int64_t i = 0; i < count; i++) /* some are empty */
+        sizes[i][0] = sizes[i][1] = count < 10 ? 37 * i * i % 300 : 13 * i % 40;
     Model m;
     make_model(&m, dtype, 36 + 4 * dtype, tiles, 0);
     Segments *segments = room(sizeof *segments);
@@ -402,6 +487,8 @@ static void check_encoder(int64_t dtype, int64_t tiles, int64_t threads, int64_t
     run_model(&m, step, threads);
     for (int64_t i = 0; i < LAYERS; i++) m.layers[i].self.relative = -1;
     m.layers[1].self.shape.window = 20; /* one layer that does not see all */
+    run_model(&m, step, threads);
+    segments->causal = 1;
     run_model(&m, step, threads);
     free_all();
 }
@@ -419,6 +506,17 @@ static void check_top_k(int64_t threads) {
     }
 }
 
+static void check_time_warping(void) {
+    static const int64_t shapes[][2] = {{1, 1}, {1, 9}, {9, 1}, {7, 30}, {40, 33}};
+    for (unsigned i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        int64_t rows = shapes[i][0], columns = shapes[i][1], *starts = room(rows * 8);
+        time_warping(floats(rows * columns), rows, columns, starts, room(time_warping_bytes(rows, columns)));
+        for (int64_t row = 0; row < rows; row++)
+            if (starts[row] < (row ? starts[row - 1] : 0) || starts[row] >= columns) failures++;
+        free_all();
+    }
+}
+
 static void check_sizes(void) {
     int64_t count = structure_sizes(NULL, 0), *sizes = room(count * 8), *few = room(16);
     if (structure_sizes(sizes, count) != count || structure_sizes(few, 2) != count || few[1] != sizes[1]) failures++;
@@ -430,9 +528,12 @@ int main(int argc, char **argv) {
     printf("features %ld, tiles %ld, %ld threads\n", (long)features(), (long)usable, (long)threads);
     check_sizes();
     check_top_k(threads);
+    check_time_warping();
+    check_quantising(threads);
     for (int64_t tiles = 0; tiles <= usable; tiles++) {
         check_products(tiles, threads);
         check_attention(tiles, threads);
+        check_shared_keys(tiles, threads);
         for (int64_t dtype = F32; dtype <= INT4; dtype++) {
             for (int64_t kind = F32; kind <= INT8; kind++) check_decoder(dtype, kind, tiles, threads);
             check_encoder(dtype, tiles, threads, 5);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -39,6 +40,14 @@ from tests.model.checkpoints import CPU, load_native, loaded, native_backends, p
 from tests.model.parity import ours_and_theirs
 from tests.model.test_attention import DIM, HEADS, pool_with_past
 from tests.model.test_native import library, needs_native
+
+
+def test_sanitizers_see_every_entry_point() -> None:
+    harness = (Path(__file__).parent / "check_native.c").read_text()  # declares each, and must call it too
+    sources = [source.read_text() for source in build._SOURCES.glob("*.c")]
+    entries = [name for text in sources for name in re.findall(r"^EXPORTED \w+ (\w+)\(", text, re.M)]
+    assert "run_stack" in entries
+    assert [name for name in entries if len(re.findall(rf"\b{name}\(", harness)) < 2] == []
 
 
 @needs_native

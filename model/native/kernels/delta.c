@@ -43,6 +43,7 @@ typedef struct {
     const StateSpan *spans;
     int64_t num_spans, rows, hidden;
     int64_t channels, width; /* of a row before the convolution: with the outputs' gate */
+    float *slice;            /* the thread's own: [key_dim][SLICE] of a state */
 } Recurrence;
 
 /* Whether a span does not go on from the one before it. */
@@ -268,7 +269,7 @@ static void run_slice(const Recurrence *r, const StateSpan *span, int64_t head, 
     const DeltaLayer *l = r->layer;
     int64_t columns = min_i64(SLICE, l->value_dim - column), whole = columns == SLICE, key_dim = l->key_dim;
     const float *key = r->buffers->keys + (head / (l->value_heads / l->key_heads) * r->rows + span->first) * 2 * key_dim;
-    Slice own = {r->team->scratch, SLICE}, source = own, target = own, from = own;
+    Slice own = {r->slice, SLICE}, source = own, target = own, from = own;
     if (span->source >= 0)
         source = (Slice){r->states->recurrent + (span->source * l->value_heads + head) * key_dim * l->value_dim + column,
                          l->value_dim};
@@ -325,6 +326,12 @@ static void gate_outputs(const Recurrence *r) {
     }
 }
 
+/* The thread's own scratch for a slice of a state, where products have laid out other buffers. */
+static float *slice_scratch(const ThreadContext *t, const DeltaLayer *layer) {
+    Scratch own = {.base = t->scratch};
+    return scratch_take(&own, layer->key_dim * SLICE * (int64_t)sizeof(float));
+}
+
 Operand delta_operand(const ThreadContext *t, const DeltaLayer *layer, const Step *step, const LayerStates *states,
                       const DeltaBuffers *b, int64_t hidden, const float *x) {
     Recurrence r = {.team = t, .layer = layer, .buffers = b, .states = states, .rows = step->rows, .hidden = hidden};
@@ -335,6 +342,7 @@ Operand delta_operand(const ThreadContext *t, const DeltaLayer *layer, const Ste
     gemm(&layer->gates, rows, r.rows, gates, t->thread, t->threads, product_scratch(t, r.rows));
     multiply(t, &layer->input, operand, r.rows, (Output){.rows = b->mixed, .stride = r.width});
     prepare_rows(&r);
+    r.slice = slice_scratch(t, layer);
     wait_for_threads(t);
     run_slices(&r);
     wait_for_threads(t);
