@@ -62,6 +62,11 @@ def mean(histogram: str) -> str:
     return f"{rate(histogram + '_sum')} / {rate(histogram + '_count')}"
 
 
+def state_share(state: str) -> str:
+    slots = f"triptych_state_slots{{{_MODEL}"
+    return f'sum by (model) ({slots}, state="{state}"}}) / sum by (model) ({slots}}})'
+
+
 def now(gauge: str, how: str = "sum") -> str:
     return f"{how} by (model) (triptych_{gauge}{{{_MODEL}}})"
 
@@ -107,8 +112,9 @@ PANELS = (
         "Waiting and running",
         "short",
         (("{{model}} waiting", now("requests_waiting")), ("{{model}} running", now("requests_running"))),
+        width=6,
     ),
-    Panel("Time in the queue", "s", percentiles("request_queue_time_seconds", 0.5, 0.95)),
+    Panel("Time in the queue", "s", percentiles("request_queue_time_seconds", 0.5, 0.95), width=6),
     Panel(
         "KV cache",
         "percentunit",
@@ -117,7 +123,16 @@ PANELS = (
             ("{{model}} prefix hits", f"{rate('prefix_cache_hits_total')} / {rate('prefix_cache_queries_total')}"),
         ),
         "Blocks in use on the fullest instance; share of prompt tokens that were found computed.",
+        width=6,
         bound=0.9,
+    ),
+    Panel(
+        "State slots",
+        "percentunit",
+        (("{{model}} in use", state_share("used")), ("{{model}} snapshots", state_share("cached"))),
+        "Of recurrent layers: slots that running sequences have, and snapshots that later prompts may go on from. "
+        "Snapshots give way to sequences.",
+        width=6,
     ),
     # Engines
     Panel(

@@ -32,7 +32,8 @@ def promtool(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def scraped() -> set[str]:
-    """The names in a scrape of a service that has seen each kind of request, and has a model that transcribes."""
+    """The names in a scrape of a service that has seen each kind of request, and has a model that transcribes; of
+    gauges also those that none of its models has, as one without recurrent layers has no slots for states."""
     models = [f"{name}={path}" for name, path in embedded_models().items()]
     with running([*models, SPEECH, "--runtime", "local", "--admin-key", "key"]) as service:
         for what in ("unload", "load"):
@@ -45,7 +46,8 @@ def scraped() -> set[str]:
         ):
             httpx.post(service.url + path, json=body, timeout=60)
         text = httpx.get(f"{service.url}/metrics").text
-    return {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+    gauges = set(re.findall(r"^# TYPE (\w+) gauge$", text, re.MULTILINE))
+    return gauges | {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
 
 
 @pytest.mark.parametrize("path", list(rendered()), ids=lambda path: path.name)
