@@ -1,4 +1,4 @@
-"""Classifiers and images through POST /encode, over real engines of tiny checkpoints."""
+"""Classifiers and images through POST /encode, and a recurrent decoder, over real engines of tiny checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.service.test_bad_requests import check_error
 
 MODELS = (
     *("bert", "bert-sequence", "bert-token", "distilbert-sequence", "deberta-v2-sequence", "deberta-sequence"),
-    *("llama-sequence", "vit", "vit-image"),
+    *("llama-sequence", "vit", "vit-image", "qwen3-5-moe"),
 )
 PAIR = {"text": "w1 w2 w3", "text_pair": "w4 w5"}
 IDS, TYPES = [1, 4, 5, 6, 2, 7, 8, 2], [0, 0, 0, 0, 0, 1, 1, 1]  # of the pair
@@ -144,6 +144,23 @@ class TestClassifiers:
     def test_a_model_that_does_not_generate(self, client: Client) -> None:
         reply = client.post("/generate", model="llama-sequence", prompt=[5])
         check_error(reply, 400, "model", "wrong_task")
+
+
+class TestRecurrentLayers:
+    """Gated DeltaNet, with experts."""
+
+    def test_tokens_are_the_references_with_their_probabilities(self, client: Client) -> None:
+        prompt, cached = list(range(5, 25)), []
+        for _ in range(2):  # the second goes on from a snapshot of the first's states
+            reply = client.post("/generate", model="qwen3-5-moe", prompt=prompt, max_tokens=6, logprobs=0)
+            assert reply.status_code == 200, reply.text
+            tokens = reply.json()["choices"][0]["logprobs"]
+            ids = [token["id"] for token in tokens]
+            expected = reference("qwen3-5-moe", input_ids=prompt + ids)[len(prompt) - 1 : -1]
+            assert len(ids) == 6 and ids == expected.argmax(-1).tolist()
+            assert close([token["logprob"] for token in tokens], expected.log_softmax(-1).amax(-1))
+            cached.append(reply.json()["usage"]["cached_tokens"])
+        assert cached == [0, 16]
 
 
 def coded(data: bytes) -> dict[str, str]:
