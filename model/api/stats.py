@@ -98,6 +98,8 @@ class ModelInfo:
     recorded_sizes: int = 0  # number of batch sizes with a CUDA graph of the decode step
     fallbacks: tuple[str, ...] = ()  # features that fell back to a slower path, with the reason
     versions: dict[str, str] = field(default_factory=dict)
+    state_slots: int = 0  # for the states of recurrent layers: two of each sequence, others for snapshots
+    state_slot_bytes: int = 0  # of one
     cache_pools: tuple[CachePool, ...] = ()  # the first has `num_blocks`; empty: a single one without a window
     memory_bytes: int = 0  # weights, KV cache and planned scratch, on all ranks
 

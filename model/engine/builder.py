@@ -179,8 +179,8 @@ def assemble(
         fitting = kv.sequences_in(pool, context.tokens, limits.max_num_seqs)
         if fitting < limits.max_num_seqs:
             logger.warning(
-                "%s: the KV pool has room for the states of %d sequences at a time, not for max_num_seqs %d: "
-                "more kv_cache_memory or a lower max_model_len makes room",
+                "%s: max_num_seqs is %d, not %d: the KV cache has no room for the states of more sequences; "
+                "raise kv_cache_memory or lower max_model_len",
                 *(spec.name, fitting, limits.max_num_seqs),
             )
         limits = replace(limits, max_num_seqs=fitting)

@@ -14,8 +14,10 @@ from model.api.messages import ModelSpec
 from model.api.stats import ModelInfo
 from model.attention.selection import Selection
 from model.checkpoint.folder import Checkpoint
+from model.config.cache import state_bytes
 from model.config.formats import NumberFormat, Storage, kept_as_stored, nearest_kept
 from model.config.model import ModelConfig
+from model.config.sharding import Shard
 from model.engine.cache_budget import Context, kv_bytes_per_token
 from model.engine.dtypes import choose_dtype
 from model.engine.execution.model_runner import ModelRunner
@@ -79,6 +81,8 @@ def describe_model(
         max_queued_tokens=limits.max_queued_tokens,
         block_size=spec.engine.block_size,
         num_blocks=generate.block_manager.num_blocks if generate else 0,
+        state_slots=generate.block_manager.num_states if generate else 0,
+        state_slot_bytes=state_bytes(Shard(0, spec.engine.tensor_parallel_size).config(config).decoder),
         kv_bytes_per_token=kv_bytes_per_token(spec.engine, config, model.dtype),
         embedding_size=checkpoint.sentences.output_size(next(iter(config.stacks.values())).output_width),
         load_seconds=0.0,

@@ -87,6 +87,12 @@ def _cache_lines(info: ModelInfo) -> list[str]:
             f"({tokens * pool.bytes_per_token / 1e6:.0f} MB){layers}"
         )
     lines[-1] += f": {fitting} full-length requests"
+    if info.state_slots:
+        size = info.state_slots * info.state_slot_bytes / 1e6
+        lines.append(
+            f"  {'':<10} recurrent states {info.state_slots} slots ({size:.0f} MB): two for each running sequence, "
+            "the others for prefixes"
+        )
     return lines
 
 

@@ -106,7 +106,10 @@ def test_fewer_sequences_than_were_asked_for_are_told(caplog: pytest.LogCaptureF
     loaded = load(ModelSpec("m", str(saved("qwen3-next").path), engine))
     assert loaded.generate is not None
     assert 1 <= loaded.info.max_num_seqs == loaded.generate.scheduler.max_num_seqs < 8
-    assert f"the states of {loaded.info.max_num_seqs} sequences at a time, not for max_num_seqs 8" in caplog.text
+    assert caplog.text.count(f"m: max_num_seqs is {loaded.info.max_num_seqs}, not 8: the KV cache has no room") == 1
+    assert loaded.info.state_slots == loaded.generate.block_manager.num_states == 4 * loaded.info.max_num_seqs
+    blocks = loaded.info.num_blocks * loaded.info.block_size * loaded.info.kv_bytes_per_token
+    assert 0 < loaded.info.state_slots * loaded.info.state_slot_bytes < (1 << 16) - blocks
     cache = loaded.generate.runner.cache  # type: ignore[attr-defined]
     assert 0 < cache.nbytes <= 1 << 16
 

@@ -19,14 +19,16 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.errors import ConfigError
 from model.pretrained import embedded_models
+from service.cli.banner import banner
 from service.observability.metrics_folder import MULTIPROCESS_FOLDER
 from service.runtimes.assembly import base_url, build_registry, listening, tune_garbage_collector
 from service.runtimes.ray_serve import environment
 from service.runtimes.ray_serve.main_signals import time_limit
 from service.settings.scaling import Scaling
-from service.settings.serve_config import ServeConfig
+from service.settings.serve_config import Ready, ServeConfig
 from service.settings.service_settings import ServiceSettings
 from tests.service.processes import ROOT
+from tests.service.support import info
 
 SPECS = (ModelSpec("gen", "/nowhere"),)
 
@@ -59,6 +61,13 @@ def test_a_draft_model_that_is_of_no_use_to_any_model_is_refused(
     config = ServeConfig(specs, ServiceSettings(**settings))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         assert [model.name for model in build_registry(config)] == models
+
+
+def test_the_banner_tells_slots_of_recurrent_states_where_there_are_any() -> None:
+    for slots, told in ((40, ["recurrent states 40 slots (80 MB): two for each running sequence"]), (0, [])):
+        model = info("gen", "decoder-only", state_slots=slots, state_slot_bytes=2_000_000)
+        lines = banner(Ready("http://x", "uvicorn", {"gen": model}), ServeConfig(SPECS), 1.0).splitlines()
+        assert [line.strip().partition(",")[0] for line in lines if "recurrent" in line] == told
 
 
 def test_loaded_objects_are_exempt_from_garbage_collection() -> None:
