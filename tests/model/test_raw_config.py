@@ -227,6 +227,13 @@ def test_a_known_setting_that_is_not_computed_is_refused_by_name(name: str, chan
         config_from_raw({**defaults(name), **change})
 
 
+@pytest.mark.parametrize("value", [None, "1e-6", -1e-6, float("nan"), True])
+@pytest.mark.parametrize(("name", "setting"), [("Gemma4Text", "rms_norm_eps"), ("GPT2", "layer_norm_epsilon")])
+def test_an_epsilon_that_is_no_small_number_is_refused_by_name(name: str, setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} must be a number from 0 on, found"):
+        config_from_raw({**defaults(name), setting: value})
+
+
 @pytest.mark.parametrize("name", ["Mistral", "Phi3"])
 def test_a_window_of_nothing_is_refused(name: str) -> None:
     """The kernels in C took 0 for no window, torch's for no keys."""

@@ -6,6 +6,7 @@ table did not read, unless the key is known to concern training, bookkeeping or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -41,6 +42,9 @@ _HARMLESS = frozenset(
 )
 
 
+_EPSILONS = ("_eps", "_epsilon")  # of norms; nothing else looks at them before a step computes with them
+
+
 class Settings(Mapping[str, Any]):
     """A raw config.json that records the keys that were read."""
 
@@ -50,7 +54,10 @@ class Settings(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)
-        return self._raw[key]
+        value = self._raw[key]
+        if key.endswith(_EPSILONS) and not (type(value) in (int, float) and 0 <= value < math.inf):
+            raise ConfigError(f"{key} must be a number from 0 on, found {value!r}")
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._raw)
