@@ -1,0 +1,70 @@
+"""Recorded decode steps beside a draft model's: what is replayed begins where drafts ended, and the other way round."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from model.api.request import Request
+from model.attention.selection import Selection
+from model.engine import builder
+from model.engine.execution.step_program import StepPlan, StepProgram
+from model.engine.scheduling.model_drafts import DraftOdds
+from tests.engine.support import request
+from tests.engine.test_draft_model import built
+from tests.engine.test_overlap import LengthsBackend, recorded
+from tests.engine.test_speculation import generated
+from tests.model.checkpoints import saved
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4}
+
+
+def test_recurrent_layers_go_on_from_the_states_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some drafts are right, some wrong; where the first would end its sequence none is said, and slots are there for
+    the states behind them."""
+    chosen, steps, run = Selection(LengthsBackend(), "asked for", preferred="sdpa"), Counter[str](), StepProgram.run
+
+    def noted(program: StepProgram, plan: StepPlan, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        if program.graphs is not None:  # the served model's
+            steps["replayed" if plan.replayed else "launched"] += 1
+            writing = drafted.generate.scheduler.running  # type: ignore[union-attr]
+            steps["not said"] += plan.replayed and any(len(one.state_writes) > 1 for one in writing)
+        return run(program, plan, tokens)
+
+    monkeypatch.setattr(DraftOdds, "measured", lambda self, **times: None)
+    monkeypatch.setattr(builder, "select_backend", lambda *_: chosen)
+    monkeypatch.setattr(builder, "CudaRecorder", lambda *_, **__: recorded)
+    monkeypatch.setattr(builder, "can_record", lambda engine, model, device: engine.cuda_graphs)
+    plain = built("qwen3-5", cuda_graphs=False, **SETTINGS)
+    drafted = built("qwen3-5", saved("llama-gqa").path, **SETTINGS)
+    assert plain.generate is not None and drafted.generate is not None
+    drafted.generate.overlap = True  # as on a GPU
+    monkeypatch.setattr(StepProgram, "run", noted)
+    asked = [asking(number) for number in range(8)]
+    expected = generated(plain, asked)
+    found = {key: one for at in range(0, 8, 2) for key, one in generated(drafted, asked[at : at + 2]).items()}
+    assert said(found) == said(expected)
+    assert scores(found) == pytest.approx(scores(expected), abs=1e-3)
+    stats = drafted.generate.stats()
+    assert stats.model_draft_tokens > stats.model_accepted_tokens > 0
+    assert steps["launched"] > 30 and steps["replayed"] > 10 and steps["not said"] > 2, steps
+
+
+def asking(number: int) -> Request:
+    """Return a request drawn from 20 tokens, of which some, or none, end it: a draft model's are right now and then."""
+    allowed, (num_ends, temperature) = tuple(range(3, 23)), ((3, 1.0), (5, 0.6), (0, 0.6))[number % 3]
+    drawn = {"temperature": temperature, "seed": number, "allowed_token_ids": allowed, "logprobs": 0}
+    ends = allowed[20 - num_ends :]
+    return request("qwen3-5", f"r{number}", 4 + 9 * number, number, max_tokens=40, stop_token_ids=ends, **drawn)
+
+
+def said(found: dict[Any, Any]) -> dict[Any, list[object]]:
+    """Return each sequence's tokens and why it ended."""
+    return {key: [one for one, _ in ones] for key, ones in found.items()}
+
+
+def scores(found: dict[Any, Any]) -> list[float]:
+    return [scored.logprob for key in sorted(found) for _, scored in found[key][:-1]]
