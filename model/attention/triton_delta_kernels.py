@@ -316,8 +316,6 @@ def scan_chunks(
         own_sum, own_key = begin * HEADS + head, (begin * KEY_HEADS + head // SHARED) * KEY_DIM
         coarse = tl.load(sums + own_sum + row * HEADS, mask=live, other=0.0)
         fine = tl.load(fine_sums + own_sum + row * HEADS, mask=live, other=0.0)
-        last = (end - 1) * HEADS + head
-        coarse_end, fine_end = tl.load(sums + last), tl.load(fine_sums + last)
         weight = tl.load(weights + own_sum * KEY_DIM + of_weights, mask=has_key, other=0.0)
         own_changes = changes + own_sum * VALUE_DIM
         change = tl.load(own_changes + of_changes, mask=has_value, other=0.0)
@@ -330,6 +328,8 @@ def scan_chunks(
         output = tl.dot(q, state, input_precision=PRECISION) * tl.exp(coarse + fine)[:, None]
         output += tl.dot(seen, change, input_precision=PRECISION)
         tl.store(own_changes + of_changes, output, mask=has_value)
+        last = (end - 1) * HEADS + head  # read only here: beside all four operands Triton 3.6 spills for Hopper
+        coarse_end, fine_end = tl.load(sums + last), tl.load(fine_sums + last)
         left = k * _between(coarse_end, fine_end, coarse, fine)[:, None]
         state = state * tl.exp(coarse_end + fine_end)
         state += tl.dot(tl.trans(left), change, input_precision=PRECISION)
