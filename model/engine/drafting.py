@@ -9,15 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from model.api.engine_config import EngineConfig
+import torch
+
+from model.api.engine_config import BatchLimits, EngineConfig
 from model.attention.selection import Selection
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.cache import paged_specs, pools_of
 from model.config.model import ModelConfig, StackConfig
 from model.engine.cache_budget import kv_bytes_per_token
+from model.engine.dtypes import choose_dtype
+from model.engine.kernels import check_kernels, linears_of, select_kernels
 from model.engine.memory_plan import plan_weights
+from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
+from model.network.native_scratch import planned_scratch
 from model.text.tokenizer import Tokenizer
 
 
@@ -30,7 +36,7 @@ class DraftPlan:
     linear: LinearFactory
     context: int  # the most tokens that it takes
     token_bytes: int  # of its keys and values
-    scratch: int = 0  # bytes of the C stacks
+    scratch: int  # bytes of the C stacks
 
     @property
     def memory(self) -> int:
@@ -38,12 +44,29 @@ class DraftPlan:
         weights = plan_weights(self.checkpoint, self.linear)
         return weights.total + weights.buffer + self.scratch
 
-    @classmethod
-    def of(
-        cls, engine: EngineConfig, checkpoint: Checkpoint, selection: Selection, linear: LinearFactory, context: int
-    ) -> DraftPlan:
-        token_bytes = kv_bytes_per_token(engine, checkpoint.config, linear.dtype)
-        return cls(checkpoint, selection, linear, context, token_bytes)
+
+def plan_draft(
+    name: str, engine: EngineConfig, served: Checkpoint, device: torch.device, limits: BatchLimits, context: int
+) -> DraftPlan | None:
+    """The draft model that is asked for of the served model `name`, in the number format that is asked for."""
+    found = draft_checkpoint(name, engine, served, context)
+    if found is None:
+        return None
+    checkpoint, context = found
+    dtype = choose_dtype(engine.dtype, checkpoint.config, device).dtype
+    selection = select_kernels(engine, checkpoint.config, device, dtype)
+    if selection.library is not None and engine.quantization == "none":
+        engine = replace(engine, quantization=checkpoint.quantization)
+    check_kernels(engine, checkpoint.config, selection)
+    linear = linears_of(engine, checkpoint.config, selection, dtype, device)
+    scratch = 0
+    if linear.library is not None:
+        rows = COMPUTED_AT_ONCE + 2 * limits.max_num_seqs  # of a pass at most
+        scratch = planned_scratch(
+            linear.library, checkpoint.config, linear.dtype, linear.quantization, rows=rows, context=context
+        )
+    token_bytes = kv_bytes_per_token(engine, checkpoint.config, linear.dtype)
+    return DraftPlan(checkpoint, selection, linear, context, token_bytes, scratch)
 
 
 def draft_checkpoint(

@@ -111,3 +111,8 @@ def load_rank0(
 def rank_device(first: torch.device, rank: int) -> torch.device:
     """Return a rank's device: ranks use consecutive GPUs, from rank 0's on."""
     return first if first.type != "cuda" else torch.device("cuda", (first.index or 0) + rank)
+
+
+def rank_processes_of(model: Transformer) -> RankProcesses | None:
+    """The processes of a model's other ranks; None: it has none."""
+    return model.rank_processes if isinstance(model, Rank0Transformer) else None

@@ -15,6 +15,7 @@ from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load, slow_ways
+from model.engine.generate_builder import unrecordable
 from model.errors import ConfigError
 from model.system import fallbacks
 from tests.model.checkpoints import native_backends, saved
@@ -65,12 +66,10 @@ def test_graphs_need_recurrent_layers_that_the_backend_computes() -> None:
     """Which is known before weights are read. On a CPU nothing is recorded."""
     decoder = read_checkpoint(saved("qwen3-next").path).config.decoder
     given = (decoder, TRITON.backend, torch.bfloat16)
-    assert loading._unrecordable(EngineConfig(), *given, GPU) == "recurrent layers are torch's"
-    assert loading._unrecordable(EngineConfig(), *given, CPU) == ""
-    assert loading._unrecordable(EngineConfig(cuda_graphs=False), *given, GPU) == ""
-    assert (
-        loading._unrecordable(EngineConfig(), decoder, SdpaBackend(), torch.bfloat16, GPU) == ""
-    )  # the reason already
+    assert unrecordable(EngineConfig(), *given, GPU) == "recurrent layers are torch's"
+    assert unrecordable(EngineConfig(), *given, CPU) == ""
+    assert unrecordable(EngineConfig(cuda_graphs=False), *given, GPU) == ""
+    assert unrecordable(EngineConfig(), decoder, SdpaBackend(), torch.bfloat16, GPU) == ""  # the reason already
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -79,7 +78,7 @@ def test_fallbacks_can_be_refused(at_once: bool, monkeypatch: pytest.MonkeyPatch
     read: list[bool] = []
     real = loading._load_model
     monkeypatch.setattr(loading, "_load_model", lambda *given: read.append(True) or real(*given))
-    monkeypatch.setattr(loading, "_unrecordable", lambda *_: "x" if at_once else "")
+    monkeypatch.setattr(loading, "unrecordable", lambda *_: "x" if at_once else "")
     monkeypatch.setattr(
         loading, "slow_ways", lambda engine, selection, unrecorded, device: ("x",) if unrecorded or read else ()
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import model.engine.builder as loading
 from model.api.engine_config import BatchLimits, EngineConfig
+from model.engine import generate_builder
 from model.engine.gpu_memory import GRAPH_MARGIN, MARGIN, GpuMemory, largest_step, measure_peak, pool_bytes, pool_memory
 from model.errors import ConfigError
 from model.network.inputs import StackInput
@@ -122,11 +122,12 @@ def test_pool_memory_counts_what_the_measured_step_leaves_on_the_device(monkeypa
 def test_measured_pool_is_used_unless_a_size_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = FakeMemory(10 * GIB, 2 * GIB, GIB)
     counted = Counted(monkeypatch, then=memory.run)
-    monkeypatch.setattr(loading, "CudaMemory", lambda device: memory)
-    monkeypatch.setattr(loading, "batch_limits", lambda engine, device: LIMITS)
+    monkeypatch.setattr(generate_builder, "CudaMemory", lambda device: memory)
 
     def pool(**settings: Any) -> int:
-        return loading._pool_memory(EngineConfig(**settings), loaded("llama"), 64, torch.device("cuda"))
+        return generate_builder.measure_pool(
+            EngineConfig(**settings), loaded("llama"), LIMITS, 64, torch.device("cuda")
+        )
 
     assert pool(kv_cache_memory=1 << 20) == 1 << 20
     assert not counted.tokens

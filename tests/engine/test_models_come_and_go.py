@@ -25,7 +25,7 @@ from model.api.source import token_source
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport
-from model.engine import background_jobs, builder, loop
+from model.engine import background_jobs, builder, generate_builder, loop
 from model.engine.loop import EngineLoop
 from model.engine.thread_transport import ThreadTransport
 from model.errors import (
@@ -133,9 +133,13 @@ async def test_a_failed_load_changes_nothing(brake: Brake, monkeypatch: pytest.M
         monkeypatch.setattr(NativeLinear, "reserve", truncates)
         await fails(ConfigError, "became shorter", spec(OTHER, path=broken))
         monkeypatch.setattr(NativeLinear, "reserve", records)
-        for culprit in ("attach_native_stacks", "KVCache", "describe_model"):
+        for module, culprit in (
+            (builder, "attach_native_stacks"),
+            (generate_builder, "KVCache"),
+            (builder, "describe_model"),
+        ):
             with monkeypatch.context() as patch:
-                patch.setattr(builder, culprit, raises)
+                patch.setattr(module, culprit, raises)
                 error = await fails(LoadFailedError, "RuntimeError while marian was loaded", spec(OTHER))
                 assert "secret" not in str(error)
         assert made

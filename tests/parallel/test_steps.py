@@ -22,7 +22,7 @@ from model.api.messages import ModelSpec
 from model.api.request import Request, TokenOutput
 from model.attention.selection import Selection
 from model.config.sharding import Shard
-from model.engine import builder, rank_main
+from model.engine import generate_builder, kernels, rank_main
 from model.engine.builder import LoadedModel, load
 from model.errors import EngineDeadError
 from model.parallel import rank_processes
@@ -96,10 +96,11 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankThread]]:
     used = torch.get_num_threads()
     chosen = Selection(LengthsBackend(), "asked for", preferred="sdpa")
     monkeypatch.setattr(rank_processes, "_start", start)
-    for module in (builder, rank_main):
+    for module in (kernels, rank_main):
         monkeypatch.setattr(module, "select_backend", lambda *_: chosen)
+    for module in (generate_builder, rank_main):
         monkeypatch.setattr(module, "CudaRecorder", lambda *_, **__: recorded)
-    monkeypatch.setattr(builder, "can_record", lambda engine, model, device: engine.cuda_graphs)
+    monkeypatch.setattr(generate_builder, "can_record", lambda engine, model, device: engine.cuda_graphs)
     yield started
     torch.set_num_threads(used)
     assert [thread.error for thread in started] == [None] * len(started)
@@ -213,7 +214,7 @@ def test_a_rank_that_cannot_record_leaves_all_without_graphs(
         model.close()
 
 
-@pytest.mark.parametrize("failing", [builder, rank_main], ids=["rank 0", "rank 1"])
+@pytest.mark.parametrize("failing", [generate_builder, rank_main], ids=["rank 0", "rank 1"])
 def test_a_rank_that_fails_to_record_alone_ends_all_at_once_with_its_reason(
     failing: Any, threads: list[RankThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +222,7 @@ def test_a_rank_that_fails_to_record_alone_ends_all_at_once_with_its_reason(
     for seconds in ("_TOGETHER_SECONDS", "_CLOSE_SECONDS"):  # a thread is not ended by its socket
         monkeypatch.setattr(rank_processes, seconds, 0.1)
     monkeypatch.setattr(failing, "recorded", lambda graphs: (None, "no graph for you"))
-    name = "rank 0" if failing is builder else "rank 1"
+    name = "rank 0" if failing is generate_builder else "rank 1"
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match=f"{name} of llama-gqa could not record decode steps: no graph for you"):
         loaded("llama-gqa", 2)

@@ -25,7 +25,7 @@ from model.api.source import Source, audio_source, token_source
 from model.api.stats import StepStats
 from model.attention.selection import Selection, select_backend, select_layers
 from model.checkpoint.folder import Checkpoint
-from model.engine import builder
+from model.engine import builder, generate_builder
 from model.engine.builder import LoadedModel
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
@@ -138,7 +138,8 @@ def build_engines(name: str, model: Transformer, selection: Selection, config: E
     """Build the engines of a network, timing the recording of graphs and the warm-up."""
     checkpoint = Checkpoint(Path(name), model.config, (), str(model.dtype).removeprefix("torch."))
     began, timers = time.perf_counter(), Timers()
-    parts = [(builder, name, f"{name}_s") for name in ("pool_memory", "recorded", "warm_up")]
+    places = {"pool_memory": generate_builder, "recorded": generate_builder, "warm_up": builder}
+    parts = [(module, name, f"{name}_s") for name, module in places.items()]
     with timers.on(*parts):
         loaded = builder.assemble(ModelSpec(name, name, config), checkpoint, model, selection)
     seconds = {**{name: 0.0 for _, _, name in parts}, **timers.seconds, "assemble_s": time.perf_counter() - began}

@@ -1,0 +1,210 @@
+"""Builds the engine that generates, of a network that has its weights: how its cache is divided, then cache, graphs and
+scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from model.api.engine_config import BatchLimits, EngineConfig
+from model.api.messages import ModelSpec
+from model.api.stats import CachePool
+from model.attention.base import AttentionBackend
+from model.attention.recurrence import recurrent_backend
+from model.cache.paged import KVCache
+from model.checkpoint.folder import Checkpoint
+from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
+from model.config.model import GenerationRules, ModelConfig, StackConfig
+from model.engine.cache_budget import Context, KVLayout, fit_context, kv_dtype, max_context
+from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, num_recorded, recorded
+from model.engine.execution.draft_model import DraftModel
+from model.engine.execution.model_runner import ModelRunner
+from model.engine.generate_engine import GenerateEngine
+from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
+from model.engine.memory_plan import plan_pool
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.scheduler import Scheduler
+from model.network.transformer import Transformer
+from model.parallel.rank0 import Rank0Transformer, rank_processes_of
+from model.system.host_memory import available_memory
+from model.text.grammar_matcher import Grammars
+from model.text.token_bytes import TokenBytes, token_bytes
+from model.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """How the bytes of a rank's KV pool are divided, and what sequences they hold."""
+
+    limits: BatchLimits
+    context: Context
+    pools: tuple[PoolSize, ...]
+    states: StateSize | None  # of recurrent layers; None: there are none
+    described: tuple[CachePool, ...]  # for people
+
+
+def plan_cache(
+    spec: ModelSpec,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    limits: BatchLimits,
+    memory: int,
+    draft_token_bytes: int = 0,
+) -> CachePlan:
+    """Divide `memory` bytes of each rank; `dtype` is the network's. Raises `ConfigError` where the context that is
+    asked for has no room."""
+    kv = KVLayout.of(spec.engine, config, dtype, limits, draft_token_bytes)
+    context = fit_context(spec.engine, max_context(spec.engine, config, limits), kv, memory)
+    fitting = kv.sequences_in(memory, context.tokens, limits.max_num_seqs)
+    if fitting < limits.max_num_seqs:
+        logger.warning(
+            "%s: max_num_seqs is %d, not %d: the KV cache has no room for the states of more sequences; "
+            "raise kv_cache_memory or lower max_model_len",
+            *(spec.name, fitting, limits.max_num_seqs),
+        )
+    limits = replace(limits, max_num_seqs=fitting)
+    pools = kv.divide(memory, context.tokens, limits.max_num_seqs)
+    states = kv.states_for(limits.max_num_seqs) if kv.state_bytes else None
+    return CachePlan(limits, context, pools, states, kv.describe(pools))
+
+
+def measure_pool(
+    engine: EngineConfig, model: Transformer, limits: BatchLimits, max_model_len: int, device: torch.device
+) -> int:
+    """Bytes of the KV pool of each rank: what was asked for, what the fullest GPU has left, or its part of what all
+    ranks share."""
+    if engine.kv_cache_memory is not None:
+        return engine.kv_cache_memory
+    if device.type == "cuda":
+        return pool_memory(
+            model,
+            limits,
+            max_model_len,
+            engine.gpu_memory_utilization,
+            CudaMemory(device),
+            [GpuMemory(*one) for one in model.gpu_memory] if isinstance(model, Rank0Transformer) else (),
+            recorded_sizes=num_recorded(limits.max_num_seqs, max_model_len) if can_record(engine, model, device) else 0,
+        )
+    return plan_pool(engine, available_memory())
+
+
+def build_generate_engine(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    model: Transformer,
+    plan: CachePlan,
+) -> GenerateEngine:
+    """The engine of a model that generates, with its caches and, on a GPU, its decode steps recorded."""
+    config, device = checkpoint.config, next(model.parameters()).device
+    block_manager = BlockManager(
+        plan.pools,
+        spec.engine.block_size,
+        prefix_caching=spec.engine.prefix_caching,
+        short_context=model.config.short_context,
+        states=plan.states,
+    )
+    num_states = plan.states.num_slots if plan.states is not None else 0
+    cache = _cache(model, spec.engine, [pool.num_pages for pool in plan.pools], num_states, device)
+    overlap, encoder = _overlaps(config, device), config.encoder
+    # Where steps are launched ahead, on a GPU, a source takes about as long as a step.
+    parts = encoder.num_layers if encoder is not None and model.can_pause and not overlap else 1
+    scheduler = Scheduler(block_manager, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens, parts)
+    graphs, stack = None, model.decoder.config if model.decoder is not None else None
+    unrecorded = unrecordable(spec.engine, stack, model.backend, model.dtype, device)
+    if can_record(spec.engine, model, device):
+        graphs, unrecorded = _recorded(model, cache, plan.limits.max_num_seqs, plan.context.tokens)
+    runner = ModelRunner(model, cache, block_manager, graphs)
+    runner.unrecorded = unrecorded
+    return GenerateEngine(
+        spec.name,
+        runner,
+        scheduler,
+        max_model_len=plan.context.tokens,
+        eos_token_ids=config.eos_token_ids,
+        grammars=_grammars(checkpoint),
+        overlap=overlap,
+        num_speculative_tokens=spec.engine.num_speculative_tokens,
+    )
+
+
+def attach_draft_model(generate: GenerateEngine, engine: EngineConfig, model: Transformer, context: int) -> None:
+    """Give a served model its draft model, which says tokens up to `context`, with pages for each block of the
+    first pool."""
+    runner = generate.runner
+    assert isinstance(runner, ModelRunner) and model.decoder is not None
+    pages = [runner.cache.num_pages[0]] * len(pools_of(paged_specs(model.decoder.config, "float32")))
+    cache = KVCache(model.decoder.config, pages, engine.block_size, kv_dtype(engine, model.dtype), runner.device)
+    config = runner.model.config
+    has_rules = config.generation != GenerationRules()
+    runner.draft_model = DraftModel(model, cache, config.embedding.vocab_size, has_rules=has_rules)
+    generate.speculation.draft_context = context
+
+
+def _recorded(
+    model: Transformer, cache: KVCache, max_num_seqs: int, max_model_len: int
+) -> tuple[DecodeGraphs | None, str]:
+    """The recorded decode steps, on all ranks at the same time; None and the reason where one of them cannot."""
+    ranks = rank_processes_of(model)
+    record = CudaRecorder(cache.device, collective=ranks is not None)
+    graphs = DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=record)
+    if ranks is None:
+        return recorded(graphs)
+    reason = ranks.record(max_num_seqs, max_model_len, lambda: recorded(graphs)[1])
+    return (None if reason else graphs), reason
+
+
+def _cache(
+    model: Transformer, engine: EngineConfig, num_pages: Sequence[int], num_states: int, device: torch.device
+) -> KVCache:
+    """The caches of all layers, of the heads that this rank has."""
+    assert model.decoder is not None
+    rank_processes, dtype = rank_processes_of(model), kv_dtype(engine, model.dtype)
+    cache = KVCache(model.decoder.config, num_pages, engine.block_size, dtype, device, num_states)
+    if rank_processes is not None:
+        rank_processes.make_pools(num_pages, engine.block_size, dtype, num_states)
+    return cache
+
+
+def _overlaps(config: ModelConfig, device: torch.device) -> bool:
+    """Whether a step is launched before the last one's tokens are known; a CPU computes where it would be prepared."""
+    return device.type == "cuda" and not config.generation.banned_sequences
+
+
+def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:
+    """Whether decode steps run from graphs, for which the attention and recurrence of every layer must be fit."""
+    decoder = model.decoder.config if model.decoder is not None else None
+    fit = model.backend.graph_safe and not unrecordable(engine, decoder, model.backend, model.dtype, device)
+    return device.type == "cuda" and engine.cuda_graphs and fit
+
+
+def unrecordable(
+    engine: EngineConfig,
+    decoder: StackConfig | None,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """Why decode steps that should be CUDA graphs cannot be, which is known before weights are read; empty: they can,
+    or attention is the reason already."""
+    if device.type != "cuda" or not engine.cuda_graphs or not backend.graph_safe or decoder is None:
+        return ""
+    torchs = any(recurrent_backend(backend, one, dtype) is None for one in decoder.recurrences.values())
+    return "recurrent layers are torch's" if torchs else ""  # which launches what a step's spans are
+
+
+def _grammars(checkpoint: Checkpoint) -> Grammars | None:
+    """None for a model without a tokenizer; the tokenizer is read when a grammar is first asked for."""
+    if not (checkpoint.path / "tokenizer.json").is_file():
+        return None
+
+    def tokens() -> TokenBytes:
+        tokenizer = Tokenizer.from_folder(checkpoint.path)
+        assert tokenizer is not None
+        return token_bytes(tokenizer, checkpoint.config.embedding.vocab_size)
+
+    return Grammars(tokens)
