@@ -15,7 +15,7 @@ import torch
 from loadtest.bench.batches import Ids
 from model.api.source import Source
 from model.engine.execution.model_runner import Launched, ModelRunner
-from model.engine.scheduling.scheduler import DraftRun, SampledToken, SchedulerOutput
+from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, SchedulerOutput
 from model.system.transfer import HostCopy
 
 

@@ -24,7 +24,8 @@ from model.engine.compiling_grammars import CompilingGrammars
 from model.engine.fault_isolation import run_isolated
 from model.engine.runner import PendingStep, Runner
 from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, Scheduler, SchedulerOutput
+from model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence, SchedulerOutput
+from model.engine.scheduling.scheduler import Scheduler
 from model.engine.scheduling.sequence import PLACEHOLDER, Beams, SequenceState, SequenceStatus
 from model.engine.scheduling.source_pass import LayersAhead
 from model.engine.scheduling.step_budget import UNLIMITED, StepBudget, StepDemand

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from model.api.source import Source
-from model.engine.scheduling.scheduler import DraftRun, SampledToken, SchedulerOutput
+from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, SchedulerOutput
 
 
 class Launch(Protocol):

@@ -16,7 +16,8 @@ from model.engine.runner import Runner
 from model.engine.scheduling.model_drafts import DraftOdds, ModelDrafts
 from model.engine.scheduling.ngram_drafts import NgramDrafts
 from model.engine.scheduling.ngram_index import KnownText
-from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from model.engine.scheduling.scheduled_step import SchedulerOutput
+from model.engine.scheduling.scheduler import Scheduler
 from model.engine.scheduling.sequence import SequenceState
 
 PREDICTED_TOKENS = 8  # most drafts of a step for a request with a prediction, where nobody says how many

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from model.engine.scheduling.scheduler import ScheduledSequence, SchedulerOutput
+from model.engine.scheduling.scheduled_step import ScheduledSequence, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
 
 Unit = list[ScheduledSequence]  # the smallest part of a step to retry: a sequence, or all beams of a search

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from model.api.request import FinishReason, TokenOutput
-from model.engine.scheduling.scheduler import SampledToken
+from model.engine.scheduling.scheduled_step import SampledToken
 from model.engine.scheduling.sequence import Beams, SequenceState
 
 

@@ -22,7 +22,8 @@ from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduler import SampledToken, Scheduler, SchedulerOutput
+from model.engine.scheduling.scheduled_step import SampledToken, SchedulerOutput
+from model.engine.scheduling.scheduler import Scheduler
 from tests.engine.scripted import Late
 
 SHAPES = ((64, 512), (64, 8192), (256, 1024))  # sequences and tokens of each

@@ -18,7 +18,8 @@ from model.engine.execution.model_runner import ModelRunner, SampledToken, decod
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from model.engine.scheduling.scheduled_step import SchedulerOutput
+from model.engine.scheduling.scheduler import Scheduler
 from model.network.transformer import Transformer
 from tests.model.checkpoints import AUDIO, CPU, DECODERS, START, loaded, prompt, reference_logits, source_of
 

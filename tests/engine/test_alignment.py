@@ -15,7 +15,7 @@ from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 from model.api.request import Alignment, AlignmentMethod, FinishReason, Request
 from model.attention.native import NativeBackend
 from model.engine.execution.model_runner import Launched
-from model.engine.scheduling.scheduler import ScheduledSequence
+from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.native.library import Library, native
 from model.network import alignment as rules
 from tests.engine.support import request, running

@@ -11,7 +11,7 @@ import torch
 from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
 from model.api.source import token_source
 from model.engine.scheduling.beam_search import BeamSearch
-from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence, SchedulerOutput
+from model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence, SchedulerOutput
 from tests.engine.scripted import Harness, Late, ScriptedRunner, expected_tokens, next_token, source_ids
 from tests.engine.support import running
 from tests.model.checkpoints import START, prompt, saved

@@ -24,7 +24,7 @@ from model.engine.execution.model_runner import ModelRunner
 from model.engine.scheduling import scheduler
 from model.engine.scheduling.block_hashes import BlockHasher
 from model.engine.scheduling.model_drafts import DraftOdds, ModelDrafts
-from model.engine.scheduling.scheduler import ScheduledSequence
+from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.state_slots import StateSlots
 from model.errors import ConfigError

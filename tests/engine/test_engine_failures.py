@@ -15,7 +15,8 @@ from model.api.source import token_source
 from model.api.stats import Health
 from model.client import async_engine
 from model.engine.loop import MAX_FAULTS
-from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from model.engine.scheduling.scheduled_step import SchedulerOutput
+from model.engine.scheduling.scheduler import Scheduler
 from model.engine.thread_transport import ThreadTransport
 from model.errors import EngineDeadError, EngineGoneError
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, until

@@ -28,7 +28,8 @@ from model.engine.execution.model_runner import Launched, ModelRunner
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from model.engine.scheduling.scheduled_step import SchedulerOutput
+from model.engine.scheduling.scheduler import Scheduler
 from model.network.delta_net import recur
 from tests.engine.scripted import Harness, Late, expected_tokens
 from tests.engine.support import pools_for, request

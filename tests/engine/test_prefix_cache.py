@@ -14,7 +14,7 @@ from model.api.request import Request, SamplingParams
 from model.api.source import token_source
 from model.config.cache import PoolSize
 from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
+from model.engine.scheduling.scheduled_step import SampledToken, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.source_blocks import SourceBlocks
 from model.llm import LLM

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from model.engine import generate_engine as engine_module
-from model.engine.scheduling.scheduler import SampledToken, SchedulerOutput
+from model.engine.scheduling.scheduled_step import SampledToken, SchedulerOutput
 from model.engine.scheduling.step_budget import (
     DECODES_ONLY,
     StepBudget,

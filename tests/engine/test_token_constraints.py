@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from model.api.request import FinishReason, Request, SamplingParams
 from model.api.token_history import History
 from model.config.model import GenerationRules
-from model.engine.scheduling.scheduler import SampledToken, ScheduledSequence
+from model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.token_constraints import banned_tokens, forced_token
 from tests.engine.scripted import Harness

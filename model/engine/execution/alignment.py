@@ -14,7 +14,7 @@ from torch import Tensor
 from model.api.request import Alignment, AlignmentMethod
 from model.cache.paged import KVCache
 from model.config.model import StackConfig
-from model.engine.scheduling.scheduler import ScheduledSequence
+from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.engine.scheduling.sequence import SequenceState
 from model.network.alignment import head_weights, mean_of_heads, warp
 from model.system.transfer import device_tensor

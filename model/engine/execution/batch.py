@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.config.cache import NO_STATE
 from model.engine.scheduling.block_table import BlockTable
-from model.engine.scheduling.scheduler import ScheduledSequence
+from model.engine.scheduling.scheduled_step import ScheduledSequence
 
 NO_SLOT = -1  # a slot that nothing is written to; a token that is not waited for
 

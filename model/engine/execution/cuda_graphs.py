@@ -20,7 +20,7 @@ from torch import Tensor
 from model.attention.base import UNEVEN_KEYS, UNEVEN_TIMES, AttentionMetadata, DeviceLengths
 from model.cache.paged import KVCache
 from model.engine.execution.batch import BatchLayout, StepBatch, pack
-from model.engine.scheduling.scheduler import ScheduledSequence
+from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
 from model.system.background_work import give_way

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from model.cache.paged import KVCache
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.step_program import StepPlan, StepProgram
-from model.engine.scheduling.scheduler import DraftRun, ScheduledSequence
+from model.engine.scheduling.scheduled_step import DraftRun, ScheduledSequence
 from model.engine.scheduling.sequence import SequenceState
 from model.network.transformer import Transformer
 from model.sampling.sampler import SamplingRow, sample

@@ -29,7 +29,7 @@ from model.engine.execution.draft_model import DraftModel
 from model.engine.execution.sources import blank_source, source_input
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
-from model.engine.scheduling.scheduler import DraftRun, SampledToken, ScheduledSequence, SchedulerOutput
+from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, ScheduledSequence, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, forced_token
 from model.errors import ConfigError

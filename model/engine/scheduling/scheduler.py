@@ -10,102 +10,20 @@ tokens are the same so far, a sequence lets it compute: it goes on behind it, or
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from model.api.request import FinishReason, TokenLogprob
-from model.engine.scheduling.beam_search import Candidates
-from model.engine.scheduling.block_manager import BlockCopy, BlockManager
-from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE, DraftPages, ModelDrafts
+from model.api.request import FinishReason
+from model.engine.scheduling.block_manager import BlockManager
+from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE, DraftPages
 from model.engine.scheduling.ngram_drafts import READ_AT_ONCE
+from model.engine.scheduling.scheduled_step import DraftRun, ScheduledSequence, SchedulerOutput
 from model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
-from model.engine.scheduling.source_pass import LayersAhead, SourcePasses
-from model.engine.scheduling.step_budget import (
-    UNLIMITED,
-    StepBudget,
-    StepDemand,
-)
+from model.engine.scheduling.source_pass import SourcePasses
+from model.engine.scheduling.step_budget import UNLIMITED, StepBudget, StepDemand
 
 # Rows that a step with drafts samples at most. Of more rows each takes its time, drafts that are wrong too, while
 # reading the weights is what fewer wait for; and the logits of a step need memory.
 MAX_VERIFIED_ROWS = 32
-
-
-class ScheduledSequence(NamedTuple):  # made for every token: a frozen dataclass takes thrice the time
-    """One sequence's part of a step."""
-
-    sequence: SequenceState
-    start: int  # tokens computed before this step
-    num_tokens: int  # computed in this step, from `start`, with the drafts
-    encode_source: bool  # the encoder runs first and its keys and values are written
-    drafts: tuple[int, ...] = ()  # tokens that may come next, computed behind its last one
-
-    @property
-    def stop(self) -> int:
-        """The tokens of the sequence that are computed behind the step."""
-        return self.start + self.num_tokens - len(self.drafts)
-
-    @property
-    def samples(self) -> bool:
-        """Whether its last token is computed, so that the model says what comes next."""
-        return self.start + self.num_tokens - len(self.drafts) == self.sequence.num_tokens
-
-
-class DraftRun(NamedTuple):
-    """What a draft model computes of a sequence before a step, and says behind it."""
-
-    place: int  # of the sequence in the step
-    sequence: SequenceState
-    drafting: ModelDrafts  # the sequence's
-    start: int  # tokens that it has computed
-    stop: int
-    num_drafts: int  # behind them; 0: it only catches up
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """The seam between policy and tensors: all that a step computes, in packed order."""
-
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)  # before anything is written
-    ahead: list[LayersAhead] = field(default_factory=list)  # of one source at most, before everything else
-    encoded_before: list[int] = field(default_factory=list)  # tokens of this step's sources that steps before computed
-    draft_runs: list[DraftRun] = field(default_factory=list)  # whose drafts are put into it before it runs
-
-    def put_drafts(self, said: Sequence[tuple[int, ...]]) -> None:
-        """Put what the draft model says behind its sequences."""
-        for run, drafts in zip(self.draft_runs, said, strict=True):
-            step = self.scheduled[run.place]
-            self.scheduled[run.place] = step._replace(num_tokens=step.num_tokens + len(drafts), drafts=drafts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Decoder and encoder tokens of the step."""
-        return sum(s.num_tokens for s in self.scheduled) + self.num_whole_tokens
-
-    @property
-    def num_whole_tokens(self) -> int:
-        """Tokens that the encoder computes."""
-        sources = sum(s.sequence.source_length for s in self.scheduled if s.encode_source)
-        return sources - sum(self.encoded_before) + sum(ahead.tokens for ahead in self.ahead)
-
-
-class SampledToken(NamedTuple):
-    """What the model says next of one sequence."""
-
-    token_id: int
-    logprob: TokenLogprob | None = None
-    forced: bool = False  # the checkpoint's rules left no other
-    candidates: Candidates = ()  # of a beam, whose next token its search decides
-    later: tuple[SampledToken, ...] = ()  # behind it, where drafts were right: one more than those
-    masked_logprob: float | None = None  # among the tokens that bans and rules left, if that is asked for
-    log_mass: float = 0.0  # of a beam: logsumexp of the log-probabilities that these left, if it is
-    alignment: list[int] | None = None  # of a prompt that is computed to its end, if that is asked for
 
 
 class Scheduler:
