@@ -40,7 +40,7 @@ def whole_segments(lengths: Sequence[int]) -> tuple[StateSpan, ...]:
     return tuple(spans)
 
 
-def waves(spans: Iterable[StateSpan]) -> list[list[StateSpan]]:
+def independent_spans(spans: Iterable[StateSpan]) -> list[list[StateSpan]]:
     """The spans in lists that need nothing of each other; a span that goes on from another one is in a later list."""
     found: list[list[StateSpan]] = []
     written: dict[int, int] = {}  # the list behind that in which a slot is written

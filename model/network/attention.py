@@ -12,7 +12,7 @@ from model.cache.paged import LayerCache
 from model.config.layer import AttentionConfig, NormSpan, RotaryConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
-from model.network.fused_ops import opened, rotate_both
+from model.network.fused_ops import rotate_both, sigmoid_gated
 from model.network.norms import build_heads_norm, head_norm
 from model.network.rotary import rotate
 from model.network.step_context import StepContext
@@ -95,7 +95,7 @@ class SelfAttention(nn.Module):
 
     def _gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
         """What the heads have read `[T, H D]`, through the gate if there is one."""
-        return opened(mixed, gate) if self.config.output_gate else mixed
+        return sigmoid_gated(mixed, gate) if self.config.output_gate else mixed
 
     def _preparation(self, step: StepContext, cache: LayerCache | None) -> Preparation | None:
         """The norms and the rotation of heads as data; None: there is neither, or more than these."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.recurrence import Recurrence, recurrent_backend
-from model.cache.states import StateCache, StateSpan, waves, whole_segments
+from model.cache.states import StateCache, StateSpan, independent_spans, whole_segments
 from model.config.layer import GatedDeltaConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
@@ -68,9 +68,9 @@ def recur(
     decay = -layer.decay.float().exp() * functional.softplus(decay + layer.dt_bias.float())
     rows = torch.cat((mixed, rate.sigmoid(), decay), dim=-1)
     outputs = mixed.new_empty(len(inputs), config.num_value_heads, config.value_dim)
-    for wave in waves(spans):
-        single = [span for span in wave if span.last - span.first == 1]
-        for group in ([single] if single else []) + [[span] for span in wave if span.last - span.first > 1]:
+    for together in independent_spans(spans):
+        single = [span for span in together if span.last - span.first == 1]
+        for group in ([single] if single else []) + [[span] for span in together if span.last - span.first > 1]:
             _compute(layer, group, rows, outputs, states)
     outputs = functional.rms_norm(outputs, layer.gain.shape, layer.gain.float(), config.eps)
     return outputs.flatten(1) * functional.silu(gate)

@@ -125,7 +125,7 @@ def gated(hidden: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @fused
-def opened(rows: Tensor, gate: Tensor) -> Tensor:
+def sigmoid_gated(rows: Tensor, gate: Tensor) -> Tensor:
     """`rows * sigmoid(gate)`, `[T, n]` each."""
     return rows * gate.sigmoid()
 

@@ -45,7 +45,7 @@ class _Writer:
         if reasoning is not None and reasoning.name == "harmony":
             self._rules["start"] = self._harmony()
         else:
-            thought = self._thought(reasoning) if reasoning is not None and not self._format.closed else ""
+            thought = self._thought(reasoning) if reasoning is not None and not self._format.reasoning_closed else ""
             self._rules["start"] = f"{thought} {self._body()}"
         extra = rules_of(self._answer, "answer") if self._answer else ""
         return rules_grammar(self._rules) + extra
@@ -53,7 +53,7 @@ class _Writer:
     def _thought(self, format: ReasoningFormat) -> str:
         """Return what matches the reasoning, which only one that the prompt has opened is sure to have."""
         rest = f"{self._until('thought', format.closing)} {_GAP}"
-        return rest if self._format.opened else f"({self._text(format.opening)} {rest})?"
+        return rest if self._format.reasoning_opened else f"({self._text(format.opening)} {rest})?"
 
     def _body(self) -> str:
         """Return what matches the reply behind its reasoning."""

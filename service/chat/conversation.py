@@ -115,8 +115,8 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
         closed = ending.endswith(closing)
     format = ReplyFormat(
         reasoning,
-        opened=opened,
-        closed=closed,
+        reasoning_opened=opened,
+        reasoning_closed=closed,
         calls=calls if use.callable else None,
         tools={tool.name: tool for tool in use.callable},
         one_call=not use.parallel,

@@ -17,8 +17,8 @@ class ReplyFormat:
     """Says what the text of a reply is parted into."""
 
     reasoning: ReasoningFormat | None = None
-    opened: bool = False  # the prompt ends within the reasoning
-    closed: bool = False  # the prompt ends behind it: a grammar allows none
+    reasoning_opened: bool = False  # the prompt ends within the reasoning
+    reasoning_closed: bool = False  # the prompt ends behind it: a grammar allows none
     calls: ToolFormat | None = None  # None: no tool may be called
     tools: Mapping[str, Tool] = field(default_factory=dict)
     one_call: bool = False
@@ -87,7 +87,7 @@ class ReplyParser:
     def _reasoning(self, format: ReasoningFormat) -> Steps[None]:
         """Take the reasoning, if the reply begins with any."""
         reader = self._reader
-        if not self._format.opened:
+        if not self._format.reasoning_opened:
             reader.record()
             yield from reader.skip_spaces()
             if (yield from reader.accept(format.opening)) is None:

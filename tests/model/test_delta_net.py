@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.cache.states import StateCache, StateSpan, StateTables, segments, waves
+from model.cache.states import StateCache, StateSpan, StateTables, independent_spans, segments
 from model.config.cache import NO_STATE
 from model.config.layer import GatedDeltaConfig
 from model.network.delta_net import delta_rule
@@ -71,7 +71,7 @@ def test_strong_decays_neither_overflow_nor_vanish() -> None:
 def test_spans_are_computed_behind_those_that_they_go_on_from() -> None:
     first, second = StateSpan(0, 8, NO_STATE, 3), StateSpan(8, 11, 3, 4)
     other = StateSpan(11, 12, 7, 5)
-    assert waves([first, second, other]) == [[first, other], [second]]
+    assert independent_spans([first, second, other]) == [[first, other], [second]]
 
 
 def test_spans_that_follow_each_other_are_one_segment() -> None:

@@ -63,7 +63,7 @@ def test_a_gain_follows_its_weight() -> None:
         fused_ops._add_offset_rms,
         fused_ops._norm_add_norm,
         fused_ops.gated,
-        fused_ops.opened,
+        fused_ops.sigmoid_gated,
         fused_ops.rotate_both,
         fused_ops._turns,
     ],
@@ -81,7 +81,7 @@ def test_the_compiler_takes_them_whole(function) -> None:  # type: ignore[no-unt
             "_norm_add_norm": (x, x + 1, torch.randn(16), 1e-5, torch.randn(16), 1e-6),
             "turns": (torch.arange(rows), torch.rand(4), 1.5, torch.bfloat16),
             "gated": (x, nn.functional.silu),
-            "opened": (x, x + 1),
+            "sigmoid_gated": (x, x + 1),
             "rotate_both": (*(torch.randn(rows, heads, 16) for heads in (4, 2)), *torch.randn(2, rows, 1, 8)),
         }[plain.__name__]
         torch.testing.assert_close(compiled(*inputs), plain(*inputs))

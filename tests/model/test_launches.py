@@ -43,7 +43,7 @@ from tests.model.launches import KERNELS
 
 ALLOCATES = ("empty", "new_empty")
 SUMS = ("_add_rms", "_add_layer", "_add_offset_rms", "_norm_add_norm")
-COMPILED = (*((fused_ops, name) for name in SUMS), (mlp, "gated"), (fused_ops, "_turns"), (attention, "opened"))
+COMPILED = (*((fused_ops, name) for name in SUMS), (mlp, "gated"), (fused_ops, "_turns"), (attention, "sigmoid_gated"))
 
 
 class Launches(TorchDispatchMode):

@@ -175,7 +175,7 @@ def test_parts_come_as_soon_as_they_are_certain() -> None:
 
 
 def test_an_opened_reasoning_one_call_and_no_tools() -> None:
-    opened = ReplyFormat(REASONING_FORMATS["think"], opened=True)
+    opened = ReplyFormat(REASONING_FORMATS["think"], reasoning_opened=True)
     assert parted(ReplyParser(opened).whole("so\n</think>\n\n yes ")) == ("so", "yes ", [])
     two = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "weather"}</tool_call>'
     assert parted(ReplyParser(format_of("hermes", one_call=True)).whole(two)) == ("", "", [F])
@@ -332,7 +332,7 @@ def test_calls_are_held_to_500_schemas(name: str) -> None:
     for at in range(23):  # of two tools on average, for eleven formats
         tools = tuple(Tool(f"t{index}", None, objects(generator, root=True)) for index in range(1 + at % 3))
         use = ToolUse(tools, "required", only="t0" if at % 4 == 0 else None, parallel=at % 2 == 0)
-        format, matcher = held(use, name, opened=at % 5 == 0 and name != "harmony")
+        format, matcher = held(use, name, reasoning_opened=at % 5 == 0 and name != "harmony")
         text = walk(matcher, generator, 60)
         reply = ReplyParser(format).whole(text)
         assert reply.calls and not reply.content and (use.parallel or len(reply.calls) == 1), text

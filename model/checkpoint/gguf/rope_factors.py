@@ -74,10 +74,10 @@ def _candidates(
 
 
 def _factor(frequency: float, factor: float, original: float, low: float, high: float) -> float:
-    waves = original * frequency / (2 * math.pi)
-    if waves > high:
+    turns = original * frequency / (2 * math.pi)
+    if turns > high:
         return 1.0
-    if waves < low:
+    if turns < low:
         return factor
-    smooth = (waves - low) / (high - low)
+    smooth = (turns - low) / (high - low)
     return 1 / (smooth + (1 - smooth) / factor)
