@@ -298,7 +298,7 @@ class GenerateEngine:
             # Placeholders behind this token's position are of steps that were launched ahead.
             ahead = sequence.drop_placeholders(step.stop) if token is not None else 0
             if sequence.num_computed_tokens // block_size > sequence.num_offered_blocks:
-                self.block_manager.cache_full_blocks(sequence)
+                self.block_manager.prefixes.cache_full_blocks(sequence)
             if token is not None and beams is not None:
                 if sequence.status is not SequenceStatus.RUNNING or sequence not in beams.members:
                     continue  # its search was preempted or advanced while the step was pending
@@ -370,7 +370,7 @@ class GenerateEngine:
 
     def _cache_full_blocks(self, sequence: SequenceState) -> None:
         if sequence.num_computed_tokens // self.block_manager.block_size > sequence.num_offered_blocks:
-            self.block_manager.cache_full_blocks(sequence)
+            self.block_manager.prefixes.cache_full_blocks(sequence)
 
     def _append_token(self, sequence: SequenceState, token: SampledToken) -> None:
         """Append a sampled token to its sequence and output it."""

@@ -9,17 +9,10 @@ equally long in all pools; in a windowed one `NULL_BLOCK` stands for the blocks 
     table    | null  null  null | read by the next token      | filled by the step |
              0                  first_kept(computed tokens)   computed             computed + step
 
-Sequences that begin alike share full blocks, found by hash (`BlockHasher`), also while they are being computed: a step
-writes all of its keys before it reads any, so a block may be read in the step that fills it, by sequences that are
-scheduled behind. A prefix can be taken over up to a block where every pool still has what the next token reads there:
-all blocks before it, or those of the window.
-
-Blocks that hold the keys and values of a source are shared too (`SourceBlocks`).
+Sequences that begin alike share full blocks (`SharedPrefixes`). Blocks that hold the keys and values of a source are
+shared too (`SourceBlocks`), and so are the states of recurrent layers (`StateSlots`).
 
 Without prefix caching all sharing is among the sequences of one request, and nothing of use outlives them.
-
-Of a model with recurrent layers a prefix can be taken over up to a block whose state is known too (`StateSlots`), and
-only what is computed is known: states are read and written in the order of layers, not before them.
 """
 
 from __future__ import annotations
@@ -32,6 +25,7 @@ from model.config.cache import PoolSize, StateSize
 from model.engine.scheduling.block_hashes import BlockHasher
 from model.engine.scheduling.block_pool import NULL_BLOCK, BlockPool
 from model.engine.scheduling.sequence import SequenceState
+from model.engine.scheduling.shared_prefixes import SharedPrefixes
 from model.engine.scheduling.source_blocks import SourceBlocks
 from model.engine.scheduling.state_slots import StateSlots
 
@@ -58,19 +52,20 @@ class BlockManager:
     ) -> None:
         """`short_context` is the model's: longer requests share no blocks with others (`BlockHasher`). `states` are for
         recurrent layers; None: there are none."""
-        self.pools = tuple(BlockPool(*size) for size in pools)
+        self.pools = tuple(BlockPool(*size, block_size) for size in pools)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.num_queried_tokens = 0  # prompt tokens that were looked for
         self.num_hit_tokens = 0  # and found
-        # Full blocks before the one being filled that are still read; None: all.
-        self._reach = [None if pool.window is None else self.blocks_for(pool.window - 1) for pool in self.pools]
-        self._windowed = [(at, reach) for at, reach in enumerate(self._reach) if reach is not None]
+        self._windowed = [at for at, pool in enumerate(self.pools) if pool.window is not None]
         self._hasher = BlockHasher(block_size, across_requests=prefix_caching, short_context=short_context)
         self._states: StateSlots | None = None
         if states is not None:
             self._states = StateSlots(states, block_size, self._hasher, keeps=prefix_caching)
         self._sources = SourceBlocks(self.pools, self._hasher)
+        self.prefixes = SharedPrefixes(
+            self.pools, block_size, self._hasher, self._states, across_requests=prefix_caching
+        )
 
     def reset(self) -> None:
         """Make every block free, whatever has it: only after what the sequences say can no longer be believed."""
@@ -156,7 +151,7 @@ class BlockManager:
 
         Their blocks come back as the sequence goes on, so smaller steps need less; in other pools nothing does.
         """
-        for at, _ in self._windowed:
+        for at in self._windowed:
             free = self.pools[at].num_free - self._writes_shared(sequence) - self._sources.num_missing(sequence)
             room = (len(sequence.tables[0]) + free) * self.block_size - sequence.num_computed_tokens
             num_tokens = min(num_tokens, room if free >= 0 else 0)
@@ -167,20 +162,20 @@ class BlockManager:
 
         Blocks that they would find, or that one of them would compute for the others, are counted once.
         """
-        reached = [self._find(sequence) for sequence in together]
+        reached = [self.prefixes.find(sequence) for sequence in together]
         source = self._sources.num_missing(together[0])
         own = 0
         computed: set[bytes] = set()  # by one of them for all
         for sequence, found in zip(together, reached, strict=True):
             own += self.blocks_for(sequence.num_tokens) - found
             if len(together) > 1:
-                missing = range(found, self._num_shareable(sequence))
+                missing = range(found, self.prefixes.num_shareable(sequence))
                 own -= len(missing)
                 computed.update(self._hasher.block(sequence, index) for index in missing)
-        for at, (pool, reach) in enumerate(zip(self.pools, self._reach, strict=True)):
-            wanted = own + len(computed) + self._num_evictable(at, together, reached)
-            if reach is not None:
-                wanted = min(wanted, len(together) * (reach + 1))
+        for at, pool in enumerate(self.pools):
+            wanted = own + len(computed) + self.prefixes.num_evictable(at, together, reached)
+            if pool.reach is not None:
+                wanted = min(wanted, len(together) * (pool.reach + 1))
             if wanted + source + self._sources.num_evictable(at, together[0]) > pool.num_free:
                 return False
         return True
@@ -190,9 +185,9 @@ class BlockManager:
         that is encoded; they count as computed.
         """
         begin = sequence.num_computed_tokens // self.block_size
-        reached = self._find(sequence, begin)
+        reached = self.prefixes.find(sequence, begin)
         if self._states is not None and not sequence.num_computed_tokens:
-            sequence.shared_border = self._num_known(sequence) * self.block_size
+            sequence.shared_border = self.prefixes.num_known(sequence) * self.block_size
         if sequence.scheduled_time is None and self.prefix_caching and sequence.reuses_prefix:
             self.num_queried_tokens += sequence.num_prompt_tokens
         if reached > begin:
@@ -210,7 +205,8 @@ class BlockManager:
 
     def _go_on(self, sequence: SequenceState, at: int, table: list[int], begin: int, reached: int) -> None:
         """Put known blocks up to `reached` into a table, in the place of what the sequence has from `begin` on."""
-        pool, first = self.pools[at], max(begin, self._first_kept(at, reached))
+        pool = self.pools[at]
+        first = max(begin, pool.first_kept(reached))
         found = [pool.known[self._hasher.block(sequence, index)] for index in range(first, reached)]
         for block in found:
             pool.share(block)
@@ -262,9 +258,9 @@ class BlockManager:
 
     def free_behind_window(self, sequence: SequenceState) -> None:
         """Free the blocks of windowed pools that no later token reads; nothing where there are no windows."""
-        for at, _ in self._windowed:
+        for at in self._windowed:
             pool, table = self.pools[at], sequence.tables[at]
-            index = min(self._first_kept(at, sequence.num_computed_tokens // self.block_size), len(table))
+            index = min(pool.first_kept(sequence.num_computed_tokens // self.block_size), len(table))
             while index and table[index - 1] != NULL_BLOCK:
                 index -= 1
                 pool.release(table[index], keep=self.prefix_caching)
@@ -275,7 +271,7 @@ class BlockManager:
         if self._states is not None:
             self._states.settle(sequence)
             if sequence.num_computed_tokens // self.block_size > sequence.num_offered_blocks:
-                self.cache_full_blocks(sequence)
+                self.prefixes.cache_full_blocks(sequence)
 
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
         """Let the child have the parent's blocks as well."""
@@ -286,32 +282,6 @@ class BlockManager:
         self._sources.fork(parent, child)
         if self._states is not None:
             self._states.fork(parent, child)
-
-    def cache_full_blocks(self, sequence: SequenceState, num_tokens: int = 0) -> None:
-        """Let the full blocks be found that the sequence has computed, or will have with `num_tokens` more in the step
-        that is being put together.
-        """
-        known = sequence.num_tokens - sequence.has_placeholder  # what the device alone knows has no hash
-        full = min(sequence.num_computed_tokens + num_tokens, known) // self.block_size
-        if self._is_shared(sequence):
-            for index in range(sequence.num_offered_blocks, full):
-                digest = self._hasher.block(sequence, index)
-                for pool, table in zip(self.pools, sequence.tables, strict=True):
-                    for block in pool.held(table[index : index + 1]):
-                        pool.make_known(digest, block)
-        sequence.num_offered_blocks = max(full, sequence.num_offered_blocks)
-
-    def frontier(self, sequence: SequenceState) -> bytes | None:
-        """The hash of the block that a sequence will cache next; None if that is not a block of known tokens that
-        others could share.
-        """
-        index = sequence.num_offered_blocks
-        return self._hasher.block(sequence, index) if index < self._num_shareable(sequence) else None
-
-    def frontier_found(self, sequence: SequenceState) -> bytes | None:
-        """The same of a sequence without blocks, if it began now."""
-        index = self._find(sequence)
-        return self._hasher.block(sequence, index) if index < self._num_shareable(sequence) else None
 
     def forget_unwritten(self, sequence: SequenceState) -> set[tuple[int, int]]:
         """Forget the blocks that a failed step has left some of what other sequences may have been promised.
@@ -366,64 +336,12 @@ class BlockManager:
         for at, pool in enumerate(self.pools):
             tables = [table for one in everyone for table in (one.tables[at], one.source_tables[at])]
             pool.check_invariants(Counter(block for table in tables for block in pool.held(table)))
-        for at, _ in self._windowed:
+        for at in self._windowed:
             for one in everyone:
-                table, first = one.tables[at], self._first_kept(at, one.num_computed_tokens // self.block_size)
+                table, first = one.tables[at], self.pools[at].first_kept(one.num_computed_tokens // self.block_size)
                 assert len(table) == len(one.tables[0]), "tables of different lengths"
                 assert NULL_BLOCK not in table[first:], "a block that the next token reads was freed"
         self._sources.check_invariants(everyone)
-
-    def _first_kept(self, at: int, block: int) -> int:
-        """The first block of a pool that a token in `block` reads."""
-        reach = self._reach[at]
-        return 0 if reach is None else max(0, block - reach)
-
-    def _is_shared(self, sequence: SequenceState) -> bool:
-        """Whether any other sequence could begin the same."""
-        return self.prefix_caching or sequence.has_siblings
-
-    def _num_shareable(self, sequence: SequenceState) -> int:
-        """Blocks that the sequence may have from others: at least its last token stays to be computed."""
-        if not sequence.reuses_prefix or not self._is_shared(sequence):
-            return 0
-        return (sequence.num_tokens - 1) // self.block_size
-
-    def _find(self, sequence: SequenceState, begin: int = 0) -> int:
-        """The last block up to which a sequence, computed up to block `begin`, could go on from known blocks."""
-        stop, reached = self._num_shareable(sequence), begin
-        if not self._windowed and self._states is None:
-            known = self.pools[0].known
-            for index in range(begin, stop):
-                if self._hasher.block(sequence, index) not in known:
-                    return index
-            return max(begin, stop)
-        runs = [0] * len(self.pools)  # where the known blocks that end at `index` begin, in each pool
-        for index in range(begin, stop):
-            digest = self._hasher.block(sequence, index)
-            for at, pool in enumerate(self.pools):
-                if digest not in pool.known:
-                    if pool.window is None:
-                        return reached
-                    runs[at] = index + 1
-            has_windows = all(runs[at] <= max(0, index + 1 - reach) for at, reach in self._windowed)
-            if has_windows and (self._states is None or digest in self._states.pool.known):
-                reached = index + 1
-        return reached
-
-    def _num_known(self, sequence: SequenceState) -> int:
-        """Full blocks from its first token on that the first pool knows, whatever states there are."""
-        blocks, known = range(self._num_shareable(sequence)), self.pools[0].known
-        return next((index for index in blocks if self._hasher.block(sequence, index) not in known), len(blocks))
-
-    def _num_evictable(self, at: int, together: Sequence[SequenceState], reached: Sequence[int]) -> int:
-        """Blocks of a pool that the sequences would take over up to `reached` and that only the cache has."""
-        pool = self.pools[at]
-        found = {
-            pool.known[self._hasher.block(sequence, index)]
-            for sequence, stop in zip(together, reached, strict=True)
-            for index in range(self._first_kept(at, stop), stop)
-        }
-        return sum(map(pool.is_cached, found))
 
     def _missing(self, sequence: SequenceState, num_tokens: int) -> int:
         """Blocks of each pool."""

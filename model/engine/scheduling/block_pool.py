@@ -16,9 +16,12 @@ class BlockPool:
               evicted, the least recently used first
     """
 
-    def __init__(self, num_blocks: int, window: int | None = None) -> None:
+    def __init__(self, num_blocks: int, window: int | None = None, block_size: int = 1) -> None:
+        """`block_size` tokens of a block: of a pool without a window they make no difference."""
         self.num_blocks = num_blocks
         self.window = window
+        # Full blocks before the one being filled that are still read; None: all.
+        self.reach = None if window is None else -(-(window - 1) // block_size)
         self.reset()
 
     def reset(self) -> None:
@@ -47,6 +50,10 @@ class BlockPool:
     def held(self, table: list[int]) -> list[int]:
         """The blocks of a table; those behind the window are none."""
         return table if self.window is None else [block for block in table if block != NULL_BLOCK]
+
+    def first_kept(self, block: int) -> int:
+        """The first block of a table that a token in `block` reads."""
+        return 0 if self.reach is None else max(0, block - self.reach)
 
     def is_cached(self, block: int) -> bool:
         return block in self._cached

@@ -242,10 +242,10 @@ class Scheduler:
 
     def _follows(self, sequence: SequenceState) -> bool:
         """Whether a running prompt that is served before this one computes the next of it."""
-        return self.block_manager.frontier(sequence) in self._frontiers
+        return self.block_manager.prefixes.frontier(sequence) in self._frontiers
 
     def _lead(self, sequence: SequenceState) -> None:
-        frontier = self.block_manager.frontier(sequence)
+        frontier = self.block_manager.prefixes.frontier(sequence)
         if frontier is not None:
             self._frontiers.add(frontier)
 
@@ -315,7 +315,7 @@ class Scheduler:
         """Whether a waiting sequence's grammar is not compiled, or a running prompt computes the next of its tokens."""
         if not sequence.is_prepared:
             return True
-        return bool(self._frontiers) and self.block_manager.frontier_found(sequence) in self._frontiers
+        return bool(self._frontiers) and self.block_manager.prefixes.frontier_found(sequence) in self._frontiers
 
     def _put(
         self, output: SchedulerOutput, sequence: SequenceState, num_tokens: int, *, encode_source: bool = False
@@ -328,6 +328,6 @@ class Scheduler:
                 self._lead(sequence)
             return
         if (start + num_tokens) // self.block_manager.block_size > sequence.num_offered_blocks:
-            self.block_manager.cache_full_blocks(sequence, num_tokens)
+            self.block_manager.prefixes.cache_full_blocks(sequence, num_tokens)
         if start + num_tokens < sequence.num_tokens:
             self._lead(sequence)

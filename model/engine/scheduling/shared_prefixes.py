@@ -1,0 +1,113 @@
+"""Finds the blocks that hold what a sequence begins with, and lets others find those that it has filled. No tensors.
+
+Sequences that begin alike share full blocks, found by hash (`BlockHasher`), also while they are being computed: a step
+writes all of its keys before it reads any, so a block may be read in the step that fills it, by sequences that are
+scheduled behind. A prefix can be taken over up to a block where every pool still has what the next token reads there:
+all blocks before it, or those of the window.
+
+Of a model with recurrent layers a prefix can be taken over up to a block whose state is known too (`StateSlots`), and
+only what is computed is known: states are read and written in the order of layers, not before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from model.engine.scheduling.block_hashes import BlockHasher
+from model.engine.scheduling.block_pool import BlockPool
+from model.engine.scheduling.sequence import SequenceState
+from model.engine.scheduling.state_slots import StateSlots
+
+
+class SharedPrefixes:
+    """Which full blocks of the pools are known, and how far a sequence could go on from them. It takes none."""
+
+    def __init__(
+        self,
+        pools: Sequence[BlockPool],
+        block_size: int,
+        hasher: BlockHasher,
+        states: StateSlots | None,
+        *,
+        across_requests: bool,
+    ) -> None:
+        """`across_requests`: else only sequences of one request share blocks."""
+        self._pools = pools
+        self._block_size = block_size
+        self._hasher = hasher
+        self._states = states
+        self._across_requests = across_requests
+        self._windowed = [(at, pool.reach) for at, pool in enumerate(pools) if pool.reach is not None]
+
+    def cache_full_blocks(self, sequence: SequenceState, num_tokens: int = 0) -> None:
+        """Let the full blocks be found that the sequence has computed, or will have with `num_tokens` more in the step
+        that is being put together.
+        """
+        known = sequence.num_tokens - sequence.has_placeholder  # what the device alone knows has no hash
+        full = min(sequence.num_computed_tokens + num_tokens, known) // self._block_size
+        if self._is_shared(sequence):
+            for index in range(sequence.num_offered_blocks, full):
+                digest = self._hasher.block(sequence, index)
+                for pool, table in zip(self._pools, sequence.tables, strict=True):
+                    for block in pool.held(table[index : index + 1]):
+                        pool.make_known(digest, block)
+        sequence.num_offered_blocks = max(full, sequence.num_offered_blocks)
+
+    def frontier(self, sequence: SequenceState) -> bytes | None:
+        """The hash of the block that a sequence will cache next; None if that is not a block of known tokens that
+        others could share.
+        """
+        index = sequence.num_offered_blocks
+        return self._hasher.block(sequence, index) if index < self.num_shareable(sequence) else None
+
+    def frontier_found(self, sequence: SequenceState) -> bytes | None:
+        """The same of a sequence without blocks, if it began now."""
+        index = self.find(sequence)
+        return self._hasher.block(sequence, index) if index < self.num_shareable(sequence) else None
+
+    def _is_shared(self, sequence: SequenceState) -> bool:
+        """Whether any other sequence could begin the same."""
+        return self._across_requests or sequence.has_siblings
+
+    def num_shareable(self, sequence: SequenceState) -> int:
+        """Blocks that the sequence may have from others: at least its last token stays to be computed."""
+        if not sequence.reuses_prefix or not self._is_shared(sequence):
+            return 0
+        return (sequence.num_tokens - 1) // self._block_size
+
+    def find(self, sequence: SequenceState, begin: int = 0) -> int:
+        """The last block up to which a sequence, computed up to block `begin`, could go on from known blocks."""
+        stop, reached = self.num_shareable(sequence), begin
+        if not self._windowed and self._states is None:
+            known = self._pools[0].known
+            for index in range(begin, stop):
+                if self._hasher.block(sequence, index) not in known:
+                    return index
+            return max(begin, stop)
+        runs = [0] * len(self._pools)  # where the known blocks that end at `index` begin, in each pool
+        for index in range(begin, stop):
+            digest = self._hasher.block(sequence, index)
+            for at, pool in enumerate(self._pools):
+                if digest not in pool.known:
+                    if pool.window is None:
+                        return reached
+                    runs[at] = index + 1
+            has_windows = all(runs[at] <= max(0, index + 1 - reach) for at, reach in self._windowed)
+            if has_windows and (self._states is None or digest in self._states.pool.known):
+                reached = index + 1
+        return reached
+
+    def num_known(self, sequence: SequenceState) -> int:
+        """Full blocks from its first token on that the first pool knows, whatever states there are."""
+        blocks, known = range(self.num_shareable(sequence)), self._pools[0].known
+        return next((index for index in blocks if self._hasher.block(sequence, index) not in known), len(blocks))
+
+    def num_evictable(self, at: int, together: Sequence[SequenceState], reached: Sequence[int]) -> int:
+        """Blocks of a pool that the sequences would take over up to `reached` and that only the cache has."""
+        pool = self._pools[at]
+        found = {
+            pool.known[self._hasher.block(sequence, index)]
+            for sequence, stop in zip(together, reached, strict=True)
+            for index in range(pool.first_kept(stop), stop)
+        }
+        return sum(map(pool.is_cached, found))
