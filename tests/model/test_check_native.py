@@ -99,7 +99,7 @@ def test_threads_do_not_race(level: Level, tmp_path: Path) -> None:
         ),
         (  # a thread's line is a number too short
             MEMORY,
-            ("stack.c", "scratch, stack->hidden * number)", "scratch, (stack->hidden - 1) * number)"),
+            ("stack_buffers.c", "scratch, stack->hidden * number)", "scratch, (stack->hidden - 1) * number)"),
             "AddressSanitizer",
         ),
         (  # rows are read while another thread still writes them
