@@ -234,6 +234,15 @@ def test_an_epsilon_that_is_no_small_number_is_refused_by_name(name: str, settin
         config_from_raw({**defaults(name), setting: value})
 
 
+@pytest.mark.parametrize("value", ["768", 768.0, True])
+@pytest.mark.parametrize(
+    ("name", "setting"), [("Llama", "hidden_size"), ("Bert", "max_position_embeddings"), ("GPT2", "n_layer")]
+)
+def test_a_size_that_is_no_whole_number_is_refused_by_name(name: str, setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} must be a whole number, found"):
+        config_from_raw({**defaults(name), setting: value})
+
+
 @pytest.mark.parametrize("name", ["Mistral", "Phi3"])
 def test_a_window_of_nothing_is_refused(name: str) -> None:
     """The kernels in C took 0 for no window, torch's for no keys."""

@@ -42,7 +42,10 @@ _HARMLESS = frozenset(
 )
 
 
-_EPSILONS = ("_eps", "_epsilon")  # of norms; nothing else looks at them before a step computes with them
+# Ends of names. Nothing else looks at an epsilon before a step computes with it, and sizes are computed with at once.
+_EPSILONS = ("_eps", "_epsilon")
+_SIZES = ("_size", "_heads", "_dim", "_per_tok", "coder_layers", "max_position_embeddings", "d_model", "d_ff", "d_kv")
+_COUNTS = ("num_", "n_")  # beginnings of names
 
 
 class Settings(Mapping[str, Any]):
@@ -57,6 +60,8 @@ class Settings(Mapping[str, Any]):
         value = self._raw[key]
         if key.endswith(_EPSILONS) and not (type(value) in (int, float) and 0 <= value < math.inf):
             raise ConfigError(f"{key} must be a number from 0 on, found {value!r}")
+        if (key.endswith(_SIZES) or key.startswith(_COUNTS)) and isinstance(value, bool | float | str):
+            raise ConfigError(f"{key} must be a whole number, found {value!r}")
         return value
 
     def __iter__(self) -> Iterator[str]:
