@@ -230,6 +230,17 @@ class _Many:
     events: float = 0.0
     text_share: float = 0.0
 
+    @classmethod
+    def of(cls, records: list[Record], tokens: int, spent: dict[str, float]) -> _Many:
+        """Of requests to the service that took `spent` CPU seconds for so many tokens."""
+        seconds = max(record.ended for record in records) - min(record.sent for record in records)
+        return cls(
+            tokens_per_s=tokens / seconds,
+            engine_us=1e6 * spent[_ENGINE] / tokens,
+            service_us=1e6 * (spent[""] - spent[_ENGINE]) / tokens,
+            clients_us=1e6 * spent["clients"] / tokens,
+        )
+
 
 class _Engine:
     """Runs the engine in this process."""
@@ -296,48 +307,27 @@ class _Service:
         """
         spent: dict[str, float] = {}
         records = self._generated(streams, wanted, streams, seed, spent)
-        seconds = max(record.ended for record in records) - min(record.sent for record in records)
         tokens = sum(record.completion_tokens for record in records)
         events = sum(len(record.token_times) for record in records) / tokens
         text_share = 1 - sum(record.silent_tokens for record in records) / tokens
         if text_share < MIN_TEXT_SHARE:
             what = f"{100 * text_share:.1f} % of the tokens made text, expected {100 * MIN_TEXT_SHARE:g} %"
             raise ServerError(f"{what}: the service had less to do than it has; --temperature 1 makes other tokens")
-        return _Many(
-            tokens_per_s=tokens / seconds,
-            engine_us=1e6 * spent[_ENGINE] / tokens,
-            service_us=1e6 * (spent[""] - spent[_ENGINE]) / tokens,
-            clients_us=1e6 * spent["clients"] / tokens,
-            events=events,
-            text_share=text_share,
-        )
+        return replace(_Many.of(records, tokens, spent), events=events, text_share=text_share)
 
     def texts(self, options: argparse.Namespace, rounds: int, seed: int) -> _Many:
         """Encode `rounds` requests of each client. Raises `ServerError` if texts have another number of tokens."""
         size, spent = options.text_tokens, dict[str, float]()
-        settings = replace(
-            self._subject.settings,
-            workload=Workload(
-                kind="embedding", prompt_tokens=f"fixed:{size}", texts=f"fixed:{options.texts}", output_tokens="fixed:1"
-            ),
-            arrivals=Arrivals(kind="closed", concurrency=options.streams),
-            clients=Clients(extra={"encoding_format": options.encoding_format}),
-            duration_s=0.0,
-            requests=options.streams * rounds,
-            seed=seed,
+        workload = Workload(
+            kind="embedding", prompt_tokens=f"fixed:{size}", texts=f"fixed:{options.texts}", output_tokens="fixed:1"
         )
-        records = self._answered(settings, spent)
+        clients = Clients(extra={"encoding_format": options.encoding_format})
+        records = self._answered(workload, clients, options.streams, options.streams * rounds, seed, spent)
         count = options.texts * len(records)
         tokens = sum(record.prompt_tokens for record in records)
         if tokens != count * size:
             raise ServerError(f"expected {size} tokens of each text, found {tokens / count:.1f}")
-        seconds = max(record.ended for record in records) - min(record.sent for record in records)
-        return _Many(
-            tokens_per_s=count / seconds,
-            engine_us=1e6 * spent[_ENGINE] / count,
-            service_us=1e6 * (spent[""] - spent[_ENGINE]) / count,
-            clients_us=1e6 * spent["clients"] / count,
-        )
+        return _Many.of(records, count, spent)
 
     def first_ms(self, seed: int) -> float:
         records = self._generated(1, 2, SINGLE, seed, {})
@@ -345,22 +335,27 @@ class _Service:
 
     def _generated(self, streams: int, wanted: int, requests: int, seed: int, spent: dict[str, float]) -> list[Record]:
         """Run so many requests by so many clients. Raises `ServerError` for one with another length."""
-        settings = replace(
-            self._subject.settings,
-            workload=Workload(prompt_tokens=f"fixed:{PROMPT}", output_tokens=f"fixed:{wanted}"),
-            arrivals=Arrivals(kind="closed", concurrency=streams),
-            clients=self._clients,
-            duration_s=0.0,
-            requests=requests,
-            seed=seed,
-        )
-        records = self._answered(settings, spent)
+        workload = Workload(prompt_tokens=f"fixed:{PROMPT}", output_tokens=f"fixed:{wanted}")
+        records = self._answered(workload, self._clients, streams, requests, seed, spent)
         if any(record.completion_tokens != wanted for record in records):
             raise ServerError(f"expected {wanted} tokens of each request, found other numbers")
         return records
 
-    def _answered(self, settings: Settings, spent: dict[str, float]) -> list[Record]:
-        """Run requests; `spent` gets the CPU seconds. Raises `ServerError` for a failed one."""
+    def _answered(
+        self, workload: Workload, clients: Clients, streams: int, requests: int, seed: int, spent: dict[str, float]
+    ) -> list[Record]:
+        """Run requests by so many clients, each one after the other; `spent` gets the CPU seconds. Raises `ServerError`
+        for a failed one.
+        """
+        settings = replace(
+            self._subject.settings,
+            workload=workload,
+            arrivals=Arrivals(kind="closed", concurrency=streams),
+            clients=clients,
+            duration_s=0.0,
+            requests=requests,
+            seed=seed,
+        )
         records = asyncio.run(self._run(settings, spent))
         failed = [record for record in records if record.outcome is not Outcome.OK]
         if failed:
