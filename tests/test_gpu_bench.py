@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from loadtest.bench.gpu import caches, check, engines, machine, parity, profile, report
+from loadtest.bench.gpu import check, engines, experts, machine, parity, profile, report
 from loadtest.bench.gpu.cases import COMMANDS, cases_of
 from loadtest.bench.gpu.cli import main
 from loadtest.bench.gpu.compiling import in_parallel
@@ -27,6 +26,9 @@ from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.supervisor import STOPPED, TIMED_OUT, Supervisor, Task, read
 from loadtest.bench.gpu.targets import TARGETS, datasheet_ceilings
 from loadtest.bench.gpu.timers import Timers
+from model.attention.sdpa import SdpaBackend
+from model.linear.base import linears
+from model.linear.experts import ExpertsLinear
 
 ROOT = Path(__file__).parents[1]
 ABSENT = (
@@ -75,6 +77,8 @@ def test_what_is_checked_is_right(rows: dict[str, Row]) -> None:
     assert all(checked.values()), checked
     about = {name.removeprefix("engine, ") for name in checked if name.startswith("engine, ")}
     assert about == {name for name in parity.SCENARIOS if "bfloat16" not in name} | {"encoder"}
+    assert {name.split(",")[0] for name in checked if "experts" in name} == {"experts' product", "engine"}
+    assert rows["engine, experts"]["unrecorded_equal"] and rows["engine, experts"]["distinct"] > 10
     assert rows["engine, preemption"]["preemptions"] > 0
     assert rows["engine, prefix hits"]["prefix_hits"] > 0
     assert rows["engine, sampling with seeds"]["distinct"] > 10
@@ -123,23 +127,24 @@ def test_it_compares_with_the_reference_library(tmp_path: Path) -> None:
     assert read([tmp_path])[-1]["times"] > 0
 
 
-def test_a_wrong_token_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "random_model", perturbed := Perturbed())
-    found = parity._compare(bench, scenario=parity.SCENARIOS["chunked prompts"])
-    assert perturbed.made == 2
-    assert not found["ok"] and found["logprobs_within"] > 1e-3
+@pytest.mark.parametrize(("name", "wrong", "seen"), [("chunked prompts", 0, "logprobs"), ("experts", 2, "unrecorded")])
+def test_a_wrong_token_is_seen(name: str, wrong: int, seen: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "random_model", perturbed := Perturbed(wrong))
+    found = parity._compare(bench, scenario=parity.SCENARIOS[name])
+    assert perturbed.made == max(wrong + 1, 2) and not found["ok"]
+    assert [name for name in found if "within" in name and found[name] > 1e-3] == [f"{seen}_within"]
 
 
 class Perturbed:
-    """The first model with one matrix that is not the second's."""
+    """Models of which one has a matrix that is not the others', where there are experts one of theirs."""
 
-    def __init__(self) -> None:
-        self.made = 0
+    def __init__(self, wrong: int) -> None:
+        self.made, self.wrong = 0, wrong
 
     def __call__(self, *arguments: Any) -> Any:
         model = engines.random_model(*arguments)
-        if not self.made:
-            next(p for p in model.decoder.parameters() if p.dim() == 2).mul_(1.5)
+        if self.made == self.wrong:
+            model.decoder.layers[0].mlp.up.weight.flatten()[: 96 * 32].mul_(1.5)
         self.made += 1
         return model
 
@@ -151,20 +156,42 @@ def test_a_wrong_kernel_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
     assert not check._kernel(bench, problem=problem, dtype=torch.float32)["ok"]
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, captured: Callable[..., object]) -> None:
+    monkeypatch.setattr(Bench, "cuda", True)
+    monkeypatch.setattr(Bench, "device_seconds", lambda *_: 1e-3)
+    monkeypatch.setattr(Bench, "captured", captured)
+
+
+def test_experts_that_stay_as_they_were_recorded_are_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    case = {"shape": experts.Shape(2, 20, 32), "dtype": torch.float32}
+    as_on_a_gpu(monkeypatch, lambda _, work: work)
+    assert experts._check(bench, **case)["ok"]
+    as_on_a_gpu(monkeypatch, lambda _, work: Once(work))
+    found = experts._check(bench, **case)
+    assert not found["ok"] and found["captured_error_129"] > 0.1 > 1e-5 > found["error_129"]
+
+
+def test_triton_multiplies_the_experts_of_a_model_for_a_gpu(bench: Bench) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    cpu, gpu, raw = torch.device("cpu"), torch.device("cuda"), parity.shape(bench, "gpt-oss-20b")
+    model = engines.random_model(raw, SdpaBackend(), torch.float32, cpu, gpu)
+    made = [linear for linear in linears(model) if isinstance(linear, ExpertsLinear)]
+    assert len(made) == 4 and all(linear.kernels and linear.device is gpu for linear in made)
+
+
 @pytest.mark.parametrize("name", ["decode, keys in parts", "mixed", "int8 pages, decode"])
 def test_a_replayed_launch_is_compared_over_other_lengths(
     name: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where what was captured runs again; one that kept its first lengths would be seen."""
+    """One that kept its first lengths would be seen."""
     pytest.importorskip("triton", reason="triton is not installed")
     case = {"problem": check._TINY[name], "dtype": torch.float32}
-    monkeypatch.setattr(Bench, "cuda", True)
-    monkeypatch.setattr(Bench, "device_seconds", lambda *_: 1e-3)
-    monkeypatch.setattr(Bench, "captured", lambda _, work: work)
+    as_on_a_gpu(monkeypatch, lambda _, work: work)
     found = check._kernel(bench, **case)
     assert found["ok"] and 0 < found["captured_error"] < 1e-5
     assert found["tb_per_s"] == pytest.approx(case["problem"].kv_bytes / 1e-3 / 1e12)
-    monkeypatch.setattr(Bench, "captured", lambda _, work: Once(work))
+    as_on_a_gpu(monkeypatch, lambda _, work: Once(work))
     assert check._kernel(bench, **case)["ok"] == (name == "mixed")  # whose lengths no replay changes
 
 
@@ -275,36 +302,6 @@ def test_unknown_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["check", "chekc"])
     assert "no such command: chekc; there are " in capsys.readouterr().err
-
-
-def test_caches_travel_in_parts_that_fit(tmp_path: Path) -> None:
-    made, parts = tmp_path / "made", tmp_path / "parts"
-    (made / "triton" / "key").mkdir(parents=True)
-    parts.mkdir()
-    rng = random.Random(0)
-    contents = {f"triton/key/{at}.cubin": rng.randbytes(200_000) for at in range(9)}
-    for name, content in contents.items():
-        (made / name).write_bytes(content)
-    told = list(caches.pack(made, parts, part_bytes=1_000_000, most_parts=2))
-    written = sorted(parts.iterdir())
-    assert len(written) == 2 and all(part.stat().st_size <= 1_000_000 for part in written)
-    assert "of 9 cached files are left out" in told[-1]
-    list(caches.pack(made, parts, part_bytes=1_000_000))
-    assert caches.unpack(parts, tmp_path / "again") == 9
-    assert {name: (tmp_path / "again" / name).read_bytes() for name in contents} == contents
-    written = sorted(parts.iterdir())
-    for part in written[1:]:
-        part.unlink()
-    assert 0 < caches.unpack(parts, tmp_path / "some") < 9  # each can be read alone
-
-
-def test_a_file_larger_than_a_part_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / "a").write_bytes(random.Random(0).randbytes(100_000))
-    (tmp_path / "made" / "b").write_bytes(b"small")
-    list(caches.pack(tmp_path / "made", tmp_path, part_bytes=50_000))
-    assert caches.unpack(tmp_path, tmp_path / "again") == 1
-    assert (tmp_path / "again" / "b").read_bytes() == b"small"
 
 
 def test_time_is_counted_once_and_methods_are_put_back() -> None:

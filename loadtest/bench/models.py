@@ -21,6 +21,7 @@ from model.checkpoint.folder import tensor_names
 from model.config.model import ModelConfig
 from model.families import FAMILIES
 from model.families.table.raw_config import Settings
+from model.linear.factory import LinearFactory
 from model.network.build import build_model
 from model.network.transformer import Transformer
 from model.network.weights import stored_tensors
@@ -289,10 +290,18 @@ def config_of(raw: dict[str, Any]) -> ModelConfig:
 
 
 def random_model(
-    raw: dict[str, Any], backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+    raw: dict[str, Any],
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+    target: torch.device | None = None,
 ) -> Transformer:
-    """Return the network of a raw config.json, with random weights from a fixed seed."""
-    model = build_model(config_of(raw), backend).to(dtype).to_empty(device=device)
+    """Return the network of a raw config.json, with random weights from a fixed seed.
+
+    It is made on `device`; if it is to compute on another one, that is `target`: products of experts depend on it.
+    """
+    factory = LinearFactory(device=device if target is None else target)
+    model = build_model(config_of(raw), backend, factory).to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from loadtest.bench.gpu import fp8, integers, parity, recurrent
+from loadtest.bench.gpu import experts, fp8, integers, parity, recurrent
 from loadtest.bench.gpu.attention import Problem, ProblemTensors, make_tensors
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.figures import Figures, Skip
@@ -70,7 +70,7 @@ def cases(bench: Bench) -> list[Case]:
             for name in ("decode, keys in parts", "mixed", "head 256")
         ]
     kernels += recurrent.check_cases(bench)
-    products = [*integers.check_cases(bench), *fp8.check_cases(bench)]
+    products = [case for kind in (integers, fp8, experts) for case in kind.check_cases(bench)]
     return [*launches, *kernels, *products, *parity.cases(bench), Case("memcheck", _memcheck, 60)]
 
 

@@ -60,6 +60,7 @@ class Scenario:
     rounds: int = 1  # repetitions of the same requests
     tokens_equal: float = 1.0  # share of the tokens
     logprobs_within: float = 1e-3
+    unrecorded: bool = False  # compare with steps on this device that are not recorded, too
     happened: Callable[[BenchModel], Figures] = lambda ready: {}  # figures none of which may be 0
 
 
@@ -77,6 +78,7 @@ _DRAWN = [
     replace(GREEDY, temperature=0.7, min_p=0.05),
     GREEDY,
 ]
+_FEW_STEPS = ((7, 14), (150, 6), (33, 10), (64, 8), (90, 7), (128, 5))  # a CPU reads all experts in each
 SCENARIOS = {
     "chunked prompts": Scenario(settings={"max_num_batched_tokens": 48}),
     "prefix hits": Scenario(settings={"prefix_caching": True}, rounds=2, happened=_hits),
@@ -90,6 +92,8 @@ SCENARIOS = {
     "windows in some layers, softcaps": Scenario("gemma2-2b"),
     "windows in some layers, two rotary bases": Scenario("gemma3-1b"),
     "recurrent layers": Scenario("qwen3.5-9b", settings={"prefix_caching": True}, rounds=2, happened=_hits),
+    "experts": Scenario("qwen3-30b-a3b", lengths=_FEW_STEPS, unrecorded=True),
+    "experts with biases, clamps, sinks": Scenario("gpt-oss-20b", lengths=_FEW_STEPS, unrecorded=True),
     "sampling with seeds": Scenario(params=_DRAWN, tokens_equal=0.98),
     "encoder-decoder, BART": Scenario("bart-large"),
     "encoder-decoder, T5": Scenario("t5-xl"),
@@ -123,6 +127,7 @@ def shape(bench: Bench, name: str) -> dict[str, Any]:
     # Windows that the prompts cross, and a layer of each kind.
     changes = {**dict.fromkeys(layers, 2), "vocab_size": 8192, "sliding_window": 48, "sliding_window_pattern": 2}
     changes["full_attention_interval"] = 2
+    changes |= {"num_experts": 16, "num_local_experts": 8}  # more than a token takes
     return {key: changes.get(key, value) for key, value in raw.items()}
 
 
@@ -141,6 +146,7 @@ def _compare(bench: Bench, *, scenario: Scenario) -> Figures:
         total += sum(len(other) for _, other in pairs)
     found |= {"tokens": total, "tokens_equal": same / total, **scenario.happened(fast)}
     found["distinct"] = len({token for tokens in theirs.outputs.values() for token in tokens})
+    recorded = ours
     right = same / total >= scenario.tokens_equal and all(scenario.happened(fast).values())
     if any(params.num_beams > 1 for params in scenario.params):
         found["scores_within"] = apart = max(abs(ours.scores[name] - score) for name, score in theirs.scores.items())
@@ -148,7 +154,19 @@ def _compare(bench: Bench, *, scenario: Scenario) -> Figures:
         ours, theirs = (_run(ready, scenario, logprobs=0) for ready in (fast, slow))
         found["logprobs_within"] = apart = _apart(ours, theirs)
     right = right and apart <= scenario.logprobs_within
+    if scenario.unrecorded:
+        found |= (plain := _unrecorded(bench, scenario, recorded.outputs, ours))
+        right = right and plain["unrecorded_equal"] and plain["unrecorded_within"] <= scenario.logprobs_within
     return {"ok": right, **found}
+
+
+def _unrecorded(bench: Bench, scenario: Scenario, outputs: dict[str, list[int]], ours: BatchResult) -> Figures:
+    """Return whether this device gives the same tokens without CUDA graphs, and how far log-probabilities are apart."""
+    settings = {**scenario.settings, "cuda_graphs": False}
+    plain = _engine(bench, replace(scenario, settings=settings), bench.device, scenario.dtype)
+    assert plain.runner.graphs is None
+    equal = _run(plain, scenario, logprobs=None).outputs == outputs
+    return {"unrecorded_equal": equal, "unrecorded_within": _apart(ours, _run(plain, scenario, logprobs=0))}
 
 
 def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch.dtype) -> BenchModel:
@@ -158,7 +176,7 @@ def _engine(bench: Bench, scenario: Scenario, device: torch.device, dtype: torch
     raw = shape(bench, scenario.model)
     reads_fp8 = device.type == "cuda" or settings.get("kv_cache_dtype") != "fp8"  # the C kernels read no such pages
     selection = _selection(raw, device, dtype, reference=reference or not reads_fp8)
-    model = _varied(random_model(raw, selection.backend, torch.float32, CPU)).to(device, dtype)
+    model = _varied(random_model(raw, selection.backend, torch.float32, CPU, device)).to(device, dtype)
     if settings.get("quantization") == "fp8":
         need_fp8(bench)
         model = in_fp8(model)
