@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model.api.request import Request
 from model.attention.selection import Selection
-from model.engine import builder
+from model.engine import generate_builder, kernels
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.model_drafts import DraftOdds
 from tests.engine.support import request
@@ -35,9 +35,9 @@ def test_recurrent_layers_go_on_from_the_states_of_drafts(monkeypatch: pytest.Mo
         return run(program, plan, tokens)
 
     monkeypatch.setattr(DraftOdds, "measured", lambda self, **times: None)
-    monkeypatch.setattr(builder, "select_backend", lambda *_: chosen)
-    monkeypatch.setattr(builder, "CudaRecorder", lambda *_, **__: recorded)
-    monkeypatch.setattr(builder, "can_record", lambda engine, model, device: engine.cuda_graphs)
+    monkeypatch.setattr(kernels, "select_backend", lambda *_: chosen)
+    monkeypatch.setattr(generate_builder, "CudaRecorder", lambda *_, **__: recorded)
+    monkeypatch.setattr(generate_builder, "can_record", lambda engine, model, device: engine.cuda_graphs)
     plain = built("qwen3-5", cuda_graphs=False, **SETTINGS)
     drafted = built("qwen3-5", saved("llama-gqa").path, **SETTINGS)
     assert plain.generate is not None and drafted.generate is not None

@@ -317,7 +317,10 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         "generation_config.json: max_new_tokens must be a number, found 'x'",
     ),
     "unknown activation": (lambda f: edit_json(f / "config.json", hidden_act="snake"), "hidden_act 'snake'"),
-    "a size that is text": (lambda f: edit_json(f / "config.json", hidden_size="32"), "config.json"),
+    "a size that is text": (
+        lambda f: edit_json(f / "config.json", hidden_size="32"),
+        "hidden_size must be a whole number",
+    ),
     "no heads": (lambda f: edit_json(f / "config.json", num_attention_heads=0, head_dim=8), "num_heads"),
     "heads do not divide": (lambda f: edit_json(f / "config.json", num_key_value_heads=3), "multiple of num_kv_heads"),
     "a key is missing": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "lacks 'hidden_size'"),
