@@ -19,9 +19,7 @@ from service.dialects.common import (
     by_content,
     by_type,
 )
-from service.dialects.openai_bodies import Effort
-
-_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+from service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort
 
 
 class TextBlock(DialectBody):
@@ -86,7 +84,9 @@ class MessagesTool(DialectBody):
     type: Literal["custom"] | None = Field(None, description="Only the client's own tools are supported.")
     name: str = Field(pattern=NAME_PATTERN, description="Its name.", examples=["weather"])
     description: str | None = Field(None, description="What it does, for the model.", examples=["The weather now."])
-    input_schema: dict[str, Any] = Field(description="A JSON schema of its input, an object.", examples=[_SCHEMA])
+    input_schema: dict[str, Any] = Field(
+        description="A JSON schema of its input, an object.", examples=[SCHEMA_EXAMPLE]
+    )
     strict: bool | None = Field(None, description="Hold its input to the schema.", examples=[True])
     input_examples: NotFilled = None
     defer_loading: NotTrue = None
@@ -117,7 +117,9 @@ class Thinking(DialectBody):
 
 class OutputFormat(DialectBody):
     type: Literal["json_schema"] = Field(description="The type of the format.", examples=["json_schema"])
-    schema_: dict[str, Any] = Field(alias="schema", description="A JSON schema of the answer.", examples=[_SCHEMA])
+    schema_: dict[str, Any] = Field(
+        alias="schema", description="A JSON schema of the answer.", examples=[SCHEMA_EXAMPLE]
+    )
 
 
 class OutputSettings(DialectBody):

@@ -10,6 +10,8 @@ from service.chat.tools import NAME_PATTERN
 from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused, Schema, by_content
 from service.schemas.types import Prompt, Text, TextOrTexts, TokenId
 
+SCHEMA_EXAMPLE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
 
 class StreamOptions(DialectBody):
     include_usage: bool | None = Field(
@@ -171,7 +173,7 @@ class FunctionTool(DialectBody):
     parameters: dict[str, Any] | None = Field(
         None,
         description="A JSON schema of its arguments, an object. Default: no parameters.",
-        examples=[{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}],
+        examples=[SCHEMA_EXAMPLE],
     )
     strict: bool | None = Field(
         None, description="Hold all arguments to the schema, whatever the model wants.", examples=[True]

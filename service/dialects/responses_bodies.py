@@ -17,9 +17,7 @@ from service.dialects.common import (
     by_content,
     by_type,
 )
-from service.dialects.openai_bodies import Effort
-
-_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+from service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort
 
 
 class InputText(DialectBody):
@@ -105,7 +103,7 @@ class ResponsesTool(DialectBody):
     name: str = Field(pattern=NAME_PATTERN, description="Its name.", examples=["weather"])
     description: str | None = Field(None, description="What it does, for the model.", examples=["The weather now."])
     parameters: dict[str, Any] | None = Field(
-        None, description="A JSON schema of its arguments, an object.", examples=[_SCHEMA]
+        None, description="A JSON schema of its arguments, an object.", examples=[SCHEMA_EXAMPLE]
     )
     strict: bool | None = Field(
         None, description="Hold all arguments to the schema; default false, unlike OpenAI's.", examples=[True]
@@ -161,7 +159,9 @@ class TextFormat(DialectBody):
     )
     name: str | None = Field(None, description="A label of the client's.", examples=["person"])
     description: str | None = Field(None, description="A description of the client's.", examples=["A person."])
-    schema_: dict[str, Any] | None = Field(None, alias="schema", description="As in /generate.", examples=[_SCHEMA])
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="As in /generate.", examples=[SCHEMA_EXAMPLE]
+    )
     strict: bool | None = Field(None, description="The schema is always enforced.", examples=[True])
 
 
