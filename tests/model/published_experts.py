@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.model.published_decoders import published_config
+from tests.model.published import Published, published_config
 
-PUBLISHED_EXPERTS: dict[str, tuple[int, str]] = {
-    "Mixtral-8x7B-v0.1": (
+PUBLISHED_EXPERTS = {
+    "Mixtral-8x7B-v0.1": Published(
         46_702_792_704,
         published_config(
             "MixtralForCausalLM",
@@ -30,7 +30,7 @@ PUBLISHED_EXPERTS: dict[str, tuple[int, str]] = {
             vocab_size=32000,
         ),
     ),
-    "Qwen1.5-MoE-A2.7B": (
+    "Qwen1.5-MoE-A2.7B": Published(
         14_315_784_192,
         published_config(
             "Qwen2MoeForCausalLM",
@@ -61,7 +61,7 @@ PUBLISHED_EXPERTS: dict[str, tuple[int, str]] = {
             vocab_size=151936,
         ),
     ),
-    "Qwen3-30B-A3B": (
+    "Qwen3-30B-A3B": Published(
         30_532_122_624,
         published_config(
             "Qwen3MoeForCausalLM",
@@ -95,7 +95,7 @@ PUBLISHED_EXPERTS: dict[str, tuple[int, str]] = {
             vocab_size=151936,
         ),
     ),
-    "OLMoE-1B-7B-0924": (
+    "OLMoE-1B-7B-0924": Published(
         6_919_161_856,
         published_config(
             "OlmoeForCausalLM",
@@ -123,7 +123,7 @@ PUBLISHED_EXPERTS: dict[str, tuple[int, str]] = {
             vocab_size=50304,
         ),
     ),
-    "granite-3.0-1b-a400m-base": (
+    "granite-3.0-1b-a400m-base": Published(
         1_334_628_352,
         published_config(
             "GraniteMoeForCausalLM",
@@ -154,7 +154,7 @@ PUBLISHED_EXPERTS: dict[str, tuple[int, str]] = {
             vocab_size=49155,
         ),
     ),
-    "gpt-oss-20b": (
+    "gpt-oss-20b": Published(
         20_914_757_184,
         published_config(
             "GptOssForCausalLM",
@@ -193,7 +193,7 @@ PUBLISHED_EXPERTS: dict[str, tuple[int, str]] = {
             vocab_size=201088,
         ),
     ),
-    "Qwen3-Next-80B-A3B-Instruct": (
+    "Qwen3-Next-80B-A3B-Instruct": Published(
         79_674_391_296,
         published_config(
             "Qwen3NextForCausalLM",
@@ -233,7 +233,7 @@ PUBLISHED_EXPERTS: dict[str, tuple[int, str]] = {
             vocab_size=151936,
         ),
     ),
-    "Qwen3.5-35B-A3B": (  # its language model
+    "Qwen3.5-35B-A3B": Published(  # its language model
         34_660_610_688,
         published_config(
             "Qwen3_5MoeForConditionalGeneration",

@@ -1,4 +1,4 @@
-"""Published models that read sound, for `test_published.py`: figure, config.json, and what of the figure is not ours.
+"""Published models that read sound.
 
 Keys have no bias; ours have one of zeros in the encoder's layers, and two in the decoder's.
 """
@@ -6,6 +6,8 @@ Keys have no bias; ours have one of zeros in the encoder's layers, and two in th
 from __future__ import annotations
 
 import json
+
+from tests.model.published import Published
 
 
 def _whisper(size: int, layers: int, decoder_layers: int | None = None, **changes: object) -> str:
@@ -37,10 +39,10 @@ _LARGE_V3 = dict(
     suppress_tokens=None,
     begin_suppress_tokens=[220, 50256],
 )
-PUBLISHED_SPEECH: dict[str, tuple[int, str, int]] = {
-    "whisper-tiny": (37_760_640, _whisper(384, 4), -12 * 384),
-    "whisper-small": (241_734_912, _whisper(768, 12), -36 * 768),
-    "whisper-large-v3": (1_543_490_560, _whisper(1280, 32, **_LARGE_V3), -96 * 1280),
-    "whisper-large-v3-turbo": (808_878_080, _whisper(1280, 32, 4, **_LARGE_V3), -40 * 1280),
-    "distil-large-v3": (756_405_760, _whisper(1280, 32, 2, **_LARGE_V3, max_length=448), -36 * 1280),
+PUBLISHED_SPEECH = {
+    "whisper-tiny": Published(37_760_640, _whisper(384, 4), -12 * 384),
+    "whisper-small": Published(241_734_912, _whisper(768, 12), -36 * 768),
+    "whisper-large-v3": Published(1_543_490_560, _whisper(1280, 32, **_LARGE_V3), -96 * 1280),
+    "whisper-large-v3-turbo": Published(808_878_080, _whisper(1280, 32, 4, **_LARGE_V3), -40 * 1280),
+    "distil-large-v3": Published(756_405_760, _whisper(1280, 32, 2, **_LARGE_V3, max_length=448), -36 * 1280),
 }

@@ -14,7 +14,7 @@ from model.errors import ConfigError
 from model.families import config_from_raw
 from tests.model.published_speech import PUBLISHED_SPEECH
 
-RAW: dict[str, Any] = json.loads(PUBLISHED_SPEECH["whisper-tiny"][1])
+RAW: dict[str, Any] = json.loads(PUBLISHED_SPEECH["whisper-tiny"].config)
 # Of generation_config.json of openai/whisper-tiny, with three of its 99 languages.
 TINY: dict[str, Any] = {
     "alignment_heads": [[2, 2], [3, 0], [3, 2], [3, 3], [3, 4], [3, 5]],
