@@ -1,12 +1,18 @@
-"""Tiny models with heads of every kind, behind the service and as the pipelines of `transformers`."""
+"""Tiny models with heads of every kind, behind the service and as the pipelines of `transformers`; its client."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from fastapi import FastAPI
+from safetensors.torch import save_file
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
@@ -18,10 +24,12 @@ from model.engine.thread_transport import ThreadTransport
 from model.text.tokenizer import Tokenizer
 from service.app import create_app
 from service.core.model_registry import Registry, ServedModel
-from service.settings.service_settings import ServiceSettings
-from tests.model.checkpoints import VOCAB, saved
+from service.schemas.replies import EncodeReply
+from service.settings.service_settings import Limits, ServiceSettings
+from tests.model.checkpoints import VOCAB, copied, saved
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "Ada", "Love", "##lace"]
+PROJECTION = torch.empty(7, 32).normal_(generator=torch.Generator().manual_seed(1))  # of late interaction
 TEXT = "Ada Lovelace sat on a mat , in Londonx the cat sat"
 
 
@@ -60,6 +68,43 @@ def encode_app(*kinds: str, **folders: Path) -> FastAPI:
     return create_app(AsyncEngine(specs, ThreadTransport, tokenizers), registry, ServiceSettings())
 
 
+class Client:
+    """A client of the application, for tests that are not asynchronous."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, limits: Limits) -> None:
+        self._loop = loop
+        self._http = http
+        self.limits = limits
+
+    def post(self, path: str = "/encode", **body: Any) -> httpx.Response:
+        return self._loop.run_until_complete(self._http.post(path, json=body))
+
+    def get(self, path: str) -> httpx.Response:
+        return self._loop.run_until_complete(self._http.get(path))
+
+    def encode(self, **body: Any) -> dict[str, Any]:
+        reply = self.post(**body)
+        assert reply.status_code == 200, reply.text
+        EncodeReply.model_validate_json(reply.content)
+        found: dict[str, Any] = reply.json()
+        return found
+
+
+@contextmanager
+def client_of(app: FastAPI) -> Iterator[Client]:
+    """A client of the application, which serves until the end of the block."""
+    loop = asyncio.new_event_loop()
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    lifespan = app.router.lifespan_context(app)
+    loop.run_until_complete(lifespan.__aenter__())
+    try:
+        yield Client(loop, http, app.state.service.limits)
+    finally:
+        loop.run_until_complete(http.aclose())
+        loop.run_until_complete(lifespan.__aexit__(None, None, None))
+        loop.close()
+
+
 def hf_tokenizer(kind: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
@@ -82,3 +127,25 @@ def reference_logits(kind: str, text: str, pair: str | None = None) -> torch.Ten
     tokens = hf_tokenizer(kind)(text, pair, return_tensors="pt")
     with torch.inference_mode():
         return saved(kind).reference(**tokens).logits[0]  # type: ignore[no-any-return]
+
+
+def hidden_states(ids: Sequence[int], visible: int | None = None) -> torch.Tensor:
+    """`[L, d]` by `transformers`; tokens behind the first `visible` ones are masked."""
+    mask = torch.tensor([[at < (visible or len(ids)) for at in range(len(ids))]]).long()
+    with torch.inference_mode():
+        found = saved("bert").reference(input_ids=torch.tensor([list(ids)]), attention_mask=mask).last_hidden_state[0]
+    return found  # type: ignore[no-any-return]
+
+
+def late_folder(folder: Path, **settings: Any) -> Path:
+    """A folder of late interaction as pylate writes it, of BERT and a projection to 7 dimensions."""
+    copied("bert", folder.parent).rename(folder)
+    names = {"query_prefix": "Ada", "document_prefix": "Love", "query_length": 12, "document_length": 20}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(names | settings))
+    modules = [("", "sentence_transformers.models.Transformer"), ("1_Dense", "pylate.models.Dense.Dense")]
+    (folder / "modules.json").write_text(json.dumps([{"path": path, "type": kind} for path, kind in modules]))
+    (folder / "1_Dense").mkdir()
+    dense = dict(in_features=32, out_features=7, bias=False, activation_function="torch.nn.modules.linear.Identity")
+    (folder / "1_Dense" / "config.json").write_text(json.dumps(dense))
+    save_file({"linear.weight": PROJECTION}, folder / "1_Dense" / "model.safetensors")
+    return folder

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -25,9 +23,8 @@ from model.engine.scheduling.step_budget import UNLIMITED, StepBudget
 from model.errors import CheckpointError, ConfigError
 from model.llm import LLM
 from tests.model.checkpoints import copied, prompt, saved
-from tests.service.encode_models import TEXT, encode_app, hf_tokenizer
+from tests.service.encode_models import TEXT, Client, client_of, encode_app, hf_tokenizer
 from tests.service.test_bad_requests import check_error
-from tests.service.test_heads import Client
 
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
 PROMPTS = {**dict.fromkeys(TASKS, ""), "retrieval.query": "the cat on ", "retrieval.passage": "a mat "}
@@ -143,14 +140,8 @@ def test_an_input_without_an_adapter_does_not_depend_on_others(reference: Refere
 @pytest.fixture(scope="module")
 def client(reference: Reference) -> Iterator[Client]:
     app = encode_app("bert", jina=reference.folder)
-    loop = asyncio.new_event_loop()
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
-    lifespan = app.router.lifespan_context(app)
-    loop.run_until_complete(lifespan.__aenter__())
-    yield Client(loop, http, app.state.service.limits)
-    loop.run_until_complete(http.aclose())
-    loop.run_until_complete(lifespan.__aexit__(None, None, None))
-    loop.close()
+    with client_of(app) as made:
+        yield made
 
 
 @pytest.mark.parametrize("task", [None, *TASKS])

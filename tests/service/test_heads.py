@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import struct
 from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from PIL import Image
@@ -21,10 +19,10 @@ from model.client.async_engine import AsyncEngine
 from model.engine.thread_transport import ThreadTransport
 from service.app import create_app
 from service.core.model_registry import Registry, ServedModel
-from service.schemas.replies import EncodeReply
-from service.settings.service_settings import Limits, ServiceSettings
+from service.settings.service_settings import ServiceSettings
 from tests.model.checkpoints import saved
 from tests.model.test_images import ANIMATED, file, picture, png_of
+from tests.service.encode_models import Client, client_of
 from tests.service.support import word_tokenizer
 from tests.service.test_bad_requests import check_error
 
@@ -36,28 +34,6 @@ PAIR = {"text": "w1 w2 w3", "text_pair": "w4 w5"}
 IDS, TYPES = [1, 4, 5, 6, 2, 7, 8, 2], [0, 0, 0, 0, 0, 1, 1, 1]  # of the pair
 
 
-class Client:
-    """A client of the application, for tests that are not asynchronous."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, limits: Limits) -> None:
-        self._loop = loop
-        self._http = http
-        self.limits = limits
-
-    def post(self, path: str = "/encode", **body: Any) -> httpx.Response:
-        return self._loop.run_until_complete(self._http.post(path, json=body))
-
-    def get(self, path: str) -> httpx.Response:
-        return self._loop.run_until_complete(self._http.get(path))
-
-    def encode(self, **body: Any) -> dict[str, Any]:
-        reply = self.post(**body)
-        assert reply.status_code == 200, reply.text
-        EncodeReply.model_validate_json(reply.content)
-        found: dict[str, Any] = reply.json()
-        return found
-
-
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     config = EngineConfig(kv_cache_memory=4 << 20, device="cpu", dtype="float32")
@@ -67,14 +43,8 @@ def client() -> Iterator[Client]:
         ServedModel(name, read_checkpoint(saved(name).path), tokenizers[name], config) for name in MODELS
     )
     app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), registry, ServiceSettings())
-    loop = asyncio.new_event_loop()
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
-    lifespan = app.router.lifespan_context(app)
-    loop.run_until_complete(lifespan.__aenter__())
-    yield Client(loop, http, app.state.service.limits)
-    loop.run_until_complete(http.aclose())
-    loop.run_until_complete(lifespan.__aexit__(None, None, None))
-    loop.close()
+    with client_of(app) as made:
+        yield made
 
 
 def reference(model: str, **inputs: list[int]) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 import transformers
@@ -29,8 +27,7 @@ from service.runtimes.model_reader import read_model
 from service.settings.service_settings import ServiceSettings
 from tests.checkpoints import byte_level_bpe, save
 from tests.model.checkpoints import BERT, LLAMA
-from tests.service.encode_models import TEXT, raw_tokenizer
-from tests.service.test_heads import Client
+from tests.service.encode_models import TEXT, Client, client_of, raw_tokenizer
 
 ENGINE = EngineConfig(kv_cache_memory=1 << 20, device="cpu", dtype="float32")
 QUERY = "  where is the café? "
@@ -164,14 +161,8 @@ def client(folders: dict[str, Path]) -> Iterator[Client]:
     served = [read_model(spec) for spec in specs]
     tokenizers = {one.name: one.tokenizer for one in served}
     app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), Registry(served), ServiceSettings())
-    loop = asyncio.new_event_loop()
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
-    lifespan = app.router.lifespan_context(app)
-    loop.run_until_complete(lifespan.__aenter__())
-    yield Client(loop, http, app.state.service.limits)
-    loop.run_until_complete(http.aclose())
-    loop.run_until_complete(lifespan.__aexit__(None, None, None))
-    loop.close()
+    with client_of(app) as made:
+        yield made
 
 
 def rendered(folder: Path, document: str) -> list[int]:
