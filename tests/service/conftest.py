@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests import checkpoints
+from tests.service.speech import ids, speech_app
 from tests.service.support import App, check_accounts, make_app
 
 
@@ -23,6 +24,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def app() -> Iterator[App]:
     """The application over a scripted engine; in the end every request must have been accounted for."""
     made = make_app()
+    yield made
+    check_accounts(made)
+
+
+@pytest.fixture
+def speech() -> Iterator[App]:
+    """The same with a model that reads audio, in which "Hello." is said."""
+    made = speech_app(ids(" Hello."))
     yield made
     check_accounts(made)
 

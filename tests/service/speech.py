@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -26,7 +27,8 @@ from model.speech.segments import Window
 from model.speech.spectrogram import Spectrogram
 from model.text.tokenizer import Tokenizer
 from service.core.model_registry import ServedModel
-from tests.service.support import App, config, make_app
+from service.schemas.speech_bodies import TranscribeReply
+from tests.service.support import App, config, make_app, run
 
 END, START, EN, DE, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_SPEECH, NO_TIMESTAMPS, BEGIN = range(256, 266)
 SPECIALS = (
@@ -78,6 +80,14 @@ def ids(text: str) -> list[int]:
 def at(seconds: float) -> int:
     """The timestamp token."""
     return BEGIN + round(seconds * 50)
+
+
+# What is said in 2 s of audio, window by window.
+SAID = (
+    [BEGIN, *ids(" one"), at(0.5), at(0.5), *ids(" tw")],  # cut off: the next window begins at 0.5 s
+    [BEGIN, *ids(" two"), at(0.9)],
+    [BEGIN, *ids(" three"), at(0.3)],
+)
 
 
 def served_speech(name: str = "speech", tokens: SpeechTokens = SPEECH) -> ServedModel:
@@ -156,3 +166,24 @@ def speech_app(*outputs: Sequence[int], tokens: SpeechTokens = SPEECH, **options
 
 def base64_of(data: bytes) -> str:
     return base64.b64encode(data).decode()
+
+
+def body(seconds: float = 0.5, **fields: Any) -> dict[str, Any]:
+    return {"model": "speech", "audio": base64_of(f"{seconds}".encode()), **fields}
+
+
+def asked(app: App, seconds: float = 0.5, **fields: Any) -> httpx.Response:
+    return run(app, lambda client: client.post("/generate", json=body(seconds, **fields)))
+
+
+def transcribed(app: App, seconds: float = 0.5, **fields: Any) -> dict[str, Any]:
+    reply = asked(app, seconds, **fields)
+    assert reply.status_code == 200, reply.text
+    found = reply.json()
+    TranscribeReply.model_validate(found)
+    return found
+
+
+def windows(app: App) -> list[Request]:
+    """The requests for outputs of windows, without questions for languages and alignments."""
+    return [one for one in app.client.submitted if not one.params.allowed_token_ids and one.alignment is None]

@@ -20,10 +20,9 @@ from service.http.multipart import MAX_PARTS, boundary_of, read_form
 from service.schemas import dialect_replies as replies
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.processes import eventually
-from tests.service.speech import BEGIN, ENGLISH, PREVIOUS, at, base64_of, ids, saying, speech_app
+from tests.service.speech import BEGIN, ENGLISH, PREVIOUS, at, base64_of, ids, saying, speech_app, windows
 from tests.service.support import App, check_accounts, counted, live, run
 from tests.service.test_bad_requests import check_error
-from tests.service.test_speech import windows
 
 pytestmark = pytest.mark.usefixtures("hub_client")
 SAID = [BEGIN, *ids(" Hello there."), at(0.2), at(0.2), *ids(" Bye."), at(0.4)]
