@@ -253,7 +253,7 @@ def test_offline_a_rank_that_dies_raises_and_the_program_ends_in_order() -> None
         line(program)
         os.kill(follower, signal.SIGKILL)
         wait_gone(follower)
-        out, err = program.communicate("\n", timeout=20)
+        out, err = program.communicate("\n", timeout=60)
     assert out == "rank 1 of llama-gqa ended by signal SIGKILL\n", err
     assert program.returncode == 0, err
 
@@ -263,7 +263,7 @@ def test_offline_ranks_end_with_a_program_that_is_done() -> None:
     with offline() as program:
         (follower,) = map(int, line(program))
         first = line(program)
-        out, err = program.communicate("\n", timeout=20)
+        out, err = program.communicate("\n", timeout=60)
     assert out.split() == first
     assert (program.returncode, err.count("Traceback")) == (0, 0), err
     assert not is_alive(follower)
@@ -286,7 +286,7 @@ async def test_a_rank_that_dies_while_nothing_runs_is_noticed_and_mended(monkeyp
     async with served("llama-gqa", transport=ProcessTransport, **settings) as engine:
         (first,) = ranks(engine)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: not engine.health().ready, 5.0)
+        await until(lambda: not engine.health().ready)
         await until(lambda: engine.health().ready, 60.0)
         (second,) = ranks(engine)
         one = request("llama-gqa", "again", 5)
@@ -309,7 +309,9 @@ async def test_a_loop_in_a_thread_has_ranks_too_and_a_call_that_breaks_breaks_th
         assert FinishReason.ERROR not in ends_of(outputs).values()
         Brake(monkeypatch).failing = True  # rank 1 is left waiting in the middle of the call
         with pytest.raises(EngineDeadError, match="RuntimeError in rank 0 of bart"):
-            await asyncio.wait_for(collect(engine.submit([request("bart", "broken", 5)])), 5.0)
+            await asyncio.wait_for(
+                collect(engine.submit([request("bart", "broken", 5)])), 20.0
+            )  # and not when rank 1's call times out
         await gone(started)
 
 
@@ -323,8 +325,8 @@ async def test_a_rank_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
         (follower,) = set(children_of(os.getpid())) - before
         os.kill(follower, signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="RuntimeError in rank 0 of llama-gqa"):
-            await asyncio.wait_for(collect(engine.submit([request("llama-gqa", "stuck", 5)])), 10.0)
-        await gone([follower], 10.0)
+            await asyncio.wait_for(collect(engine.submit([request("llama-gqa", "stuck", 5)])), 20.0)
+        await gone([follower])
 
 
 def test_ranks_have_tables_for_every_window() -> None:

@@ -227,7 +227,7 @@ def test_a_rank_that_fails_to_record_alone_ends_all_at_once_with_its_reason(
     with pytest.raises(EngineDeadError, match=f"{name} of llama-gqa could not record decode steps: no graph for you"):
         loaded("llama-gqa", 2)
     assert time.monotonic() - began < 20.0
-    threads[0].wait(10.0)
+    threads[0].wait(60.0)
     threads[0].error = None  # whatever it met: its socket is closed
 
 

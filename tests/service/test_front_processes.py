@@ -217,7 +217,7 @@ def test_sigterm_lets_the_streams_of_all_fronts_end(service: ServiceProcess, bas
     connections = start_streams(base_url, 2)
     with service.held():
         service.signal(signal.SIGTERM)
-        eventually(lambda: {httpx.get(f"{base_url}/readyz").status_code for _ in range(2)} == {503}, 20)
+        eventually(lambda: {httpx.get(f"{base_url}/readyz").status_code for _ in range(2)} == {503})
     for connection in connections:
         assert b'"finish_reason":"length"' in read_all(connection)
     assert service.wait() == 0, service.output
@@ -296,7 +296,7 @@ async def make_worker(link: socket.socket, connections: socket.socket) -> Worker
 
 
 async def until(what: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not what():
             await asyncio.sleep(0.01)
 
@@ -398,7 +398,7 @@ def test_nothing_waits_for_a_process_that_starts() -> None:
         never = asyncio.Event()
         starting: Any = SimpleNamespace(listening=False, drained=never, gone=never, send=told.append)
         hub.fronts.append(starting)
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(60):
             assert await hub._cancel("of-nobody") == 0
             await hub.drain()
         assert told == [m.Drain()], "it refuses requests once it serves"

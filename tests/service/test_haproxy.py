@@ -267,7 +267,7 @@ def test_until_an_application_runs_haproxy_sends_the_services_503(
         times = "".join(f"    timeout {what} 1s\n" for what in ("connect", "client", "server"))
         written.write_text(f"defaults\n{page}{times}frontend f\n    bind *:20000\n{refusal}\n".replace("\\'", "'"))
         script = os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]
-        ran = subprocess.run([script, "-c", "-f", str(written)], capture_output=True, text=True, timeout=20)
+        ran = subprocess.run([script, "-c", "-f", str(written)], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert "    http-request return status 503 default-errorfiles\n" in written.read_text()
     assert "bind 127.0.0.1:20000" in written.read_text()

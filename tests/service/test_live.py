@@ -43,7 +43,7 @@ def settled(app: App) -> None:
         return False
 
     with suppress(AssertionError):  # which says less than the next
-        eventually(adds_up, 20)
+        eventually(adds_up)
     time.sleep(0.02)
     check_accounts(app)
 

@@ -15,6 +15,7 @@ from model.api.stats import ModelInfo
 from model.errors import ConfigError, MemoryShortageError
 from model.text.tokenizer import Tokenizer
 from service.core.fake_engine import FakeEngineClient
+from service.core.model_registry import ServedModel
 from service.lifecycle import folder_watch
 from service.settings.service_settings import Limits
 from tests.service.support import check_accounts, counted, hold, info, run, until
@@ -52,16 +53,26 @@ def test_a_model_is_loaded_once_for_all_who_ask(folder: Path) -> None:
 
 
 def test_waiting_is_bounded_by_number_and_by_the_request_s_own_time(folder: Path) -> None:
-    app = make(folder, load_delay_s=0.3, limits=Limits(max_waiting_for_load=2))
+    app = make(folder, limits=Limits(max_waiting_for_load=2))
+    go_on, read = asyncio.Event(), app.reader.read
+
+    async def held(spec: ModelSpec) -> ServedModel:
+        await go_on.wait()
+        return await read(spec)
+
+    app.reader.read = held  # type: ignore[method-assign]
 
     async def work(client: httpx.AsyncClient) -> None:
-        late = asyncio.create_task(generate(client, "one", timeout_s=0.05))
-        other = asyncio.create_task(generate(client, "one"))
+        leaves, stays = (asyncio.create_task(generate(client, "one")) for _ in range(2))
         await until(lambda: app.service.models._waiting == 2)
         full = await generate(client, "two")
         assert (full.status_code, code(full)) == (429, "queue_full") and full.headers["retry-after"]
-        assert ((await late).status_code, code(await late)) == (504, "deadline")
-        assert (await other).status_code == 200
+        leaves.cancel()
+        await until(lambda: app.service.models._waiting == 1)
+        late = await generate(client, "one", timeout_s=0.05)
+        assert (late.status_code, code(late)) == (504, "deadline")
+        go_on.set()
+        assert (await stays).status_code == 200
 
     run(app, work)
     check_accounts(app)

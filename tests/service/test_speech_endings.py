@@ -30,7 +30,7 @@ from tests.service.speech import (
     transcribed,
     windows,
 )
-from tests.service.support import check_accounts, counted, events, hold, run, until
+from tests.service.support import check_accounts, counted, events, hold, let_time_pass, run, until
 from tests.service.test_bad_requests import check_error
 
 
@@ -45,11 +45,12 @@ class TestEnds:
             assert sum(counted(one, "triptych_requests_total").values()) == 1
             check_accounts(one)
 
-    def test_a_deadline_before_and_after_text(self) -> None:
+    def test_a_deadline_before_and_after_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
         app = speech_app(ids(" a"), delay_s=0.05)
         check_error(asked(app, timeout_s=0.02), 504, "timeout_s", code="deadline")
-        late = speech_app(*SAID, delay_s=0.02)
-        found = transcribed(late, 30.0, timeout_s=1.5, language="en")
+        late = speech_app(*SAID)
+        let_time_pass(late, monkeypatch, 20.0, outputs=14)  # in the second window
+        found = transcribed(late, 30.0, timeout_s=20.0, language="en")
         assert found["choices"][0]["finish_reason"] == "deadline"
         assert found["choices"][0]["text"].startswith("one")
         for one in (app, late):
@@ -107,7 +108,7 @@ class TestEnds:
         refused, features, submit = threading.Event(), Spectrogram.of, app.client.submit
 
         def first_chunk_last(log_mel: LogMel, samples: NDArray[np.float32]) -> Spectrogram:
-            assert samples[0] != 0 or refused.wait(5)
+            assert samples[0] != 0 or refused.wait(60)
             return features(log_mel, samples)
 
         def full_once(requests: Sequence[Request]) -> FakeStream:
@@ -176,7 +177,7 @@ class TestEnds:
 
         def slow(log_mel: LogMel, samples: NDArray[np.float32]) -> Spectrogram:
             begun.set()
-            assert free.wait(5)
+            assert free.wait(60)
             return features(log_mel, samples)
 
         async def work(client: httpx.AsyncClient) -> None:

@@ -18,7 +18,7 @@ from service.core.write_batch import WriteBatch
 from service.http import sse
 from service.http.event_template import EventTemplate
 from service.http.json_replies import DataEvents
-from tests.service.support import byte_tokenizer, info
+from tests.service.support import byte_tokenizer, info, until
 
 STREAMS = 256
 
@@ -139,7 +139,7 @@ def test_streams_with_an_interval_share_its_timers() -> None:
         for token in (71, 72, 73):
             transport.send_events(frame(token))
         assert loop.scheduled <= 2  # of the ticks that 256 deliveries fall into
-        await asyncio.sleep(0.3)
+        await until(lambda: all(len(reader.taken) == 2 for reader in readers))
         assert all([one.token_ids for one in reader.taken] == [[70], [71, 72, 73]] for reader in readers)
         await engine.close()
 
