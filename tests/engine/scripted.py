@@ -278,3 +278,19 @@ def expected_tokens(made: Request) -> list[int]:
     for _ in range(made.params.max_tokens):
         tokens.append(next_token(source, tokens))
     return tokens[-made.params.max_tokens :]
+
+
+def breaks_on(harness: Harness, request_id: str) -> None:
+    """Let the model break on a request, and say anything of those that read what it should have written."""
+    real = harness.runner.launch
+
+    def launch(output: SchedulerOutput, before: Late | None = None) -> Late:
+        harness.runner.steps.append(output)
+        if any(step.sequence.request.request_id == request_id for step in output.scheduled):
+            raise RuntimeError("this request breaks the model")
+        first = output.scheduled[0]
+        if not harness.runner.written and not first.encode_source and (first.start or first.sequence.source_length):
+            return Late([SampledToken(0) for _ in output.scheduled], {})
+        return real(output, before)
+
+    harness.runner.launch = launch  # type: ignore[method-assign]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
 import weakref
@@ -37,12 +36,10 @@ from model.errors import (
     ModelNotLoadedError,
 )
 from model.linear.native import NativeLinear
-from model.parallel.rank_processes import RankProcesses
 from model.pretrained import embedded_models
 from model.system.background_work import GivenUpError, give_way, gives_way, wait_for
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
 from tests.engine.support import request
-from tests.engine.test_process_transport import is_alive
 from tests.model.checkpoints import copied, prompt, saved
 from tests.model.sparse import qwen3, sparse_checkpoint
 from tests.model.texts import bytes_tokenizer
@@ -359,61 +356,6 @@ def test_a_job_gets_its_share_of_the_time_and_short_turns_while_nothing_runs(mon
         assert expected - 1e-6 < min(found) <= max(found) < expected + 0.001 + 1e-6, "a part more at most"
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
-@async_test
-async def test_unloading_gives_the_memory_back(times: int, tmp_path: Path) -> None:
-    """Of the engine process, as the system counts it."""
-    folder = sparse_checkpoint(tmp_path / "large", qwen3(512, 1536, 4, 8, vocab=32_000, tied=True))
-    large = ModelSpec("large", str(folder), EngineConfig(device="cpu", dtype="float32", kv_cache_memory=64 << 20))
-    async with served(LLAMA, transport=ProcessTransport) as engine:
-        transport = engine.transport
-        assert isinstance(transport, ProcessTransport) and transport.pid is not None
-        first = None
-        for number in range(times):
-            before = resident(transport.pid)
-            info = await engine.load(large, None)
-            await collect(engine.submit([replace(request(LLAMA, f"r{number}", 40), model="large")]))
-            loaded = resident(transport.pid)
-            assert loaded - before > 0.9 * (info.weight_bytes + (64 << 20))
-            await engine.unload("large")
-            after = resident(transport.pid)
-            assert loaded - after >= 0.95 * (loaded - before)
-            first = first or after
-            assert after - first < 8 << 20, f"after {number} times more is left"
-        await engine.unload(LLAMA)
-        assert engine.models == {}
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process has for itself."""
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return next(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Anonymous:"))
-
-
-@async_test
-async def test_the_ranks_of_a_model_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pids = list[int]()
-    connect = RankProcesses.connect
-
-    def connects(self: RankProcesses) -> list[tuple[int, int]]:
-        pids.extend(self.pids)
-        return connect(self)
-
-    monkeypatch.setattr(RankProcesses, "connect", connects)
-    split = ModelSpec(LLAMA, str(saved(LLAMA).path), replace(CONFIG, tensor_parallel_size=2))
-    async with served("bert") as engine:
-        with monkeypatch.context() as patch:
-            patch.setattr(builder, "describe_model", lambda *arguments: 1 / 0)
-            with pytest.raises(LoadFailedError, match="ZeroDivisionError"):
-                await engine.load(split, None)
-        assert not any(map(is_alive, pids))
-        await engine.load(split, None)
-        assert len(ids_of(await collect(engine.submit([request(LLAMA, "split", 5)])), "split")) == 12
-        assert len(pids) == 2 and is_alive(pids[1])
-        await engine.unload(LLAMA)
-        assert not is_alive(pids[1])
-
-
 @pytest.mark.slow
 @pytest.mark.alone
 @async_test
@@ -455,19 +397,3 @@ async def test_streams_are_slowed_down_by_no_more_than_half_while_a_model_loads(
         for task in tasks:
             task.cancel()
         await engine.close()
-
-
-@pytest.mark.parametrize("kind", [LLAMA, OTHER, "bert", "xlnet"])
-def test_a_closed_model_is_freed_without_the_garbage_collector(kind: str) -> None:
-    """The engine process exempts what its models are made of from collection."""
-    model = builder.load(spec(kind))
-    found = [weakref.ref(model.encode.model), weakref.ref(model.encode)]
-    if model.generate is not None:
-        found += [weakref.ref(model.generate), weakref.ref(model.generate.runner.cache)]  # type: ignore[attr-defined]
-    gc.disable()
-    try:
-        model.close()
-        del model
-        assert not any(one() for one in found)
-    finally:
-        gc.enable()

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from loadtest.commands import main
 from tests.loadtest.scripted import Script, serving
 from tests.loadtest.support import in_several_tries
+from tests.service.processes import eventually
 
 ROOT = Path(__file__).parents[2]
 FAST = Script(first_s=0.05, gap_s=0.005)
@@ -216,10 +216,7 @@ def test_an_slo_decides_the_exit_code(tmp_path: Path) -> None:
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, number: signal.Signals) -> None:
     with serving(FAST) as server:
         process = started("run", "--url", server.url, "--out", str(tmp_path), "--rate", "60", "--duration", "120")
-        end = time.monotonic() + 60
-        while len(server.seen) < 30:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        eventually(lambda: sum(one.ended > 0.0 for one in server.seen) >= 30)
         process.send_signal(number)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err

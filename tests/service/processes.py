@@ -20,11 +20,13 @@ PATIENCE = 60.0  # of what takes a moment where the machine has nothing else to 
 _LISTEN = "0A"  # as /proc/net/tcp has it
 
 
-def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    """Wait until `condition` holds; fails after `seconds`."""
+def eventually(
+    condition: Callable[[], bool], seconds: float = PATIENCE, *, output: Callable[[], str] = lambda: ""
+) -> None:
+    """Wait until `condition` holds; fails after `seconds`, with what `output` then says."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"it did not come about in {seconds} s"
+        assert time.monotonic() < end, f"it did not come about in {seconds} s\n{output()}"
         time.sleep(0.05)
 
 
@@ -59,7 +61,7 @@ class ServiceProcess:
             assert self._process.poll() is None, self.output
             return "ready in" in self.output
 
-        eventually(banner, START_SECONDS)
+        eventually(banner, START_SECONDS, output=lambda: self.output)
         found = re.search(r"on (http://\S+)", self.output)
         assert found is not None, self.output
         self.url = found[1]
