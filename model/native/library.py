@@ -50,6 +50,9 @@ ACTIVATIONS = {
 CLAMPED_SILU = 7  # a gated SiLU with bounds; 6 is a softcap
 
 
+LARGE = 1 << 20  # multiply-adds of a layer or a product from which on several threads share it
+_EXPONENTIAL = 8  # an exponential takes as long as so many of them
+
 _SCRATCH_CALLS = 256  # after so many calls, scratch memory that none of them needed is given back
 _NO_TILES = {  # by what `start_tiles` says
     2: "this CPU or its system has none",
@@ -104,9 +107,9 @@ class Library:
         missing = f", no AMX: {self._no_tiles}" if self._no_tiles else ""
         return self._origin + (f": {' '.join(names)}" if names else "") + missing
 
-    def run_stack(self, stack: Stack, step: Step, x: Tensor) -> None:
-        """Run rows `x` `[T, d]`, float32, through layers of a stack, in place."""
-        given, threads = (ctypes.byref(stack), ctypes.byref(step)), _num_threads()
+    def run_stack(self, stack: Stack, step: Step, x: Tensor, multiply_adds: int = LARGE) -> None:
+        """Run rows `x` `[T, d]`, float32, through layers of a stack, in place; a layer has so many `multiply_adds`."""
+        given, threads = (ctypes.byref(stack), ctypes.byref(step)), _num_threads(multiply_adds)
         scratch = self._scratch_of(self._functions.scratch_bytes(*given, threads))
         self._functions.run_stack(*given, _at(x), scratch, threads)
 
@@ -117,7 +120,7 @@ class Library:
 
     def run_linear(self, matrix: PackedMatrix, x: Tensor, out: Tensor, softcap: float = 0.0) -> None:
         """Compute `out = x matrix^T + bias` of float32 rows; a softcap makes that `softcap * tanh(out / softcap)`."""
-        threads, rows = _num_threads(), c_int64(x.shape[0])
+        threads, rows = _num_threads(x.shape[0] * matrix.n * matrix.k), c_int64(x.shape[0])
         needed = self._functions.linear_scratch_bytes(ctypes.byref(matrix), rows, threads)
         given = (ctypes.byref(matrix), _at(x), rows, _at(out), c_float(softcap))
         self._functions.run_linear(*given, self._scratch_of(needed), threads)
@@ -186,7 +189,7 @@ class Library:
         tokens = torch.empty(rows, count, dtype=torch.int64)
         log_sums = torch.empty(rows, 1)
         sizes = (c_int64(rows), c_int64(size), c_int64(count))
-        threads = _num_threads()
+        threads = _num_threads(logits.numel() * _EXPONENTIAL)
         self._functions.top_k(_at(logits), *sizes, _at(values), _at(tokens), _at(log_sums), threads)
         return values, tokens, log_sums
 
@@ -238,14 +241,16 @@ def _check_structures(functions: ctypes.CDLL) -> None:
 _pool_of: int | None = None  # the process that OpenMP's threads run in
 
 
-def _num_threads() -> c_int64:
-    """The number of threads that compute.
+def _num_threads(multiply_adds: int = LARGE) -> c_int64:
+    """The number of threads that compute: one where there is little, as threads would mostly wait for each other.
+
+    On a busy machine they wait for a CPU too: a model that needs one thread was 3 times slower with two.
 
     Raises `RuntimeError` in a process that was forked after its parent had computed with several threads: these stay
     with the parent, and OpenMP would wait for them for ever.
     """
     global _pool_of
-    threads, process = torch.get_num_threads(), os.getpid()
+    threads, process = torch.get_num_threads() if multiply_adds >= LARGE else 1, os.getpid()
     if threads > 1:
         if _pool_of not in (None, process):
             raise RuntimeError(

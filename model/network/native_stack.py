@@ -126,6 +126,7 @@ class NativeStack:
         self._data.dtype = KINDS[dtype]
         self._data.tiles = library.tiles
         self._data.final = self._norm(stack.final_norm)
+        self._multiply_adds = max(map(_multiply_adds, self._layers))
 
     @staticmethod
     def unsupported(config: StackConfig) -> str | None:
@@ -156,11 +157,14 @@ class NativeStack:
         segments = (Segments * (pools * (2 if self.stack.config.has_cross_attention else 1)))()
         step.num_segments, step.segments = len(segments), segments
         kept: list[Tensor] = []
+        longest = max(inputs.metadata.kv_lens, default=0)
         for pool in range(pools):
             layer = cache.pages[cache.pools[pool].layers[0]] if cache is not None else None
             kept += fill_segments(segments[pool], inputs.metadata_of(layer), layer)
             if cross is not None:
-                kept += fill_segments(segments[pools + pool], cross.metadata_of(layer), layer)
+                sources = cross.metadata_of(layer)
+                kept += fill_segments(segments[pools + pool], sources, layer)
+                longest = max(longest, *sources.kv_lens)
         if cache is not None:
             _, step.pages, step.states = self._layers_of(cache)
         if cross is not None and cross.queries:
@@ -190,18 +194,19 @@ class NativeStack:
             step.score_biases = self._make_biases(max(inputs.metadata.kv_lens))
         if self._relative:
             step.relative = self._relative.structures(max(inputs.metadata.kv_lens))
-        self._run(step, x, inputs.metadata)
+        self._run(step, x, inputs.metadata, longest)
 
-    def _run(self, step: StepData, x: Tensor, metadata: AttentionMetadata) -> None:
-        """Run a step; torch computes the convolution beside the first layer."""
+    def _run(self, step: StepData, x: Tensor, metadata: AttentionMetadata, longest: int) -> None:
+        """Run a step of up to `longest` keys; torch computes the convolution beside the first layer."""
         convolution, last = self.stack.convolution, step.last_layer
+        multiply_adds = len(x) * (self._multiply_adds + 2 * longest * self._data.hidden)
         if convolution is not None and step.first_layer == 0:
             before, step.last_layer = x.clone(), 1
-            self.library.run_stack(self._data, step, x)
+            self.library.run_stack(self._data, step, x, multiply_adds)
             x.copy_(convolution(before, x, metadata))
             step.first_layer, step.last_layer = 1, last
         if step.first_layer < last:
-            self.library.run_stack(self._data, step, x)
+            self.library.run_stack(self._data, step, x, multiply_adds)
 
     def _layer(self, layer: Layer) -> LayerData:
         data = layer_structure(layer.config, self.stack.config)
@@ -366,6 +371,21 @@ def _kind_of(module: nn.Module) -> NormKind:
 
 def _kind(norm: NormConfig | None) -> int:
     return 0 if norm is None else _NORM_KINDS[norm.kind]
+
+
+def _multiply_adds(layer: LayerData) -> int:
+    """Of a row, in the products of a layer."""
+    mlp, found = layer.mlp, 0
+    matrices = [mlp.up, mlp.down, layer.vectors.up, layer.vectors.down, layer.cross.input, layer.cross.output]
+    if layer.delta:
+        matrices += [layer.delta.contents.input, layer.delta.contents.output]
+    else:
+        matrices += [layer.self.input, layer.self.output]
+    if mlp.experts:
+        experts = mlp.experts.contents
+        one = experts.experts[0]
+        found = (experts.active + experts.has_shared) * (one.up.n * one.up.k + one.down.n * one.down.k)
+    return found + sum(matrix.n * matrix.k for matrix in matrices)
 
 
 def stack_structure(config: StackConfig, layers: Sequence[LayerData]) -> StackData:

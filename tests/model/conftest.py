@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from model.native import library
+
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
@@ -15,3 +17,9 @@ def poisoned() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.set_deterministic_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
+def all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little there is to compute, all threads share it: tests are small."""
+    monkeypatch.setattr(library, "LARGE", 0)

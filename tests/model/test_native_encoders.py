@@ -26,6 +26,7 @@ from model.config.layer import (
 )
 from model.config.model import EmbeddingConfig, StackConfig
 from model.linear.factory import LinearFactory
+from model.native import library
 from model.native.library import Kind, Library
 from model.network.inputs import packed_input
 from model.network.native_relative import relative_bytes
@@ -207,6 +208,21 @@ def test_bits_do_not_depend_on_neighbours_or_threads(
     for threads in (1, 2, 3, 16):  # 16 are too many for groups: they share each layer
         torch.set_num_threads(threads)
         assert torch.equal(run(stack, rows, MANY), alone)
+
+
+@pytest.mark.parametrize(
+    ("rows", "threads"),
+    # Of each row, a layer's products take 4 x 64 x 48 + 2 x 48 x 70 multiply-adds, and each key 2 x 48.
+    [(1, 1), (44, 1), (48, 2)],
+)
+def test_little_work_is_one_threads(rows: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, found = native_of(stack_of(16)), []
+    usual = library._num_threads
+    monkeypatch.setattr(library, "LARGE", 1 << 20)
+    monkeypatch.setattr(library, "_num_threads", lambda *given: found.append(usual(*given)) or found[-1])
+    torch.set_num_threads(2)
+    run(stack, rows_of([rows]), [rows])
+    assert [number.value for number in found] == [threads]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -91,8 +91,10 @@ def test_threads_meet_whether_they_share_a_cpu_or_not(cpus: int) -> None:
 import os
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cpus}])
 import torch
+from model.native import library
 from model.native.library import native
 from model.linear.native import packed_linear
+library.LARGE = 0
 torch.manual_seed(0)
 packed, x = packed_linear(native(), torch.randn(70, 64, dtype=torch.bfloat16), None), torch.randn(5, 64)
 torch.set_num_threads(1)
@@ -110,8 +112,10 @@ def test_a_forked_child_is_told_instead_of_waiting_for_ever(threads: int, code: 
     program = f"""
 import os
 import torch
+from model.native import library
 from model.native.library import native
 from model.linear.native import packed_linear
+library.LARGE = 0
 packed, x = packed_linear(native(), torch.ones(70, 64), None), torch.ones(5, 64)
 torch.set_num_threads(2)
 before = packed(x)
