@@ -128,6 +128,8 @@ class AsyncEngine:
     async def load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> ModelInfo:
         """Load a model beside those that are served, as `service.core.engine_client.EngineClient.load` says."""
         self._check_ready()
+        await self._table.wait_unloaded(spec.name)  # its load was given up just now, for example
+        self._check_ready()
         future = self._table.begin_load(spec, tokenizer)
         self._next_commands().load.append(spec)
         try:

@@ -90,12 +90,17 @@ class ModelTable:
 
     def begin_load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> asyncio.Future[ModelInfo]:
         """Reserve the model's name; what is returned ends as `load` does. Raises `ConfigError` if it is in use."""
-        for names, state in ((self.served, "served"), (self._loading, "being loaded"), (self._unloading, "unloaded")):
+        for names, state in ((self.served, "served"), (self._loading, "being loaded")):
             if spec.name in names:
                 raise ConfigError(f"a model named {spec.name} is {state} already")
         future = asyncio.get_running_loop().create_future()
         self._loading[spec.name] = (self._model(spec, tokenizer, optional=True), future)
         return future
+
+    async def wait_unloaded(self, name: str) -> None:
+        """Return once no model of this name is being unloaded; then it can be loaded."""
+        while name in self._unloading:
+            await asyncio.shield(self._unloading[name][1])
 
     def adopt(self, spec: ModelSpec, tokenizer: Tokenizer | None, info: ModelInfo | None) -> None:
         """Serve a model that another process has loaded; `info` once that is done."""

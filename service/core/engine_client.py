@@ -58,11 +58,11 @@ class EngineClient(Protocol):
     async def load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> ModelInfo:
         """Load a model beside those that are served; it takes requests once this returns.
 
-        Models are loaded one after the other, in the order of the calls. After any exception nothing has changed.
-        Raises `ConfigError` for what cannot be served or a name that is in use, also while it is being loaded or
-        unloaded; `MemoryShortageError` where the model does not fit by its plan; `LoadFailedError` for whatever else
-        prevents it; `EngineGoneError` where no engine runs, `EngineDeadError` if it is lost meanwhile. Cancelling
-        gives the model up.
+        Models are loaded one after the other, in the order of the calls; one whose name is being unloaded, or was given
+        up while it was loaded, once that is done. After any exception nothing has changed. Raises `ConfigError` for
+        what cannot be served or a name that is in use, also while it is being loaded; `MemoryShortageError` where the
+        model does not fit by its plan; `LoadFailedError` for whatever else prevents it; `EngineGoneError` where no
+        engine runs, `EngineDeadError` if it is lost meanwhile. Cancelling gives the model up.
         """
 
     async def unload(self, name: str, *, drain_seconds: float = 0.0) -> None:
