@@ -174,17 +174,29 @@ typedef struct {
 } StoredRows;
 
 /* Copy head `kv_head` of keys [tile->begin, tile->to), or of their values, as floats [to - begin][padded], and their
- * scales. No query sees keys before `from`: any key may stand for those. */
-INLINE void gather_head(int kind, const QueryTile *tile, StoredRows stored, int64_t kv_head, int64_t from, float *rows,
-                        float *row_scales) {
+ * scales. No query sees keys before `from`: any key may stand for those. The next group's are prefetched: other heads
+ * lie between a head's rows. */
+INLINE void gather_head(int kind, int64_t dim, const QueryTile *tile, StoredRows stored, int64_t kv_head, int64_t from,
+                        float *rows, float *row_scales) {
     const KeySource *s = tile->source;
-    int64_t dim = s->shape->dim, padded = round_up(dim, LANES), begin = tile->begin, to = tile->to;
-    for (int64_t at = begin; at < to; at++) {
-        int64_t row = key_row(s, max_i64(at, from));
-        const char *head = (const char *)stored.rows + (row * stored.stride + kv_head * dim) * element_bytes(kind);
-        for (int64_t i = 0; i < padded; i += LANES)
-            store(rows + (at - begin) * padded + i, load_head(kind, head, i, dim));
-        if (kind == INT8) row_scales[at - begin] = stored.scales[row * s->shape->kv_heads + kv_head];
+    int64_t padded = round_up(dim, LANES), bytes = dim * element_bytes(kind);
+    int64_t stride = stored.stride * element_bytes(kind);
+    int64_t numbers[2][KEY_GROUP], turn = 0;
+    const char *base = (const char *)stored.rows + kv_head * bytes;
+    locate_keys(s, tile->begin, from, tile->to, numbers[0]);
+    for (int64_t at = tile->begin; at < tile->to; at += KEY_GROUP, turn ^= 1) {
+        int count = (int)min_i64(KEY_GROUP, tile->to - at);
+        if (at + KEY_GROUP < tile->to) {
+            locate_keys(s, at + KEY_GROUP, from, tile->to, numbers[turn ^ 1]);
+            for (int i = 0; i < KEY_GROUP; i++)
+                for (int64_t byte = 0; byte < bytes; byte += 64)
+                    __builtin_prefetch(base + numbers[turn ^ 1][i] * stride + byte);
+        }
+        for (int i = 0; i < count; i++, rows += padded) {
+            const char *head = base + numbers[turn][i] * stride;
+            for (int64_t j = 0; j < padded; j += LANES) store(rows + j, load_head(kind, head, j, dim));
+            if (kind == INT8) *row_scales++ = stored.scales[numbers[turn][i] * s->shape->kv_heads + kv_head];
+        }
     }
 }
 
@@ -313,8 +325,8 @@ INLINE void prefill(int kind, int64_t dim, const KeySource *s, const Attention *
     QueryTile tile = {.source = s, .begin = from / KEY_GROUP * KEY_GROUP, .to = to, .quantised = kind == INT8};
     StoredRows keys = {m->keys, m->key_stride, m->key_scales}, values = {m->values, m->value_stride, m->value_scales};
     prefill_buffers(&scratch, dim, round_up(to - tile.begin, KEY_GROUP), &tile);
-    gather_head(kind, &tile, keys, kv_head, from, tile.keys, tile.key_scales);
-    gather_head(kind, &tile, values, kv_head, from, tile.values, tile.value_scales);
+    gather_head(kind, dim, &tile, keys, kv_head, from, tile.keys, tile.key_scales);
+    gather_head(kind, dim, &tile, values, kv_head, from, tile.values, tile.value_scales);
     PrefillKernel *kernel = prefill_kernel(dim);
     for (tile.head = kv_head * per; tile.head < (kv_head + 1) * per; tile.head++)
         for (int64_t row = first; row < last; row += SHARED_ROWS) {
