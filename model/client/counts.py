@@ -1,7 +1,7 @@
 """What is admitted and not yet ended, of one model: counted in one process, or in memory that several fronts share.
 
-Shared counts are a table in a file without a name (`memfd_create`): a row for each model, in it a cell for each
-process, which alone writes it. Totals are sums over a row. A process that dies leaves its numbers behind;
+Shared counts are a table in a file without a name (`memfd_create`): a row for each model, and one for audio, in it a
+cell for each process, which alone writes it. Totals are sums over a row. A process that dies leaves its numbers behind;
 `SharedTable.clear` takes them back. Checking for room and taking it are one operation under a lock of the row, a POSIX
 record lock, which the system releases when its holder dies.
 """
@@ -25,7 +25,10 @@ _CELL_BYTES = 32  # int64 sequences, int64 waiting tokens, int64 ends in the win
 
 
 class Counts(Protocol):
-    """The totals of one model; `add` and `record_end` change this process's part of them."""
+    """The totals of one model; `add` and `record_end` change this process's part of them.
+
+    Those of audio are files in place of sequences, and their bytes in place of waiting tokens.
+    """
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other processes from admitting inside the block, which must not wait for anything."""
@@ -75,7 +78,7 @@ class SharedTable:
         """`descriptor`: of the table that the hub has made; None makes it."""
         self._columns = columns
         self._column = column
-        size = _MAX_ROWS * columns * _CELL_BYTES
+        size = (_MAX_ROWS + 1) * columns * _CELL_BYTES
         if descriptor is None:
             descriptor = os.memfd_create("triptych-counts")
             os.truncate(descriptor, size)
@@ -96,9 +99,14 @@ class SharedTable:
         """Return the counts of a row, of which this process writes its column."""
         return SharedCounts(self.descriptor, self._numbers, self._times, row, self._columns, self._column)
 
+    @property
+    def audio(self) -> SharedCounts:
+        """The counts of audio files and their bytes; they have the row behind those of models."""
+        return self.counts(_MAX_ROWS)
+
     def clear(self, column: int) -> None:
         """Take back what a process counted that has ended."""
-        for row in range(len(self._rows)):
+        for row in (*range(len(self._rows)), _MAX_ROWS):
             at = (row * self._columns + column) * _CELL_BYTES // 8
             self._numbers[at : at + 4] = memoryview(bytes(_CELL_BYTES)).cast("q")
 

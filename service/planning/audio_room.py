@@ -1,22 +1,31 @@
-"""Bounds of what a process holds of audio: files that are transcribed, and their bytes with those that are being sent.
+"""Bounds of what is held of audio: files that are transcribed, and their bytes with those that are being sent.
 
 A file that is being sent counts with the bytes that have come, and takes no place before it is whole: a slow client
-keeps nobody else from being served. Once decoded it counts with its samples, until its reply has been sent.
+keeps nobody else from being served. Once decoded it counts with its samples, until its reply has been sent. Several
+front processes have one room: its counts are shared.
 """
 
 from __future__ import annotations
 
+from model.client.counts import Counts, LocalCounts
 from service.core.errors import ApiError
 
 
 class AudioRoom:
-    """Counts the audio files of a process and their bytes; what is too much is refused with a 429."""
+    """Counts audio files and their bytes; what is too much is refused with a 429."""
 
     def __init__(self, most_files: int, most_bytes: int) -> None:
         self._most_files = most_files
         self._most_bytes = most_bytes
-        self.num_files = 0
-        self.num_bytes = 0
+        self.counts: Counts = LocalCounts()  # a worker of several front processes sets those of all
+
+    @property
+    def num_files(self) -> int:
+        return self.counts.sequences
+
+    @property
+    def num_bytes(self) -> int:
+        return self.counts.waiting_tokens
 
     def enter(self, declared: int = 0) -> HeldAudio:
         """Return what holds one more audio; raises a 429 if a file, or one of `declared` bytes, had no room now."""
@@ -45,17 +54,21 @@ class HeldAudio:
 
     def hold(self, num_bytes: int) -> None:
         """Hold so many bytes from now on, in place of those before; raises a 429 if that is too many."""
-        others = self._room.num_bytes - self._num_bytes
-        self._room.num_bytes, self._num_bytes = others, 0
-        self._room._check_bytes(num_bytes)
-        self._room.num_bytes, self._num_bytes = others + num_bytes, num_bytes
+        counts = self._room.counts
+        with counts.locked():
+            counts.add(0, -self._num_bytes)
+            self._num_bytes = 0
+            self._room._check_bytes(num_bytes)
+            counts.add(0, num_bytes)
+            self._num_bytes = num_bytes
 
     def put(self, file: bytes) -> None:
         """Take a place for a file that is whole, and keep it until it is decoded; raises a 429 without a place."""
         self.hold(len(file))
         if not self._has_place:
-            self._room._check_files()
-            self._room.num_files += 1
+            with self._room.counts.locked():
+                self._room._check_files()
+                self._room.counts.add(1, 0)
             self._has_place = True
         self._file = file
 
@@ -66,8 +79,7 @@ class HeldAudio:
 
     def release(self) -> None:
         """Hold nothing. Idempotent."""
-        self._room.num_bytes -= self._num_bytes
-        self._room.num_files -= self._has_place
+        self._room.counts.add(-self._has_place, -self._num_bytes)
         self._has_place, self._num_bytes, self._file = False, 0, b""
 
 

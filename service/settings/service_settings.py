@@ -39,7 +39,7 @@ class Limits:
     max_audio_seconds: float = _limit(3600.0, "maximum length of an audio file, in seconds")
     max_audio_requests: int = _limit(16, "maximum number of audio files that are transcribed at a time (429)")
     max_audio_held_bytes: int = _limit(
-        1 << 30, "maximum bytes of all audio that a process holds: files as they come, then samples (429)"
+        1 << 30, "maximum bytes of all audio that is held: files as they come, then samples (429)"
     )
     max_audio_windows: int = _limit(
         8, "maximum windows of an audio that are computed at a time, with chunking: parallel"

@@ -27,6 +27,7 @@ from model.client.counts import SharedTable
 from model.client.relay import Relay, RelayClient
 from model.errors import ConfigError
 from service.app import create_app
+from service.core.errors import ApiError
 from service.core.model_registry import ServedModel
 from service.runtimes.fronts import hub as hub_module
 from service.runtimes.fronts import messages as m
@@ -290,9 +291,12 @@ def make_hub(*models: ServedModel) -> Hub:
     return Hub(_CONFIG, app, registry, Relay(), table)
 
 
-async def make_worker(link: socket.socket, connections: socket.socket) -> Worker:
-    hello = m.Hello(_CONFIG, 1, 3, b"secret")
-    return Worker(hello, await Link.over(link, ToWorker), connections, SharedTable(3, 0).descriptor)
+async def make_worker(
+    link: socket.socket, connections: socket.socket, number: int = 1, table: SharedTable | None = None
+) -> Worker:
+    hello = m.Hello(_CONFIG, number, 3, b"secret")
+    descriptor = (table or SharedTable(3, 0)).descriptor
+    return Worker(hello, await Link.over(link, ToWorker), connections, descriptor)
 
 
 async def until(what: Any) -> None:
@@ -319,6 +323,29 @@ def test_a_worker_serves_again_after_a_loss_of_the_engine_that_a_change_of_model
         for work in works:
             work.cancel()
         other.close()
+
+    asyncio.run(run())
+
+
+def test_workers_hold_audio_within_one_limit() -> None:
+    async def run() -> None:
+        table, limits, links = SharedTable(3, 0), _CONFIG.settings.limits, [socket.socketpair() for _ in range(2)]
+        workers = [await make_worker(own, socket.socket(), at, table) for at, (own, _) in enumerate(links, 1)]
+        first, second = (worker._service.speech_planner.room for worker in workers)
+        large = first.enter()
+        large.hold(limits.max_audio_held_bytes)
+        with pytest.raises(ApiError, match="bytes"):
+            second.enter(1)
+        with pytest.raises(ApiError, match="bytes"):
+            second.enter().hold(1)
+        large.release()
+        for _ in range(limits.max_audio_requests):
+            first.enter().put(b"file")
+        with pytest.raises(ApiError, match="audio files"):
+            second.enter()
+        assert (second.num_files, second.num_bytes) == (limits.max_audio_requests, 4 * limits.max_audio_requests)
+        table.clear(1)  # the first worker has ended
+        assert (second.num_files, second.num_bytes) == (0, 0)
 
     asyncio.run(run())
 

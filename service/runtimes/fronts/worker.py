@@ -179,6 +179,7 @@ class Worker:
         self._service: Service = service_of(self._app)
         self._follower = RegistryFollower(registry, self._engine, rows, self._hub.held, self._hub.settled)
         self._service.holder = HubModels(self._hub, self._follower, registry)
+        self._service.speech_planner.room.counts = table.audio
         forward_routes(self._app, self._forward)
         self._engine_ready = asyncio.Event()
         self._serves = False  # until the models of the start have been read and the engine was ready
