@@ -36,7 +36,6 @@ class _Writer:
         self._use = use
         self._answer = answer
         marks = (*(format.calls.marks if format.calls else ()), *(format.reasoning.marks if format.reasoning else ()))
-        marks += _HARMONY_MARKS
         self._special = {mark: id for mark in marks if mark and (id := special(mark)) is not None}
         self._rules = {"start": ""}
 
@@ -135,6 +134,3 @@ class _Writer:
             if piece
         )
         return " ".join(shown)
-
-
-_HARMONY_MARKS = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>")

@@ -24,6 +24,7 @@ _FENCES = ("```json\n", "```tool_code\n", "```tool_call\n", "```\n")
 _NAME_END = re.compile(r"[\[{\s]")
 _PLAIN_KEY = re.compile(r"[^\s:,{}\[\]]+")
 _PLAIN_VALUE = re.compile(r"[^,}\]]*")
+_HEADER = re.compile(r"<\|channel\|>|<\|start\|>| to=")  # what a message of gpt-oss may begin with
 _SPACES, _COMMA = re.compile(r"\s*"), re.compile(r"\s*,?\s*")
 
 
@@ -303,29 +304,35 @@ def _behind(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def harmony(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
-    """Parse the messages of gpt-oss: reasoning on the channel `analysis`, calls to `functions.NAME`, content else."""
+    """Parse the messages of gpt-oss: reasoning on the channel `analysis`, calls to `functions.NAME`, content else.
+
+    A header that is cut off is none of these, and left out.
+    """
     ends = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+    end: str | None = None
     while True:
         following = yield from reader.next()
         if following == "":
             return
-        if following not in "< ":  # no header: an answer without channels
-            yield from reader.until(*ends, emit=sink.content)
+        if end != "<|start|>" and following not in "< ":  # no header: an answer without channels
+            end = yield from reader.until(*ends, emit=sink.content)
             continue
         reader.record()
         head: list[str] = []
         if (yield from reader.until("<|message|>", emit=head.append)) is None:
-            sink.content(reader.recorded())
+            if end != "<|start|>" and not _HEADER.match("".join(head)):
+                sink.content(reader.recorded())
             return
         reader.forget()
         _, _, channel = "".join(head).partition("<|channel|>")
         recipient = re.search(r"to=functions\.([^\s<]+)", "".join(head))
+        emit = sink.content
         if recipient is not None and tools:
             sink.call(recipient[1])
             yield from reader.skip_spaces()
-            yield from reader.until(*ends, emit=sink.arguments)
+            emit = sink.arguments
         elif channel.strip().startswith("analysis"):
-            yield from reader.until(*ends, emit=sink.reasoning)
+            emit = sink.reasoning
+        end = yield from reader.until(*ends, emit=emit)
+        if emit == sink.reasoning:
             sink.end_reasoning()
-        else:
-            yield from reader.until(*ends, emit=sink.content)

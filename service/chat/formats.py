@@ -57,10 +57,12 @@ class ReasoningFormat:
     name: str
     opening: str
     closing: str
+    channels: tuple[str, ...] = ()  # marks of all parts of a reply, where reasoning is one of them
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return (self.opening.strip(), self.closing)
+        """The texts which may be special tokens, and must be shown then, also in replies without tools."""
+        return self.channels or (self.opening.strip(), self.closing)
 
 
 _TAG = CallSyntax(
@@ -161,7 +163,7 @@ REASONING_FORMATS = {
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
         ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
         ReasoningFormat("gemma", "<|channel>thought\n", "<channel|>"),
-        ReasoningFormat("harmony", "", ""),  # its channels, which are parsed with its calls
+        ReasoningFormat("harmony", "", "", _HARMONY_MARKS),  # which are parsed with its calls
     )
 }
 # The first of these that a template has tells its format.

@@ -103,6 +103,9 @@ REPLIES: list[tuple[str, str, tuple[str, str, list[tuple[str, str]]]]] = [
     ),
     ("harmony", " to=functions.f<|channel|>commentary json<|message|>{}<|call|>", ("", "", [F])),
     ("harmony", "<|channel|>final<|message|>Hello", ("", "Hello", [])),
+    ("harmony", "<|channel|>analysis<|message|>hm<|start|>assistant<|channel|>final<|message|>Hi", ("hm", "Hi", [])),
+    ("harmony", "<|channel|>final<|message|>Hi<|end|><|start|>assistant<|channel|>comm", ("", "Hi", [])),
+    ("harmony", "<b>Hi", ("", "<b>Hi", [])),
     ("harmony", "Hello", ("", "Hello", [])),
 ]
 

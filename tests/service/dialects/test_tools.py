@@ -13,7 +13,9 @@ import pytest
 
 from model.text.grammar_matcher import Vocabulary, compile_grammar
 from model.text.token_bytes import token_bytes
+from model.text.tokenizer import Tokenizer
 from service.core.errors import ApiError
+from service.core.model_registry import ServedModel
 from service.planning.response_format import GrammarChecker, OutputConstraint
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import TURNS, calling_app, chat_app, prompt_of, says, talker
@@ -214,26 +216,40 @@ def test_a_template_without_tools_is_told_in_words() -> None:
     check_accounts(app)
 
 
+def marked(source: str, marks: list[str], text: str) -> tuple[App, Tokenizer]:
+    """A model `chat` whose tokenizer has special tokens, and that says `text`, in which they stand."""
+    model = talker(source)
+    assert model.tokenizer is not None
+    model.tokenizer._tokenizer.add_special_tokens(marks)
+    tokenizer = Tokenizer(model.tokenizer._tokenizer)
+    app = make_app(ServedModel(model.name, model.checkpoint, tokenizer, chat=model.chat), max_model_len=8_192)
+    app.script.token_ids = (*tokenizer.encode(text, add_special_tokens=False).ids, 256)
+    app.script.end_id = 256
+    return app, tokenizer
+
+
+def test_channels_are_parted_without_tools_too() -> None:
+    """The marks of gpt-oss are special tokens, which a reply must show to be parted, whether or not it may call."""
+    source = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}{# to=functions. <|channel|>analysis #}"
+    said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello."
+    app, _ = marked(source, ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|skipped|>"], f"{said}<|skipped|>")
+    for fields in ({}, {"tools": None}, {"tool_choice": "none"}):
+        message = post(app, **fields).json()["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == ("Hm.", "Hello."), fields
+    check_accounts(app)
+
+
 def test_special_tokens_as_marks() -> None:
     """They are shown although others are skipped, and are ids in a grammar."""
     source = "{{ tools }}{{ '[TOOL_CALLS]' }}{% for m in messages %}{{ m.content }}{{ m.tool_call_id }}{% endfor %}"
-    model = talker(source)
-    assert model.tokenizer is not None
-    model.tokenizer._tokenizer.add_special_tokens(["[TOOL_CALLS]", "<skipped>"])
-    model = type(model)(
-        model.name, model.checkpoint, type(model.tokenizer)(model.tokenizer._tokenizer), chat=model.chat
-    )
-    app = make_app(model, max_model_len=8_192)
-    assert model.tokenizer is not None
-    mark, skipped = (model.tokenizer.special_token_id(text) for text in ("[TOOL_CALLS]", "<skipped>"))
     text = '<skipped>Hi[TOOL_CALLS][{"name": "time", "arguments": {}}]'
-    app.script.token_ids = (*model.tokenizer.encode(text, add_special_tokens=False).ids, 256)
-    app.script.end_id = 256
+    app, tokenizer = marked(source, ["[TOOL_CALLS]", "<skipped>"], text)
+    mark, skipped = (tokenizer.special_token_id(text) for text in ("[TOOL_CALLS]", "<skipped>"))
     assert app.script.token_ids[0] == skipped and mark in app.script.token_ids
     message = post(app, tools=[STRICT, OTHER]).json()["choices"][0]["message"]
     assert message["content"] == "Hi" and message["tool_calls"][0]["function"]["name"] == "time"
     assert len(message["tool_calls"][0]["id"]) == 9  # as Mistral's templates want it
-    vocabulary = Vocabulary(token_bytes(model.tokenizer, 261))
+    vocabulary = Vocabulary(token_bytes(tokenizer, 261))
     plain = byte_tokenizer()  # in which the mark is no special token
     for text, more, is_allowed in (("Hi", [mark], True), ("Hi[TOOL_CALLS]", [], False), ("Hi[TOOL CALLS]", [], True)):
         ids = [*plain.encode(text, add_special_tokens=False).ids, *more]
