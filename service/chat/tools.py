@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,12 +43,12 @@ class Tool:
 class ToolUse:
     """The tools of a request, and which of them the reply may or must call.
 
-    With `required` the reply has at least one call; `only` names the one tool that it may call.
+    With `required` the reply has at least one call; `only` names the tools that it may call, None: all.
     """
 
     tools: tuple[Tool, ...] = ()
     choice: Choice = "auto"
-    only: str | None = None
+    only: frozenset[str] | None = None
     parallel: bool = True
 
     @property
@@ -56,15 +56,17 @@ class ToolUse:
         """The tools that the reply may call."""
         if self.choice == "none":
             return ()
-        return tuple(tool for tool in self.tools if self.only in (None, tool.name))
+        return tuple(tool for tool in self.tools if self.only is None or tool.name in self.only)
 
     @property
     def is_held(self) -> bool:
         """Whether a grammar holds the calls to the schemas of their tools."""
-        return bool(self.callable) and (self.choice == "required" or any(tool.strict for tool in self.callable))
+        if not self.callable:
+            return False
+        return self.choice == "required" or self.only is not None or any(tool.strict for tool in self.callable)
 
 
-def tool_use(tools: tuple[Tool, ...], choice: Choice | None, only: str | None, *, parallel: bool) -> ToolUse:
+def tool_use(tools: tuple[Tool, ...], choice: Choice | None, only: Iterable[str] | None, *, parallel: bool) -> ToolUse:
     """Return the checked use of tools.
 
     Raises `ApiError` for names that are there twice, or not at all, and for arguments that are no object.
@@ -76,8 +78,9 @@ def tool_use(tools: tuple[Tool, ...], choice: Choice | None, only: str | None, *
         names.add(tool.name)
         if (tool.parameters or {}).get("type", "object") != "object":
             raise invalid(f"{tool.param}.type must be object", f"{tool.param}.type")
-    if only is not None and only not in names:
-        raise invalid(f"tool_choice: tools has none of the name {shorten(only)}", "tool_choice")
-    if choice == "required" and not tools:
+    allowed = None if only is None else frozenset(only)
+    for name in sorted((allowed or set()) - names):
+        raise invalid(f"tool_choice: tools has none of the name {shorten(name)}", "tool_choice")
+    if choice == "required" and not (tools if allowed is None else allowed):
         raise invalid("tool_choice: there are no tools to call", "tool_choice")
-    return ToolUse(tools, choice or "auto", only, parallel)
+    return ToolUse(tools, choice or "auto", allowed, parallel)

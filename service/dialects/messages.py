@@ -63,7 +63,7 @@ def conversation(body: CountBody, served: ServedModel) -> Conversation:
     use = tool_use(
         tools,
         "none" if kind == "none" else "auto" if kind == "auto" else "required",
-        named,
+        None if named is None else (named,),
         parallel=not (choice is not None and choice.disable_parallel_tool_use),
     )
     return Conversation(found, use, _variables(body, served), continues=continues)

@@ -16,6 +16,7 @@ from service.core.errors import invalid
 from service.core.model_registry import ServedModel
 from service.dialects.common import json_format, native, native_seed, native_top_k, sampled
 from service.dialects.openai_bodies import (
+    AllowedToolChoice,
     ChatBody,
     CompletionBody,
     Format,
@@ -88,9 +89,14 @@ def conversation(body: ChatBody, served: ServedModel) -> Conversation:
 
 def _tool_use(body: ChatBody) -> ToolUse:
     tools = tuple(_tool(one, f"tools[{at}].function") for at, one in enumerate(body.tools or ()))
-    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
-    choice = "required" if named is not None else body.tool_choice
-    return tool_use(tools, choice, named, parallel=body.parallel_tool_calls is not False)  # type: ignore[arg-type]
+    parallel = body.parallel_tool_calls is not False
+    match body.tool_choice:
+        case NamedTool(function=named):
+            return tool_use(tools, "required", (named.name,), parallel=parallel)
+        case AllowedToolChoice(allowed_tools=allowed):
+            return tool_use(tools, allowed.mode, (one.function.name for one in allowed.tools), parallel=parallel)
+        case choice:
+            return tool_use(tools, choice, None, parallel=parallel)
 
 
 def _tool(body: ToolBody, param: str) -> Tool:

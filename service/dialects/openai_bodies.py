@@ -196,13 +196,31 @@ class NamedTool(DialectBody):
     function: NamedFunction = Field(description="The function.")
 
 
-def _choice_shape(value: Any) -> str:
-    return "<word>" if isinstance(value, str) else "<tool>"
+class AllowedTools(DialectBody):
+    mode: Literal["auto", "required"] = Field(description="Whether one of them must be called.", examples=["auto"])
+    tools: list[NamedTool] = Field(min_length=1, description="Which of `tools` may be called.")
+
+
+class AllowedToolChoice(DialectBody):
+    """Allows calls of some tools; the template gets all of them, so that the prompt's beginning stays the same."""
+
+    type: Literal["allowed_tools"] = Field(description="The type of the choice.", examples=["allowed_tools"])
+    allowed_tools: AllowedTools = Field(description="The tools.")
+
+
+def choice_shape(value: Any) -> str:
+    """Return the tag of a choice of tools: a word, one tool, or those that are allowed."""
+    if isinstance(value, str):
+        return "<word>"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<allowed>" if kind == "allowed_tools" else "<tool>"
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[NamedTool, Tag("<tool>")],
-    Discriminator(_choice_shape),
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedTool, Tag("<tool>")]
+    | Annotated[AllowedToolChoice, Tag("<allowed>")],
+    Discriminator(choice_shape),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -230,8 +248,8 @@ class ChatBody(Sampling):
     tools: list[ToolBody] | None = Field(None, description="The functions that the model may call.")
     tool_choice: ToolChoice | None = Field(
         None,
-        description="`auto` (default), `none`, `required` (at least one call), or the tool to call. With the last two "
-        "arguments are held to their schemas.",
+        description="`auto` (default), `none`, `required` (at least one call), the tool to call, or `allowed_tools`. "
+        "With a call that is required, arguments are held to their schemas.",
         examples=["auto", {"type": "function", "function": {"name": "weather"}}],
     )
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls; default true.", examples=[True])

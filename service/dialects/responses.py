@@ -12,7 +12,7 @@ from typing import Any
 
 from service.chat.conversation import Conversation, effort_variables
 from service.chat.reply_parser import ReplyFormat
-from service.chat.tools import Json, Tool, tool_use
+from service.chat.tools import Json, Tool, ToolUse, tool_use
 from service.core.errors import ApiError
 from service.core.model_registry import ServedModel
 from service.dialects.blocks import Block, BlockRendering
@@ -22,6 +22,7 @@ from service.dialects.responses_bodies import (
     InputCallOutput,
     InputMessage,
     InputReasoning,
+    ResponsesAllowedTools,
     ResponsesBody,
     ResponsesNamedTool,
     ResponsesNamespace,
@@ -55,12 +56,21 @@ def conversation(body: ResponsesBody, served: ServedModel, before: Sequence[Mapp
         variables["enable_thinking"] = (body.enable_thinking, "enable_thinking")
     for name, value in (body.chat_template_kwargs or {}).items():
         variables[name] = (value, f"chat_template_kwargs.{name[:64]}")
-    tools = tuple(tool for tool, _, _ in _tools(body))
-    named = body.tool_choice.name if isinstance(body.tool_choice, ResponsesNamedTool) else None
-    choice = body.tool_choice if isinstance(body.tool_choice, str) else None if named is None else "required"
-    use = tool_use(tools, choice, named, parallel=body.parallel_tool_calls is not False)
+    use = _tool_use(body)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return Conversation([*system, *before, *input_messages(body)], use, variables, param="input")  # type: ignore[list-item]
+
+
+def _tool_use(body: ResponsesBody) -> ToolUse:
+    tools = tuple(tool for tool, _, _ in _tools(body))
+    parallel = body.parallel_tool_calls is not False
+    match body.tool_choice:
+        case ResponsesNamedTool(name=name):
+            return tool_use(tools, "required", (name,), parallel=parallel)
+        case ResponsesAllowedTools(mode=mode, tools=allowed):
+            return tool_use(tools, mode, (one.name for one in allowed), parallel=parallel)
+        case choice:
+            return tool_use(tools, choice, None, parallel=parallel)
 
 
 def _tools(body: ResponsesBody) -> Iterator[tuple[Tool, str | None, str]]:
@@ -317,7 +327,7 @@ class Responses(BlockRendering):
             "text": {
                 "format": {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)
             },
-            "tool_choice": choice.model_dump() if isinstance(choice, ResponsesNamedTool) else choice or "auto",
+            "tool_choice": choice or "auto" if isinstance(choice, str | None) else choice.model_dump(),
             "tools": [_shown(tool) for tool in body.tools or ()],
             "top_p": self._generation.plan.requests[0].params.top_p,
             "truncation": "disabled",

@@ -17,7 +17,7 @@ from service.dialects.common import (
     by_content,
     by_type,
 )
-from service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort
+from service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort, choice_shape
 
 
 class InputText(DialectBody):
@@ -143,13 +143,19 @@ class ResponsesNamedTool(DialectBody):
     name: str = Field(description="The name of one of `tools`.", examples=["weather"])
 
 
-def _choice_shape(value: Any) -> str:
-    return "<word>" if isinstance(value, str) else "<tool>"
+class ResponsesAllowedTools(DialectBody):
+    """Allows calls of some tools; the template gets all of them, so that the prompt's beginning stays the same."""
+
+    type: Literal["allowed_tools"] = Field(description="The type of the choice.", examples=["allowed_tools"])
+    mode: Literal["auto", "required"] = Field(description="Whether one of them must be called.", examples=["auto"])
+    tools: list[ResponsesNamedTool] = Field(min_length=1, description="Which of `tools` may be called.")
 
 
 ResponsesToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<word>")] | Annotated[ResponsesNamedTool, Tag("<tool>")],
-    Discriminator(_choice_shape),
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[ResponsesNamedTool, Tag("<tool>")]
+    | Annotated[ResponsesAllowedTools, Tag("<allowed>")],
+    Discriminator(choice_shape),
 ]
 
 

@@ -69,7 +69,7 @@ class OpenAIResponse(Reply):
     reasoning: dict[str, str | None] = Field(description="Of the request.")
     temperature: float = Field(description="That was used.")
     text: dict[str, Any] = Field(description="Of the request.")
-    tool_choice: str | dict[str, str] = Field(description="Of the request.")
+    tool_choice: str | dict[str, Any] = Field(description="Of the request.")
     tools: list[dict[str, Any]] = Field(description="Of the request.")
     top_p: float = Field(description="That was used.")
     truncation: Literal["disabled"] = Field(description="Always disabled.")

@@ -108,6 +108,17 @@ def test_going_on_from_a_response(served: tuple[App, openai.OpenAI]) -> None:
     assert prompt_of(app).endswith("Sunny.<|end|>\n<|turn|>user\nAnd?<|end|>\n<|turn|>assistant\n")
 
 
+def test_some_of_the_tools_may_be_called(served: tuple[App, openai.OpenAI]) -> None:
+    """The template gets all of them, and the grammar those that are allowed."""
+    app, client = served
+    says(app, SAID)
+    choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}
+    found = client.responses.create(**ASKED, tool_choice=choice)
+    assert found.to_dict()["tool_choice"] == choice and '"name": "weather"' in prompt_of(app)
+    grammar = app.client.submitted[-1].params.grammar
+    assert [f'{name}\\", \\"arguments' in grammar for name in ("weather", "time")] == [False, True]
+
+
 def test_formats_and_ends_of_responses(served: tuple[App, openai.OpenAI], monkeypatch: pytest.MonkeyPatch) -> None:
     app, client = served
     says(app, '{"x": 1}')
@@ -151,6 +162,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (RESPONSES, {"tools": [TOOLS[0] | {"async": True}]}, "tools[0].async", NO),
     (RESPONSES, {"tools": [TOOLS[0] | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type", IV),
     (RESPONSES, {"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", IV),
+    (RESPONSES, {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools", IV),
     (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing_field"),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema", ""),
     (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort", NO),

@@ -135,6 +135,10 @@ def test_grammars_of_calls(app: App) -> None:
         return all(matcher.tokens[token] and matcher.accept(token) is None for token in ids) and matcher.is_complete
 
     named = {"type": "function", "function": {"name": "weather"}}
+
+    def allowed(mode: str) -> dict[str, Any]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+
     shaped = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     expected: list[tuple[dict[str, Any], list[str]]] = [
         ({}, ["anything"]),
@@ -143,18 +147,20 @@ def test_grammars_of_calls(app: App) -> None:
         ({"tool_choice": "required", "parallel_tool_calls": False}, [call, other, thought]),
         ({"tool_choice": "required", "enable_thinking": False}, [call, other, both]),
         ({"tool_choice": named}, [call, thought]),
+        ({"tool_choice": allowed("required")}, [call, thought]),
+        ({"tool_choice": allowed("auto")}, ["Hi", call, f"Hi {call}", thought, '{"x": 1}']),
         ({"tools": [STRICT]}, ["Hi", call, f"Hi {call}", thought, '{"x": 1}']),
         ({"response_format": shaped}, [call, other, thought, both, '{"x": 1}']),
         ({"response_format": shaped, "tools": None}, ['{"x": 1}']),
     ]
 
     async def work(client: httpx.AsyncClient) -> None:
-        for fields, allowed in expected:
+        for fields, matching in expected:
             reply = await client.post(PATH, json={**BODY, **fields})
             assert reply.status_code == 200, reply.text
             grammar = app.client.submitted[-1].params.grammar
             found = [text for text in texts if matches(grammar, text)] if grammar else ["anything"]
-            assert found == allowed, fields
+            assert found == matching, fields
 
     run(app, work)
 
