@@ -49,8 +49,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         check_value(name, getattr(params, name))
     if params.min_tokens > params.max_tokens:
         raise ConfigError(f"min_tokens ({params.min_tokens}) must be at most max_tokens ({params.max_tokens})")
-    if params.num_speculative_tokens and params.num_beams > 1:
-        raise ConfigError("num_speculative_tokens has no meaning with beam search")
+    _check_beams(params)
     if "" in params.stop:
         raise ConfigError("stop must be no empty text")
     if not all(abs(bias) <= _MAX_BIAS for bias in params.logit_bias.values()):
@@ -63,3 +62,18 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     suppressed = set(params.suppress_tokens)
     if len(suppressed) >= vocab_size or (params.allowed_token_ids and suppressed.issuperset(params.allowed_token_ids)):
         raise ConfigError("suppress_tokens leaves no token that may be generated")
+
+
+def _check_beams(params: SamplingParams) -> None:
+    """Raise `ConfigError` for what a beam search cannot give."""
+    if params.num_beams == 1:
+        return
+    if params.n > params.num_beams:
+        raise ConfigError(f"n ({params.n}) must be at most num_beams ({params.num_beams})")
+    for name, given in (
+        ("num_speculative_tokens", params.num_speculative_tokens),
+        ("logprobs", params.logprobs is not None),
+        ("prompt_logprobs", params.prompt_logprobs is not None),
+    ):
+        if given:
+            raise ConfigError(f"{name} has no meaning with beam search")
