@@ -48,21 +48,65 @@ class LogMel:
 
         The range is that below the loudest value of all samples given: features of a part are not a part of these.
         """
-        count = len(samples) // self.hop_length
-        features = np.empty((self.num_mel_bins, count), np.float32)
-        if not count:
-            return features
-        padded = np.pad(np.asarray(samples, np.float32), self.n_fft // 2, mode="reflect")
-        frames = np.lib.stride_tricks.sliding_window_view(padded, self.n_fft)[:: self.hop_length]  # [count + 1, n_fft]
-        for start in range(0, count, _BLOCK):
-            end = min(start + _BLOCK, count)
-            spectrum = np.fft.rfft(frames[start:end] * self._window)  # [block, n_fft / 2 + 1]
-            power = np.square(spectrum.real) + np.square(spectrum.imag)
-            features[:, start:end] = np.log10(np.maximum(self._filters @ power.T, _FLOOR))
-        np.maximum(features, features.max() - _RANGE, out=features)
-        features += 4.0
-        features /= 4.0
-        return features
+        logs = self._logs(samples, 0, self.count_frames(samples))
+        return _in_range(logs, logs.max()) if logs.size else logs
+
+    def part(self, samples: NDArray[np.float32], loudest: np.float32, first: int, last: int) -> NDArray[np.float32]:
+        """Return columns [first, last) of the features of all samples, whose `loudest` is given."""
+        return _in_range(self._logs(samples, first, last), loudest)
+
+    def loudest(self, samples: NDArray[np.float32]) -> np.float32:
+        """Return the loudest value of at least a frame of samples, on which the range of their features depends.
+
+        No filter gives more power than the frame has. So frames are tried in the order of their power, until those that
+        are left have less than was found: of speech a few in a hundred.
+        """
+        power = np.empty(self.count_frames(samples))
+        for start in range(0, len(power), _BLOCK):
+            frames = self._frames(samples, start, min(start + _BLOCK, len(power))) * self._window
+            power[start : start + len(frames)] = np.einsum("ij,ij->i", frames, frames)
+        power *= self._filters.max() * self.n_fft / 2 * (1 + 1e-9)  # Parseval's theorem, and a margin for rounding
+        order, most, loudest = np.argsort(-power), -1.0, 0
+        for start in range(0, len(order), _BLOCK):
+            places = order[start : start + _BLOCK]
+            if power[places[0]] <= most:
+                break
+            begins = (places * self.hop_length - self.n_fft // 2).tolist()
+            found = self._filtered(np.stack([_span(samples, at, at + self.n_fft) for at in begins])).max(axis=0)
+            if (here := found.max()) > most:
+                most, loudest = here, int(places[found.argmax()])
+        value: np.float32 = self._logs(samples, loudest, loudest + 1).max()
+        return value
+
+    def count_frames(self, samples: NDArray[np.float32]) -> int:
+        """Return how many frames samples have."""
+        return len(samples) // self.hop_length
+
+    def _logs(self, samples: NDArray[np.float32], first: int, last: int) -> NDArray[np.float32]:
+        """Return what the filters give of frames [first, last), as powers of ten.
+
+        Whole blocks are computed, which begin at multiples of `_BLOCK`: a frame has the same bits in every part.
+        """
+        logs = np.empty((self.num_mel_bins, last - first), np.float32)
+        for start in range(first - first % _BLOCK, last, _BLOCK):
+            end = min(start + _BLOCK, self.count_frames(samples))
+            block = np.log10(np.maximum(self._filtered(self._frames(samples, start, end)), _FLOOR))
+            here, there = max(first, start), min(last, end)
+            logs[:, here - first : there - first] = block[:, here - start : there - start]
+        return logs
+
+    def _frames(self, samples: NDArray[np.float32], first: int, last: int) -> NDArray[np.float32]:
+        """Return frames [first, last) `[count, n_fft]`, each around a multiple of the hop."""
+        begin = first * self.hop_length - self.n_fft // 2
+        span = _span(samples, begin, begin + (last - 1 - first) * self.hop_length + self.n_fft)
+        return np.lib.stride_tricks.sliding_window_view(span, self.n_fft)[:: self.hop_length]
+
+    def _filtered(self, frames: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Return the power that each filter gives of frames: `[num_mel_bins, count]`."""
+        spectrum = np.fft.rfft(frames * self._window)  # [count, n_fft / 2 + 1]
+        power = np.square(spectrum.real) + np.square(spectrum.imag)
+        filtered: NDArray[np.float64] = self._filters @ power.T
+        return filtered
 
     def window(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return features `[num_mel_bins, window_frames]` of at most one window, filled up with silence."""
@@ -83,6 +127,23 @@ class LogMel:
         lower, centre, upper = edges[:-2, None], edges[1:-1, None], edges[2:, None]
         rising, falling = (frequencies - lower) / (centre - lower), (upper - frequencies) / (upper - centre)
         return np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (upper - lower))
+
+
+def _span(samples: NDArray[np.float32], begin: int, end: int) -> NDArray[np.float32]:
+    """Return samples [begin, end); they are mirrored at both ends, as by numpy's `reflect`."""
+    if begin >= 0 and end <= len(samples):
+        return samples[begin:end]
+    period = max(1, 2 * (len(samples) - 1))
+    places = np.abs(np.arange(begin, end)) % period
+    return samples[np.minimum(places, period - places) if len(samples) > 1 else places]
+
+
+def _in_range(logs: NDArray[np.float32], loudest: np.float32) -> NDArray[np.float32]:
+    """Turn powers of ten into features, in place."""
+    np.maximum(logs, loudest - _RANGE, out=logs)
+    logs += 4.0
+    logs /= 4.0
+    return logs
 
 
 def read_log_mel(raw: Mapping[str, Any]) -> LogMel:

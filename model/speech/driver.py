@@ -127,13 +127,12 @@ class Transcriber:
 
     async def _windows(self) -> None:
         spectrogram = await Spectrogram.computed(self.log_mel, self.samples)
-        self.samples = np.zeros(0, np.float32)  # a long audio's are as large as the features
         await self._find_language(spectrogram)
         windows = self._sequence(spectrogram)
         draw = 0
         while (attempt := windows.next()) is not None:
             draw += 1
-            source = spectrogram.source(attempt.window)
+            source = await spectrogram.load(attempt.window)
             output, shown = await self._attempt(attempt, source, windows, draw)
             segments = windows.finish(attempt, output.outcome(self.maker.tokens.end))
             self._count(windows, output, segments)
@@ -147,8 +146,8 @@ class Transcriber:
     async def _find_language(self, spectrogram: Spectrogram) -> None:
         """Ask for the language of the first window, unless it is known."""
         if self.result.language is None:
-            window = Window(0, min(spectrogram.num_frames, spectrogram.window_frames))
-            output = await self._output(self.maker.detection(self.next_id(), spectrogram.source(window)))
+            source = await spectrogram.load(spectrogram.first)
+            output = await self._output(self.maker.detection(self.next_id(), source))
             self.result.language = self.maker.language_of(output)
 
     async def _attempt(
@@ -240,7 +239,7 @@ class Transcriber:
         draw = number * _DRAWS
         while (attempt := windows.next()) is not None:
             draw += 1
-            source = spectrogram.source(attempt.window)
+            source = await spectrogram.load(attempt.window)
             request = self.maker.attempt(self.next_id(), source, attempt, timestamps=self.timestamps, draw=draw)
             output = await self._output(request)
             segments = windows.finish(attempt, output.outcome(self.maker.tokens.end))

@@ -1,9 +1,16 @@
-"""The features of one audio, and the windows of them that the encoder reads."""
+"""The features of one audio, and the windows of them that the encoder reads.
+
+Those of long audio are computed window by window, from samples that stay in memory: a first pass finds what their range
+depends on, the loudest value of the whole audio.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,51 +19,76 @@ from model.api.source import Source, audio_source
 from model.media.log_mel import LogMel
 from model.speech.segments import FRAMES_PER_POSITION, Window
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Spectrogram:
-    """Log-mel features `[mel bins, frames]` of an audio of `num_frames`; there may be silence behind it."""
+    """Log-mel features of an audio of `num_frames` frames; there may be silence behind it, up to `num_columns`."""
 
-    features: NDArray[np.float32]
     num_frames: int
+    num_columns: int
     window_frames: int
     frame_seconds: float
+    features: Callable[[int, int], NDArray[np.float32]]  # [mel bins, frames] of the frames [first, last)
+    _latest: tuple[Window, Source] | None = None
 
     @classmethod
     def of(cls, log_mel: LogMel, samples: NDArray[np.float32]) -> Spectrogram:
-        """Compute the features of samples: of one window with silence behind them, of longer audio as it is."""
-        short = len(samples) <= log_mel.window_samples
-        features = log_mel.window(samples) if short else log_mel.features(samples)
+        """Compute the features of one window, with silence behind them, or the range of those of longer audio."""
+        if len(samples) <= log_mel.window_samples:
+            window = log_mel.window(samples)
+            columns = window.shape[1]
+            features = partial(_cut, window)
+        else:
+            columns = log_mel.count_frames(samples)
+            features = partial(log_mel.part, samples, log_mel.loudest(samples))
         frames = max(1, -(-len(samples) // log_mel.hop_length))
-        return cls(
-            features,
-            min(frames, features.shape[1]),
-            log_mel.window_frames,
-            log_mel.hop_length / log_mel.sampling_rate,
-        )
+        seconds = log_mel.hop_length / log_mel.sampling_rate
+        return cls(min(frames, columns), columns, log_mel.window_frames, seconds, features)
 
     @classmethod
     async def computed(cls, log_mel: LogMel, samples: NDArray[np.float32]) -> Spectrogram:
-        """Compute the features in a thread, as `of` does.
-
-        Whoever is cancelled meanwhile goes on when the thread has ended: samples are counted as long as they are there.
-        """
-        work = asyncio.ensure_future(asyncio.to_thread(cls.of, log_mel, samples))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.wait({work})
-            raise
+        """Do what `of` does in a thread."""
+        return await _in_thread(lambda: cls.of(log_mel, samples))
 
     @property
     def position_seconds(self) -> float:
         """The seconds of a position of the encoder, which are those from a timestamp token to the next."""
         return self.frame_seconds * FRAMES_PER_POSITION
 
+    @property
+    def first(self) -> Window:
+        """The window that the audio begins with."""
+        return Window(0, min(self.num_frames, self.window_frames))
+
+    async def load(self, window: Window) -> Source:
+        """Return what the encoder reads of a window, computed in a thread unless it is the latest one again."""
+        if self._latest is None or self._latest[0] != window:
+            self._latest = window, await _in_thread(lambda: self.source(window))
+        return self._latest[1]
+
     def source(self, window: Window) -> Source:
-        """Return what the encoder reads of a window; frames behind the last one are 0, as in transformers."""
-        part = self.features[:, window.seek : window.seek + self.window_frames]
+        """Compute what the encoder reads of a window; frames behind the last one are 0, as in transformers."""
+        part = self.features(window.seek, min(window.seek + self.window_frames, self.num_columns))
         filled = np.zeros((part.shape[0], self.window_frames), "<f4")
         filled[:, : part.shape[1]] = part
         positions = -(-self.window_frames // FRAMES_PER_POSITION)
         return audio_source(filled.tobytes(), filled.shape, positions)
+
+
+def _cut(features: NDArray[np.float32], first: int, last: int) -> NDArray[np.float32]:
+    return features[:, first:last]
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Return what a thread computes.
+
+    Whoever is cancelled meanwhile goes on when the thread has ended: samples are counted as long as they are there.
+    """
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

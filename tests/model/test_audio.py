@@ -7,6 +7,7 @@ import random
 import struct
 import sys
 import time
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -21,6 +22,8 @@ from model.errors import ConfigError
 from model.media.audio_file import AudioError, AudioLimits, decode_audio
 from model.media.log_mel import LogMel, read_log_mel
 from model.media.resampling import Resampler, resample
+from model.speech.segments import Window
+from model.speech.spectrogram import Spectrogram
 
 RATE = 16000
 LIMITS = AudioLimits(seconds=20.0, file_bytes=1_000_000)
@@ -62,6 +65,29 @@ def test_features_are_those_of_transformers(shape: tuple[int, int, int, int], co
     if count > n_fft:
         whole = reference(samples, sampling_rate=RATE, padding="longest", truncation=False, return_tensors="np")
         np.testing.assert_allclose(ours.features(samples), whole.input_features[0], atol=1e-4)
+
+
+@pytest.mark.parametrize(("n_fft", "hop"), [(400, 160), (41, 7), (9, 100)])
+@pytest.mark.parametrize("count", [250, 1601, 90_001])
+def test_parts_of_features_are_those_of_the_whole_bit_for_bit(n_fft: int, hop: int, count: int) -> None:
+    log_mel, rng = LogMel(num_mel_bins=8, n_fft=n_fft, hop_length=hop), np.random.default_rng(count)
+    loud = np.sin(np.arange(count) ** 1.2 / 7) * (np.arange(count) > count - 600) * 0.5
+    for samples in (loud, loud + rng.normal(0, 1e-4, count), rng.normal(0, 0.1, count), np.zeros(count)):
+        samples = samples.astype(np.float32)
+        whole, loudest = log_mel.features(samples), log_mel.loudest(samples)
+        for first in rng.integers(0, whole.shape[1], 4).tolist():
+            last = int(rng.integers(first + 1, whole.shape[1] + 1))
+            np.testing.assert_array_equal(log_mel.part(samples, loudest, first, last), whole[:, first:last])
+
+
+def test_features_of_long_audio_take_memory_for_a_window() -> None:
+    log_mel, samples = LogMel(chunk_length=2), tone(200.0)
+    tracemalloc.start()
+    spectrogram = Spectrogram.of(log_mel, samples)
+    spectrogram.source(Window(15_000, 200))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < samples.nbytes / 2, most  # a block of float64, and some numbers of each frame
 
 
 def test_a_window_holds_no_more_than_a_window_and_no_samples_have_no_features() -> None:
