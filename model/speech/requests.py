@@ -109,7 +109,7 @@ class RequestMaker:
     def detection(self, name: str, source: Source) -> Request:
         """Return the request that asks for a window's language; its only token is the language's."""
         languages = tuple(self.tokens.languages.values())
-        params = SamplingParams(max_tokens=1, allowed_token_ids=languages, probe=Probe(0, languages))
+        params = SamplingParams(max_tokens=1, allowed_token_ids=languages)
         return self._request(name, source, (self.tokens.start,), params)
 
     def language_of(self, output: Output) -> str:

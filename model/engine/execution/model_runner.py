@@ -162,7 +162,7 @@ class ModelRunner:
 
     def _run(self, steps: Rows[ScheduledSequence], copies: Rows[BlockCopy], before: Launched | None) -> Tensor:
         """Logits `[S, V]` of the last tokens of the sequences that sample; prompts are scored on the way."""
-        plan, slices = self._plan(steps, copies, before)
+        plan, slices, probed = self._plan(steps, copies, before)
         tokens = before.tokens if before is not None and plan.num_known else None
         together: AbstractContextManager[None] = nullcontext()
         if self._ranks is not None:
@@ -173,16 +173,16 @@ class ModelRunner:
             if plan.kept_layers:
                 keep_queries(steps, self._program.cross_queries)
             for rows, part in zip(self._program.prompt_logits(plan, hidden), slices, strict=True):
-                if isinstance(part, ProbedRow):
-                    part.sequence.probe_logprobs = logprobs_of(rows, part.token_ids)
-                    continue
                 scored, top = self._tensor(part.token_ids), [part.top] * len(rows)
                 part.sequence.prompt_logprobs += token_logprobs(rows, scored, top)
-        return logits
+        last = len(logits) - len(probed)
+        for place, one in enumerate(probed, last):
+            one.sequence.probe_logprobs = logprobs_of(logits[place : place + 1], one.token_ids)
+        return logits[:last]
 
     def _plan(
         self, steps: Rows[ScheduledSequence], copies: Rows[BlockCopy], before: Launched | None
-    ) -> tuple[StepPlan, list[PromptSlice | ProbedRow]]:
+    ) -> tuple[StepPlan, list[PromptSlice], list[ProbedRow]]:
         placeholders: dict[int, int] = {}
         if before is not None:
             placeholders = {id(s.sequence): before.rows[id(s.sequence)] for s in steps if s.sequence.has_placeholder}
@@ -200,7 +200,7 @@ class ModelRunner:
         row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
         num_known = len(before.tokens) if before is not None and placeholders else 0
         new = [step.sequence for step in steps if step.encode_source]
-        slices: list[PromptSlice | ProbedRow] = [*prompt_slices(steps), *probed_rows(steps)] if asked else []
+        slices, probed = (list(prompt_slices(steps)), list(probed_rows(steps))) if asked else ([], [])
         plan = StepPlan(
             layout,
             row,
@@ -208,7 +208,7 @@ class ModelRunner:
             replayed,
             num_known,
             uneven,
-            _last_rows(steps),
+            _logit_rows(steps, probed),
             copies=tuple((copy.pool, copy.target, copy.source) for copy in copies),
             sources=tuple(sequence.request.source for sequence in new if sequence.request.source is not None),
             source_slots=tuple(self._source_slots(new)),
@@ -216,7 +216,7 @@ class ModelRunner:
             states=tuple(state_spans(steps)) if self.cache.states and not replayed else (),
             kept_layers=layers,
         )
-        return plan, slices
+        return plan, slices, probed
 
     def _source_slots(self, sequences: Rows[SequenceState]) -> Iterator[int]:
         """Where each pool has the positions of new sources."""
@@ -327,7 +327,7 @@ class ProbedRow:
     """A token of a prompt behind which some tokens are asked for."""
 
     sequence: SequenceState
-    rows: tuple[int, int]  # of the step's hidden states: one
+    row: int  # of the step's hidden states
     token_ids: Rows[int]
 
 
@@ -337,8 +337,7 @@ def probed_rows(steps: Rows[ScheduledSequence]) -> Iterator[ProbedRow]:
     for step in steps:
         probe = step.sequence.params.probe
         if probe is not None and step.sequence.probe_logprobs is None and step.start <= probe.position < step.stop:
-            row = first + probe.position - step.start
-            yield ProbedRow(step.sequence, (row, row + 1), probe.token_ids)
+            yield ProbedRow(step.sequence, first + probe.position - step.start, probe.token_ids)
         first += step.num_tokens
 
 
@@ -372,15 +371,19 @@ def state_spans(steps: Rows[ScheduledSequence]) -> Iterator[StateSpan]:
             first, begin, source = first + tokens - begin, tokens, slot
 
 
-def _last_rows(steps: Rows[ScheduledSequence]) -> tuple[int, ...] | None:
-    """Rows of the last tokens of the sequences that sample, and of their drafts; None: all rows."""
+def _logit_rows(steps: Rows[ScheduledSequence], probed: Rows[ProbedRow]) -> tuple[int, ...] | None:
+    """Rows of the last tokens of the sequences that sample, and of their drafts, then those of probes, as all of them
+    read the head's matrix once; None: all rows, each once.
+    """
     rows: list[int] = []
     end = 0
     for step in steps:
         end += step.num_tokens
         if step.samples:
             rows.extend(range(end - 1 - len(step.drafts), end))
-    return tuple(rows) if len(rows) < end else None
+    if len(rows) == end and not probed:
+        return None
+    return (*rows, *(one.row for one in probed))
 
 
 def decodes_first(steps: Rows[ScheduledSequence]) -> list[ScheduledSequence]:
