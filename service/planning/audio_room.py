@@ -7,8 +7,43 @@ front processes have one room: its counts are shared.
 
 from __future__ import annotations
 
-from model.client.counts import Counts, LocalCounts
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
 from service.core.errors import ApiError
+
+
+class AudioCounts(Protocol):
+    """Counts files as sequences and their bytes as waiting tokens: those of models can be shared, and these with them
+    (`model.client.counts`).
+    """
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep other processes from counting inside the block, which must not wait for anything."""
+
+    @property
+    def sequences(self) -> int: ...
+
+    @property
+    def waiting_tokens(self) -> int: ...
+
+    def add(self, sequences: int, waiting_tokens: int) -> None:
+        """Add to both totals; negative numbers take away."""
+
+
+class _OwnCounts:
+    """The counts of a single front process."""
+
+    def __init__(self) -> None:
+        self.sequences = 0
+        self.waiting_tokens = 0
+
+    def locked(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def add(self, sequences: int, waiting_tokens: int) -> None:
+        self.sequences += sequences
+        self.waiting_tokens += waiting_tokens
 
 
 class AudioRoom:
@@ -17,7 +52,7 @@ class AudioRoom:
     def __init__(self, most_files: int, most_bytes: int) -> None:
         self._most_files = most_files
         self._most_bytes = most_bytes
-        self.counts: Counts = LocalCounts()  # a worker of several front processes sets those of all
+        self.counts: AudioCounts = _OwnCounts()  # a worker of several front processes sets those of all
 
     @property
     def num_files(self) -> int:
