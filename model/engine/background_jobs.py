@@ -98,6 +98,9 @@ class BackgroundJobs:
         """
         self._serve = serve
         self._num_threads = torch.get_num_threads()
+        # Parts of a job are too short for several threads, which would wait for each other. Where there is a GPU they
+        # stay: what torch's compiler makes is for one number of threads, and warm-up is to compile for steps.
+        self._job_threads = self._num_threads if torch.cuda.is_available() else 1
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
         self._until = 0.0  # when the job's turn ends
@@ -120,7 +123,7 @@ class BackgroundJobs:
         while self._waiting:
             self._running, self._until = self._waiting.popleft(), 0.0
             try:
-                with giving_way_to(self), _threads(1):
+                with giving_way_to(self), _threads(self._job_threads):
                     self._running.run()
             except GivenUpError:
                 pass
@@ -165,7 +168,7 @@ class BackgroundJobs:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Compute with so many threads. Parts of a job are too short for several, which would wait for each other."""
+    """Compute with so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

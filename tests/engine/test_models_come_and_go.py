@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import Events, ModelSpec
@@ -352,6 +353,28 @@ def test_a_job_gets_its_share_of_the_time_and_short_turns_while_nothing_runs(mon
     turns = [after - before - 0.010 for before, after in pairwise(rounds)]
     for expected, found in ((0.010 * background_jobs.SHARE, turns[:140]), (0.005, turns[-150:-1])):
         assert expected - 1e-6 < min(found) <= max(found) < expected + 0.001 + 1e-6, "a part more at most"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_steps_run_what_warm_up_has_compiled(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's compiler makes everything anew where the number of threads is another one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    seen = dict[str, int]()
+
+    def load(spec: ModelSpec) -> None:
+        seen["load"] = torch.get_num_threads()
+        give_way()
+
+    monkeypatch.setattr(background_jobs, "load", load)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        jobs = background_jobs.BackgroundJobs(lambda timeout: seen.update(step=torch.get_num_threads()))
+        jobs.add(background_jobs.LoadJob(spec(LLAMA)))
+        list(jobs.run())
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {"load": 3 if gpu else 1, "step": 3}
 
 
 @pytest.mark.slow
