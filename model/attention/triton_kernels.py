@@ -326,7 +326,7 @@ def attend(
     tl.store(out + to[:, None] * DIM + dims[None, :], mixed.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weight"])  # that of prompts behind what decodes, of few and odd heads
 def combine(
     parts,  # [T * HEADS, SPLITS, DIM] float32
     weight,  # [T * HEADS, SPLITS] float32

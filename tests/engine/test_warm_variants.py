@@ -14,12 +14,14 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 
 from model.api.request import EncodeRequest, EncodeTask, Pooling
 from model.api.source import image_source, token_source
+from model.attention import triton
 from model.attention.triton import TritonBackend
 from model.attention.triton_kernels import INTERPRETED
 from model.cache.paged import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.sentence_transformers import SentenceSettings
 from model.config.cache import PoolSize, StateSize
+from model.config.layer import AttentionConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.model_runner import ModelRunner
@@ -144,6 +146,16 @@ def test_encoders_too(kind: str) -> None:
             while encode.has_work:
                 encode.step()
     assert variants(seen) == variants(warmed)
+
+
+@pytest.mark.parametrize("begin", [1, 2, 3])
+def test_parts_are_joined_by_one_variant_wherever_their_rows_begin(begin: int) -> None:
+    """Three heads of two parts: weights of a prompt behind what decodes begin at 24 bytes, not at a multiple of 16."""
+    mixed, weight, out = torch.zeros(5, 3, 2, 16), torch.zeros(5, 3, 2), torch.zeros(5, 3, 16)
+    with noted() as seen:
+        for first in (0, begin):
+            triton._combine(mixed[first:], weight[first:], out[first:], AttentionConfig(3, 3, 16, 1.0))
+    assert len(seen) == 1
 
 
 def test_what_decodes_beside_a_prompt_is_launched_as_decoding() -> None:
