@@ -1,9 +1,12 @@
-"""Rotary positions: queries and keys turned by their position (Su et al. 2021); sinusoids of distances."""
+"""Rotary positions: queries and keys turned by their position (Su et al. 2021); sinusoids of distances.
+
+Frequencies are kept as long as the process: recorded steps read them where they lie.
+"""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,14 +14,14 @@ from torch import Tensor
 from model.config.layer import RopeScaling, RotaryConfig
 
 
-@lru_cache(maxsize=64)
+@cache
 def inverse_frequencies(base: float, size: int, device: torch.device) -> Tensor:
     """`base^(-2k / size)` for k < size / 2, float64. Kept outside of modules: a change of dtype must not round it."""
     exponent = torch.arange(0, size, 2, dtype=torch.float64) / size
     return torch.pow(base, -exponent).to(device)
 
 
-@lru_cache(maxsize=64)
+@cache
 def rotary_frequencies(config: RotaryConfig, device: torch.device) -> Tensor:
     """Radians a position for each pair of dimensions `[R / 2]`, stretched as the model was; 0 of those that stand.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class AlibiBias:
         return _slopes(self.config, device)
 
 
-@lru_cache(maxsize=64)
+@cache  # as long as the process: recorded steps read them where they lie
 def _slopes(config: AlibiConfig, device: torch.device) -> Tensor:
     return torch.tensor(config.slopes, device=device)
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from model.attention.base import AttentionMetadata, SegmentGroup
-from model.config.layer import BucketBiasConfig, DisentangledConfig, RotaryConfig
+from model.config.layer import AlibiConfig, BucketBiasConfig, DisentangledConfig, RotaryConfig
 from model.config.model import PositionConfig, PositionKind
 from model.network.disentangled import relative_rows
 from model.network.embeddings import LearnedPositions, SinusoidalPositions
 from model.network.fused_ops import rotary_tables
-from model.network.rotary import rotate
-from model.network.score_bias import BucketBias, StepBias
+from model.network.rotary import inverse_frequencies, rotary_frequencies, rotate
+from model.network.score_bias import AlibiBias, BucketBias, StepBias
 
 SINUSOIDAL = PositionConfig(PositionKind.SINUSOIDAL)
 
@@ -44,6 +44,21 @@ def test_rotation_keeps_lengths() -> None:
     turned = rotate(x, rotary_tables(rotary, torch.tensor([0, 3, 50, 1000]), torch.float32))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
     assert torch.equal(turned[0], x[0])
+
+
+def test_what_recorded_steps_read_is_kept_whatever_is_loaded_later() -> None:
+    """A CUDA graph has addresses and keeps nothing alive."""
+    cpu = torch.device("cpu")
+
+    def tables(number: int) -> tuple[torch.Tensor, ...]:
+        slopes = AlibiBias(AlibiConfig((1.0, 1.0 + number))).slopes(cpu)
+        rotary = RotaryConfig(8, 100.0 + number)
+        return slopes, rotary_frequencies(rotary, cpu), inverse_frequencies(rotary.theta, 8, cpu)
+
+    first = tables(0)
+    for number in range(1, 200):
+        tables(number)
+    assert all(one is other for one, other in zip(first, tables(0), strict=True))
 
 
 def test_sinusoids_follow_the_papers_formula() -> None:
