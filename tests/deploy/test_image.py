@@ -164,7 +164,7 @@ def test_any_other_user_may_run_it(image: str) -> None:
     options = (*LOCKED_DOWN, "--user=54321:54321")
     with container(image, "serve", "--runtime", "local", options=options) as started:
         assert started.execute("id", "-u").stdout.strip() == "54321"
-        docker("stop", "--time=60", started.name)
+        docker("stop", "-t", "60", started.name)
         assert started.wait() == 0
 
 
