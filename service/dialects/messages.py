@@ -24,6 +24,7 @@ from service.dialects.messages_bodies import (
     ConversationMessage,
     CountBody,
     MessagesBody,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -38,7 +39,7 @@ NAMES = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",
 }
-_SAME = ("model", "timeout_s", "request_id", "stream", "max_tokens", "top_p", "top_k", "priority", "cache_salt")
+_SAME = ("model", "timeout_s", "request_id", "stream", "top_p", "top_k", "priority", "cache_salt")
 _STOP = {"stop": "end_turn", "length": "max_tokens", "deadline": "pause_turn", "cancelled": "pause_turn"}
 
 
@@ -48,7 +49,8 @@ def conversation(body: CountBody, served: ServedModel) -> Conversation:
     if body.system:
         found.append({"role": "system", "content": _text(body.system)})
     for at, message in enumerate(body.messages):
-        found += _messages(message, f"messages[{at}]")
+        for one in _messages(message, f"messages[{at}]"):
+            _add(found, one)
     last = found[-1]
     continues = last["role"] == "assistant" and "tool_calls" not in last
     tools = tuple(
@@ -97,6 +99,15 @@ def _text(content: str | list[TextBlock] | None) -> str:
     return content or "" if not isinstance(content, list) else "\n".join(block.text for block in content)
 
 
+def _add(messages: list[Json], one: Json) -> None:
+    """Add a message; texts of one author that follow each other are one turn, as in that API."""
+    last = messages[-1] if messages else {}
+    if one["role"] != "tool" and last.get("role") == one["role"] and last.keys() == one.keys() == {"role", "content"}:
+        last["content"] += f"\n{one['content']}"
+    else:
+        messages.append(one)
+
+
 def _messages(message: ConversationMessage, param: str) -> list[Json]:
     """Return a message as those of a template: results of tools first, each a message of its own."""
     if isinstance(message.content, str):
@@ -111,6 +122,8 @@ def _messages(message: ConversationMessage, param: str) -> list[Json]:
                 text = _text(block.content)
                 content = f"Error: {text}" if block.is_error else text
                 found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            case RedactedThinkingBlock() if message.role == "assistant":
+                pass
             case ThinkingBlock() if message.role == "assistant":
                 own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
             case ToolUseBlock() if message.role == "assistant":
@@ -126,10 +139,14 @@ def _messages(message: ConversationMessage, param: str) -> list[Json]:
     return found
 
 
-def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int]) -> GenerateBody:
-    """Translate a body whose conversation has become token ids."""
+def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int], room: int) -> GenerateBody:
+    """Translate a body whose conversation has become token ids, which leave room for so many more.
+
+    Clients ask for as much as models of that API can write, whose context then ends the reply.
+    """
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME} | {
         "prompt": prompt,
+        "max_tokens": min(body.max_tokens, max(1, room)),
         "temperature": sampled(body.temperature, served),
         "stop": body.stop_sequences or None,
         "num_beams": 1,
@@ -155,8 +172,10 @@ class Messages(BlockRendering):
 
     keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, generation: Generation, format: ReplyFormat) -> None:
+    def __init__(self, generation: Generation, body: MessagesBody, format: ReplyFormat) -> None:
         super().__init__(generation, format)
+        self._body = body
+        self._omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
         self._head = generation.head()
         self._arguments = JsonBeginning()  # of the call that is open
 
@@ -173,7 +192,9 @@ class Messages(BlockRendering):
             part = replace(part, text=self._arguments.push(part.text))
             if not part.text:
                 return
-        yield from super()._pieces(part)
+        for event in super()._pieces(part):
+            if not (self._omits_thinking and event.get("delta", {}).get("type") == "thinking_delta"):
+                yield event
 
     def _begin(self, block: Block) -> Iterable[Json]:
         self._arguments = JsonBeginning()
@@ -205,6 +226,8 @@ class Messages(BlockRendering):
 
     def _whole(self, choice: Json, reply: Json) -> object:
         content = [_shown(block) for block in self.blocks]
+        if self._omits_thinking:
+            content = [one | {"thinking": ""} if one["type"] == "thinking" else one for one in content]
         return self._message(content, *self._stop(choice), self._usage(reply))
 
     def _stop(self, choice: Json) -> tuple[str, str | None]:
@@ -213,6 +236,8 @@ class Messages(BlockRendering):
         reason = _STOP[choice["finish_reason"]]
         if reason == "end_turn" and isinstance(sequence, str):
             return "stop_sequence", sequence
+        if reason == "max_tokens" and self._generation.plan.requests[0].params.max_tokens < self._body.max_tokens:
+            return "model_context_window_exceeded", None
         return ("tool_use" if reason == "end_turn" and self._parser.has_calls else reason), None
 
     def _usage(self, native: Json) -> Json:
@@ -223,6 +248,7 @@ class Messages(BlockRendering):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self._reasoning_tokens},
         }
 
     def _message(self, content: list[Json], reason: str | None, sequence: str | None, usage: Json) -> Json:

@@ -34,6 +34,13 @@ class ThinkingBlock(DialectBody):
     thinking: str = Field(description="The reasoning.", examples=["A city."])
 
 
+class RedactedThinkingBlock(DialectBody):
+    """Is reasoning that only the model that wrote it can read: it is left out."""
+
+    type: Literal["redacted_thinking"] = Field(description="The type of the block.", examples=["redacted_thinking"])
+    data: str = Field(description="Not read.", examples=[""])
+
+
 class ToolUseBlock(DialectBody):
     type: Literal["tool_use"] = Field(description="The type of the block.", examples=["tool_use"])
     id: str = Field(description="What the result refers to.", examples=["toolu_1"])
@@ -53,12 +60,19 @@ class ToolResultBlock(DialectBody):
     )
 
 
-_BLOCKS = {"text": "<text>", "thinking": "<thinking>", "tool_use": "<use>", "tool_result": "<result>"}
+_BLOCKS = {
+    "text": "<text>",
+    "thinking": "<thinking>",
+    "redacted_thinking": "<redacted>",
+    "tool_use": "<use>",
+    "tool_result": "<result>",
+}
 
 
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted>")]
     | Annotated[ToolUseBlock, Tag("<use>")]
     | Annotated[ToolResultBlock, Tag("<result>")],
     Discriminator(
@@ -112,7 +126,9 @@ class Thinking(DialectBody):
         description="Must be below `max_tokens`, which is what bounds the reasoning: no model here knows its budget.",
         examples=[1024],
     )
-    display: Annotated[Any, Refused("summarized", "full")] = None
+    display: Literal["summarized", "full", "omitted"] | None = Field(
+        None, description="`omitted` leaves the text of the reasoning out of the reply.", examples=["summarized"]
+    )
 
 
 class OutputFormat(DialectBody):
@@ -158,12 +174,19 @@ class CountBody(Extended):
         None, description="Taken only with edits that keep everything."
     )
     mcp_servers: NotFilled = None
+    user_profile_id: str | None = Field(None, description="Not read.")
+    workspace_id: str | None = Field(None, description="Not read.")
+    speed: Annotated[Any, Refused("standard")] = None
+    thread: NotSupported = None  # the client goes on without one
 
 
 class MessagesBody(CountBody):
     """Continue a conversation, as Anthropic's messages do; the model's chat template makes the prompt."""
 
-    max_tokens: int = Field(description="Maximum number of tokens to generate.", examples=[64])
+    max_tokens: int = Field(
+        description="Maximum number of tokens to generate; more than the context has room for is taken as that.",
+        examples=[64],
+    )
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
     stop_sequences: list[str] | None = Field(None, description="`stop` of /generate.", examples=[["\n\n"]])
     temperature: float | None = Field(
@@ -175,10 +198,7 @@ class MessagesBody(CountBody):
     priority: int | None = Field(None, description="As in /generate. Not Anthropic's.", examples=[0])
     cache_salt: str | None = Field(None, description="As in /generate. Not Anthropic's.", examples=["tenant-7"])
     metadata: dict[str, Any] | None = Field(None, description="Not read.", examples=[{"user_id": "u-1"}])
-    user_profile_id: str | None = Field(None, description="Not read.")
-    workspace_id: str | None = Field(None, description="Not read.")
     inference_geo: str | None = Field(None, description="Not read: it runs where this service does.")
     service_tier: Annotated[Any, Refused("auto", "standard_only")] = None
-    speed: Annotated[Any, Refused("standard")] = None
     container: NotSupported = None
     diagnostics: NotFilled = None

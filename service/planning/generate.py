@@ -284,7 +284,7 @@ class GeneratePlanner:
             if room < 1:
                 raise _too_long(start, 1, info.max_model_len, field)
             default = _default_max_tokens(served, start, self._limits.default_max_tokens)
-            return max(1, min(default, room, _pool_room(served, info, start) or room))
+            return max(1, min(default, output_room(served, info, start)))
         if body.max_tokens > room:
             raise _too_long(start, body.max_tokens, info.max_model_len, field if room < 1 else "max_tokens")
         return body.max_tokens
@@ -324,6 +324,12 @@ def _default_max_tokens(served: ServedModel, start: int, otherwise: int) -> int:
     if "max_tokens" in defaults:
         return int(defaults["max_tokens"])
     return int(defaults["max_length"]) - start if "max_length" in defaults else otherwise
+
+
+def output_room(served: ServedModel, info: ModelInfo, start: int) -> int:
+    """Return how many tokens may follow `start` tokens, in the context and in an empty KV cache."""
+    room = info.max_model_len - start
+    return min(room, _pool_room(served, info, start) or room)
 
 
 def _pool_room(served: ServedModel, info: ModelInfo, start: int) -> int:

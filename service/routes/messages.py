@@ -14,6 +14,7 @@ from service.dialects.messages_bodies import CountBody, MessagesBody
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.model_use import hold_model
 from service.lifecycle.state import service_of
+from service.planning.generate import output_room
 from service.routes import generate
 from service.routes.docs import WORK_ERRORS, anthropic_errors, ok_response, request_body
 from service.schemas.conversation_replies import AnthropicCount, AnthropicEvent, AnthropicMessage
@@ -46,10 +47,11 @@ async def create(request: Request) -> Response:
         conversation = messages.conversation(body, served)
         turn = await take_turn(service, served, conversation, answer_is_held=messages.is_held(body))
         messages.check_thinking(body, turn.format)
+        room = output_room(served, service.model_info(served.name), len(turn.ids))
         return await generate.answer_taken(
             request,
-            messages.generate_body(body, served, turn.ids),
-            lambda generation: messages.Messages(generation, turn.format),
+            messages.generate_body(body, served, turn.ids, room),
+            lambda generation: messages.Messages(generation, body, turn.format),
             messages.NAMES,
             turn.shape(service.limits),
         )

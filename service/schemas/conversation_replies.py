@@ -92,6 +92,9 @@ class AnthropicUsage(Reply):
     output_tokens: int = Field(description="Tokens generated.", examples=[16])
     cache_read_input_tokens: int = Field(0, description="Prompt tokens that came from the prefix cache.")
     cache_creation_input_tokens: int = Field(0, description="Always 0: the cache costs nothing.")
+    output_tokens_details: dict[str, int] | None = Field(
+        None, description="`thinking_tokens`: of the reasoning, with its marks.", examples=[{"thinking_tokens": 0}]
+    )
 
 
 class AnthropicBlock(Reply):
@@ -112,9 +115,10 @@ class AnthropicMessage(Reply):
     role: Literal["assistant"] = Field(description="The author.", examples=["assistant"])
     model: str = _MODEL
     content: list[AnthropicBlock] = Field(description="What the model wrote, in order.")
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn"] | None = Field(
-        description="Why it ended; null while it streams.", examples=["end_turn"]
-    )
+    stop_reason: (
+        Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use", "pause_turn"]
+        | None
+    ) = Field(description="Why it ended; null while it streams.", examples=["end_turn"])
     stop_sequence: str | None = Field(description="The text that ended it.")
     usage: AnthropicUsage = Field(description="Token counts.")
 
@@ -135,6 +139,7 @@ class AnthropicCount(Reply):
 class AnthropicErrorDetail(Reply):
     type: str = Field(description="Its kind.", examples=["invalid_request_error"])
     message: str = Field(description="What is wrong, naming the field.", examples=["max_tokens is required"])
+    details: dict[str, Any] | None = Field(None, description="For a `thread`: what the client knows the refusal by.")
 
 
 class AnthropicError(Reply):

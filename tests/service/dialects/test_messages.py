@@ -72,6 +72,67 @@ def test_a_message_and_its_events(served: tuple[App, Any]) -> None:
     assert "<|turn|>system\nBe brief.<|end|>\n<|turn|>user\nWeather?" in prompt_of(app)
 
 
+def test_reasoning_can_be_left_out_and_is_counted(served: tuple[App, Any]) -> None:
+    app, client = served
+    says(app, SAID)
+    omitted = {"thinking": {"type": "adaptive", "display": "omitted"}}
+    whole = client.messages.create(**SENT, **omitted)
+    with client.messages.stream(**SENT, **omitted) as stream:
+        deltas = [event.delta.type for event in stream if event.type == "content_block_delta"]
+        final = stream.get_final_message()
+    for message in (whole, final):
+        assert (message.content[0].type, message.content[0].thinking) == ("thinking", "")
+        assert message.usage.output_tokens_details.thinking_tokens == len("<think>\nA city.\n</think>")
+    assert deltas[0] == "signature_delta" and "thinking_delta" not in deltas
+    hidden = {"type": "redacted_thinking", "data": "EmwKAhgBEgy3va3pzix"}
+    history = [*HELLO, {"role": "assistant", "content": [hidden, {"type": "text", "text": "Yes."}]}, *HELLO]
+    client.messages.create(**SENT | {"messages": history})
+    assert "<|turn|>assistant\nYes.<|end|>\n<|turn|>user\nWeather?<|end|>" in prompt_of(app)
+
+
+def test_turns_of_one_author_are_joined(served: tuple[App, Any]) -> None:
+    """Many templates refuse two of them behind each other; results of tools stay messages of their own."""
+    app, client = served
+    call = {"type": "tool_use", "id": "c", "name": "time", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "9"}
+    history = [*HELLO, {"role": "user", "content": "Now?"}, {"role": "assistant", "content": "So"}]
+    history += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}, *HELLO]
+    client.messages.create(**SENT | {"messages": history, "max_tokens": 1})
+    turns = prompt_of(app).split("<|turn|>")[2:]
+    assert [turn.partition("\n")[0] for turn in turns] == ["user", *["assistant"] * 2, "tool", "user", "assistant"]
+    assert turns[0] == "user\nWeather?\nNow?<|end|>\n"
+
+
+def test_the_context_ends_a_reply_that_may_be_longer(served: tuple[App, Any]) -> None:
+    """Clients ask for thousands of tokens, whatever the model."""
+    app, client = served
+    app.script.token_ids, app.script.end_id = (65,), None
+    try:
+        cut = client.messages.create(**SENT | {"max_tokens": 20_000})
+        with client.messages.stream(**SENT | {"max_tokens": 20_000}) as stream:
+            assert stream.get_final_message().stop_reason == cut.stop_reason == "model_context_window_exceeded"
+        room = 8_192 - cut.usage.input_tokens - cut.usage.cache_read_input_tokens
+        assert cut.usage.output_tokens == room
+        assert client.messages.create(**SENT | {"max_tokens": room}).stop_reason == "max_tokens"
+    finally:
+        says(app, "Hi")
+
+
+def test_the_clients_loop_over_tools_goes_on_without_threads(served: tuple[App, Any], anthropic: Any) -> None:
+    app, client = served
+    says(app, "Sunny.")
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tells it."""
+        return "Sun"
+
+    runner = client.beta.messages.tool_runner(model="chat", max_tokens=500, messages=HELLO, tools=[weather])
+    assert [message.content[0].text for message in runner] == ["Sunny."]
+    with pytest.raises(anthropic.BadRequestError, match="thread is not supported"):
+        client.beta.messages.create(**GOOD[MESSAGES], thread={"type": "create"})
+
+
 def test_arguments_that_are_no_json_do_not_break_the_client(served: tuple[App, Any]) -> None:
     app, client = served
     body = {**SENT, "tools": [{**tool, "strict": False} for tool in OWN_TOOLS]}
