@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -97,7 +98,17 @@ class PartSink:
         self._behind_block = False  # no content has come since reasoning or a call
         self._reasoning_began = False
         self._drops = False  # the current call is left out
+        self._arguments: list[str] = []  # of the last call
         self.calls = 0
+
+    @property
+    def call_is_whole(self) -> bool:
+        """Whether the last call has all its arguments."""
+        try:
+            json.loads("".join(self._arguments), strict=False)
+        except (ValueError, RecursionError):
+            return False
+        return True
 
     def take(self) -> list[Part]:
         """Return the parts since the last time, with pieces of one kind joined."""
@@ -147,10 +158,12 @@ class PartSink:
         self._drops = self._one_call and self.calls > 0
         if not self._drops:
             self._parts.append(Call(self.calls, self._new_id(), name))
+            self._arguments = []
             self.calls += 1
 
     def arguments(self, text: str) -> None:
         if text and not self._drops:
+            self._arguments.append(text)
             self._parts.append(Arguments(self.calls - 1, text))
 
     def end(self) -> None:

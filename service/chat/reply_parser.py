@@ -48,6 +48,11 @@ class ReplyParser:
         """Whether a tool call has begun."""
         return self._sink.calls > 0
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether the last call lacks a part of its arguments."""
+        return self.has_calls and not self._sink.call_is_whole
+
     def push(self, text: str, *, end: bool = False) -> list[Part]:
         """Add text and return the parts that are certain by now; with `end`, all that are left."""
         if self.passes:

@@ -104,8 +104,8 @@ def _tool(body: ToolBody, param: str) -> Tool:
     return Tool(function.name, function.description, function.parameters, bool(function.strict), f"{param}.parameters")
 
 
-def chat(body: ChatBody, served: ServedModel, prompt: list[int]) -> GenerateBody:
-    """Translate a chat body, whose messages have become token ids."""
+def chat(body: ChatBody, served: ServedModel, prompt: list[int], *, with_ids: bool) -> GenerateBody:
+    """Translate a chat body, whose messages have become token ids; `with_ids`: the reply needs those of its tokens."""
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     fields = _sampling(body, served) | {
@@ -113,6 +113,7 @@ def chat(body: ChatBody, served: ServedModel, prompt: list[int]) -> GenerateBody
         "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "prediction": None if body.prediction is None else joined(body.prediction.content),
+        "return_token_ids": with_ids,
     }
     return native(GenerateBody, fields)
 

@@ -9,6 +9,7 @@ from model.text.detokenizer import Detokenizer
 from model.text.tokenizer import Tokenizer
 from service.chat.parts import Arguments, Call, Content, Part, Reasoning, WholeReply
 from service.chat.reply_parser import ReplyFormat, ReplyParser
+from service.chat.usage import reasoning_tokens
 from service.dialects.openai import prompt_only
 from service.dialects.openai_bodies import ChatBody, CompletionBody, Sampling
 from service.http.json_replies import DataEvents, Generation, Json
@@ -176,6 +177,8 @@ class ChatCompletions(_Rendering):
         self._begun: set[int] = set()
         self._format = format
         self._parsers: dict[int, ReplyParser] = {}  # of choices, unless all of them are content
+        self._ids: dict[int, list[int]] = {}  # of their tokens, at least up to the end of the reasoning
+        self._reasoned: set[int] = set()  # choices with reasoning
 
     @property
     def repeats(self) -> bool:  # type: ignore[override]
@@ -192,6 +195,7 @@ class ChatCompletions(_Rendering):
             shown = [{"content": delta["text"]}] if delta["text"] else []
         else:
             parts = self._parser(index).push(delta["text"], end=finish_reason is not None)
+            self._count(delta, reasons=any(isinstance(part, Reasoning) for part in parts))
             shown = [_shown(part) for part in parts]
             finish_reason = self._finish(delta)
         if not shown and (logprobs or finish_reason):
@@ -204,7 +208,9 @@ class ChatCompletions(_Rendering):
         if self._format.is_plain:
             message: Json = {"content": choice["text"]}
         else:
-            message = _message(self._parser(choice["index"]).whole(choice["text"]))
+            reply = self._parser(choice["index"]).whole(choice["text"])
+            self._count(choice, reasons=bool(reply.reasoning))
+            message = _message(reply)
         return {
             "index": choice["index"],
             "message": {"role": "assistant", "refusal": None, **message},
@@ -214,13 +220,31 @@ class ChatCompletions(_Rendering):
 
     def _parser(self, index: int) -> ReplyParser:
         if index not in self._parsers:
-            self._parsers[index] = ReplyParser(self._format)
+            self._parsers[index], self._ids[index] = ReplyParser(self._format), []
         return self._parsers[index]
+
+    def _count(self, choice: Json, *, reasons: bool) -> None:
+        """Remember the tokens of a choice, and whether any of them are reasoning."""
+        index = choice["index"]
+        self._ids[index] += choice.get("token_ids", ())
+        if reasons:
+            self._reasoned.add(index)
+
+    def _usage(self, native: Json) -> Json:
+        usage, tokenizer = super()._usage(native), self._generation.plan.served.tokenizer
+        if self._format.reasoning is None or tokenizer is None:
+            return usage
+        counts = [reasoning_tokens(self._format, self._ids[index], tokenizer) for index in self._reasoned]
+        details = usage.get("completion_tokens_details", {}) | {"reasoning_tokens": sum(counts)}
+        return usage | {"completion_tokens_details": details}
 
     def _finish(self, choice: Json) -> str | None:
         reason = _finish(choice)
         parser = self._parsers.get(choice["index"])
-        return "tool_calls" if reason == "stop" and parser is not None and parser.has_calls else reason
+        if reason != "stop" or parser is None or not parser.has_calls:
+            return reason
+        is_cut = isinstance(choice.get("stop_reason"), str) and parser.is_within_call  # by a text of `stop`
+        return "stop" if is_cut else "tool_calls"
 
 
 def _shown(part: Part) -> Json:

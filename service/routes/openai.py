@@ -76,7 +76,7 @@ async def chat_completions(request: Request) -> Response:
         conversation = openai.conversation(body, served)  # outside of `naming_errors`: its errors name fields of a chat
         turn = await take_turn(service, served, conversation, answer_is_held=openai.is_held(body))
         with naming_errors(names := openai.chat_names(body)):
-            found = openai.chat(body, served, turn.ids)
+            found = openai.chat(body, served, turn.ids, with_ids=turn.format.reasoning is not None)
             shape = turn.shape(service.limits)
             return await generate.answer_taken(
                 request, found, lambda generation: ChatCompletions(generation, body, turn.format), names, shape

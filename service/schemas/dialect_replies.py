@@ -30,8 +30,11 @@ class OpenAIPromptDetails(Reply):
 
 
 class OpenAICompletionDetails(Reply):
-    accepted_prediction_tokens: int = Field(description="Drafted tokens that were right.", examples=[12])
-    rejected_prediction_tokens: int = Field(description="Drafted tokens that were wrong.", examples=[3])
+    reasoning_tokens: int | None = Field(
+        None, description="Tokens of the reasoning, with its marks, of a model that can reason.", examples=[120]
+    )
+    accepted_prediction_tokens: int | None = Field(None, description="Drafted tokens that were right.", examples=[12])
+    rejected_prediction_tokens: int | None = Field(None, description="Drafted tokens that were wrong.", examples=[3])
 
 
 class OpenAIUsage(Reply):
@@ -40,7 +43,7 @@ class OpenAIUsage(Reply):
     total_tokens: int = _TOTAL_TOKENS
     prompt_tokens_details: OpenAIPromptDetails = Field(description="Details of the prompt tokens.")
     completion_tokens_details: OpenAICompletionDetails | None = Field(
-        None, description="With speculation or a prediction, if any tokens were drafted."
+        None, description="Of a chat with a model that can reason, and if any tokens were drafted."
     )
 
 

@@ -57,6 +57,9 @@ def test_a_chat_with_tools_by_the_official_client(app: App) -> None:
         with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
             kinds = [event.type for event in stream]
             streamed = stream.get_final_completion()
+    for usage in (reply.usage, streamed.usage):
+        assert usage is not None and usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.reasoning_tokens == 2 * len("<think>\nA city.\n</think>")
     for choice in (*reply.choices, *streamed.choices):
         message = choice.message
         assert choice.finish_reason == "tool_calls" and message.content == "Let me see."
@@ -104,6 +107,8 @@ def test_events_of_a_call(app: App) -> None:
             {"max_tokens": len(SAID.partition('y": "Z')[0])},
             {"content": "Let me see.", "calls": [("weather", '{"cit')], "finish": "length"},
         ),
+        ({"stop": "rich"}, {"content": "Let me see.", "calls": [("weather", '{"city": "Zü')], "finish": "stop"}),
+        ({"stop": "\n</tool_call>"}, {"content": "Let me see.", "calls": CALLED[:1]}),
     ],
 )
 def test_what_is_no_call(app: App, fields: dict[str, Any], message: dict[str, Any]) -> None:
