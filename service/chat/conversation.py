@@ -24,6 +24,8 @@ from service.settings.service_settings import Limits
 
 _TEXT_ARGUMENTS = re.compile(r"""(\[['"]arguments['"]\]|\.arguments)\s*(\+(?!\+)|~)""")  # `arguments` joined to a text
 
+_THINKING = re.compile(r"""\bmessage(\.thinking\b|\[['"]thinking['"]\])""")  # where gpt-oss has its reasoning
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -169,8 +171,14 @@ async def _rendered(
 
 
 def _fitted(message: Json, chat: ChatTemplate, calls: ToolFormat) -> Json:
-    """Return a message with ids and arguments of calls in the form that the template takes."""
+    """Return a message with reasoning, and ids and arguments of calls, in the form that the template takes."""
     found = dict(message)
+    if found.get("reasoning_content") and "reasoning_content" not in chat.source and _THINKING.search(chat.source):
+        thought = found.pop("reasoning_content")
+        if calls.name == "harmony" and found.get("tool_calls") and found.get("content"):
+            found["content"] = f"{thought}\n\n{found['content']}"  # it refuses both, and writes either as reasoning
+        else:
+            found["thinking"] = thought
     if "tool_call_id" in found:
         found["tool_call_id"] = fitting_id(calls, found["tool_call_id"])
     if "tool_calls" in found:

@@ -131,6 +131,8 @@ def message(one: Message, param: str) -> Json:
     if one.content is None and not one.tool_calls:
         raise invalid(f"{param}.content is missing", f"{param}.content", "missing_field")
     found = one.model_dump(exclude_none=True)
+    if "reasoning" in found:
+        found.setdefault("reasoning_content", found.pop("reasoning"))
     if one.content is not None:
         found["content"] = joined(one.content)
     for call in found.get("tool_calls", ()):
@@ -149,6 +151,7 @@ def _sampling(body: Sampling, served: ServedModel) -> dict[str, Any]:
         "num_beams": 1,
         "seed": native_seed(body.seed),
         "top_k": native_top_k(body.top_k),
+        "allowed_token_ids": body.allowed_token_ids or None,
         "include_stop": body.include_stop_str_in_output,
         **_structure(body),
     }

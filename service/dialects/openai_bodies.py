@@ -81,6 +81,9 @@ class Sampling(Extended):
     skip_special_tokens: bool | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[True])
     priority: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0])
     cache_salt: str | None = Field(None, description="As in /generate. Not OpenAI's.", examples=["tenant-7"])
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, description="As in /generate; empty: any. Not OpenAI's.", examples=[[5, 7]]
+    )
     num_speculative_tokens: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[8])
 
     response_format: Format | None = Field(None, description="As in /generate.", examples=[{"type": "json_object"}])
@@ -92,7 +95,6 @@ class Sampling(Extended):
     use_beam_search: NotTrue = None
     length_penalty: Annotated[Any, Refused(1, 1.0)] = None
     truncate_prompt_tokens: NotSupported = None
-    allowed_token_ids: NotFilled = None
     bad_words: NotFilled = None
     prompt_logprobs: NotSupported = None
     logits_processors: NotFilled = None
@@ -161,6 +163,7 @@ class Message(DialectBody):
     tool_calls: list[ToolCall] | None = Field(None, description="Tool calls of an assistant, passed to the template.")
     tool_call_id: str | None = Field(None, description="The tool call that a tool replies to.", examples=["call_1"])
     reasoning_content: str | None = Field(None, description="Passed to the template.", examples=[None])
+    reasoning: str | None = Field(None, description="`reasoning_content`, as other servers name it.", examples=[None])
     audio: NotSupported = None
     function_call: NotSupported = None
 

@@ -57,8 +57,17 @@ def conversation(body: ResponsesBody, served: ServedModel, before: Sequence[Mapp
     for name, value in (body.chat_template_kwargs or {}).items():
         variables[name] = (value, f"chat_template_kwargs.{name[:64]}")
     use = _tool_use(body)
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    return Conversation([*system, *before, *input_messages(body)], use, variables, param="input")  # type: ignore[list-item]
+    return Conversation(_instructed(body, [*before, *input_messages(body)]), use, variables, param="input")
+
+
+def _instructed(body: ResponsesBody, messages: list[Mapping[str, Any]]) -> list[Json]:
+    """Return the messages behind the instructions, which join a system message: many templates read only the first."""
+    found = [dict(message) for message in messages]
+    if body.instructions and found and found[0]["role"] in ("system", "developer"):
+        found[0]["content"] = f"{body.instructions}\n\n{found[0]['content']}"
+    elif body.instructions:
+        found.insert(0, {"role": "system", "content": body.instructions})
+    return found
 
 
 def _tool_use(body: ResponsesBody) -> ToolUse:

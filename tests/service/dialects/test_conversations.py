@@ -108,6 +108,14 @@ def test_going_on_from_a_response(served: tuple[App, openai.OpenAI]) -> None:
     assert prompt_of(app).endswith("Sunny.<|end|>\n<|turn|>user\nAnd?<|end|>\n<|turn|>assistant\n")
 
 
+def test_instructions_join_a_system_message(served: tuple[App, openai.OpenAI]) -> None:
+    """Many templates take one alone, before all others."""
+    app, client = served
+    system: Any = [{"role": "developer", "content": "Answer."}, *HELLO]
+    client.responses.create(model="chat", input=system, instructions="Be brief.", max_output_tokens=1)
+    assert prompt_of(app).startswith("<|turn|>system\nBe brief.\n\nAnswer.<|end|>\n<|turn|>user\n")
+
+
 def test_some_of_the_tools_may_be_called(served: tuple[App, openai.OpenAI]) -> None:
     """The template gets all of them, and the grammar those that are allowed."""
     app, client = served

@@ -66,6 +66,12 @@ def test_a_completion(client: openai.OpenAI, app: App) -> None:
     assert app.client.submitted[0].params.temperature == 1.0
 
 
+def test_allowed_tokens(client: openai.OpenAI, app: App) -> None:
+    client.completions.create(**ABC, extra_body={"allowed_token_ids": [5, 7]})
+    client.chat.completions.create(model="chat", messages=HELLO, max_tokens=2, extra_body={"allowed_token_ids": []})
+    assert [request.params.allowed_token_ids for request in app.client.submitted] == [(5, 7), ()]
+
+
 def test_completion_defaults(client: openai.OpenAI, app: App) -> None:
     assert client.completions.create(model="gen", prompt="ab", stop=["lo"]).choices[0].finish_reason == "stop"
     params = app.client.submitted[0].params

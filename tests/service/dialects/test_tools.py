@@ -227,6 +227,24 @@ def test_a_template_without_tools_is_told_in_words() -> None:
     check_accounts(app)
 
 
+def test_reasoning_goes_back_to_templates_under_their_names() -> None:
+    """Those of gpt-oss read `thinking`, and refuse content beside it in a message with calls."""
+    source = (
+        "{{ tools }}{# to=functions. #}{% for message in messages %}{{ message.role }}:{{ message.content }}"
+        "{% if message.thinking %}({{ message.thinking }}){% endif %};{% endfor %}"
+    )
+    app = make_app(talker(source), max_model_len=8_192)
+    call = {"id": "c", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    for said, shown in (
+        ({"content": "A", "reasoning_content": "hm"}, "A(hm)"),
+        ({"content": "A", "reasoning": "hm"}, "A(hm)"),
+        ({"content": "", "reasoning_content": "hm", "tool_calls": [call]}, "(hm)"),
+        ({"content": "A", "reasoning_content": "hm", "tool_calls": [call]}, "hm\n\nA"),
+    ):
+        post(app, messages=[*HELLO, {"role": "assistant", **said}], tools=None, max_tokens=1)
+        assert prompt_of(app) == f"Noneuser:Weather?;assistant:{shown};", said
+
+
 def marked(source: str, marks: list[str], text: str) -> tuple[App, Tokenizer]:
     """A model `chat` whose tokenizer has special tokens, and that says `text`, in which they stand."""
     model = talker(source)
