@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,6 +38,19 @@ class Tool:
             function["description"] = self.description
         function["parameters"] = dict(self.parameters) if self.parameters else {"type": "object", "properties": {}}
         return {"type": "function", "function": function}
+
+
+def called_arguments(text: str) -> object:
+    """Return the arguments of an earlier call, which come as JSON, as templates read them: an object where they are.
+
+    Some clients send an empty text for no arguments.
+    """
+    if not text.strip():
+        return {}
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 @dataclass(frozen=True, slots=True)

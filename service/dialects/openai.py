@@ -6,12 +6,11 @@ but other servers of it do: `stop` and `length` would be wrong. Ids are OpenAI's
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from service.chat.conversation import Conversation, effort_variables
-from service.chat.tools import Tool, ToolUse, tool_use
+from service.chat.tools import Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import invalid
 from service.core.model_registry import ServedModel
 from service.dialects.common import json_format, native, native_seed, native_top_k, sampled
@@ -136,7 +135,8 @@ def message(one: Message, param: str) -> Json:
     if one.content is not None:
         found["content"] = joined(one.content)
     for call in found.get("tool_calls", ()):
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+        if isinstance(given := call["function"]["arguments"], str):
+            call["function"]["arguments"] = called_arguments(given)
     return found
 
 
@@ -197,13 +197,3 @@ def _structure_names(body: Sampling) -> dict[str, str]:
     )
     names = {name: f"structured_outputs.{name}" for name in ("regex", "choice")}
     return {"response_format.json_schema.schema": schema, "response_format": schema, **names}
-
-
-def _arguments(given: str | Json) -> object:
-    """Parse a tool call's arguments, which clients send as JSON in a string."""
-    if not isinstance(given, str):
-        return given
-    try:
-        return json.loads(given)
-    except (ValueError, RecursionError):
-        return given

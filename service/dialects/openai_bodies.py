@@ -267,6 +267,12 @@ class ChatBody(Sampling):
         description="Variables of the chat template; one that it does not have is refused. Not OpenAI's.",
         examples=[{"enable_thinking": False}],
     )
+    include_reasoning: bool | None = Field(
+        None, description="Whether the reply shows its reasoning; default true. Not OpenAI's.", examples=[True]
+    )
+    thinking: NotSupported = None
+    thinking_token_budget: NotSupported = None
+    reasoning: NotFilled = None
     functions: Annotated[Any, Refused([])] = None
     function_call: Annotated[Any, Refused("none", "auto")] = None
     modalities: Annotated[Any, Refused(["text"])] = None

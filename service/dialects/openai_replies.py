@@ -176,6 +176,7 @@ class ChatCompletions(_Rendering):
         super().__init__(generation, body)
         self._begun: set[int] = set()
         self._format = format
+        self._shows_reasoning = body.include_reasoning is not False
         self._parsers: dict[int, ReplyParser] = {}  # of choices, unless all of them are content
         self._ids: dict[int, list[int]] = {}  # of their tokens, at least up to the end of the reasoning
         self._reasoned: set[int] = set()  # choices with reasoning
@@ -196,7 +197,7 @@ class ChatCompletions(_Rendering):
         else:
             parts = self._parser(index).push(delta["text"], end=finish_reason is not None)
             self._count(delta, reasons=any(isinstance(part, Reasoning) for part in parts))
-            shown = [_shown(part) for part in parts]
+            shown = [_shown(part) for part in parts if self._shows_reasoning or not isinstance(part, Reasoning)]
             finish_reason = self._finish(delta)
         if not shown and (logprobs or finish_reason):
             shown = [{}]
@@ -210,6 +211,7 @@ class ChatCompletions(_Rendering):
         else:
             reply = self._parser(choice["index"]).whole(choice["text"])
             self._count(choice, reasons=bool(reply.reasoning))
+            reply.reasoning = reply.reasoning if self._shows_reasoning else ""
             message = _message(reply)
         return {
             "index": choice["index"],

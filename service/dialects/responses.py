@@ -6,13 +6,12 @@ met its deadline or was cancelled has failed, since no other status says so.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from service.chat.conversation import Conversation, effort_variables
 from service.chat.reply_parser import ReplyFormat
-from service.chat.tools import Json, Tool, ToolUse, tool_use
+from service.chat.tools import Json, Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import ApiError
 from service.core.model_registry import ServedModel
 from service.dialects.blocks import Block, BlockRendering
@@ -132,12 +131,8 @@ def _text(content: str | list[Any]) -> str:
 
 
 def call_message(id: str, name: str, arguments: str) -> Json:
-    """Return a call as templates read it, with its arguments as an object where they are one."""
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        parsed = arguments
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": parsed}}
+    """Return a call as templates read it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": called_arguments(arguments)}}
 
 
 def _add(messages: list[Json], fields: Json) -> None:

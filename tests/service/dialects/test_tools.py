@@ -79,6 +79,17 @@ def test_a_chat_with_tools_by_the_official_client(app: App) -> None:
     assert f"<|turn|>assistant\n{SAID}<|end|>\n<|turn|>tool\nSun<|end|>" in prompt_of(app)
 
 
+def test_a_reply_without_its_reasoning(app: App) -> None:
+    says(app, "<think>\nA city.\n</think>\n\nOslo.")
+    reply = post(app, include_reasoning=False).json()
+    assert reply["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": "Oslo."}
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("<think>\nA city.\n</think>")
+    found = events(post(app, stream=True, include_reasoning=False).text)[:-1]
+    deltas = [event["choices"][0]["delta"] for event in found]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Oslo."
+    assert not any("reasoning_content" in delta for delta in deltas)
+
+
 def test_events_of_a_call(app: App) -> None:
     says(app, '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>')
     found = events(post(app, stream=True, logprobs=True).text)
@@ -227,19 +238,21 @@ def test_a_template_without_tools_is_told_in_words() -> None:
     check_accounts(app)
 
 
-def test_reasoning_goes_back_to_templates_under_their_names() -> None:
+def test_reasoning_and_arguments_go_back_as_templates_read_them() -> None:
     """Those of gpt-oss read `thinking`, and refuse content beside it in a message with calls."""
     source = (
         "{{ tools }}{# to=functions. #}{% for message in messages %}{{ message.role }}:{{ message.content }}"
-        "{% if message.thinking %}({{ message.thinking }}){% endif %};{% endfor %}"
+        "{% if message.thinking %}({{ message.thinking }}){% endif %}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}"
     )
     app = make_app(talker(source), max_model_len=8_192)
     call = {"id": "c", "type": "function", "function": {"name": "time", "arguments": "{}"}}
     for said, shown in (
         ({"content": "A", "reasoning_content": "hm"}, "A(hm)"),
         ({"content": "A", "reasoning": "hm"}, "A(hm)"),
-        ({"content": "", "reasoning_content": "hm", "tool_calls": [call]}, "(hm)"),
-        ({"content": "A", "reasoning_content": "hm", "tool_calls": [call]}, "hm\n\nA"),
+        ({"content": "", "reasoning_content": "hm", "tool_calls": [call]}, "(hm){}"),
+        ({"content": "A", "reasoning_content": "hm", "tool_calls": [call]}, "hm\n\nA{}"),
+        ({"content": "", "tool_calls": [call | {"function": {"name": "time", "arguments": " "}}]}, "{}"),
     ):
         post(app, messages=[*HELLO, {"role": "assistant", **said}], tools=None, max_tokens=1)
         assert prompt_of(app) == f"Noneuser:Weather?;assistant:{shown};", said
