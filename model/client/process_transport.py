@@ -51,7 +51,10 @@ class ProcessTransport:
         self._read_task = asyncio.create_task(self._read(reader, on_events, on_lost))
 
     def send(self, commands: Commands) -> None:
+        """Send a frame without waiting; one to a child that has gone is lost, as `on_lost` is about to say."""
         assert self._writer is not None
+        if self._writer.is_closing():  # uvloop would raise
+            return
         frame = self._encoder.encode(commands)
         self._writer.write(HEADER.pack(len(frame)) + frame)
 

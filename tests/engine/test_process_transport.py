@@ -19,10 +19,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 
 from model.api.engine_config import EngineConfig
-from model.api.messages import Commands, Events, ModelSpec
-from model.api.request import EncodeRequest
+from model.api.messages import Abort, Commands, Events, ModelSpec
+from model.api.request import EncodeRequest, FinishReason
 from model.api.source import SourceKind, audio_source, token_source
 from model.api.stats import Demand
 from model.client import async_engine
@@ -206,6 +207,30 @@ def test_socket_descriptor_above_1023_works() -> None:
             assert channel.receive(10.0) == Commands(close=True)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_commands_to_a_child_that_has_just_gone_raise_nothing() -> None:
+    """Until its end is known more of them come, from a relay's clients too; uvloop raises where asyncio is silent."""
+    child, lost = ConnectedChild.__new__(ConnectedChild), list[str]()
+    child.connection, other = socket.socketpair()
+    child.process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+
+    async def send() -> None:
+        transport = ProcessTransport(child)
+        await transport.start(lambda _: None, lost.append)
+        other.close()
+        try:
+            for number in range(5):
+                transport.send(Commands(abort=[Abort("m", f"r{number}", None, FinishReason.CANCELLED)]))
+                await asyncio.sleep(0.01)
+            assert lost == []
+        finally:
+            child.process.kill()
+        await until(lambda: bool(lost))
+        await transport.close()
+
+    uvloop.run(send())
+    assert lost == ["the engine process ended by signal SIGKILL"]
 
 
 @async_test
