@@ -100,6 +100,11 @@ def kv_pages(layer: LayerCache) -> KVPages:
     return KVPages(KINDS[layer.keys.dtype], layer.keys.data_ptr(), layer.values.data_ptr(), *scales, *strides)
 
 
+def write_rows(library: Library, cache: LayerCache, slots: Tensor, rows: Tensor, config: AttentionConfig) -> None:
+    """Put the keys and values of `rows` `[T, 2 K D]` at `slots` `[T]`, as `LayerCache.write` does."""
+    library.write_pages(shape_of(config), kv_pages(cache), _indices("slots", slots), rows.float().contiguous())
+
+
 def fill_segments(segments: Segments, metadata: AttentionMetadata, cache: LayerCache | None) -> Iterator[Tensor]:
     """Describe a step's segments; yields the tensors that must live as long as the description."""
     starts = torch.tensor(metadata.cu_seqlens_q, dtype=torch.int64)

@@ -65,7 +65,10 @@ class Library:
     """Calls the compiled functions, with a scratch buffer for each thread that calls them."""
 
     # All that a library exports: functions that return nothing, and those that return a number.
-    _ACTIONS = ("run_stack", "run_linear", "run_attention", "top_k", "pack_rows", "quantise_rows", "time_warping")
+    _ACTIONS = (
+        *("run_stack", "run_linear", "run_attention", "write_pages"),
+        *("top_k", "pack_rows", "quantise_rows", "time_warping"),
+    )
     _NUMBERS = (
         *("scratch_bytes", "linear_scratch_bytes", "attention_scratch_bytes"),
         *("features", "start_tiles", "structure_sizes", "time_warping_bytes"),
@@ -178,6 +181,11 @@ class Library:
             attention.bias = ctypes.pointer(bias)
         given = (ctypes.byref(attention), _at(key), _at(value), rows)
         self._functions.run_attention(*given, self._scratch_of(needed), threads)
+
+    def write_pages(self, shape: AttentionShape, pages: KVPages, slots: Tensor, rows: Tensor) -> None:
+        """Put float32 rows `[T, 2, K, D]` of keys and values at `slots` `[T]` of a pool."""
+        given = (ctypes.byref(shape), ctypes.byref(pages), _at(slots), _at(rows), c_int64(len(rows)))
+        self._functions.write_pages(*given, _num_threads())
 
     def run_top_k(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Find the `count` largest of float32 rows `[B, V]`, descending, their places, and logsumexp `[B, 1]`.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import AttentionBackend
+from model.attention.native import write_rows
 from model.cache.paged import KVCache
 from model.config.model import (
     ClassifierInput,
@@ -22,6 +23,7 @@ from model.config.model import (
 from model.config.sharding import Shard
 from model.linear.base import Linear, LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
+from model.native.library import KINDS
 from model.network.embeddings import AudioEmbedding, PatchEmbedding, TokenTable, token_table
 from model.network.heads import Classifier, MaskedHead
 from model.network.inputs import CrossInput, StackInput
@@ -148,10 +150,14 @@ class Transformer(nn.Module):
     def write_encoder_output(self, encoder_output: Tensor, cache: KVCache, slots: Tensor) -> None:
         """Put each layer's cross keys and values of `encoder_output` `[S, d]` at `slots` `[P, S]` of its pool."""
         assert self.decoder is not None
+        library = self.linear.library
         for index, layer_cache in cache.pages.items():
-            cross = self.decoder.layer(index).cross
+            cross, at = self.decoder.layer(index).cross, slots[layer_cache.pool]
             assert cross is not None
-            layer_cache.write(slots[layer_cache.pool], *cross.project(encoder_output))
+            if library is not None and layer_cache.keys.dtype in KINDS:
+                write_rows(library, layer_cache, at, cross.kv(encoder_output), cross.config)
+            else:
+                layer_cache.write(at, *cross.project(encoder_output))
 
     def decode(self, inputs: StackInput, cache: KVCache | None = None, cross: CrossInput | None = None) -> Tensor:
         """The decoder's hidden states `[T, d]`."""

@@ -19,6 +19,8 @@ void run_linear(const PackedMatrix *matrix, const float *x, int64_t rows, float 
 int64_t attention_scratch_bytes(const AttentionShape *shape, const Segments *segments, int64_t threads);
 void run_attention(const Attention *attention, const float *keys, const float *values, int64_t rows, char *memory,
                    int64_t threads);
+void write_pages(const AttentionShape *shape, const KVPages *pages, const int64_t *slots, const float *rows,
+                 int64_t count, int64_t threads);
 void top_k(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *tokens, float *log_sums,
            int64_t threads);
 void pack_rows(const PackedMatrix *matrix, const void *from, int64_t kind, int64_t stride, int64_t first, int64_t count,
@@ -234,6 +236,7 @@ static void check_attention(int64_t tiles, int64_t threads) {
                 a.tiles = tiles, a.queries = floats(rows * shape.heads * dim), a.out = room(rows * shape.heads * dim * 4);
                 int64_t kv = rows * shape.kv_heads * dim;
                 char *memory = room(attention_scratch_bytes(&shape, &s, threads));
+                if (paged) write_pages(&shape, &pages, s.slots, floats(2 * kv), rows, threads);
                 run_attention(&a, floats(kv), floats(kv), rows, memory, threads);
                 must_be_finite("run_attention", a.out, rows * shape.heads * dim);
                 free_all();

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from model.attention.base import AttentionMetadata
+from model.attention.native import write_rows
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.cache.paged import KVCache, LayerCache
@@ -50,6 +51,28 @@ def test_products_equal_torchs(
     x = torch.randn(19, k)
     expected = exact(x)
     assert (packed(x) - expected).abs().max() < of_largest * expected.abs().max()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dim", [8, 40])
+def test_rows_are_written_into_pages_as_by_torch(dtype: torch.dtype, dim: int) -> None:
+    torch.manual_seed(0)
+    heads, rows = 3, torch.randn(21, 2 * 3 * dim)
+    rows[5, :dim] = 0.0
+    config, slots = AttentionConfig(num_heads=6, num_kv_heads=heads, head_dim=dim, scale=1.0), torch.randperm(32)[:21]
+    written = []
+    for by_torch in (True, False):
+        keys, values = (torch.zeros(8, 4, heads, dim, dtype=dtype) for _ in range(2))
+        scales = (torch.zeros(8, 4, heads), torch.zeros(8, 4, heads)) if dtype is torch.int8 else None
+        cache = LayerCache(keys, values, scales)
+        if by_torch:
+            cache.write(slots, *rows.view(21, 2, heads, dim).unbind(1))
+        else:
+            write_rows(library(), cache, slots, rows, config)
+        written.append([keys, values, *(scales or ())])
+    for ours, theirs in zip(*written, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def packed_by_torch(weight: torch.Tensor, kind: Kind) -> dict[str, torch.Tensor]:

@@ -66,6 +66,15 @@ EXPORTED void run_attention(const Attention *attention, const float *keys, const
     paged_attention(attention, omp_get_thread_num(), omp_get_num_threads(), memory + omp_get_thread_num() * bytes);
 }
 
+/* Write rows [2][kv_heads][dim], keys before values, into these slots of pages. */
+EXPORTED void write_pages(const AttentionShape *shape, const KVPages *pages, const int64_t *slots, const float *rows,
+                          int64_t count, int64_t threads) {
+    int64_t kv = shape->kv_heads * shape->dim;
+#pragma omp parallel for schedule(static) num_threads((int)threads)
+    for (int64_t row = 0; row < count; row++)
+        write_kv(shape, pages, slots[row], rows + 2 * row * kv, rows + (2 * row + 1) * kv);
+}
+
 /* Write the sizes of up to `count` of the structures that a caller fills, in the order in which Python declares
  * them; returns how many there are. */
 EXPORTED int64_t structure_sizes(int64_t *sizes, int64_t count) {
