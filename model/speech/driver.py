@@ -116,10 +116,13 @@ class Transcriber:
 
     async def run(self) -> Transcription:
         """Return the whole transcription; raises `StoppedError` and what `compute` raises, with `result` as it was."""
-        if self.maker.options.parallel and len(self.samples) > self.log_mel.window_samples:
-            await self._chunks()
-        else:
-            await self._windows()
+        try:
+            if self.maker.options.parallel and len(self.samples) > self.log_mel.window_samples:
+                await self._chunks()
+            else:
+                await self._windows()
+        finally:
+            self.samples = np.zeros(0, np.float32)  # whoever has what `compute` is of may hold this for long
         self._show([], [], final=True)
         return self.result
 
@@ -127,7 +130,13 @@ class Transcriber:
 
     async def _windows(self) -> None:
         spectrogram = await Spectrogram.computed(self.log_mel, self.samples)
-        await self._find_language(spectrogram)
+        try:
+            await self._find_language(spectrogram)
+            await self._windows_of(spectrogram)
+        finally:
+            spectrogram.release()
+
+    async def _windows_of(self, spectrogram: Spectrogram) -> None:
         windows = self._sequence(spectrogram)
         draw = 0
         while (attempt := windows.next()) is not None:
@@ -223,8 +232,7 @@ class Transcriber:
         if number:
             await known.wait()
         async with room:
-            samples = self.samples[chunk.start : chunk.end]
-            spectrogram = await Spectrogram.computed(self.log_mel, samples)
+            spectrogram = await Spectrogram.computed(self.log_mel, self.samples[chunk.start : chunk.end])
             await self._find_language(spectrogram)
             known.set()
             return await self._chunk_windows(number, spectrogram)

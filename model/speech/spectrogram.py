@@ -68,6 +68,10 @@ class Spectrogram:
             self._latest = window, await _in_thread(lambda: self.source(window))
         return self._latest[1]
 
+    def release(self) -> None:
+        """Let go of the samples: what ended by an exception may be referred to by it for long."""
+        self.features, self._latest = partial(_cut, np.zeros((0, 0), np.float32)), None
+
     def source(self, window: Window) -> Source:
         """Compute what the encoder reads of a window; frames behind the last one are 0, as in transformers."""
         part = self.features(window.seek, min(window.seek + self.window_frames, self.num_columns))

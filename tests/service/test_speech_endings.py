@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 
 import httpx
@@ -150,6 +152,39 @@ class TestEnds:
         run(app, work)
         assert len(windows(app)) == 1
         check_accounts(app)
+
+    @pytest.mark.parametrize(("chunking", "windows"), [("sequential", 1), ("parallel", 3)])
+    def test_samples_are_freed_when_a_reader_goes_away(
+        self, monkeypatch: pytest.MonkeyPatch, chunking: str, windows: int
+    ) -> None:
+        """At once: what refers to each other in circles is found late where there is much else."""
+        app = speech_app(*SAID)
+        decoder, samples = app.service.speech_planner._decoders, list[weakref.ref[NDArray[np.float32]]]()
+        decode = decoder.decode
+
+        async def watched(data: bytes, sampling_rate: int) -> NDArray[np.float32]:
+            found = await decode(data, sampling_rate)
+            samples.append(weakref.ref(found))
+            return found
+
+        async def work(client: httpx.AsyncClient) -> None:
+            free = hold(app)
+            asking = client.post("/generate", json=body(2.0, language="en", stream=True, chunking=chunking))
+            task = asyncio.create_task(asking)
+            await until(lambda: len(app.client.running) == windows)
+            assert samples[0]() is not None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await until(lambda: not app.client.running)
+            free.set()
+
+        monkeypatch.setattr(decoder, "decode", watched)
+        gc.disable()
+        try:
+            run(app, work)
+            assert samples[0]() is None
+        finally:
+            gc.enable()
 
     def test_a_client_that_goes_away_as_it_is_accepted_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         app = speech_app(ids(" a"))
