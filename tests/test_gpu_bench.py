@@ -21,7 +21,7 @@ from loadtest.bench.gpu import check, engines, experts, machine, parity, profile
 from loadtest.bench.gpu.cases import COMMANDS, cases_of
 from loadtest.bench.gpu.cli import main
 from loadtest.bench.gpu.compiling import in_parallel
-from loadtest.bench.gpu.figures import Stop
+from loadtest.bench.gpu.figures import Skip, Stop
 from loadtest.bench.gpu.machine import Bench
 from loadtest.bench.gpu.supervisor import STOPPED, TIMED_OUT, Supervisor, Task, read
 from loadtest.bench.gpu.targets import TARGETS, datasheet_ceilings
@@ -206,6 +206,18 @@ class Once:
         self.out.copy_(self.first)
 
 
+def test_kernels_are_skipped_where_the_interpreter_is_too_old(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"triton": "3.6.0", "numpy": "2.5.2"}
+    monkeypatch.setattr(machine.importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(machine, "find_spec", lambda name: True)
+    cases = [case for case in cases_of(["check", "sweep"], bench) if not case.name.startswith("engine")]
+    cases = [case for case in cases if case.name != "memcheck" and not case.name.startswith("product,")]
+    assert {"fp8 product", "integer product", "kernel", "launch"} < {case.name.split(",")[0] for case in cases}
+    for case in cases:
+        with pytest.raises(Skip, match="the interpreter of Triton"):
+            case.run(bench)
+
+
 def test_steps_that_are_not_recorded_stop_it(bench: Bench) -> None:
     """On a GPU; here the engine is one of a CPU."""
     ready = engines.load(bench, parity.shape(bench, "llama-1b"), seqs=2, context=64)
@@ -328,6 +340,43 @@ def test_variants_are_compiled_beside_each_other(bench: Bench) -> None:
     found = in_parallel(bench, math.sqrt, [4.0, -1.0, 9.0])
     assert found["variants"] == 3 and found["processes"] >= 1
     assert found["problems"] == ["ValueError: math domain error"]
+
+
+def test_what_is_not_compiled_in_time_is_ended(bench: Bench) -> None:
+    began = time.monotonic()
+    assert in_parallel(bench, time.sleep, [60.0], seconds=0.1)["problems"] == ["1 were not ready in time"]
+    assert time.monotonic() - began < 30
+
+
+def test_all_that_is_checked_is_compiled_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    given = list[Any]()
+    monkeypatch.setattr(check, "in_parallel", lambda bench, compile_one, jobs, seconds: given.extend(jobs) or {})
+    monkeypatch.setattr(Bench, "cuda", True)
+    cases = check.cases(bench)
+    next(case for case in cases if case.name == "compile checks").run(bench)
+    named = {name for name, _ in given}
+    others = {case.name for case in cases if case.name.split(",")[0] not in ("launch", "compile checks", "memcheck")}
+    assert {name for name in others if not name.startswith("engine, ")} < named <= others
+    kinds = {
+        name: (one.model, one.dtype, *map(one.settings.get, ("kv_cache_dtype", "quantization")))
+        for name, one in parity.SCENARIOS.items()
+    }
+    assert {kinds[name] for name in kinds if f"engine, {name}" in named} == set(kinds.values())
+    assert "engine, encoder" in named
+
+
+@pytest.mark.parametrize("name", ["engine, int8 KV", "engine, encoder", "experts' product, 3 of 40 x 128, bfloat16"])
+def test_compiling_compares_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    made = list[str]()
+    monkeypatch.setattr(
+        parity, "build_engines", lambda name, *rest: made.append(name) or engines.build_engines(name, *rest)
+    )
+    threads = torch.get_num_threads()
+    check.compile_one((name, True))
+    torch.set_num_threads(threads)
+    assert len(made) == name.startswith("engine")
 
 
 def test_busy_is_the_union_of_spans() -> None:

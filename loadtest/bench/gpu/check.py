@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from loadtest.bench.gpu import experts, fp8, integers, parity, recurrent
 from loadtest.bench.gpu.attention import Problem, ProblemTensors, make_tensors
 from loadtest.bench.gpu.cases import Case
+from loadtest.bench.gpu.compiling import in_parallel
 from loadtest.bench.gpu.figures import Figures, Skip
 from loadtest.bench.gpu.machine import Bench, need_triton
 from model.attention.base import AttentionMetadata
 from model.attention.reference import ReferenceBackend
 
+_COMPILE_S = 180.0  # that the checks' compilers may take together
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # for outputs of order 1
 
 _RAGGED = tuple((1, 37 * at + 1) for at in range(64))
@@ -70,8 +76,26 @@ def cases(bench: Bench) -> list[Case]:
             for name in ("decode, keys in parts", "mixed", "head 256")
         ]
     kernels += recurrent.check_cases(bench)
-    products = [case for kind in (integers, fp8, experts) for case in kind.check_cases(bench)]
-    return [*launches, *kernels, *products, *parity.cases(bench), Case("memcheck", _memcheck, 60)]
+    kernels += [case for kind in (integers, fp8, experts) for case in kind.check_cases(bench)]
+    compiled = [Case("compile checks", partial(_compile, kernels=kernels), 60)] if bench.cuda else []
+    return [*launches, *compiled, *kernels, *parity.cases(bench), Case("memcheck", _memcheck, 60)]
+
+
+def _compile(bench: Bench, *, kernels: Sequence[Case]) -> Figures:
+    """Compile what the checks launch in parallel processes: one after the other they would take most of the time."""
+    names = [*parity.to_compile(), *(case.name for case in kernels)]  # the longest first
+    return in_parallel(bench, compile_one, [(name, bench.tiny) for name in names], _COMPILE_S)
+
+
+def compile_one(job: tuple[str, bool]) -> None:
+    """Compile what a case launches, in a process of its own."""
+    torch.set_num_threads(1)
+    name, tiny = job
+    bench = Bench.here(Path(tempfile.gettempdir()), tiny=tiny, ends=math.inf)
+    if name.startswith("engine, "):
+        parity.compile_case(bench, name)
+    else:
+        next(case for case in cases(bench) if case.name == name).run(bench)
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.figures import Figures, Skip
-from loadtest.bench.gpu.machine import Bench
+from loadtest.bench.gpu.machine import Bench, need_triton
 from loadtest.bench.gpu.quantised import filled, quantise_layers
 from model.checkpoint.stored_formats import fp8_storage
 from model.config.formats import FLOAT
@@ -89,6 +89,7 @@ def check_cases(bench: Bench) -> list[Case]:
 
 def _check(bench: Bench, *, shape: Shape) -> Figures:
     """Compare products of several numbers of rows with torch's of the same factors, also captured and replayed."""
+    need_triton(bench)
     need_fp8(bench)
     linear = make_projection(shape.outputs, shape.inputs, shape.block, bench.device, bench.dtype)
     errors: dict[str, float] = {}
@@ -129,6 +130,7 @@ def product_cases(bench: Bench, shapes: dict[str, tuple[int, int]]) -> list[Case
 
 def _measure(bench: Bench, *, shape: Shape) -> Figures:
     """Return, for each number of rows, microseconds with quantising the rows, and of that alone."""
+    need_triton(bench)
     need_fp8(bench)
     count = 1 if bench.tiny else max(1, -(-_BEYOND_CACHE // (shape.outputs * shape.inputs)))
     linears: list[Linear] = [

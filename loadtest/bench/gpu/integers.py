@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loadtest.bench.gpu.cases import Case
 from loadtest.bench.gpu.figures import Figures, Skip
-from loadtest.bench.gpu.machine import Bench
+from loadtest.bench.gpu.machine import Bench, need_triton
 from loadtest.bench.gpu.quantised import filled, quantise_layers
 from model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind, integers, integers_in_groups
 from model.linear.base import LinearSpec, Part
@@ -119,6 +119,7 @@ def _check(bench: Bench, *, shape: Shape) -> Figures:
 
     Parts of the inputs are counted on the device: a count that is left behind spoils the second replay.
     """
+    need_triton(bench)
     need_integers(bench)
     linear = make_projection(shape, bench.device, bench.dtype)
     errors: dict[str, float] = {}
@@ -163,6 +164,7 @@ def product_cases(bench: Bench, shapes: dict[str, tuple[int, int]]) -> list[Case
 
 def _measure(bench: Bench, *, shape: Shape) -> Figures:
     """Return, for each number of rows, microseconds of the kernel, and with all weights made floats before."""
+    need_triton(bench)
     if (why := unsupported(bench.device)) is not None:
         raise Skip(why)
     count = 1 if bench.tiny else max(1, -(-_BEYOND_CACHE // int(shape.nbytes)))

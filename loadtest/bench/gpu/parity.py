@@ -118,6 +118,24 @@ def cases(bench: Bench) -> list[Case]:
     return [*found, Case("engine, encoder", _encoder, 20)]
 
 
+def to_compile() -> list[str]:
+    """Return the cases that compile all that the others do, too."""
+    firsts: dict[tuple[object, ...], str] = {}
+    for name, one in SCENARIOS.items():
+        kinds = [one.settings.get(kind) for kind in ("kv_cache_dtype", "quantization")]
+        firsts.setdefault((one.model, one.dtype, *kinds), f"engine, {name}")
+    return [*firsts.values(), "engine, encoder"]
+
+
+def compile_case(bench: Bench, name: str) -> None:
+    """Do what a case does on this device, without comparing it."""
+    name = name.removeprefix("engine, ")
+    if name == "encoder":
+        _encoding_engine(bench, Scenario("bert-base"), bench.device)
+    else:
+        _run(_engine(bench, SCENARIOS[name], bench.device, SCENARIOS[name].dtype), SCENARIOS[name], logprobs=None)
+
+
 def shape(bench: Bench, name: str) -> dict[str, Any]:
     """Return a published shape with two layers and a small vocabulary, so that a CPU computes it in seconds."""
     raw = GPU_MODELS[name]
