@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import Any
 
 import pytest
@@ -11,13 +13,16 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
 from model.attention.base import AttentionMetadata, DeviceLengths, SegmentGroup, are_uneven
+from model.attention.preparation import Preparation
 from model.attention.triton import TritonBackend
+from model.cache.paged import LayerCache
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig, BucketBiasConfig, DisentangledConfig, RotaryConfig, XLNetRelativeConfig
 from model.network.score_bias import BucketBias, StepBias
 from tests.model.triton_cases import CPU
 
 pytestmark = pytest.mark.usefixtures("poisoned")
+_MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
 
 
 @pytest.mark.parametrize(("buckets", "far"), [(32, 128), (8, 20), (16, 64), (32, 1000)])
@@ -123,3 +128,28 @@ def test_uneven_keys_are_parted_as_those_of_one_sequence_within_a_bound_of_memor
     assert not are_uneven([4096] * 32)
     assert not are_uneven([32_768])
     assert not are_uneven([])
+
+
+def test_pages_beyond_what_32_bits_count() -> None:
+    """A pool of an H200 has ten times as many elements. What a wrapped offset would reach before them is mapped too."""
+    heads, dim, size, pages = 2, 16, 16, (1 << 22) + 3
+    config, tables = AttentionConfig(4, heads, dim, 0.25), torch.tensor([[pages - 1]])
+    query, key, value = (torch.randn(3, count, dim).bfloat16() for count in (4, heads, heads))
+    found = []
+    for blocks, far in ((tables, True), (tables - (pages - 3), False)):
+        shape = (pages if far else 3, size, heads, dim)
+        cache = LayerCache(_pages(*shape), _pages(*shape))
+        slots = blocks[0] * size + torch.arange(3)
+        step = AttentionMetadata((3,), (3,), causal=True, block_tables=blocks, slot_mapping=slots)
+        turned = Preparation(rotary=(torch.ones(3, 1, dim), torch.ones(3, 1, dim)))
+        found.append(TritonBackend().forward(query, key, value, cache, step, config))
+        found.append(TritonBackend().forward_unprepared(query, key, value, turned, cache, step, config))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert found[0].any() and found[1].any()
+
+
+def _pages(*shape: int) -> Tensor:
+    """Pages of zeros that take no memory until they are written, behind as many again."""
+    count = math.prod(shape)
+    memory = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return torch.frombuffer(memory, dtype=torch.bfloat16)[count:].view(shape)
