@@ -6,7 +6,8 @@ case the engine hangs), by `cancel`, by closing its stream, or by an error when 
 
 Models can be loaded and unloaded while others are served (`model_table`). A lost engine is restarted with the models
 that were served last, at most `_MAX_RESTARTS` times within `_RESTART_WINDOW` seconds. An engine that sends
-nothing for `stall_seconds` is killed, if the transport can do that, and counts as lost.
+nothing for `stall_seconds` is killed, if the transport can do that, and counts as lost; so is one that starts again for
+several times as long as it ever took.
 Not thread-safe: everything runs on one event loop.
 """
 
@@ -36,6 +37,9 @@ _WATCH_SECONDS = 0.5
 _RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses between attempts to start a lost engine again
 _MAX_RESTARTS = 8  # within `_RESTART_WINDOW`; after one more loss the engine stays down, not live, for that time
 _RESTART_WINDOW = 600.0  # seconds
+# A lost engine that takes longer to start again than so many times what it ever took, and so many seconds, hangs.
+_START_PATIENCE = 5.0
+_LEAST_START_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +102,7 @@ class AsyncEngine:
         self._unready_reason = "not started"  # empty when ready
         self._started: asyncio.Future[None] | None = None
         self._started_with: set[str] = set()  # names of models
+        self._start_seconds = 0.0  # of the slowest start
         self._last_events_time = time.monotonic()
         self._kill_reason = ""  # why the loop was killed; empty once it is gone
         self._restarts = 0
@@ -361,6 +366,7 @@ class AsyncEngine:
     # -- start, restart and supervision
 
     async def _start_transport(self) -> None:
+        began = time.monotonic()
         self._unready_reason = "loading models"
         self._started = asyncio.get_running_loop().create_future()
         self._transport = self._new_transport()
@@ -371,6 +377,7 @@ class AsyncEngine:
             optional = [spec.name for spec, optional in specs if optional]
             self._transport.send(Commands(start=[spec for spec, _ in specs], optional=optional))
             await self._started
+            self._start_seconds = max(self._start_seconds, time.monotonic() - began)
         except Exception as error:  # also OSError: no descriptors or memory for a process
             self._unready_reason = str(error)
             await self._transport.close()
@@ -385,13 +392,24 @@ class AsyncEngine:
                 await self._pause_restarts()
             await asyncio.sleep(pause)
             self._restarts += 1
+            limit = self._start_limit
             try:
-                await self._start_transport()
+                async with asyncio.timeout(limit):
+                    await self._start_transport()
+            except TimeoutError:
+                self._unready_reason = f"the engine did not start within {limit:.0f} s"
+                logger.error("%s", self._unready_reason)
             except Exception as error:
                 logger.error("the engine did not start again: %s", error)
             else:
                 logger.info("the engine runs again")
                 return
+
+    @property
+    def _start_limit(self) -> float:
+        """The seconds that a lost engine may take to start with the models that are served; then it is killed."""
+        loads = sum(info.load_seconds for info in self.models.values())
+        return _LEAST_START_SECONDS + _START_PATIENCE * (self._start_seconds + loads)
 
     async def _pause_restarts(self) -> None:
         """Report not live for `_RESTART_WINDOW`: restarting does not help, so a supervisor must act."""

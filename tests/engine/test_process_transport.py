@@ -161,6 +161,33 @@ async def test_failed_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(ids_of(await collect(engine.submit([request("llama-gqa", "a", 5)])), "a")) == 12
 
 
+class Silent(ThreadTransport):
+    """Its second loop never gives a sign."""
+
+    made = 0
+
+    async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None:
+        Silent.made += 1
+        self.lose = on_lost
+        if Silent.made != 2:
+            await super().start(on_events, on_lost)
+
+
+@async_test
+async def test_an_engine_that_hangs_while_it_starts_again_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.2,))
+    monkeypatch.setattr(async_engine, "_LEAST_START_SECONDS", 0.2)
+    monkeypatch.setattr(Silent, "made", 0)
+    async with served("llama-gqa", transport=Silent) as engine:
+        transport = engine.transport
+        assert isinstance(transport, Silent)
+        transport.lose("an accident")
+        await until(lambda: "did not start within" in engine.health().reason)
+        assert engine.health().live
+        await until(lambda: engine.health().ready)
+        assert len(ids_of(await collect(engine.submit([request("llama-gqa", "a", 5)])), "a")) == 12
+
+
 @async_test
 async def test_undeliverable_frame_counts_as_a_lost_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
