@@ -182,9 +182,11 @@ def ok_response(description: str, *shapes: Any, events: Sequence[type[BaseModel]
 
 def _schema(shape: Any) -> dict[str, Any]:
     """Return the JSON schema of a type; models become references, and must be among `_BODIES` or `_REPLIES`."""
+    if isinstance(shape, type(BaseModel)):  # whose schema would be made in vain, a hundred times at each start
+        return {"$ref": _REFS.format(model=shape.__name__)}
     found = TypeAdapter(shape).json_schema(ref_template=_REFS)
     found.pop("$defs", None)
-    return {"$ref": _REFS.format(model=shape.__name__)} if isinstance(shape, type(BaseModel)) else found
+    return found
 
 
 def _any_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
