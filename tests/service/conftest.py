@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -18,6 +19,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A decoder and an encoder that read and write text, as `triptych serve` is given them."""
     folder = tmp_path_factory.mktemp("models")
     return [f"gen={checkpoints.llama(folder / 'llama')}", f"enc={checkpoints.bert(folder / 'bert')}"]
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> Any:
+    """The client's package: its import takes 2 s, which every process would spend that collects the tests."""
+    return pytest.importorskip("anthropic", reason="anthropic's client is not installed")
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from model.pretrained import CHECKPOINTS
 from model.pretrained.training.conversations import Conversation, held_out_conversations
 from tests.service.processes import running
 
-anthropic: Any = pytest.importorskip("anthropic", reason="anthropic's client is not installed")
-
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -112,7 +110,7 @@ def test_the_same_as_responses(client: openai.OpenAI) -> None:
     assert answer.output_text == ANSWER
 
 
-def test_the_same_by_anthropics_client(url: str) -> None:
+def test_the_same_by_anthropics_client(url: str, anthropic: Any) -> None:
     client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
     function = WEATHER["function"]
     tools = [{"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}]

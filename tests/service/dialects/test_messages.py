@@ -18,12 +18,6 @@ from tests.service.support import App, check_accounts, live
 
 
 @pytest.fixture(scope="module")
-def anthropic() -> Any:
-    """The client's package: its import takes 2 s, which every process would spend that collects the tests."""
-    return pytest.importorskip("anthropic", reason="anthropic's client is not installed")
-
-
-@pytest.fixture(scope="module")
 def served(anthropic: Any) -> Iterator[tuple[App, Any]]:
     """A model that reasons and calls tools, and the client."""
     app = calling_app()
