@@ -7,6 +7,7 @@ backend looks at nothing but those.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -165,11 +166,16 @@ def assorted(kind: str, *, blind: bool) -> list[Request]:
     return made
 
 
+@cache
+def sequential(kind: str, blind: bool) -> dict[tuple[str, int], list[TokenOutput]]:
+    return outputs_of(kind, assorted(kind, blind=blind))[0]
+
+
 @pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
 @pytest.mark.parametrize("blind", [True, False], ids=["blind", "mixed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_overlap_gives_the_tokens_of_sequential_steps(kind: str, blind: bool, graphs: bool) -> None:
-    plain, _ = outputs_of(kind, assorted(kind, blind=blind))
+    plain = sequential(kind, blind)
     found, runner = outputs_of(kind, assorted(kind, blind=blind), overlap=True, graphs=graphs)
     assert tokens_of(found) == tokens_of(plain)
     assert runner.followed > 5

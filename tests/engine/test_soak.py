@@ -1,4 +1,4 @@
-"""Two thousand requests of all kinds, a third of them cancelled at random: none is lost and no block leaks."""
+"""Hundreds of requests of all kinds, a third of them cancelled at random: none is lost and no block leaks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.engine.front import async_test, ends_of, idle, ids_of, served, until
 from tests.engine.support import request
 from tests.model.checkpoints import prompt
 
-REQUESTS = 2000
 AT_ONCE = 24
 
 
@@ -60,9 +59,10 @@ async def encode(engine: AsyncEngine, asked: EncodeRequest, cancel: bool) -> str
     return "completed"
 
 
+@pytest.mark.parametrize("requests", [300, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["llama-gqa", "marian"])
 @async_test
-async def test_a_third_cancelled_at_random_leaves_every_block_free(kind: str) -> None:
+async def test_a_third_cancelled_at_random_leaves_every_block_free(kind: str, requests: int) -> None:
     chance = random.Random(7)
     seen: dict[str, int] = {}
     places = asyncio.Semaphore(AT_ONCE)
@@ -80,10 +80,10 @@ async def test_a_third_cancelled_at_random_leaves_every_block_free(kind: str) ->
         seen[end] = seen.get(end, 0) + 1
 
     async with served(kind, max_num_seqs=8, max_queued_requests=100, kv_cache_memory=1 << 18) as engine:
-        await asyncio.gather(*(one(engine, at) for at in range(REQUESTS // 2)))
+        await asyncio.gather(*(one(engine, at) for at in range(requests)))
         await until(lambda: idle(engine))
         stats = engine.stats()[kind]
         assert stats.free_blocks == stats.total_blocks
-        assert sum(seen.values()) == REQUESTS // 2
-        assert min(seen.get(end, 0) for end in ("completed", "cancelled", "left")) > 20, seen
+        assert sum(seen.values()) == requests
+        assert min(seen.get(end, 0) for end in ("completed", "cancelled", "left")) > requests // 50, seen
         assert engine.health().ready

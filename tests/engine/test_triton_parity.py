@@ -43,8 +43,8 @@ class Counting(TritonBackend):
 @pytest.mark.parametrize("kind", [*KINDS, *SLOW_KINDS])
 def test_chunked_prompts_beside_decoding(kind: str) -> None:
     backend = Counting()
-    run = running(kind, backend=backend, budget=24, max_num_seqs=3)
-    lengths = (5, 30, 1) if kind in DECODERS else (5, 20, 1)  # a source is read whole, a prompt in chunks
+    run = running(kind, backend=backend, budget=8 if kind in DECODERS else 24, max_num_seqs=3)
+    lengths = (3, 11, 1) if kind in DECODERS else (5, 20, 1)  # a source is read whole, a prompt in chunks
     requests = [request(kind, f"r{i}", length, i, max_tokens=2) for i, length in enumerate(lengths)]
     add_all(run, requests)
     run.run()
