@@ -38,7 +38,7 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield started
 
 
-@pytest.mark.parametrize("examples", ["4", pytest.param("10", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", ["2", pytest.param("10", marks=pytest.mark.slow)])
 def test_every_answer_is_as_documented(service: ServiceProcess, examples: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(SETTINGS)]
     command += ["run", f"{service.url}/openapi.json", "--max-examples", examples]
