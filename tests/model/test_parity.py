@@ -283,7 +283,7 @@ def service() -> Iterator[ServiceProcess]:
     models = [f"{name}={saved(kind).path}" for name, kind in _families().items()]
     limits = ["--kv-cache-memory", "1MiB", "--max-model-len", "64", "--max-num-seqs", "4", "--block-size", "4"]
     limits += ["--max-num-batched-tokens", "12"]
-    with running([*models, *limits, "--dtype", "float32"]) as started:
+    with running([*models, *limits, "--dtype", "float32", "--runtime", "local"]) as started:
         yield started
 
 
