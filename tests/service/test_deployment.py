@@ -41,13 +41,26 @@ with environment.prepared(ServeConfig((ModelSpec("x", "x"),))) as folder:
 # Ray changes the process that imports it, and takes seconds to: one other process for all that is asked.
 BUILD = """
 import json, sys
+from service.runtimes.ray_serve import deployment
 from service.runtimes.ray_serve.deployment import application
+from service.settings.resolve import resolve_config
 
 for arguments in json.loads(sys.argv[1]):
     try:
         print(json.dumps({"actor": application(arguments)._bound_deployment.ray_actor_options}))
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+
+ports = []
+
+def start(http_options, **options):
+    ports.append(http_options.port)
+    if len(ports) == 1:
+        raise TimeoutError("HTTP proxies not available after 60s.")
+
+deployment.serve.start = start
+deployment._start_serve(resolve_config({"x": {"path": "/x"}}, {"port": 7}), None)
+print(json.dumps({"starts": ports}))
 """
 REFUSED: dict[str, tuple[Any, str]] = {
     "unknown": ({"prot": 1}, "key prot is not known; did you mean port?"),
@@ -73,7 +86,7 @@ def built(folder: Path) -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-c", BUILD, json.dumps(list(asked.values()))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=True))
+    return dict(zip([*asked, "late proxy"], map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -89,6 +102,10 @@ def test_a_replica_requests_the_gpus_of_its_ranks(built: dict[str, dict[str, Any
     cuda, cpu = built["cuda"]["actor"], built["cpu"]["actor"]
     assert cuda["num_gpus"] == 2
     assert "num_gpus" not in cpu and cpu["num_cpus"] == 0
+
+
+def test_a_proxy_that_is_later_than_ray_allows_is_waited_for_again(built: dict[str, dict[str, Any]]) -> None:
+    assert built["late proxy"] == {"starts": [7, 7]}
 
 
 @pytest.fixture

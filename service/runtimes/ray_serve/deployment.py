@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,13 +275,7 @@ def _deploy(config: ServeConfig, folder: Path) -> None:
     """Start Serve and the replicas of each application; raises `ConfigError` or `EngineDeadError` from a replica."""
     check_gpus(sum(one.scaling.min_replicas * _gpus(one) for one in config.applications), _cluster_gpus())
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
-    options = HTTPOptions(
-        host=config.settings.host,
-        port=config.settings.port,
-        request_timeout_s=config.proxy_timeout_s,
-        keep_alive_timeout_s=KEEP_ALIVE_SECONDS,
-    )
-    serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=options, logging_config=quiet)
+    _start_serve(config, quiet)
     targets = [
         serve.RunTarget(_deployment(one).bind(one, str(folder / _LOG_PIPE)), one.name, one.route, logging_config=quiet)
         for one in config.applications
@@ -289,6 +284,24 @@ def _deploy(config: ServeConfig, folder: Path) -> None:
         serve.run_many(targets)
     except RuntimeError as error:
         raise _cause(error) from None
+
+
+def _start_serve(config: ServeConfig, quiet: LoggingConfig) -> None:
+    """Start Serve's controller and its proxy. A proxy that Ray's 60 s are too short for, on a busy machine, goes on
+    starting: the second call takes the controller that runs, and the deployment waits for the proxy again.
+    """
+    options = HTTPOptions(
+        host=config.settings.host,
+        port=config.settings.port,
+        request_timeout_s=config.proxy_timeout_s,
+        keep_alive_timeout_s=KEEP_ALIVE_SECONDS,
+    )
+    start = partial(serve.start, proxy_location=ProxyLocation.HeadOnly, http_options=options, logging_config=quiet)
+    try:
+        start()
+    except TimeoutError as error:
+        logger.warning("%s It is waited for once more.", error)
+        start()
 
 
 def _deployment(config: ServeConfig) -> serve.Deployment:
