@@ -6,6 +6,7 @@
  * below: sanitizers know what those synchronise, and nothing of libgomp. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -46,21 +47,47 @@ static _Thread_local Region current = {.threads = 1};
 int omp_get_thread_num(void) { return current.thread; }
 int omp_get_num_threads(void) { return current.threads; }
 
-static void *run_region(void *region) {
-    current = *(Region *)region;
+static void run_region(const Region *region) {
+    current = *region;
     current.work(current.data);
     current = (Region){.threads = 1};
+}
+
+enum { MOST_THREADS = 64 };
+
+/* Threads that wait for the next region, as libgomp's do: qemu-user frees little of a thread that has ended. */
+static struct {
+    Region region;
+    sem_t begin, end;
+} workers[MOST_THREADS];
+
+static void *run_regions(void *worker) {
+    for (long i = (long)worker;;) {
+        sem_wait(&workers[i].begin);
+        run_region(&workers[i].region);
+        sem_post(&workers[i].end);
+    }
     return NULL;
 }
 
+static void start_worker(long i) {
+    pthread_t thread;
+    sem_init(&workers[i].begin, 0, 0);
+    sem_init(&workers[i].end, 0, 0);
+    if (pthread_create(&thread, NULL, run_regions, (void *)i) || pthread_detach(thread)) abort();
+}
+
 void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags) {
-    pthread_t others[64];
-    Region regions[64];
+    static unsigned started = 1; /* the calling thread is the first */
     (void)flags;
-    for (unsigned i = 0; i < threads; i++) regions[i] = (Region){work, data, (int)i, (int)threads};
-    for (unsigned i = 1; i < threads; i++) pthread_create(others + i, NULL, run_region, regions + i);
-    run_region(regions);
-    for (unsigned i = 1; i < threads; i++) pthread_join(others[i], NULL);
+    if (threads > MOST_THREADS || current.threads > 1) abort(); /* no region is within another */
+    for (; started < threads; started++) start_worker(started);
+    for (unsigned i = 1; i < threads; i++) {
+        workers[i].region = (Region){work, data, (int)i, (int)threads};
+        sem_post(&workers[i].begin);
+    }
+    run_region(&(Region){work, data, 0, (int)threads});
+    for (unsigned i = 1; i < threads; i++) sem_wait(&workers[i].end);
 }
 
 /* ---- buffers that are freed all at once ---- */
