@@ -11,6 +11,7 @@ from model.config.model import ConvolutionConfig
 from model.linear.base import LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.network.mlp import ACTIVATIONS
+from model.system.transfer import to_device
 
 
 class Convolution(nn.Module):
@@ -32,9 +33,10 @@ class Convolution(nn.Module):
 
     def _neighbours(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
         """`[T, width, d]` of each row, the rows before it and the rows behind it."""
-        lens = torch.tensor(metadata.q_lens, device=x.device)
-        first = torch.tensor(metadata.cu_seqlens_q[:-1], device=x.device).repeat_interleave(lens)[:, None]
-        last = torch.tensor(metadata.cu_seqlens_q[1:], device=x.device).repeat_interleave(lens)[:, None] - 1
+        lens = torch.tensor(metadata.q_lens)
+        starts = torch.tensor(metadata.cu_seqlens_q)
+        bounds = torch.stack((starts[:-1], starts[1:] - 1)).repeat_interleave(lens, dim=1)  # [2, T], made on the host
+        first, last = to_device(bounds, x.device)[..., None]
         rows, reach = torch.arange(len(x), device=x.device)[:, None], self.config.width // 2
         seen = rows + torch.arange(-reach, reach + 1, device=x.device)  # [T, width]
         outside = (seen < first) | (seen > last)

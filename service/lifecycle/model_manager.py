@@ -264,6 +264,7 @@ class ModelManager:
 
     async def _evict(self, needed: int) -> bool:
         """Unload the least recently used models that free as many bytes together; none, and False, if they do not."""
+        self.notice_lost()  # what the engine lost frees nothing
         chosen, freed = [], 0
         for slot in sorted((one for one in self if one.is_evictable), key=lambda one: one.used_at):
             if freed >= needed:

@@ -359,10 +359,7 @@ def test_the_last_model_can_go(folder: Path) -> None:
     run(app, work)
 
 
-# -- models of a folder
-
-
-# -- memory
+# -- loads that fail, and models that are lost
 
 
 def test_a_load_that_takes_too_long_is_given_up(folder: Path) -> None:

@@ -200,6 +200,23 @@ def test_the_least_recently_used_model_makes_room(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("within")
+def test_what_the_engine_has_lost_makes_no_room(folder: Path) -> None:
+    app = make(folder, memory=250)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for name in ("two", "one"):
+            assert (await generate(client, name)).status_code == 200
+        del app.client.models["two"]  # the engine was restarted without it, just now
+        app.client._loadable["new"] = info("new", "decoder-only", memory_bytes=200)
+        assert (await load(client, "new", path="one")).status_code == 200
+        states = {name: one["state"] for name, one in (await listed(client)).items()}
+        assert (states["one"], states["two"], states["new"]) == ("available", "failed", "loaded")
+
+    run(app, work)
+    assert app.client.unloaded == ["one"]
+
+
+@pytest.mark.usefixtures("within")
 def test_models_in_use_and_pinned_ones_stay_and_the_rest_is_told_to_wait(folder: Path) -> None:
     app = make(folder, memory=250)
 
