@@ -77,6 +77,13 @@ def test_it_is_ready_and_says_what_it_serves(base_url: str) -> None:
     ]
 
 
+def test_its_processes_have_the_niceness_that_it_was_started_with(service: ServiceProcess) -> None:
+    """Ray's workers would have 15: beside a busy program the engine would get a thirtieth of a CPU."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    ours = [pid for pid, line in service.descendants().items() if "ServeReplica" in line or "-m model.engine " in line]
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in ours} == {own}
+
+
 def test_it_listens_on_this_machine_alone(service: ServiceProcess) -> None:
     """But for a port of each replica under Ray, over which Serve's handles call it: with the session's token only."""
     found = service.listeners()

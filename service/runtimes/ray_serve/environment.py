@@ -54,6 +54,8 @@ def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
         "RAY_SERVE_LOG_TO_STDERR": "0",
         # Serve kills a proxy that takes over 5 s to start, as on a busy machine, and its own start fails with that.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "45",
+        # Ray's is 15: beside anything else that wants the CPU, replicas and their engine would get a thirtieth of it.
+        "RAY_worker_niceness": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # despite its name, this makes Ray listen on 127.0.0.1 on Linux too
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # of this session; otherwise Ray writes one into the home folder
