@@ -49,7 +49,6 @@ ACTIVATIONS = {
 }
 CLAMPED_SILU = 7  # a gated SiLU with bounds; 6 is a softcap
 
-
 LARGE = 1 << 20  # multiply-adds of a layer or a product from which on several threads share it
 _EXPONENTIAL = 8  # an exponential takes as long as so many of them
 
@@ -111,7 +110,11 @@ class Library:
         return self._origin + (f": {' '.join(names)}" if names else "") + missing
 
     def run_stack(self, stack: Stack, step: Step, x: Tensor, multiply_adds: int = LARGE) -> None:
-        """Run rows `x` `[T, d]`, float32, through layers of a stack, in place; a layer has so many `multiply_adds`."""
+        """Run rows `x` `[T, d]`, float32, through layers of a stack, in place.
+
+        `multiply_adds` is how many of them all rows take in a layer; where these are fewer than `LARGE`, one thread
+        computes the step.
+        """
         given, threads = (ctypes.byref(stack), ctypes.byref(step)), _num_threads(multiply_adds)
         scratch = self._scratch_of(self._functions.scratch_bytes(*given, threads))
         self._functions.run_stack(*given, _at(x), scratch, threads)

@@ -374,8 +374,8 @@ def _kind(norm: NormConfig | None) -> int:
 
 
 def _multiply_adds(layer: LayerData) -> int:
-    """Of a row, in the products of a layer."""
-    mlp, found = layer.mlp, 0
+    """Count the multiply-adds that a row takes in the products of a layer, those of the experts it chooses included."""
+    mlp, of_experts = layer.mlp, 0
     matrices = [mlp.up, mlp.down, layer.vectors.up, layer.vectors.down, layer.cross.input, layer.cross.output]
     if layer.delta:
         matrices += [layer.delta.contents.input, layer.delta.contents.output]
@@ -384,8 +384,8 @@ def _multiply_adds(layer: LayerData) -> int:
     if mlp.experts:
         experts = mlp.experts.contents
         one = experts.experts[0]
-        found = (experts.active + experts.has_shared) * (one.up.n * one.up.k + one.down.n * one.down.k)
-    return found + sum(matrix.n * matrix.k for matrix in matrices)
+        of_experts = (experts.active + experts.has_shared) * (one.up.n * one.up.k + one.down.n * one.down.k)
+    return of_experts + sum(matrix.n * matrix.k for matrix in matrices)
 
 
 def stack_structure(config: StackConfig, layers: Sequence[LayerData]) -> StackData:

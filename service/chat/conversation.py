@@ -23,7 +23,6 @@ from service.planning.response_format import OutputConstraint, check_schema
 from service.settings.service_settings import Limits
 
 _TEXT_ARGUMENTS = re.compile(r"""(\[['"]arguments['"]\]|\.arguments)\s*(\+(?!\+)|~)""")  # `arguments` joined to a text
-
 _THINKING = re.compile(r"""\bmessage(\.thinking\b|\[['"]thinking['"]\])""")  # where gpt-oss has its reasoning
 
 

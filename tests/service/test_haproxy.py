@@ -38,9 +38,8 @@ def test_haproxy_has_its_own_files_and_outlasts_every_request(no_ray_settings: p
     variables = environment.variables(ServeConfig(SPECS, settings), Path("/tmp/t"))
     assert variables["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     assert float(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > 100
-    assert (
-        float(variables["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"]) >= 30
-    )  # 5 of Serve itself are too few on a busy machine
+    # Serve's own 5 s are too few on a busy machine.
+    assert float(variables["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"]) >= 30
     files = [value for name, value in variables.items() if name.endswith(("_LOC", "_PATH", "_FILE", "_BASE"))]
     assert [value for value in files if not value.startswith("/tmp/t/h")] == [
         "service.runtimes.ray_serve.edge:middlewares"
