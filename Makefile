@@ -11,13 +11,14 @@ BASE_IMAGE ?= python:$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.versi
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install serve test test-slow check check-native format bench load faults pretrained lock wheels image image-test \
+.PHONY: help install serve test test-slow check check-native conformance format bench load faults pretrained lock wheels image image-test \
         compose-test monitoring audit clean
 help:
 	@echo "make serve       start the service with the embedded models on http://127.0.0.1:8000 (ARGS='--port 9000')"
 	@echo "make test        the default test suite            make test-slow   the slow checks too"
 	@echo "make check       ruff format --check, ruff, mypy   make format      let ruff fix what it can"
 	@echo "make check-native  the C kernels under sanitizers"
+	@echo "make conformance  real vocabularies, templates, schemas and folders from published packages"
 	@echo "make bench       the offline engine benchmark      make pretrained  train the embedded models again"
 	@echo "make load        load on a running service (ARGS='sweep --model code'; see docs/loadtest.md)"
 	@echo "make image       the container image                make monitoring  the dashboard and the cluster's rules"
@@ -61,6 +62,10 @@ test-slow: .venv/.dev
 # A part of test-slow.
 check-native: .venv/.dev
 	$(BIN)/python -m pytest -m slow tests/model/test_check_native.py tests/model/test_aarch64.py $(ARGS)
+
+# Published packages, fetched from the package index, as the oracle; minutes (ARGS='templates -v': one area, each failure).
+conformance: .venv/.dev
+	$(BIN)/python -m tests.conformance $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
