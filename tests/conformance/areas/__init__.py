@@ -1,1 +1,1 @@
-"""One module for each area. It has a function `run(report, packages)`; its first docstring line says what is compared."""
+"""One module for each area, with a function `run(report, packages)`; its first docstring line says what it compares."""
