@@ -112,7 +112,7 @@ class LLM:
         if engine is None:
             raise ConfigError(f"{self.info.name} is {self.info.form} and does not generate")
         if params.grammar and self.tokenizer is None:
-            raise ConfigError(f"{self.info.name} has no tokenizer.json: no grammar can be followed")
+            raise ConfigError(f"{self.info.name} has no tokenizer: no grammar can be followed")
         check_sampling(params, self.checkpoint.config.embedding.vocab_size)
         if params.temperature < GREEDY_BELOW:
             params = replace(params, temperature=0.0)
@@ -329,6 +329,6 @@ class LLM:
         if not isinstance(prompt, str):
             return tuple(prompt), ()
         if self.tokenizer is None:
-            raise ConfigError(f"{self.info.name} has no tokenizer.json: give token ids")
+            raise ConfigError(f"{self.info.name} has no tokenizer: give token ids")
         encoded = self.tokenizer.encode(prompt)
         return encoded.ids, encoded.type_ids

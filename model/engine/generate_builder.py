@@ -27,6 +27,7 @@ from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
 from model.engine.memory_plan import plan_pool
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
+from model.errors import ConfigError
 from model.network.transformer import Transformer
 from model.parallel.rank0 import Rank0Transformer, rank_processes_of
 from model.system.host_memory import available_memory
@@ -197,14 +198,13 @@ def unrecordable(
     return "recurrent layers are torch's" if torchs else ""  # which launches what a step's spans are
 
 
-def _grammars(checkpoint: Checkpoint) -> Grammars | None:
-    """None for a model without a tokenizer; the tokenizer is read when a grammar is first asked for."""
-    if not (checkpoint.path / "tokenizer.json").is_file():
-        return None
+def _grammars(checkpoint: Checkpoint) -> Grammars:
+    """Return the grammars of a model, whose tokenizer is read for the first of them, wherever the folder has it."""
 
     def tokens() -> TokenBytes:
         tokenizer = Tokenizer.from_folder(checkpoint.path)
-        assert tokenizer is not None
+        if tokenizer is None:
+            raise ConfigError(f"{checkpoint.path.name} has no tokenizer: no grammar can be followed")
         return token_bytes(tokenizer, checkpoint.config.embedding.vocab_size)
 
     return Grammars(tokens)
