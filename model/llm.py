@@ -163,6 +163,8 @@ class LLM:
         read or a model that does not transcribe.
         """
         log_mel, tokenizer = self.checkpoint.log_mel, self.tokenizer
+        if lack := self.checkpoint.lacks_for_speech:
+            raise ConfigError(f"{self.info.name} transcribes no speech: {lack}")
         if self._generate is None or log_mel is None or tokenizer is None:
             raise ConfigError(f"{self.info.name} does not transcribe speech")
         if isinstance(audio, bytes):

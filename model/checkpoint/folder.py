@@ -35,8 +35,17 @@ from model.checkpoint.layouts import (
     pack_projections,
 )
 from model.checkpoint.load_plan import stored_projections
+from model.checkpoint.processors import (
+    AUDIO_PARTS,
+    AUDIO_SETTINGS,
+    IMAGE_PARTS,
+    IMAGE_SETTINGS,
+    MISSING,
+    read_processor,
+    warnings_of,
+)
 from model.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
-from model.checkpoint.speech import SpeechTokens, read_speech_tokens
+from model.checkpoint.speech import NO_SPEECH_TOKENS, SpeechTokens, read_speech_tokens
 from model.checkpoint.state_dict import read_state_dict
 from model.checkpoint.stored_formats import Quantization, made_for, quantization_of
 from model.config.formats import FLOAT
@@ -70,6 +79,16 @@ class Checkpoint:
     not_served: tuple[str, ...] = ()  # ignored settings of generation that would change outputs
     log_mel: LogMel | None = None  # how a model that hears makes features; None: the folder does not say
     speech: SpeechTokens | None = None  # how a model that hears is told what to do; None: the folder does not say
+    warnings: Sequence[str] = ()  # sentences on what the folder lacks, or has and is ignored
+
+    @property
+    def lacks_for_speech(self) -> str:
+        """What is missing for a model that reads sound to transcribe files; "" where nothing is."""
+        if self.config.audio is None:
+            return ""
+        if self.log_mel is None:
+            return f"{MISSING} in its folder"
+        return "" if self.speech is not None else NO_SPEECH_TOKENS
 
 
 def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
@@ -105,7 +124,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         config = _without_head(config)
     else:
         sentences = replace(sentences, pooling=(_default_pooling(config),))
-    encoder_decoder = config.form == "encoder-decoder"
+    encoder_decoder, warnings = config.form == "encoder-decoder", list[str]()
     return Checkpoint(
         path=path,
         config=config,
@@ -115,26 +134,39 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         quantization=made_for(settings),
         sampling_defaults=sampling_defaults(generation, encoder_decoder),
         sentences=sentences,
-        images=read_image_processing(read_json(path / "preprocessor_config.json"), config.image)
-        if config.image
-        else None,
+        images=_images(path, config, warnings),
         tasks=generation_tasks(raw, generation, encoder_decoder) if config.can_generate else {},
         not_served=not_served(raw, generation, encoder_decoder) if config.can_generate else (),
-        log_mel=_log_mel(path, config),
+        log_mel=_log_mel(path, config, warnings),
         speech=read_speech_tokens(path, raw, newer, config) if config.audio is not None else None,
+        warnings=warnings,
     )
 
 
-def _log_mel(path: Path, config: ModelConfig) -> LogMel | None:
-    """Return how audio becomes features, as the encoder reads them."""
-    raw = read_json(path / "preprocessor_config.json")
-    if config.audio is None or not raw:
+def _log_mel(path: Path, config: ModelConfig, warnings: list[str]) -> LogMel | None:
+    """Return how audio becomes features, as the encoder reads them; None where the folder does not say."""
+    if config.audio is None:
         return None
-    found = read_log_mel(raw)
+    if (processor := read_processor(path, AUDIO_PARTS)) is None:
+        warnings.append(f"{MISSING}: audio files are not transcribed")
+        return None
+    warnings += warnings_of(processor, AUDIO_SETTINGS)
+    found = read_log_mel(processor.settings, processor.where)
     made, read = (found.num_mel_bins, found.window_frames), (config.audio.num_mel_bins, config.audio.num_frames)
     if made != read:
-        raise ConfigError(f"preprocessor_config.json makes {made} mel bins and frames, the model reads {read}")
+        raise ConfigError(f"{processor.where} makes {made} mel bins and frames, the model reads {read}")
     return found
+
+
+def _images(path: Path, config: ModelConfig, warnings: list[str]) -> ImageProcessing | None:
+    """Return how images become pixels, as the encoder reads them; by ViT's settings where the folder does not say."""
+    if config.image is None:
+        return None
+    if (processor := read_processor(path, IMAGE_PARTS)) is None:
+        warnings.append(f"{MISSING}: images are prepared with the usual settings of ViT")
+        return read_image_processing({}, config.image)
+    warnings += warnings_of(processor, IMAGE_SETTINGS)
+    return read_image_processing(processor.settings, config.image, processor.where)
 
 
 def _quantization_settings(path: Path, raw: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from model.errors import ConfigError
 
 TASKS = ("transcribe", "translate")
 _GENERATION = "generation_config.json"
+NO_SPEECH_TOKENS = f"{_GENERATION} has no no_timestamps_token_id, and the tokenizer no <|notimestamps|>"
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _MULTILINGUAL_VOCAB = 51865  # OpenAI's English-only models have a token less
 

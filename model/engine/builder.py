@@ -106,6 +106,8 @@ def load(spec: ModelSpec) -> LoadedModel:
         logger.warning(
             "%s: its settings of generation ask for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
         )
+    for warning in checkpoint.warnings:
+        logger.warning("%s: %s", spec.name, warning)
     linear = linears_of(spec.engine, checkpoint.config, selection, dtype, device)
     for converted in conversions(checkpoint.config, linear):
         logger.warning("%s: %s", spec.name, converted)

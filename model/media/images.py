@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _BILINEAR = 2  # Pillow's number of the filter, also in preprocessor_config.json
 
 FORMATS = ("JPEG", "PNG")
+_LONGEST_SIDE = 16_384  # pixels that a processor may resize a side to
+
 MAX_PIXELS = 32_000_000  # of the file; decoded they take three to four bytes each
 
 
@@ -99,38 +101,69 @@ def decode(data: bytes) -> Image.Image:
         raise ImageError("the image file is broken") from None
 
 
-def read_image_processing(raw: Mapping[str, Any], image: ImageConfig) -> ImageProcessing:
-    """Read preprocessor_config.json, with ViT's defaults for missing fields; raises `ConfigError`."""
-    size, crop_size = raw.get("size", image.size), raw.get("crop_size", image.size)
+def read_image_processing(
+    raw: Mapping[str, Any], image: ImageConfig, where: str = "preprocessor_config.json"
+) -> ImageProcessing:
+    """Read an image processor's settings, with ViT's defaults for missing fields; raises `ConfigError`.
+
+    `where` is the place that they were read from.
+    """
     crop = bool(raw.get("do_center_crop", False))
-    if crop and _sides(crop_size) != (image.size, image.size):
-        raise ConfigError(f"preprocessor_config.json: crop_size must be {image.size}, found {crop_size}")
-    sides = _sides(size) if raw.get("do_resize", True) else None
-    shortest = size.get("shortest_edge") if isinstance(size, Mapping) and raw.get("do_resize", True) else None
-    mean, std = raw.get("image_mean", [0.5] * image.channels), raw.get("image_std", [0.5] * image.channels)
+    crop_size = raw.get("crop_size", image.size)
+    if crop and _sides(crop_size, f"{where}: crop_size") != (image.size, image.size):
+        raise ConfigError(f"{where}: crop_size must be {image.size}, found {crop_size}")
+    size = raw.get("size", image.size) if raw.get("do_resize", True) else None
+    shortest = size.get("shortest_edge") if isinstance(size, Mapping) else None
+    mean, std = (_channels(raw, name, image.channels, where) for name in ("image_mean", "image_std"))
     if not raw.get("do_normalize", True):
-        mean, std = [0.0] * image.channels, [1.0] * image.channels
+        mean, std = (0.0,) * image.channels, (1.0,) * image.channels
     if image.channels != 3 or len(mean) != 3 or len(std) != 3:
         raise ConfigError("images of three channels are served, others are not")
+    resample, rescale = raw.get("resample", _BILINEAR), raw.get("rescale_factor", 1 / 255)
+    if not isinstance(resample, int) or isinstance(resample, bool) or not 0 <= resample <= 5:
+        raise ConfigError(f"{where}: resample must be the number of a filter of Pillow, 0 to 5, found {resample!r}")
+    if not _is_number(rescale):
+        raise ConfigError(f"{where}: rescale_factor must be a number, found {rescale!r}")
     return ImageProcessing(
         size=image.size,
-        resize=sides,
-        shortest_edge=shortest,
-        resample=raw.get("resample", _BILINEAR),
+        resize=None if size is None or shortest is not None else _sides(size, f"{where}: size"),
+        shortest_edge=None if shortest is None else _side(shortest, f"{where}: size.shortest_edge"),
+        resample=resample,
         crop=crop,
-        rescale=raw.get("rescale_factor", 1 / 255) if raw.get("do_rescale", True) else 1.0,
-        mean=tuple(mean),
-        std=tuple(std),
+        rescale=rescale if raw.get("do_rescale", True) else 1.0,
+        mean=mean,
+        std=std,
     )
 
 
-def _sides(size: Any) -> tuple[int, int] | None:
-    """Return the height and width of a size in preprocessor_config.json; None if it gives only the shorter side."""
-    if isinstance(size, Mapping):
-        return (size["height"], size["width"]) if "height" in size else None
-    if isinstance(size, (list, tuple)):
-        return size[0], size[1]
-    return size, size
+def _channels(raw: Mapping[str, Any], name: str, count: int, where: str) -> tuple[float, ...]:
+    """Return a field of one number for each channel, or one for all of them."""
+    value = raw.get(name, 0.5)
+    values = [value] * count if _is_number(value) else value
+    if not isinstance(values, list) or not all(map(_is_number, values)) or (name == "image_std" and 0 in values):
+        raise ConfigError(f"{where}: {name} must be numbers, one for each channel, found {value!r}")
+    return tuple(float(one) for one in values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _side(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LONGEST_SIDE:
+        raise ConfigError(f"{where} must be a number of pixels from 1 to {_LONGEST_SIDE}, found {value!r}")
+    return value
+
+
+def _sides(size: Any, where: str) -> tuple[int, int]:
+    """Return the height and width of a size. Raises `ConfigError` for one that does not say both."""
+    if isinstance(size, Mapping) and {"height", "width"} <= size.keys():
+        size = [size["height"], size["width"]]
+    if isinstance(size, list | tuple) and len(size) == 2:
+        return _side(size[0], where), _side(size[1], where)
+    if isinstance(size, Mapping | list | tuple):
+        raise ConfigError(f"{where} must have height and width, or shortest_edge, found {size!r}"[:300])
+    return _side(size, where), _side(size, where)
 
 
 def _scale_shortest(size: tuple[int, int], shortest: int) -> tuple[int, int]:

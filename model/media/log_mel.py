@@ -146,31 +146,29 @@ def _in_range(logs: NDArray[np.float32], loudest: np.float32) -> NDArray[np.floa
     return logs
 
 
-def read_log_mel(raw: Mapping[str, Any]) -> LogMel:
-    """Read preprocessor_config.json, with Whisper's defaults for missing fields; raises `ConfigError`."""
+def read_log_mel(raw: Mapping[str, Any], where: str = "preprocessor_config.json") -> LogMel:
+    """Read a feature extractor's settings, with Whisper's defaults for missing fields; raises `ConfigError`.
+
+    `where` is the place that they were read from.
+    """
     features = LogMel(
-        num_mel_bins=_integer(raw, "feature_size", 80, 1, 512),
-        n_fft=_integer(raw, "n_fft", 400, 2, 8192),
-        hop_length=_integer(raw, "hop_length", 160, 1, 8192),
-        sampling_rate=_integer(raw, "sampling_rate", 16000, 16000, 192_000),
-        chunk_length=_integer(raw, "chunk_length", 30, 1, 600),
+        num_mel_bins=_integer(raw, "feature_size", 80, 1, 512, where),
+        n_fft=_integer(raw, "n_fft", 400, 2, 8192, where),
+        hop_length=_integer(raw, "hop_length", 160, 1, 8192, where),
+        sampling_rate=_integer(raw, "sampling_rate", 16000, 16000, 192_000, where),
+        chunk_length=_integer(raw, "chunk_length", 30, 1, 600, where),
     )
     if raw.get("dither"):
-        raise ConfigError("preprocessor_config.json: dither adds random noise, which is not served")
+        raise ConfigError(f"{where}: dither adds random noise, which is not served; set it to 0")
     if raw.get("padding_value"):
-        raise ConfigError("preprocessor_config.json: padding_value must be 0")
-    if raw.get("do_normalize"):
-        raise ConfigError("preprocessor_config.json: do_normalize is not served")
-    for name, derived in (("n_samples", features.window_samples), ("nb_max_frames", features.window_frames)):
-        if raw.get(name, derived) != derived:
-            raise ConfigError(f"preprocessor_config.json: {name} must be {derived} for its chunk_length")
+        raise ConfigError(f"{where}: padding_value must be 0, found {raw['padding_value']!r}")
     return features
 
 
-def _integer(raw: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
+def _integer(raw: Mapping[str, Any], name: str, default: int, least: int, most: int, where: str) -> int:
     value = raw.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"preprocessor_config.json: {name} must be an integer from {least} to {most}")
+        raise ConfigError(f"{where}: {name} must be an integer from {least} to {most}, found {value!r}")
     return value
 
 

@@ -180,10 +180,18 @@ class Registry:
             raise invalid(f"no model {what}", "model", "wrong_task")
         raise invalid(f"model is required: not only one {what}: {listed(names)}", "model", "missing_field")
 
-    def require(self, name: str, able: Callable[[ServedModel], bool], what: str) -> None:
-        """Raise a 400 if a model that requests may name is not `able`."""
+    def require(
+        self,
+        name: str,
+        able: Callable[[ServedModel], bool],
+        what: str,
+        lack: Callable[[ServedModel], str] | None = None,
+    ) -> None:
+        """Raise a 400 if a model that requests may name is not `able`; `lack` says what its folder lacks, or ""."""
         found = self.candidate(name)
         if found is not None and not able(found):
+            if lack is not None and (missing := lack(found)):
+                raise invalid(f"model {name} cannot be used: {missing}", "model", "wrong_task")
             names = listed(one.name for one in self.candidates if able(one))
             raise invalid(f"model {name} is none that {what}; models that do: {names}", "model", "wrong_task")
 

@@ -33,16 +33,18 @@ async def choose_model(
     timeout_s: float | None = None,
     *,
     task: Task = Task.ENCODE,
+    lack: Callable[[ServedModel], str] | None = None,
 ) -> ServedModel:
     """Hold and return the model called `name`, or the only one that is `able`, of those that are loaded or may be.
 
-    `what` says what it must be able to: "no model ...". A model that is not able is refused before it is loaded. Raises
-    `ApiError`: a 400 that names `model` if there is none, or several; and as `hold_model` does.
+    `what` says what it must be able to: "no model ...", and `lack` what a model's folder lacks for it. A model that is
+    not able is refused before it is loaded. Raises `ApiError`: a 400 that names `model` if there is none, or several;
+    and as `hold_model` does.
     """
     registry = service_of(request).registry
     if name is None:
         name = registry.only_one(able, what)
-    registry.require(name, able, what)
+    registry.require(name, able, what, lack)
     await hold_model(request, name, task, timeout_s)
-    registry.require(name, able, what)  # known by now, if it has just been put into the folder of models
+    registry.require(name, able, what, lack)  # known by now, if it has just been put into the folder of models
     return registry.resolve(name, task)

@@ -40,6 +40,11 @@ def reads_audio(served: ServedModel) -> bool:
     return served.checkpoint.speech is not None and served.checkpoint.log_mel is not None
 
 
+def lacks_for_audio(served: ServedModel) -> str:
+    """Return what the folder of a model that reads sound lacks to transcribe files; "" for other models."""
+    return served.checkpoint.lacks_for_speech
+
+
 @dataclass(slots=True)
 class SpeechPlan:
     """Holds an audio that can be transcribed, and how. Who computes it takes the samples."""
@@ -105,7 +110,7 @@ class SpeechPlanner:
     async def plan(self, body: TranscribeBody, audio: HeldAudio, request_id: str, arrival: float) -> SpeechPlan:
         """Return the plan of a body, whose file `audio` has and gives up; raises `ApiError` if it cannot be served."""
         served = self._registry.resolve(body.model, Task.GENERATE)
-        self._registry.require(served.name, reads_audio, READS_AUDIO)
+        self._registry.require(served.name, reads_audio, READS_AUDIO, lacks_for_audio)
         tokens, log_mel, info = served.checkpoint.speech, served.checkpoint.log_mel, loaded_info(self._client, served)
         assert tokens is not None and log_mel is not None
         check_request(body.timeout_s, body.priority, self._limits)

@@ -24,7 +24,7 @@ from service.http.transcripts import NativeTranscript, RenderTranscript, Transcr
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import service_of
 from service.planning.audio_room import HeldAudio
-from service.planning.speech import READS_AUDIO, reads_audio
+from service.planning.speech import READS_AUDIO, lacks_for_audio, reads_audio
 from service.routes.docs import (
     WORK_ERRORS,
     audio_body,
@@ -159,7 +159,9 @@ async def answer(
     Errors in a stream name fields by `names`; those that are raised are renamed by `naming_errors`.
     """
     service, context = service_of(request), context_of_request()
-    served = await choose_model(request, body.model, reads_audio, READS_AUDIO, body.timeout_s, task=Task.GENERATE)
+    served = await choose_model(
+        request, body.model, reads_audio, READS_AUDIO, body.timeout_s, task=Task.GENERATE, lack=lacks_for_audio
+    )
     with service.handling():
         body = body.model_copy(update={"model": served.name})
         plan = await cancel_on_disconnect(

@@ -1,0 +1,78 @@
+"""Finds how a folder prepares images or sound: processor_config.json's part, else preprocessor_config.json.
+
+`transformers` 5 writes a processor's parts into processor_config.json. An image processor alone, and every older
+version, writes preprocessor_config.json. An older processor_config.json has no parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.json_files import read_json
+from model.checkpoint.setting_tables import Table, Use, asked_for, shortened, table, unknown
+from model.errors import ConfigError
+
+PROCESSOR = "processor_config.json"
+PREPROCESSOR = "preprocessor_config.json"
+MISSING = f"{PREPROCESSOR} and {PROCESSOR} are missing"
+
+IMAGE_PARTS = ("image_processor",)
+AUDIO_PARTS = ("feature_extractor", "audio_processor")
+
+_NAMES = ("feature_extractor_type", "image_processor_type", "processor_class", "tokenizer_class", "auto_map")
+AUDIO_SETTINGS = table(  # of WhisperFeatureExtractor
+    served=("feature_size", "n_fft", "hop_length", "sampling_rate", "chunk_length"),
+    refused=("dither", "padding_value"),
+    unused=(
+        *_NAMES,
+        *("n_samples", "nb_max_frames", "mel_filters"),  # computed from the served ones
+        *("padding_side", "return_attention_mask"),  # windows are full
+        "do_normalize",  # an argument of a call, which the reference does not take from the file
+    ),
+)
+IMAGE_SETTINGS = table(  # of ViTImageProcessor, and of its relatives' where they agree
+    served=(
+        *("size", "crop_size", "do_center_crop", "do_resize", "resample"),
+        *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
+    ),
+    refused=("do_pad", "pad_size", "crop_pct", "do_thumbnail", "do_align_long_axis", "do_flip_channel_order"),
+    unused=(
+        *_NAMES,
+        *("do_convert_rgb", "default_to_square", "do_reduce_labels"),
+        *("data_format", "input_data_format", "return_tensors", "device", "disable_grouping", "image_seq_length"),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorSettings:
+    """Holds the settings of one processor and the place that they were read from, for messages."""
+
+    settings: dict[str, Any]
+    where: str
+
+
+def read_processor(path: Path, parts: tuple[str, ...]) -> ProcessorSettings | None:
+    """Return the settings of the first of `parts` that the folder has; None without any. Raises `ConfigError`."""
+    nested = read_json(path / PROCESSOR)
+    for part in parts:
+        found = nested.get(part)
+        if found is None:
+            continue
+        where = f"{PROCESSOR}: {part}"
+        if not isinstance(found, dict):
+            raise ConfigError(f"{path.name}: {where} must be an object, found {type(found).__name__}")
+        return ProcessorSettings(found, where)
+    plain = read_json(path / PREPROCESSOR)
+    return ProcessorSettings(plain, PREPROCESSOR) if plain else None
+
+
+def warnings_of(processor: ProcessorSettings, known: Table) -> list[str]:
+    """Return a sentence on what the processor has and the table does not know; raises `ConfigError` for the refused."""
+    for key in asked_for(processor.settings, known, Use.REFUSED):
+        value = processor.settings[key]
+        raise ConfigError(f"{processor.where}: {key} = {value!r} is not served; remove it if the model does without")
+    names = unknown(processor.settings, known)
+    return [f"{processor.where}: unknown settings are ignored: {shortened(names)}"] if names else []
