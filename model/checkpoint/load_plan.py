@@ -19,7 +19,7 @@ def plan_load(
 
     `sources` are the stored tensors' shapes, `targets` the parameters'.
     """
-    stored = {family.canonical(name): name for name in sources}  # a rule may take what is dropped otherwise
+    stored = family.by_rule_name(sources, tied=config.is_tied)  # a rule may take what is dropped otherwise
     rules = list(family.tensor_rules(config))
     present = [rule for rule in rules if rule.source in stored]
     missing = [rule.source for rule in rules if rule.source not in stored and not rule.duplicate]

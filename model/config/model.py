@@ -411,6 +411,11 @@ class ModelConfig:
         return "encoder-only" if self.decoder is None else "encoder-decoder"
 
     @property
+    def is_tied(self) -> bool:
+        """Whether no output has a matrix of its own beside the token table."""
+        return all(head is None or head.tied for head in (self.head, self.masked_head))
+
+    @property
     def stacks(self) -> dict[str, StackConfig]:
         named = {"encoder": self.encoder, "decoder": self.decoder}
         return {name: stack for name, stack in named.items() if stack is not None}

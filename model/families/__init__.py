@@ -119,7 +119,9 @@ def config_from_raw(raw: dict[str, Any], names: Collection[str] | None = None) -
     family = family_of(raw)
     settings = Settings(raw)
     try:
-        config = family.config(settings, None if names is None else {family.canonical(name) for name in names})
+        config = family.config(settings, None if names is None else {*family.by_rule_name(names, tied=True)})
+        if names is not None and not config.is_tied:
+            config = family.config(settings, {*family.by_rule_name(names, tied=False)})
         config = replace(config, generation=generation_rules(settings))
     except KeyError as error:
         raise ConfigError(f"config.json of a {raw['model_type']} lacks {error.args[0]!r}") from None

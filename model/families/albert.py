@@ -10,7 +10,7 @@ from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, Pos
 from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
-from model.families.table.masked_heads import masked_head, masked_head_rules
+from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
@@ -70,5 +70,12 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 FAMILIES = {
-    "albert": Family(config, rules, "albert.", ("embeddings.position_ids", "predictions.*", "sop_classifier.*"))
+    "albert": Family(
+        config,
+        rules,
+        "albert.",
+        ("embeddings.position_ids", "predictions.*", "sop_classifier.*"),
+        tables=("embeddings.word_embeddings.weight",),
+        **tied_names("albert"),
+    )
 }

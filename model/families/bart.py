@@ -160,12 +160,15 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 _LEARNED = partial(config, positions=PositionKind.LEARNED, offset=2, embed_norm=True)
 _DROPPED = ("encoder.version", "decoder.version")  # of the files before `transformers`
 _TABLES = (*_DROPPED, "*.embed_positions.weight", "*.embed_positions.weights")  # sinusoids are computed
+_SHARED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_FAMILY = Family(_LEARNED, rules, "model.", _DROPPED, tables=_SHARED)
+_COMPUTED = replace(_FAMILY, dropped=_TABLES)
 FAMILIES = {
-    "marian": Family(config, rules, "model.", _TABLES),
-    "bart": Family(_LEARNED, rules, "model.", _DROPPED),
-    "mbart": Family(partial(_LEARNED, pre_norm=True), rules, "model.", _DROPPED),
-    "m2m_100": Family(m2m_100, rules, "model.", _TABLES),
-    "blenderbot": Family(blenderbot, rules, "model.", _DROPPED),
-    "blenderbot-small": Family(blenderbot_small, rules, "model.", _DROPPED),
-    "pegasus": Family(partial(config, pre_norm=True, float16_overflows=True), rules, "model.", _TABLES),
+    "marian": replace(_COMPUTED, config=config),
+    "bart": _FAMILY,
+    "mbart": replace(_FAMILY, config=partial(_LEARNED, pre_norm=True)),
+    "m2m_100": replace(_COMPUTED, config=m2m_100),
+    "blenderbot": replace(_FAMILY, config=blenderbot),
+    "blenderbot-small": replace(_FAMILY, config=blenderbot_small),
+    "pegasus": replace(_COMPUTED, config=partial(config, pre_norm=True, float16_overflows=True)),
 }

@@ -22,7 +22,7 @@ from model.families.table.helpers import (
     self_attention,
     split_width,
 )
-from model.families.table.masked_heads import masked_head, masked_head_rules
+from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
@@ -120,12 +120,13 @@ def rules(config: ModelConfig, norms: Mapping[str, str] = _POST_NORMS) -> Iterat
 # Of pre-training heads only the one for masked tokens is served; what is left of them is passed over. ColBERT's
 # projection of tokens, `linear`, is no part of the network (model/checkpoint/colbert.py).
 _DROPPED = ("linear.*", "embeddings.position_ids", "cls.*", "lm_head.*", "discriminator_predictions.*", "generator_*")
-_ROBERTA = Family(roberta, rules, "roberta.", _DROPPED)
+_FAMILY = Family(config, rules, "bert.", _DROPPED, tables=("embeddings.word_embeddings.weight",), **tied_names("bert"))
+_ROBERTA = replace(_FAMILY, config=roberta, prefix="roberta.", **tied_names("roberta"))
 FAMILIES = {
-    "bert": Family(config, rules, "bert.", _DROPPED),
+    "bert": _FAMILY,
     "roberta": _ROBERTA,
     "camembert": _ROBERTA,
     "xlm-roberta": _ROBERTA,
-    "xlm-roberta-xl": Family(roberta_xl, partial(rules, norms=_XL_NORMS), "roberta.", _DROPPED),
-    "electra": Family(electra, rules, "electra.", _DROPPED),
+    "xlm-roberta-xl": replace(_ROBERTA, config=roberta_xl, rules=partial(rules, norms=_XL_NORMS)),
+    "electra": replace(_FAMILY, config=electra, prefix="electra.", **tied_names("electra")),
 }

@@ -112,6 +112,6 @@ def _head(config: ModelConfig) -> Iterator[Rule]:
 
 
 FAMILIES = {
-    "bloom": Family(bloom, bloom_rules, "transformer."),
-    "mpt": Family(mpt, mpt_rules, "transformer."),
+    "bloom": Family(bloom, bloom_rules, "transformer.", tables=("word_embeddings.weight",)),
+    "mpt": Family(mpt, mpt_rules, "transformer.", tables=("wte.weight",)),
 }

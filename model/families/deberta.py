@@ -31,7 +31,7 @@ from model.config.model import (
 from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
-from model.families.table.masked_heads import masked_head, masked_head_rules
+from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule, ZeroRule
 
@@ -215,7 +215,13 @@ _RENAMED = {
     "lm_predictions.lm_head.dense": "cls.predictions.transform.dense",
     "lm_predictions.lm_head.LayerNorm": "cls.predictions.transform.LayerNorm",
 }
-FAMILIES = {
-    "deberta": Family(config, rules, "deberta.", _DROPPED, _RENAMED),
-    "deberta-v2": Family(version_2, rules_2, "deberta.", _DROPPED, _RENAMED),
-}
+_FAMILY = Family(
+    config,
+    rules,
+    "deberta.",
+    _DROPPED,
+    _RENAMED,
+    tables=("embeddings.word_embeddings.weight",),
+    **tied_names("deberta"),
+)
+FAMILIES = {"deberta": _FAMILY, "deberta-v2": replace(_FAMILY, config=version_2, rules=rules_2)}

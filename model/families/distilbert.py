@@ -8,7 +8,7 @@ from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConf
 from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, repeat, self_attention, split_width
-from model.families.table.masked_heads import masked_head, masked_head_rules
+from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
@@ -61,4 +61,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 _DROPPED = ("embeddings.position_ids", "vocab_*")
-FAMILIES = {"distilbert": Family(config, rules, "distilbert.", _DROPPED)}
+_TABLES = ("embeddings.word_embeddings.weight",)
+FAMILIES = {
+    "distilbert": Family(config, rules, "distilbert.", _DROPPED, tables=_TABLES, **tied_names("distilbert")),
+}

@@ -96,4 +96,5 @@ def _norms(layer: LayerConfig, here: str, there: str) -> Iterator[Rule]:
         yield from affine(f"{here}.ln_mlp" if both else f"{here}.post_attention_layernorm", f"{there}.mlp_norms.pre")
 
 
-FAMILIES = {"falcon": Family(config, rules, "transformer.", ("h.*.self_attention.rotary_emb.inv_freq",))}
+_DROPPED = ("h.*.self_attention.rotary_emb.inv_freq",)
+FAMILIES = {"falcon": Family(config, rules, "transformer.", _DROPPED, tables=("word_embeddings.weight",))}

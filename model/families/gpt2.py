@@ -53,4 +53,5 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 # Old checkpoints contain the causal mask as tensors.
-FAMILIES = {"gpt2": Family(config, rules, "transformer.", ("h.*.attn.bias", "h.*.attn.masked_bias"))}
+_DROPPED = ("h.*.attn.bias", "h.*.attn.masked_bias")
+FAMILIES = {"gpt2": Family(config, rules, "transformer.", _DROPPED, tables=("wte.weight",))}

@@ -53,4 +53,5 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 _DROPPED = ("layers.*.attention.bias", "layers.*.attention.masked_bias", "layers.*.attention.rotary_emb.inv_freq")
-FAMILIES = {"gpt_neox": Family(config, rules, "gpt_neox.", _DROPPED)}
+_TABLES = ("embed_in.weight",)
+FAMILIES = {"gpt_neox": Family(config, rules, "gpt_neox.", _DROPPED, tables=_TABLES, heads=(_HEAD,))}

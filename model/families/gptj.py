@@ -62,5 +62,5 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 # Old checkpoints contain the causal mask and the angles as tensors.
 _DROPPED = ("h.*.attn.bias", "h.*.attn.masked_bias", "h.*.attn.embed_positions", "h.*.attn.causal_mask")
-_FAMILY = Family(config, rules, "transformer.", _DROPPED)
+_FAMILY = Family(config, rules, "transformer.", _DROPPED, tables=("wte.weight",))
 FAMILIES = {"gptj": _FAMILY, "codegen": _FAMILY}

@@ -96,4 +96,4 @@ def _cross(source: str, target: str, stack: StackConfig) -> Iterator[Rule]:
     yield LinearRule(f"{source}.out_proj", f"{target}.out")
 
 
-FAMILIES = {"transformer": Family(config, rules)}
+FAMILIES = {"transformer": Family(config, rules, tables=("embedding.weight",), heads=(_HEAD,))}

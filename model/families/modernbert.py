@@ -13,7 +13,7 @@ from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConf
 from model.config.model import ClassifierConfig, ClassifierInput, EmbeddingConfig, ModelConfig, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules, pooled_by
 from model.families.table.helpers import activation, affine, layers_by_type, refuse_unless, repeat, split_width
-from model.families.table.masked_heads import masked_head, masked_head_rules
+from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary, settings_by_type
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
@@ -107,4 +107,8 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     yield from masked_head_rules(config)
 
 
-FAMILIES = {"modernbert": Family(config, rules, "model.", ("head.*", "decoder.*"))}
+_DROPPED = ("head.*", "decoder.*")
+_TABLES = ("embeddings.tok_embeddings.weight",)
+FAMILIES = {
+    "modernbert": Family(config, rules, "model.", _DROPPED, tables=_TABLES, **tied_names("modernbert")),
+}

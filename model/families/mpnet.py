@@ -13,7 +13,7 @@ from model.config.model import ModelConfig
 from model.families import bert
 from model.families.table.classifiers import classifier_rules
 from model.families.table.helpers import affine, refuse_unless, self_attention
-from model.families.table.masked_heads import masked_head_rules
+from model.families.table.masked_heads import masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
@@ -49,4 +49,6 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     yield from masked_head_rules(config)
 
 
-FAMILIES = {"mpnet": Family(config, rules, "mpnet.", ("embeddings.position_ids", "lm_head.*"))}
+_DROPPED = ("embeddings.position_ids", "lm_head.*")
+_TABLES = ("embeddings.word_embeddings.weight",)
+FAMILIES = {"mpnet": Family(config, rules, "mpnet.", _DROPPED, tables=_TABLES, **tied_names("mpnet"))}

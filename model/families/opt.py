@@ -66,4 +66,4 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield LinearRule("lm_head", "head", bias=False)
 
 
-FAMILIES = {"opt": Family(config, rules, "model.")}
+FAMILIES = {"opt": Family(config, rules, "model.", tables=("decoder.embed_tokens.weight",))}

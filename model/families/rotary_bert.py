@@ -26,7 +26,7 @@ from model.config.model import AdapterConfig, ClassifierInput, EmbeddingConfig, 
 from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, fused, refuse_unless, repeat, split_width
-from model.families.table.masked_heads import masked_head, masked_head_rules
+from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
@@ -255,11 +255,25 @@ def _jina_mlp(layer: LayerConfig, hidden: int, here: str, there: str) -> Iterato
 
 _DROPPED = ("cls.*", "lm_head.*")
 _GTE_RULES = partial(_rules, names=_GTE, mlp=_gte_mlp)
+_GTE_FAMILY = Family(
+    gte, _GTE_RULES, "gte.", _DROPPED, tables=("embeddings.word_embeddings.weight",), **tied_names("gte")
+)
 FAMILIES = {
-    "nomic_bert": Family(nomic, partial(_rules, names=_NOMIC, mlp=_nomic_mlp), "nomic_bert.", _DROPPED),
-    "gte": Family(gte, _GTE_RULES, "gte.", _DROPPED),
-    "new": Family(gte, _GTE_RULES, "new.", _DROPPED),
-    "jina_embeddings_v3": Family(
-        jina, partial(_rules, names=_JINA, mlp=_jina_mlp), "roberta.", (*_DROPPED, "*.parametrizations.weight.0.lora_?")
+    "nomic_bert": replace(
+        _GTE_FAMILY,
+        config=nomic,
+        rules=partial(_rules, names=_NOMIC, mlp=_nomic_mlp),
+        prefix="nomic_bert.",
+        **tied_names("nomic_bert"),
+    ),
+    "gte": _GTE_FAMILY,
+    "new": replace(_GTE_FAMILY, prefix="new."),
+    "jina_embeddings_v3": replace(
+        _GTE_FAMILY,
+        config=jina,
+        rules=partial(_rules, names=_JINA, mlp=_jina_mlp),
+        prefix="roberta.",
+        dropped=(*_DROPPED, "*.parametrizations.weight.0.lora_?"),
+        **tied_names("jina_embeddings_v3"),
     ),
 }

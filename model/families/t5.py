@@ -138,5 +138,10 @@ def _mlp(mlp: MLPConfig, here: str, there: str) -> Iterator[Rule]:
 
 
 # Early checkpoints contain a bias table for cross attention, which T5 does not use.
-_FAMILY = Family(config, rules, dropped=("decoder.block.*.layer.1.EncDecAttention.relative_attention_bias.weight",))
+_FAMILY = Family(
+    config,
+    rules,
+    dropped=("decoder.block.*.layer.1.EncDecAttention.relative_attention_bias.weight",),
+    tables=("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+)
 FAMILIES = {"t5": _FAMILY, "mt5": _FAMILY, "umt5": _FAMILY}

@@ -85,4 +85,6 @@ def _layers(side: str, stack: StackConfig) -> Iterator[Rule]:
             yield from affine(f"{here}.post_{stored}_layernorm", f"{here}.{sublayer}_norms.output", bias=False)
 
 
-FAMILIES = {"t5gemma": Family(config, rules, "model.")}
+FAMILIES = {
+    "t5gemma": Family(config, rules, "model.", tables=("decoder.embed_tokens.weight",), heads=(_HEAD,)),
+}

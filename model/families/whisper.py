@@ -106,8 +106,6 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield from affine(f"{side}.layer_norm", f"{side}.final_norm")
     if not config.head.tied:
         yield LinearRule("proj_out", "head", bias=False)
-    else:
-        yield TensorRule("proj_out.weight", "tokens.weight", duplicate=True)
 
 
 def _attention(
@@ -122,4 +120,5 @@ def _attention(
             yield ZeroRule(f"{target}.{fused}.bias", rows)
 
 
-FAMILIES = {"whisper": Family(config, rules, "model.")}
+_TABLES = ("decoder.embed_tokens.weight",)
+FAMILIES = {"whisper": Family(config, rules, "model.", tables=_TABLES, heads=("proj_out.weight",))}

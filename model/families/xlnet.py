@@ -74,4 +74,6 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 # The mask vector and the language head are for pre-training.
-FAMILIES = {"xlnet": Family(config, rules, "transformer.", ("mask_emb", "lm_loss.*"))}
+_DROPPED = ("mask_emb", "lm_loss.*")
+_TABLES = ("word_embedding.weight",)
+FAMILIES = {"xlnet": Family(config, rules, "transformer.", _DROPPED, tables=_TABLES, heads=("lm_loss.weight",))}

@@ -110,10 +110,10 @@ def test_one_error_lists_all_that_is_missing_extra_and_misshaped(tmp_path: Path)
     assert all(word in text for word in ("missing", "extra", "misshaped"))
 
 
-def test_a_tensor_stored_under_both_its_names_is_extra(tmp_path: Path) -> None:
+def test_a_tensor_stored_under_both_its_names_is_refused(tmp_path: Path) -> None:
     folder = copied("llama", tmp_path)
     edit_tensors(folder, lambda tensors: tensors.update({"norm.weight": torch.zeros(32)}))
-    with pytest.raises(CheckpointError, match=r"extra: (model\.)?norm\.weight"):
+    with pytest.raises(ConfigError, match=r"norm\.weight and (model\.)?norm\.weight are two tensors for one"):
         read_and_load(folder)
 
 

@@ -22,14 +22,19 @@ class MaskedHeadTable:
     dense: str
     norm: str
     out: str
-    bias: str  # of a tied output; that of one with a matrix of its own is `out`.bias
+    bias: str  # of the output, which may be called `out`.bias too
 
     def needed(self, *, tied: bool) -> set[str]:
         """The tensors without which there is no head; empty if they do not tell."""
         if not self.dense:
             return set() if tied else {f"{self.out}.weight"}
-        out = {self.bias} if tied else {f"{self.out}.weight", f"{self.out}.bias"}
+        out = {self.bias} if tied else {self.bias, f"{self.out}.weight"}
         return {f"{self.dense}.weight", f"{self.norm}.weight"} | out
+
+    def is_part_of(self, names: Collection[str]) -> bool:
+        """Whether any tensor of the head is among these."""
+        stems = tuple(f"{stem}." for stem in (self.dense, self.norm, self.out) if stem)
+        return self.bias in names or any(name.startswith(stems) for name in names)
 
 
 _BERT = MaskedHeadTable(
@@ -68,14 +73,19 @@ def masked_head(
     *,
     dense_bias: bool = True,
 ) -> MaskedHeadConfig | None:
-    """Return the head if the checkpoint stores one, or if its tensors are not known but `architectures` names one."""
+    """Return the head if the checkpoint stores one, or if its tensors are not known but `architectures` names one.
+
+    Of a model that should have a head, a part is enough: what is missing is then an error when the weights are loaded.
+    An output's matrix that is stored as well as the token table is its own, whatever the settings say.
+    """
     table = MASKED_HEADS[raw["model_type"]]
     architecture = (raw.get("architectures") or [""])[0] or ""
-    tied = raw.get("tie_word_embeddings", True) is not False
+    tied = raw.get("tie_word_embeddings", True) is not False and f"{table.out}.weight" not in (names or ())
     needed = table.needed(tied=tied)
-    if not architecture.endswith("ForMaskedLM") and (names is None or not needed):
+    named = architecture.endswith("ForMaskedLM")
+    if not named and (names is None or not needed):
         return None
-    if names is not None and not needed <= set(names):
+    if names is not None and not needed <= set(names) and not (named and table.is_part_of(names)):
         return None
     bare = not table.dense
     return MaskedHeadConfig(embedding.embedding_size, activation, norm, tied, dense_bias, bias=not bare)
@@ -92,6 +102,13 @@ def masked_head_rules(config: ModelConfig) -> Iterator[Rule]:
     if head.norm is not None:
         yield from affine(table.norm, "masked_head.norm", bias=head.norm.bias)
     if not head.tied:
-        yield LinearRule(table.out, "masked_head.out", bias=head.bias)
-    elif head.bias:
+        yield LinearRule(table.out, "masked_head.out", bias=False)
+    if head.bias:
         yield TensorRule(table.bias, "masked_head.out.bias")
+
+
+def tied_names(model_type: str) -> dict[str, Any]:
+    """Return the fields of a `Family` that say what the tensors of its head are called too."""
+    table = MASKED_HEADS[model_type]
+    aliases = {} if table.bias in ("", f"{table.out}.bias") else {f"{table.out}.bias": table.bias}
+    return {"heads": (f"{table.out}.weight",), "aliases": aliases}

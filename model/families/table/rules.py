@@ -155,6 +155,9 @@ class Family:
     `renamed` has the parts of the network that are stored under another name too, by that name (DeBERTa's heads);
     `spelled` what a piece of any name is called by the rules. `fused` are tensors that are read in parts, `unused`
     patterns of those that a model may have stored and does not read (keys of layers that read others').
+
+    Tensors that share memory are stored under one of their names, and which one is not fixed. `tables` are the names of
+    the token table, `heads` those of an output that is tied to it; `aliases` are other names of biases, by that name.
     """
 
     config: Callable[[Settings, Collection[str] | None], ModelConfig]
@@ -165,6 +168,9 @@ class Family:
     fused: tuple[FusedExperts, ...] = ()
     spelled: Mapping[str, str] = field(default_factory=dict)
     unused: Callable[[ModelConfig], Iterable[str]] = lambda config: ()
+    tables: tuple[str, ...] = ("embed_tokens.weight",)
+    heads: tuple[str, ...] = ("lm_head.weight",)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def fused_as(self, name: str) -> FusedExperts | None:
         """Return what the stored tensor `name` has of all experts of a layer; None: it is no such tensor."""
@@ -194,6 +200,28 @@ class Family:
             stem, _, kind = stem.replace("parametrizations.", "").rpartition(".")
         kind, stem = _OLD_NAMES.get(kind, kind), self.renamed.get(stem, stem)
         return f"{stem}.{kind}" if stem else kind
+
+    def by_rule_name(self, names: Iterable[str], *, tied: bool) -> dict[str, str]:
+        """Return the stored names by the names that the rules have for them.
+
+        A token table that is stored only as one of its other names is found by these. With a `tied` output that may be
+        the output's name. Where a bias is stored under two names, the alias counts: the output reads that one.
+        Raises `ConfigError` for two stored tensors of one name.
+        """
+        found: dict[str, str] = {}
+        for name in names:
+            rule_name = self.canonical(name)
+            if rule_name in found and not self.drops(rule_name):
+                raise ConfigError(f"{found[rule_name]} and {name} are two tensors for one parameter")
+            found[rule_name] = name
+        table, *others = self.tables
+        for other in (*others, *(self.heads if tied else ())):
+            if table not in found and other in found:
+                found[table] = found.pop(other)
+        for alias, own in self.aliases.items():
+            if alias in found:
+                found[own] = found.pop(alias)
+        return found
 
     def drops(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.dropped)
