@@ -3,15 +3,22 @@
 A `Matcher` follows one sequence and lives as long as it, so a preemption replays nothing. A beam's continuation gets a
 copy. `Grammars` compiles grammars in a thread and caches them.
 
+Copies of llguidance's matcher share the states of its lexer, whose number is limited. Their number grows with every
+text that is followed. So a compiled grammar is used for a limited number of tokens, and a sequence that meets the limit
+goes on with a lexer of its own.
+
 llguidance matches texts byte by byte; this module gives it the bytes of each token. A token with different bytes at
 the beginning of an output has a second entry in llguidance's vocabulary, after the model's own tokens.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -27,16 +34,10 @@ if TYPE_CHECKING:
 Mask: TypeAlias = NDArray[np.bool_]
 
 CACHED_GRAMMARS = 64
-# Bounds on a grammar's cost, for compilation and for each token.
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 50_000,
-    "step_max_items": 10_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 25_000,
-    "max_grammar_size": 250_000,
-    "verbose_errors": False,
-}
+TOKENS_PER_LEXER = 5_000  # followed by all copies together; then the grammar is compiled anew
+LEXER_STATES = 100_000  # about 70 MB
+# Processor time for the masks of a sequence. A mask alone is limited by llguidance's own limits, to about 17 ms.
+MASK_SECONDS, MASK_SECONDS_PER_TOKEN = 2.0, 0.005
 
 
 def require_llguidance() -> type[llguidance.LLMatcher]:
@@ -82,41 +83,69 @@ class _TokenizerWrapper:
         return []
 
 
+class _Compiled:
+    """A compiled grammar with the lexer that all copies of its matcher share."""
+
+    def __init__(self, grammar: str, vocabulary: Vocabulary) -> None:
+        from llguidance import LLMatcher, LLParserLimits
+
+        self.grammar = grammar
+        self.vocabulary = vocabulary
+        self.num_tokens = 0
+        self.is_full = False
+        limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+        self.start = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+        if self.start.is_error():
+            raise GrammarError(_redact(self.start.get_error()))
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.is_full or self.num_tokens > TOKENS_PER_LEXER
+
+
+_Path: TypeAlias = tuple[Any, int] | None  # the entries of an output's tokens, the last one first
+
+
 class Matcher:
     """The grammar state of one output. Stop ids are not part of the text that must match."""
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        matcher: llguidance.LLMatcher,
-        stop_token_ids: Iterable[int] = (),
-        *,
-        has_output: bool = False,
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._matcher = matcher
+    def __init__(self, compiled: _Compiled, stop_token_ids: Iterable[int] = ()) -> None:
+        self._vocabulary = compiled.vocabulary
+        self._compiled = compiled
+        self._matcher = compiled.start.deep_copy()
         self._stop_ids = list(stop_token_ids)
-        self._has_output = has_output
+        self._path: _Path = None
         self._cached_state: tuple[Mask, bool] | None = None
+        self._seconds_left = MASK_SECONDS
 
     def fork(self) -> Matcher:
         """Return an independent copy for another continuation."""
-        copy = Matcher(self._vocabulary, self._matcher.deep_copy(), self._stop_ids, has_output=self._has_output)
-        copy._cached_state = self._cached_state
-        return copy
+        found = copy(self)
+        found._matcher = self._matcher.deep_copy()
+        return found
 
     def with_stop_tokens(self, stop_token_ids: Iterable[int]) -> Matcher:
         """Return a copy with these stop ids; raises `GrammarError` if no token can begin the output."""
-        copy = Matcher(self._vocabulary, self._matcher.deep_copy(), stop_token_ids, has_output=self._has_output)
-        if copy.is_exhausted:
-            raise GrammarError("only the empty output would match" if copy.is_complete else copy.failure)
-        return copy
+        found = Matcher(self._compiled, stop_token_ids)
+        if found.is_exhausted:
+            raise GrammarError("only the empty output would match" if found.is_complete else found.failure)
+        return found
 
     def accept(self, token_id: int) -> None:
         """Advance the state by a token, which must have been allowed."""
-        self._matcher.consume_token(token_id if self._has_output else int(self._vocabulary.first_ids[token_id]))
-        self._has_output = True
+        entry = token_id if self._path is not None else int(self._vocabulary.first_ids[token_id])
+        self._path = self._path, entry
         self._cached_state = None
+        self._seconds_left += MASK_SECONDS_PER_TOKEN
+        self._compiled.num_tokens += 1
+        with self._counted():
+            if not self._matcher.consume_token(entry) and self._is_too_much:
+                self._take_own_lexer()
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the grammar should be compiled anew for other sequences."""
+        return self._compiled.is_used_up
 
     @property
     def tokens(self) -> Mask:
@@ -145,24 +174,56 @@ class Matcher:
     @property
     def failure(self) -> str:
         """The reason why an incomplete output cannot continue."""
-        if self._matcher.is_error() and not self._matcher.get_error().startswith("NoExtension"):
+        if self._is_too_much or self._seconds_left < 0:
             return "it takes too much to follow"
         return "no token of the model can come next"
+
+    @property
+    def _is_too_much(self) -> bool:
+        """Whether one of llguidance's limits was met."""
+        return self._matcher.is_error() and not self._matcher.get_error().startswith("NoExtension")
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the processor time of the block."""
+        began = time.thread_time()
+        yield
+        self._seconds_left -= time.thread_time() - began
+
+    def _take_own_lexer(self) -> None:
+        """Follow the output so far again with a new lexer, as the shared one is full."""
+        self._compiled.is_full = True
+        self._compiled = _Compiled(self._compiled.grammar, self._vocabulary)
+        self._matcher = self._compiled.start.deep_copy()
+        entries, path = list[int](), self._path
+        while path is not None:
+            path, entry = path
+            entries.append(entry)
+        self._matcher.consume_tokens(entries[::-1])
 
     def _state(self) -> tuple[Mask, bool]:
         """Return the mask of `tokens` and whether the output may end here."""
         if self._cached_state is None:
             vocabulary = self._vocabulary
-            bits = np.zeros(vocabulary.mask_bytes, np.uint8)
-            if not self._matcher.is_error():
-                self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            if self._matcher.is_error():  # computing the mask exceeded one of `LIMITS`
-                bits[:] = 0
+            with self._counted():
+                bits = self._mask_bits()
+                if self._is_too_much:
+                    self._take_own_lexer()
+                    bits = self._mask_bits()
             entries = np.unpackbits(bits, bitorder="little").view(np.bool_)
-            mask = entries[: vocabulary.size] if self._has_output else entries[vocabulary.first_ids]
+            mask = entries[: vocabulary.size] if self._path is not None else entries[vocabulary.first_ids]
             mask[self._stop_ids] = False
             self._cached_state = mask, bool(entries[vocabulary.end])
         return self._cached_state
+
+    def _mask_bits(self) -> NDArray[np.uint8]:
+        """Return a bit for each entry of the vocabulary; none is set where the grammar cannot be followed further."""
+        bits = np.zeros(self._vocabulary.mask_bytes, np.uint8)
+        if self._seconds_left >= 0 and not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            if self._matcher.is_error():
+                bits[:] = 0
+        return bits
 
 
 def compile_grammar(grammar: str, vocabulary: Vocabulary) -> Matcher:
@@ -170,12 +231,7 @@ def compile_grammar(grammar: str, vocabulary: Vocabulary) -> Matcher:
 
     Raises `GrammarError` for a grammar that is invalid, costs too much or matches no sequence of tokens.
     """
-    from llguidance import LLMatcher, LLParserLimits
-
-    matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-    if matcher.is_error():
-        raise GrammarError(_redact(matcher.get_error()))
-    return Matcher(vocabulary, matcher).with_stop_tokens(())
+    return Matcher(_Compiled(grammar, vocabulary)).with_stop_tokens(())
 
 
 def _redact(error: str) -> str:
@@ -211,7 +267,7 @@ class Grammars:
     def compile(self, grammar: str) -> Future[Matcher]:
         """Return the future of a matcher to fork; the future may raise `GrammarError` or `ConfigError`."""
         future = self._compiled.get(grammar)
-        if future is None:
+        if future is None or _is_used_up(future):
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="triptych-grammar")
             future = self._compiled[grammar] = self._executor.submit(self._compile, grammar)
@@ -224,3 +280,8 @@ class Grammars:
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self._tokens())
         return compile_grammar(grammar, self._vocabulary)
+
+
+def _is_used_up(future: Future[Matcher]) -> bool:
+    """Whether a grammar was compiled and has followed as much as it may."""
+    return future.done() and not future.cancelled() and future.exception() is None and future.result().is_used_up

@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 
 from model.api.request import FinishReason, TokenOutput
+from model.text import grammar_matcher
 from model.text.grammar import GrammarError, choice_grammar, json_grammar, regex_grammar
 from model.text.grammar_matcher import Grammars, Matcher, Vocabulary, compile_grammar
 from model.text.token_bytes import TokenBytes
@@ -424,3 +425,39 @@ def test_compiled_grammars_are_cached_up_to_a_bound() -> None:
     assert reads == [1]
     with pytest.raises(GrammarError, match="lookarounds"):
         grammars.compile(regex_grammar("a$b")).result()
+
+
+def follow(matcher: Matcher, text: str) -> Matcher:
+    """Follow a text byte by byte; each must be allowed."""
+    for place, byte in enumerate(text.encode()):
+        assert matcher.tokens[byte], (place, text[:place][-40:], matcher.failure)
+        matcher.accept(byte)
+    return matcher
+
+
+def test_a_grammar_that_was_accepted_can_be_followed_again_and_again() -> None:
+    """Long strings of limited length, by several sequences over one compiled grammar."""
+    texts = {f"p{place}": {"type": "string", "maxLength": 600 + place} for place in range(12)}
+    grammar = json_grammar({"type": "object", "properties": texts, "additionalProperties": False})
+    grammars = Grammars(lambda: TokenBytes(BYTES, BYTES))
+    for letter in "abcd":
+        start = grammars.compile(grammar).result().with_stop_tokens(())
+        second = start.fork()
+        assert follow(start, json.dumps(dict.fromkeys(texts, letter * 600))).is_complete
+        assert follow(second, '{"p3": "').tokens[ord("x")]
+
+
+def test_a_string_may_be_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_matcher, "LEXER_STATES", 12_000)  # which 5,000 letters with their masks exceed
+    start = compile_grammar(json_grammar({"type": "string", "maxLength": 5_000}), Vocabulary(TokenBytes(BYTES, BYTES)))
+    matcher = follow(start, '"' + "a" * 5_000)
+    assert not matcher.tokens[ord("a")] and follow(matcher.fork(), '"').is_complete and not matcher.is_complete
+
+
+def test_a_grammar_with_slow_masks_ends_its_own_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_matcher, "MASK_SECONDS", 0.0)
+    monkeypatch.setattr(grammar_matcher, "MASK_SECONDS_PER_TOKEN", -1.0)
+    run = engine("llama")
+    run.engine.add(request("llama", "r", 5, max_tokens=9, grammar=regex_grammar("a+")))
+    last = end(finish(run).outputs)
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, "it takes too much to follow")
