@@ -13,6 +13,16 @@ EngineError               an engine client could not do what was asked
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+
+def listed(names: Iterable[str], *, most: int = 12, longest: int = 60) -> str:
+    """Return names of a file's choosing as a short list for a message: the first `most`, each in printable form."""
+    names = list(names)
+    shown = [name if len(name) <= longest else f"{name[:longest]}..." for name in names[:most]]
+    text = ", ".join(name if name.isprintable() else ascii(name) for name in shown)
+    return text if len(names) <= most else f"{text} and {len(names) - most} more"
+
 
 class ConfigError(ValueError):
     """A configuration cannot be served; the message names the field, its place, its value and what is expected."""

@@ -50,8 +50,8 @@ from model.checkpoint.state_dict import read_state_dict
 from model.checkpoint.stored_formats import Quantization, made_for, quantization_of
 from model.config.formats import FLOAT
 from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.families import FAMILIES, config_from_raw
+from model.errors import ConfigError, listed
+from model.families import FAMILIES, read_settings
 from model.families.table.classifiers import token_classifier
 from model.families.table.rules import Family
 from model.gguf.container import gguf_path, read_gguf
@@ -115,7 +115,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
             f"quantization_config says {settings.get('quant_method', 'bitsandbytes')}, but no projection is stored so"
         )
     layouts = find_layouts(quantization.layouts, names, files) if quantization.layouts else {}
-    config = config_from_raw({**raw, **token_id_settings(generation)}, logical_names(names, layouts))
+    config, ignored = read_settings({**raw, **token_id_settings(generation)}, logical_names(names, layouts))
     config, packed = _stored_as(config, quantization, layouts, names)
     sentences = _sentences(path, raw, config, files, pickle=pickle)
     if sentences.score_tokens:
@@ -124,7 +124,8 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         config = _without_head(config)
     else:
         sentences = replace(sentences, pooling=(_default_pooling(config),))
-    encoder_decoder, warnings = config.form == "encoder-decoder", list[str]()
+    encoder_decoder = config.form == "encoder-decoder"
+    warnings = [f"keys of config.json that have no effect for this type: {listed(ignored)}"] if ignored else []
     return Checkpoint(
         path=path,
         config=config,

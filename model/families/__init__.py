@@ -49,6 +49,7 @@ from model.families import (
     xlnet,
 )
 from model.families.table.helpers import generation_rules
+from model.families.table.known_keys import known_keys
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 
@@ -110,14 +111,23 @@ def family_of(raw: dict[str, Any]) -> Family:
     return FAMILIES[model_type]
 
 
-def config_from_raw(raw: dict[str, Any], names: Collection[str] | None = None) -> ModelConfig:
+def config_from_raw(raw: dict[str, Any], names: Collection[str] | None = None, *, strict: bool = False) -> ModelConfig:
     """Build the `ModelConfig` of a raw config.json and, if known, the checkpoint's tensor names.
 
-    Raises `ConfigError` for missing, invalid and unknown settings.
+    `strict` settings are not of the reference's making (GGUF): all of them must be read. Raises `ConfigError` for
+    missing and invalid settings, and for those that change results and are not served.
     """
+    return read_settings(raw, names, strict=strict)[0]
+
+
+def read_settings(
+    raw: dict[str, Any], names: Collection[str] | None = None, *, strict: bool = False
+) -> tuple[ModelConfig, tuple[str, ...]]:
+    """Build the `ModelConfig` as `config_from_raw`, and name the keys that are ignored, as the reference does."""
     raw = _own_type(raw)
     family = family_of(raw)
-    settings = Settings(raw)
+    known = None if strict else known_keys(raw["model_type"])
+    settings = Settings(raw, known, strict=bool(raw.get("auto_map")))
     try:
         config = family.config(settings, None if names is None else {*family.by_rule_name(names, tied=True)})
         if names is not None and not config.is_tied:
@@ -127,7 +137,9 @@ def config_from_raw(raw: dict[str, Any], names: Collection[str] | None = None) -
         raise ConfigError(f"config.json of a {raw['model_type']} lacks {error.args[0]!r}") from None
     except ConfigError:
         raise
-    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError, AssertionError) as error:
         raise ConfigError(f"config.json of a {raw['model_type']} has a value of the wrong kind: {error}") from None
+    if config.decoder is None:
+        settings.get("is_causal")  # which only decoders read
     settings.refuse_unread()
-    return config
+    return config, tuple(settings.ignored)

@@ -71,7 +71,7 @@ def mpt(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, expansion_ratio=4, no_bias=True, logit_scale=None, norm_type="low_precision_layernorm")
     for unused in ("learned_pos_emb", "embedding_fraction", "init_device", "init_config", "tokenizer_name", "verbose"):
         raw.get(unused)  # positions are not learned where there are slopes; the rest is of training
-    attention = Settings(raw.get("attn_config") or {})
+    attention = raw.part("attn_config", raw.get("attn_config") or {}, "mpt.attn_config")
     refuse_unless(attention, alibi=True, attn_type="multihead_attention", clip_qkv=None, prefix_lm=False, qk_ln=False)
     refuse_unless(attention, attn_uses_sequence_id=False)
     attention.get("attn_impl")

@@ -61,5 +61,7 @@ def _ropes(raw: Settings) -> dict[str, Settings]:
 _FAMILY = Family(config, partial(llama.rules, norms=gemma.SANDWICH_NORMS), "model.", llama.DROPPED)
 FAMILIES = {
     "gemma3_text": either_way(_FAMILY),
-    "gemma3": text_part(_FAMILY, vocab_size=262_208, hidden_size=2304, num_attention_heads=8, head_dim=256),
+    "gemma3": text_part(
+        _FAMILY, "gemma3_text", vocab_size=262_208, hidden_size=2304, num_attention_heads=8, head_dim=256
+    ),
 }

@@ -219,7 +219,7 @@ _FAMILY = Family(config, rules, "model.", llama.DROPPED, fused=_FUSED, unused=un
 _UNIFIED = replace(_FAMILY, config=unified)
 FAMILIES = {
     "gemma4_text": _FAMILY,
-    "gemma4": text_part(_FAMILY),
+    "gemma4": text_part(_FAMILY, "gemma4_text"),
     "gemma4_unified_text": _UNIFIED,
-    "gemma4_unified": text_part(_UNIFIED),
+    "gemma4_unified": text_part(_UNIFIED, "gemma4_unified_text"),
 }

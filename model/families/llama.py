@@ -201,7 +201,7 @@ FAMILIES = {
     "mistral": either_way(Family(mistral, rules, "model.", DROPPED)),
     "ministral": either_way(Family(ministral, rules, "model.", DROPPED)),
     "ministral3": either_way(Family(ministral3, rules, "model.", DROPPED)),
-    "mistral3": text_part(Family(_mistral3, rules, dropped=DROPPED)),
+    "mistral3": text_part(Family(_mistral3, rules, dropped=DROPPED), "mistral"),
     "qwen2": either_way(Family(qwen2, rules, "model.", DROPPED)),
     "qwen3": either_way(Family(qwen3, rules, "model.", DROPPED)),
     "phi3": either_way(Family(phi3, phi3_rules, "model.", DROPPED)),

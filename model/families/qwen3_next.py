@@ -131,7 +131,7 @@ _QWEN3_5_MOE = Family(qwen3_5_moe, rules, "model.", _DROPPED, fused=qwen_moe.NAM
 FAMILIES = {
     "qwen3_next": Family(qwen3_next, _by_heads, "model.", _DROPPED, fused=qwen_moe.NAMES.fused()),
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_5": text_part(_QWEN3_5),
+    "qwen3_5": text_part(_QWEN3_5, "qwen3_5_text"),
     "qwen3_5_moe_text": _QWEN3_5_MOE,
-    "qwen3_5_moe": text_part(_QWEN3_5_MOE),
+    "qwen3_5_moe": text_part(_QWEN3_5_MOE, "qwen3_5_moe_text"),
 }

@@ -42,7 +42,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def _module(raw: Settings, side: str) -> ModelConfig:
     """Read one side's settings, which are Gemma 2's."""
-    own = Settings({"model_type": "t5_gemma_module", **raw[side]})
+    own = raw.part(side, raw[side], "t5_gemma_module")
     for unused in ("is_decoder", "cross_attention_hidden_size"):
         own.get(unused)
     found = gemma2.config(own, None)

@@ -30,6 +30,8 @@ def show(name: str, path: Path, *, context: int, memory: int) -> None:
     console = Console()
     config = checkpoint.config
     console.print(f"\n[bold]{name}[/]  {config.form}, {config.model_type}, {anatomy.total_parameters:,} parameters")
+    for warning in checkpoint.warnings:
+        console.print(f"warning: {warning}", markup=False)
     console.print(_stacks(checkpoint))
     console.print(_parameters(anatomy))
     console.print(_costs(anatomy, context, memory))
@@ -52,6 +54,7 @@ def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
                 "form": config.form,
                 "model_type": config.model_type,
                 "max_positions": config.max_positions,
+                "warnings": list(checkpoint.warnings),
                 "stacks": {stack: describe_stack(one) for stack, one in config.stacks.items()},
                 "classifier": list(config.classifier.labels) if config.classifier else None,
                 "parameters": {**anatomy.parameters, "all": anatomy.total_parameters},

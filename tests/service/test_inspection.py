@@ -83,3 +83,22 @@ def test_a_browser_draws_every_head(tmp_path: Path) -> None:
     assert run.stdout.count("<canvas") == 6 * 12
     assert run.stdout.count("<line ") > 20
     assert "<title>embed: attention</title>" in run.stdout
+
+
+def test_keys_without_effect_are_named_where_a_model_is_inspected_and_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(MODELS["code"], tmp_path / "code"))
+    raw = json.loads((folder / "config.json").read_text())
+    added = {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}, "unsloth_fixed": True, "\x1b[2J": 1}
+    (folder / "config.json").write_text(json.dumps({**raw, **added}))
+    inspection.show("code", folder, context=100, memory=1 << 20)
+    shown = "'\\x1b[2J', is_llama_config, transformers.js_config, unsloth_fixed"
+    warning = f"keys of config.json that have no effect for this type: {shown}"
+    assert f"warning: {warning}" in " ".join(capsys.readouterr().out.split())
+    inspection.print_json("code", folder, context=100, memory=1 << 20)
+    assert json.loads(capsys.readouterr().out)["warnings"] == [warning]
+    load(ModelSpec("mine", str(folder), EngineConfig(device="cpu", kv_cache_memory=3 << 20)))
+    assert [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()] == [
+        f"mine: {warning}"
+    ]

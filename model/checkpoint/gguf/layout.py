@@ -118,7 +118,7 @@ def published_name(architecture: Architecture, model: GGUFModel, name: str) -> s
 
 def gguf_config(raw: Mapping[str, Any], found: Mapping[str, Origin]) -> ModelConfig:
     """Return the network, and how its projections are kept; raises `ConfigError`."""
-    config = config_from_raw(dict(raw), found)
+    config = config_from_raw(dict(raw), found, strict=True)
     return replace(config, stored_as=dict(_stored_as(config, found)))
 
 

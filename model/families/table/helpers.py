@@ -8,6 +8,7 @@ from typing import Any
 from model.config.layer import Activation, AttentionConfig, LayerConfig, NormSpan
 from model.config.model import GenerationRules, HeadConfig
 from model.errors import ConfigError
+from model.families.table.raw_config import Settings
 from model.families.table.rules import LinearRule, TensorRule
 
 _MAX_LAYERS = 10_000  # a larger number is an error in the file
@@ -31,9 +32,16 @@ def activation(raw: Mapping[str, Any], key: str, default: str) -> Activation:
 
 
 def refuse_unless(raw: Mapping[str, Any], **allowed: object) -> None:
-    """Raise `ConfigError` for a setting whose value is present and differs from the one this table computes."""
+    """Raise `ConfigError` for a setting whose value is present and differs from the one this table computes.
+
+    What the reference's class does not know is ignored instead.
+    """
     for key, value in allowed.items():
-        if raw.get(key, value) not in (value, None):
+        if raw.get(key, value) in (value, None):
+            continue
+        if isinstance(raw, Settings) and raw.without_effect(key):
+            raw.ignore(key, raw[key])
+        else:
             raise ConfigError(f"{key} = {raw[key]!r} is not served for {raw.get('model_type')!r}, only {value!r}")
 
 

@@ -1,17 +1,21 @@
-"""A raw config.json that records which settings a family's table reads, so that unread ones are refused.
+"""A raw config.json that records which settings a family's table reads, so that no other one is passed over unnoticed.
 
-An unread setting could change the computation unnoticed. `refuse_unread` therefore raises for every key that the
-table did not read, unless the key is known to concern training, bookkeeping or generation, or is switched off.
+`refuse_unread` raises for every key that the table did not read and the reference's configuration class knows, unless
+the key has the class's default, or concerns training, bookkeeping or generation. What that class does not know cannot
+change its results: such keys are ignored, and `ignored` names them. Where a folder has code of its own (`auto_map`), or
+there is no such class, keys that nothing reads are refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
 
-from model.errors import ConfigError
+from model.errors import ConfigError, listed
+from model.families.table.known_keys import KnownKeys, known_keys
 
 # Settings that do not change the network's results: bookkeeping, training, and generation (which
 # `model.checkpoint.folder` reads). Patterns match suffixes with one meaning in any name: dropout and token ids.
@@ -41,6 +45,8 @@ _HARMLESS = frozenset(
     """.split()  # noqa: SIM905 (a literal would be four pages)
 )
 
+# The library computed these once: a model that sets one was trained so, and is another one without.
+_FORMER = frozenset({"position_embedding_type"})
 
 # Ends of names. Nothing else looks at an epsilon before a step computes with it, and sizes are computed with at once.
 _EPSILONS = ("_eps", "_epsilon")
@@ -49,19 +55,27 @@ _COUNTS = ("num_", "n_")  # beginnings of names
 
 
 class Settings(Mapping[str, Any]):
-    """A raw config.json that records the keys that were read."""
+    """A raw config.json that records the keys that were read.
 
-    def __init__(self, raw: Mapping[str, Any], read: set[str] | None = None) -> None:
-        self._raw = dict(raw)
-        self._read = set() if read is None else read
+    `known` are the keys of the reference's class; None: it has no such class, or the settings are not of its making
+    (GGUF). `strict` settings have no key that nothing reads. `place` is where they stand in the file: "text_config.".
+    """
+
+    def __init__(
+        self, raw: Mapping[str, Any], known: KnownKeys | None = None, *, strict: bool = True, place: str = ""
+    ) -> None:
+        self._raw, self._known, self._place = _in_its_own_names(raw, known), known, place
+        self._strict = strict or known is None
+        self._read: set[str] = set()
+        self.ignored: list[str] = []
 
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)
         value = self._raw[key]
         if key.endswith(_EPSILONS) and not (type(value) in (int, float) and 0 <= value < math.inf):
-            raise ConfigError(f"{key} must be a number from 0 on, found {value!r}")
+            raise ConfigError(f"{self._place}{key} must be a number from 0 on, found {value!r}")
         if (key.endswith(_SIZES) or key.startswith(_COUNTS)) and isinstance(value, bool | float | str):
-            raise ConfigError(f"{key} must be a whole number, found {value!r}")
+            raise ConfigError(f"{self._place}{key} must be a whole number, found {value!r}")
         return value
 
     def __iter__(self) -> Iterator[str]:
@@ -72,23 +86,69 @@ class Settings(Mapping[str, Any]):
 
     def but(self, **changes: Any) -> Settings:
         """Return a copy with other values; a key read from the copy counts as read here."""
-        return Settings({**self._raw, **changes}, self._read)
+        changed = copy(self)
+        changed._raw = {**self._raw, **changes}
+        return changed
 
     def otherwise(self, **defaults: Any) -> Settings:
         """Return a copy with values for absent keys; a key read from the copy counts as read here."""
-        return Settings({**defaults, **self._raw}, self._read)
+        return self.but(**{key: value for key, value in defaults.items() if key not in self._raw})
+
+    def part(self, key: str, raw: object, model_type: str) -> Settings:
+        """Return the settings of a part that stands at `key`, of the type that they name, else `model_type`.
+
+        What is ignored there is named here. Raises `ConfigError` where the part is no object.
+        """
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"{self._place}{key} must be an object, found {raw!r}")
+        keys = None if self._known is None else known_keys(raw.get("model_type") or model_type)
+        found = Settings({"model_type": model_type, **raw}, keys, strict=self._strict, place=f"{self._place}{key}.")
+        found.ignored = self.ignored
+        return found
+
+    def ignore(self, key: str, value: object) -> None:
+        """Note a key that the reference does not use; raises `ConfigError` where a folder's own code may use it."""
+        if self._strict:
+            raise ConfigError(f"{self._place}{key} = {value!r} is not known for {self._raw.get('model_type')!r}")
+        if f"{self._place}{key}" not in self.ignored:
+            self.ignored.append(f"{self._place}{key}")
+
+    def without_effect(self, key: str) -> bool:
+        """Whether the reference makes nothing of a key, as its class does not know it."""
+        known = self._known is not None and (key in self._known.defaults or key in _FORMER)
+        return not self._strict and not known
+
+    @property
+    def follows_class(self) -> bool:
+        """Whether a class of the reference says what the settings mean."""
+        return self._known is not None
 
     def refuse_unread(self) -> None:
         """Raise `ConfigError` naming every setting that was not read and might change the results."""
-        unknown = sorted(
-            key
-            for key, value in self._raw.items()
-            if key not in self._read and value not in (None, False, {}, []) and not _harmless(key)
-        )
-        if unknown:
-            raise ConfigError(
-                f"config.json of a {self._raw.get('model_type')} has unknown settings: {', '.join(unknown)}"
-            )
+        known = {} if self._known is None else self._known.defaults
+        refused = []
+        for key in sorted(self._raw.keys() - self._read):
+            value, default = self._raw[key], known.get(key)
+            if _harmless(key) or value is None or value == default or not (value or default):
+                continue
+            if self._strict or key in known:
+                refused.append(key)
+            else:
+                self.ignore(key, value)
+        if refused:
+            names = listed(f"{self._place}{key}" for key in refused)
+            what = "unknown settings" if self._strict else "settings that are not served"
+            raise ConfigError(f"config.json of a {self._raw.get('model_type')} has {what}: {names}")
+
+
+def _in_its_own_names(raw: Mapping[str, Any], known: KnownKeys | None) -> dict[str, Any]:
+    """Return settings by the names of the reference's class, as it reads them: other names win, and null is a value
+    only where the class says so."""
+    if known is None:
+        return dict(raw)
+    found = {key: value for key, value in raw.items() if key not in known.renamed}
+    found |= {known.renamed[key]: raw[key] for key in known.renamed if raw.get(key) is not None}
+    return {key: value for key, value in found.items() if value is not None or not known.has_default(key)}
 
 
 def _harmless(key: str) -> bool:

@@ -27,13 +27,17 @@ _DROPPED = (
 )
 
 
-def text_part(family: Family, **defaults: Any) -> Family:
-    """Return the table of a model whose `text_config` is of `family`; `defaults` are of what that does not say."""
+def text_part(family: Family, text_type: str, **defaults: Any) -> Family:
+    """Return the table of a model whose `text_config` is of `family`; `defaults` are of what that does not say.
+
+    `text_type` is the `model_type` of the settings where they name none.
+    """
 
     def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         for unused in _OF_IMAGES:
             raw.get(unused)
-        text = Settings({**defaults, **raw["text_config"], **{key: raw[key] for key in _SHARED if key in raw}})
+        text = raw.part("text_config", raw["text_config"], text_type)
+        text = text.otherwise(**defaults).but(**{key: raw[key] for key in _SHARED if key in raw})
         found = family.config(text, names)
         text.refuse_unread()
         return replace(found, model_type=raw["model_type"])

@@ -1,0 +1,138 @@
+"""Lists the keys of each configuration class of `transformers` that is served: `python -m tests.model.config_keys`.
+
+It writes `model/families/known_keys.json`, which serving reads in place of the library. A test compares the two.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from model.families import FAMILIES
+from model.families.table.known_keys import PATH
+
+# Types that only occur inside other files: sides of T5Gemma, and MPT's settings of attention.
+INNER = ("t5_gemma_module",)
+# The functions of a class that get what a file has beside the class's fields.
+_MAKERS = {"__post_init__", "convert_rope_params_to_dict"}
+# What code that all models share reads of any configuration, with what it takes where there is none.
+_SHARED_CODE = {"is_causal": True}
+
+
+def known_keys() -> dict[str, dict[str, Any]]:
+    """Return, for each served type, its class's keys with their defaults, and the other keys that have an effect."""
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.mpt.configuration_mpt import MptAttentionConfig
+
+    base = _of_class(PreTrainedConfig)
+    base["keys"] |= _SHARED_CODE
+    classes = {name: CONFIG_MAPPING[name] for name in (*FAMILIES, *INNER) if name in CONFIG_MAPPING}
+    classes |= {"mpt.attn_config": MptAttentionConfig}
+    found = {name: _without(_of_class(one) | _by_code(one, base), base) for name, one in sorted(classes.items())}
+    return {"": base, **found}
+
+
+def _of_class(one: type) -> dict[str, Any]:
+    """Return the fields of a class, those among them that may be null, and its other names for them."""
+    own = fields(one)  # type: ignore[arg-type]
+    keys = {field.name: _default(field) for field in own}
+    return {
+        "keys": keys | dict.fromkeys(_arguments(one) - keys.keys()),
+        "nullable": sorted(field.name for field in own if "None" in str(field.type) or field.type is Any),
+        "renamed": dict(getattr(one, "attribute_map", {})),
+    }
+
+
+def _by_code(one: type, base: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a class with those that its model reads though the class does not declare them."""
+    found = _of_class(one)
+    known = found["keys"].keys() | base["keys"].keys() | found["renamed"].keys()
+    read = {name for name in _read_by_model(one) if name not in known and not hasattr(one, name)}
+    return {**found, "keys": found["keys"] | dict.fromkeys(sorted(read))}
+
+
+def _without(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Return what a class has beyond the base class, without empty parts."""
+    keys = {key: value for key, value in found["keys"].items() if base["keys"].get(key, found) != value}
+    nullable = [key for key in found["nullable"] if key in keys]
+    parts = {"keys": keys, "nullable": nullable, "renamed": found["renamed"]}
+    return {name: part for name, part in parts.items() if part}
+
+
+def _default(field: Field[Any]) -> Any:
+    value = field.default
+    if value is MISSING:
+        value = field.default_factory() if field.default_factory is not MISSING else None
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError:
+        return None
+
+
+def _name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _arguments(one: type) -> set[str]:
+    """Return the keys that a class's own code takes out of what it is made from: older spellings."""
+    return {name for owner in one.__mro__ if owner.__module__.startswith("transformers") for name in _taken(owner)}
+
+
+def _taken(owner: type) -> Iterator[str]:
+    makers = (getattr(owner, name) for name in _MAKERS & vars(owner).keys())
+    for node in (node for maker in makers for node in ast.walk(_tree(maker))):
+        taken: ast.AST | None = None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            taken = node.args[0] if _name(node.func.value) == "kwargs" else None
+        elif isinstance(node, ast.Subscript) and _name(node.value) == "kwargs":
+            taken = node.slice
+        if isinstance(taken, ast.Constant) and isinstance(taken.value, str):
+            yield taken.value
+
+
+def _tree(function: Any) -> ast.Module:
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def _read_by_model(one: type) -> Iterator[str]:
+    """Yield what the modules that are made from this class read of it."""
+    for file in sorted(Path(inspect.getfile(one)).parent.glob("modeling_*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            made_from = _annotation(node) if isinstance(node, ast.ClassDef) else ""
+            if not made_from or one.__name__ in made_from or "PreTrained" in made_from:
+                yield from _read(node)
+
+
+def _annotation(owner: ast.ClassDef) -> str:
+    """Return the type of a module's argument `config`, as it is written."""
+    for node in ast.walk(owner):
+        if isinstance(node, ast.arg) and node.arg == "config" and node.annotation is not None:
+            return ast.unparse(node.annotation)
+        if isinstance(node, ast.AnnAssign) and _name(node.target) == "config":
+            return ast.unparse(node.annotation)
+    return ""
+
+
+def _read(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _name(node.value) == "config" and isinstance(node.ctx, ast.Load):
+            yield node.attr
+        elif isinstance(node, ast.Call) and _name(node.func) == "getattr" and _name(node.args[0]) == "config":
+            yield from [node.args[1].value] if isinstance(node.args[1], ast.Constant) else []
+
+
+def written(found: dict[str, dict[str, Any]]) -> str:
+    """Return the file's text: one line for each class."""
+    lines = (f"{json.dumps(name)}: {json.dumps(keys, sort_keys=True)}" for name, keys in found.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(written(known_keys()), encoding="utf-8")
