@@ -426,7 +426,7 @@ class TestRope:
         ("mt5", {}, 1.0),
     ],
 )
-@pytest.mark.parametrize("names", [set(), {"lm_head.weight"}], ids=["tied", "untied"])
+@pytest.mark.parametrize("names", [set(), {"shared.weight", "lm_head.weight"}], ids=["tied", "untied"])
 def test_which_heads_of_t5_are_scaled(name: str, settings: dict[str, Any], scale: float, names: set[str]) -> None:
     sizes = {"model_type": name, "vocab_size": 100, "d_model": 64, "d_kv": 8, "d_ff": 64, "num_layers": 1}
     head = config_from_raw({**sizes, "num_heads": 4, **settings}, names).head
