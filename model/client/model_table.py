@@ -137,13 +137,13 @@ class ModelTable:
             self.served[info.name].has_loaded(info)
 
     def load_failed(self, failure: LoadFailure) -> None:
-        """A model could not be loaded; one that an engine was started again without is served no more."""
+        """A model could not be loaded, or was lost while it was served: it is served no more."""
         if failure.model in self._loading:
             _, future = self._loading.pop(failure.model)
             if not future.done():
                 future.set_exception(_error(failure))
         elif self.served.pop(failure.model, None) is not None:
-            logger.error("%s is served no more, as it could not be loaded again: %s", failure.model, failure.message)
+            logger.error("%s is served no more: %s", failure.model, failure.message)
 
     def unloaded(self, name: str) -> None:
         """A model's memory is given back."""

@@ -22,6 +22,7 @@ from model.engine.drafting import DraftPlan, plan_draft
 from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
+from model.engine.first_token import compute_first_token
 from model.engine.fp8_settings import check_kv_dtype
 from model.engine.generate_builder import (
     attach_draft_model,
@@ -173,6 +174,7 @@ def assemble(
             attach_draft_model(generate, spec.engine, drafting, draft.context)
     if device.type == "cuda":
         warm_up(encode, generate, context.tokens)
+    compute_first_token(encode, generate)
     unrecorded = generate.runner.unrecorded if generate is not None and isinstance(generate.runner, ModelRunner) else ""
     slow = slow_ways(spec.engine, selection, unrecorded, device)
     for way in slow:

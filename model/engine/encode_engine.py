@@ -118,15 +118,11 @@ class EncodeEngine:
         return self._drop([request for request in self._unanswered if request.request_id == request_id], reason)
 
     def recover(self) -> list[EncodeOutput]:
-        """Reset the engine after an exception: end every input with an error.
-
-        Raises what the smallest forward pass raises: then the fault is not in this engine's state.
-        """
+        """Reset the engine after an exception: end every input with an error."""
         ended = [*self._batch, *self._unanswered]
         self._batch, self._paused = [], None
         self._waiting = deque()
         self._waiting_tokens = 0
-        self._probe()
         return [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in ended]
 
     def finish_pending(self) -> tuple[list[EncodeOutput], StepStats | None]:
@@ -151,7 +147,7 @@ class EncodeEngine:
         if budget.whole_tokens is not None and self.model.can_pause and self._length(batch[0]) > budget.whole_tokens:
             return self._start_paused(batch, outputs, began, budget)
         self._batch = batch
-        for part, vectors in run_isolated(batch, self._encode, self._probe):
+        for part, vectors in run_isolated(batch, self._encode, self.probe):
             if vectors is None:
                 outputs += [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in part]
                 continue
@@ -165,7 +161,7 @@ class EncodeEngine:
     ) -> tuple[list[EncodeOutput], StepStats | None]:
         """Start the only input of a batch, whose layers are divided over steps; if it raises here it ends."""
         self._batch = batch
-        ((_, stack_pass),) = run_isolated(batch, lambda part: self._start_pass(part[0]), self._probe)
+        ((_, stack_pass),) = run_isolated(batch, lambda part: self._start_pass(part[0]), self.probe)
         self._batch = []
         if stack_pass is None:
             return [*outputs, EncodeOutput(batch[0].request_id, finish_reason=FinishReason.ERROR)], None
@@ -181,7 +177,7 @@ class EncodeEngine:
         length, total = self._length(paused.request), stack_pass.layers_done + stack_pass.layers_left
         layers = total if budget.whole_tokens is None else max(1, budget.whole_tokens * total // length)
         layers = min(layers, stack_pass.layers_left)
-        ((_, vectors),) = run_isolated([paused.request], lambda _: self._run_layers(paused, layers), self._probe)
+        ((_, vectors),) = run_isolated([paused.request], lambda _: self._run_layers(paused, layers), self.probe)
         if vectors is None:
             outputs.append(EncodeOutput(paused.request.request_id, finish_reason=FinishReason.ERROR))
         if vectors:
@@ -291,7 +287,7 @@ class EncodeEngine:
         inputs = packed_input(shifted, self.device, causal=True)
         return inputs, CrossInput(metadata, torch.cat(list(hidden)).to(self.model.dtype))
 
-    def _probe(self) -> None:
+    def probe(self) -> None:
         """Run the smallest possible forward pass."""
         self._encode([EncodeRequest("", self.name, blank_source(self.model.config), EncodeTask.TOKENS)])
 

@@ -3,8 +3,8 @@
 A step that raises is run again part by part. So a request on which the model raises fails alone, and a batch that was
 too large for the memory succeeds in parts. A part writes the same values to the same KV slots as the whole batch did,
 so running it again is safe. If every part raises, `probe` runs the smallest possible forward pass; if that raises too,
-the engine is broken and its loop must end. An exception outside a batch, in one model's bookkeeping, ends that model's
-sequences (`Engine.recover`), unless it happens too often (`FaultLimit`).
+the model is lost. An exception outside a batch, in one model's bookkeeping, ends that model's sequences
+(`Engine.recover`), unless it happens too often (`FaultLimit`).
 """
 
 from __future__ import annotations

@@ -123,8 +123,7 @@ class GenerateEngine:
     def recover(self) -> list[TokenOutput]:
         """Reset the engine after an exception: end every sequence with an error and empty the KV pool.
 
-        Outputs from before the exception are returned too. Raises what the runner's probe raises: then the fault is
-        not in this engine's state, and a reset would not help.
+        Outputs from before the exception are returned too.
         """
         pending, self._pending_step = self._pending_step, None
         ended = {(output.request_id, output.index) for output in self._outputs if output.finish_reason is not None}
@@ -139,7 +138,6 @@ class GenerateEngine:
         self.compiling.clear()
         self.scheduler.reset()
         self.runner.forget_ahead()
-        self.runner.probe()
         return self._take_outputs()
 
     def _take_outputs(self) -> list[TokenOutput]:

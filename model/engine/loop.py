@@ -2,8 +2,8 @@
 
 `StepPacer` chooses the engine and its budget. The loop runs in a thread or as the main loop of a child process; it
 handles neither text nor sockets. State that may be corrupt is not used again: an exception in one model's engine ends
-that model's sequences and resets the engine. More than `MAX_FAULTS` of them, or an exception in the model's smallest
-forward pass, end the loop with a `failure` frame.
+that model's sequences and resets the engine. A model with more than `MAX_FAULTS` of them, or whose smallest forward pass
+raises, is lost: it is served no more if another model still computes. Else the loop ends with a `failure` frame.
 
 Models come and go while others are served: loading a model gives way to rounds of steps, within itself
 (`background_jobs`). A model that is loaded joins the others between two steps; one that cannot be changes nothing.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from model.api.messages import Abort, Channel, Commands, Events, ModelSpec
+from model.api.messages import Abort, Channel, Commands, Events, FailureKind, LoadFailure, ModelSpec
 from model.api.request import EncodeOutput, FinishReason, TokenOutput
 from model.api.stats import EngineStats, StepStats
 from model.engine.background_jobs import BackgroundJobs, FreeJob, Job, LoadJob, load_failure
@@ -127,8 +127,9 @@ class EngineLoop:
         began = time.monotonic()
         self._step(events)
         seconds = time.monotonic() - began
-        for model in self.models.values():
-            model.check()
+        for model in list(self.models.values()):
+            with self._isolate_faults(model, events):
+                model.check()
         self._send(events)
         return seconds
 
@@ -218,6 +219,13 @@ class EngineLoop:
             return
         if self._last_engine is not None and self._last_engine[0] == name:
             self._run(self._last_engine, lambda engine: engine.finish_pending(), events)
+        if name in self.models:  # not lost with its last step
+            self._remove(model)
+
+    def _remove(self, model: LoadedModel) -> None:
+        """Compute nothing more for a model, and free it."""
+        name = model.info.name
+        if self._last_engine is not None and self._last_engine[0] == name:
             self._last_engine = None
         for key in [key for key in self._engines if key[0] == name]:
             del self._engines[key]
@@ -250,12 +258,14 @@ class EngineLoop:
         now = time.monotonic()
         if turn is None or now - self._last_deadline_check >= DEADLINE_CHECK_SECONDS:
             self._last_deadline_check = now
-            for key, engine in self._engines.items():
+            for key, engine in list(self._engines.items()):
                 if engine.has_work:
                     self._run(key, lambda engine: (engine.check_deadlines(), None), events)
 
     def _run(self, key: EngineKey, act: Callable[[Engine], tuple[Outputs, StepStats | None]], events: Events) -> None:
         """Call `act` with an engine, add its outputs and statistics to the events, and report its cost to the pacer."""
+        if key not in self._engines:
+            return  # its model was lost a moment ago
         with self._isolate_faults(self.models[key[0]], events):
             outputs, stats = act(self._engines[key])
             events.tokens += [output for output in outputs if isinstance(output, TokenOutput)]
@@ -269,18 +279,29 @@ class EngineLoop:
     def _isolate_faults(self, model: LoadedModel, events: Events) -> Iterator[None]:
         """On an exception in the block, end this model's requests and reset its engines; other models continue.
 
-        Raises what the model's smallest forward pass raises, and the exception itself if there were too many.
+        A model that does not compute any more, or breaks too often, is lost.
         """
         try:
             yield
         except Exception as error:
             name = model.info.name
-            if isinstance(error, EngineDeadError) or self._faults.setdefault(name, _new_fault_limit()).record_fault():
-                raise
             logger.exception("the engine of %s broke; its requests end, and it is reset", name)
             if model.generate is not None:
                 events.tokens += model.generate.recover()
             events.encoded += model.encode.recover()
+            too_often = self._faults.setdefault(name, _new_fault_limit()).record_fault()
+            if too_often or isinstance(error, EngineDeadError) or not _computes(model):
+                self._lose(model, error, events)
+
+    def _lose(self, model: LoadedModel, error: Exception, events: Events) -> None:
+        """Serve a broken model no more; raises `error` if no other model computes, so that the process is replaced."""
+        others = [one for one in self.models.values() if one is not model]
+        if not any(map(_computes, others)):
+            raise error
+        reason = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__} in its engine"
+        logger.error("%s is lost (%s); other models go on", model.info.name, reason)
+        events.load_failures.append(LoadFailure(model.info.name, FailureKind.ERROR, reason))
+        self._remove(model)
 
     def _stats(self, model: LoadedModel) -> EngineStats:
         stats = model.generate.stats() if model.generate is not None else EngineStats(model.info.name)
@@ -293,7 +314,7 @@ class EngineLoop:
         This runs after a heartbeat without commands: it takes a millisecond or more, which would delay a last token or
         the next request.
         """
-        for model in self.models.values():
+        for model in list(self.models.values()):
             if model.generate is not None:
                 with self._isolate_faults(model, events):
                     model.generate.check_invariants()
@@ -303,6 +324,17 @@ class EngineLoop:
             self.channel.send(Events(failure=message, invalid=invalid))
         except EOFError:
             logger.warning("the front has ended and cannot be told: %s", message)
+
+
+def _computes(model: LoadedModel) -> bool:
+    """Return whether the smallest forward pass of a model still works."""
+    try:
+        model.check()
+        model.encode.probe()
+    except Exception:
+        logger.exception("the smallest forward pass of %s fails", model.info.name)
+        return False
+    return True
 
 
 def _new_fault_limit() -> FaultLimit:

@@ -279,14 +279,14 @@ class ModelManager:
         return True
 
     def notice_lost(self) -> None:
-        """Notice models that an engine, which was lost, could not load again when it was restarted."""
+        """Notice models that the engine has lost; the next request for one loads it again."""
         if not self._client.health().ready:
             return
         served = self._client.models
         for slot in self:
             model = self._registry.get(slot.name)
             if slot.state is State.LOADED and slot.name not in served and model is not None:
-                slot.failed(internal("it was lost with the engine, and could not be loaded again", "load_failed"), 0.0)
+                slot.failed(internal("it failed in the engine", "load_failed"), 0.0)
                 self._registry.offer(slot.name, model.checkpoint)
                 self._metrics.unloaded(slot.name, "lost")
 

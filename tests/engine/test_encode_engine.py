@@ -289,7 +289,7 @@ def test_an_input_that_breaks_while_paused_fails_alone(monkeypatch: pytest.Monke
     made.add(EncodeRequest("next", "bert", token_source(prompt(5))))
     made.step(StepBudget(whole_tokens=1))
     monkeypatch.setattr(StackPass, "advance", lambda self, layers: 1 / 0)
-    monkeypatch.setattr(made, "_probe", lambda: None)
+    monkeypatch.setattr(made, "probe", lambda: None)
     outputs, _ = made.step(StepBudget(whole_tokens=1))
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("broken", FinishReason.ERROR)]
     monkeypatch.undo()

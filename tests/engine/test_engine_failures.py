@@ -19,7 +19,7 @@ from model.engine.loop import MAX_FAULTS
 from model.engine.scheduling.scheduled_step import SchedulerOutput
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.thread_transport import ThreadTransport
-from model.errors import EngineDeadError, EngineGoneError
+from model.errors import ConfigError, EngineDeadError, EngineGoneError, ModelNotLoadedError
 from model.system import fault_limit
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, until
 from tests.engine.support import mixed, request
@@ -37,7 +37,7 @@ async def test_broken_engine_fails_all_requests_at_once_and_is_restarted(
     brake: Brake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.2,))
-    async with served(LLAMA, "bert", max_num_seqs=2) as engine:
+    async with served(LLAMA, "gpt2", max_num_seqs=2) as engine:
         begun = brake.passes
         brake.ready = lambda: brake.failing or brake.passes - begun < 3  # so that nothing ends before
         streams = [engine.submit([endless(f"r{i}")]) for i in range(5)]
@@ -159,6 +159,43 @@ async def test_model_with_too_many_faults_ends_the_loop_which_is_restarted(
             await collect(engine.submit([endless("last")]))
         await until(lambda: engine.health().ready)
         assert engine.restarts == 1
+
+
+@async_test
+async def test_model_that_no_longer_computes_is_lost_alone_and_can_be_loaded_again(brake: Brake) -> None:
+    async with served(LLAMA, "bert") as engine:
+        good = [EncodeRequest(f"good{i}", "bert", token_source(prompt(9))) for i in range(4)]
+        before = await engine.encode(good[:2])
+        spec = engine._table[LLAMA].spec
+        brake.failing = True
+        lost = await collect(engine.submit([endless("a", n=2), endless("b", num_beams=3)]))
+        assert set(ends_of(lost).values()) == {FinishReason.ERROR}
+        after = await engine.encode(good[2:])
+        assert [one.data for one in after] == [one.data for one in before]
+        await until(lambda: list(engine.models) == ["bert"])
+        with pytest.raises(ModelNotLoadedError):
+            engine.submit([endless("refused")])
+        with pytest.raises(ConfigError, match="its first token cannot be computed"):
+            await engine.load(spec, None)
+        assert (engine.health().ready, engine.restarts) == (True, 0)
+        brake.failing = False
+        await engine.load(spec, None)
+        assert len(ids_of(await collect(engine.submit([request(LLAMA, "again", 5)])), "again")) == 12
+        await until(lambda: idle(engine))
+
+
+@async_test
+async def test_model_with_too_many_faults_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = broken_schedule(monkeypatch, LLAMA)
+    async with served(LLAMA, "marian") as engine:
+        other = asyncio.create_task(collect(engine.submit([request("marian", "other", 5, max_tokens=60)])))
+        for number in range(MAX_FAULTS + 1):
+            at.append(2)
+            broken = await collect(engine.submit([endless(f"r{number}")]))
+            assert set(ends_of(broken).values()) == {FinishReason.ERROR}
+        assert ends_of(await other) == {("other", 0): FinishReason.LENGTH}
+        await until(lambda: list(engine.models) == ["marian"])
+        assert (engine.health().ready, engine.restarts) == (True, 0)
 
 
 @async_test
