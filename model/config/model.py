@@ -403,6 +403,8 @@ class ModelConfig:
             raise ConfigError("both token tables of a model have the same vocabulary")
         if self.form == "encoder-decoder" and self.decoder_start_token_id is None:
             raise ConfigError("an encoder-decoder needs decoder_start_token_id")
+        if self.max_positions is not None and self.max_positions < 1:
+            raise ConfigError(f"a model needs at least one position, found {self.max_positions}")
 
     @property
     def form(self) -> str:

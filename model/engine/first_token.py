@@ -1,7 +1,7 @@
 """Computes one token of a model before it is announced: what only computing finds out is found at load.
 
-A config.json can be well formed and still make every forward pass raise, or yield no numbers (a rope base of 1, a table of
-distances that is too short). Such a model is refused here, so that no request of a client is the first to learn of it.
+A config.json can be well formed and still make every forward pass raise, or yield no numbers: a rope base of 1, or a
+table of distances that is too short. Such a model is refused here, so no client's request is the first to find it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from model.api.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, Request, SamplingParams, TokenOutput
+from model.api.request import (
+    EncodeOutput,
+    EncodeRequest,
+    EncodeTask,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenOutput,
+)
 from model.api.source import Source
 from model.config.model import ModelConfig
 from model.engine.encode_engine import EncodeEngine
@@ -26,6 +34,7 @@ from model.system.background_work import GivenUpError, give_way
 _PROMPT_TOKENS = 5  # so that tokens have neighbours at several distances
 _ID = "first token"
 _MESSAGE_CHARACTERS = 200
+_MAX_STEPS = 10_000  # a source takes one for each layer of its encoder, a token one
 # A step computes one layer of a source, so that a load holds up the steps of other models for a short time only.
 _ONE_LAYER = StepBudget(whole_tokens=1)
 
@@ -83,9 +92,12 @@ def _generate(generate: GenerateEngine, config: ModelConfig, max_tokens: int) ->
 
 
 def _outputs(generate: GenerateEngine) -> Iterator[TokenOutput]:
-    while generate.has_work:
+    for _ in range(_MAX_STEPS):
         yield from generate.step(_ONE_LAYER)[0]
         give_way()
+        if not generate.has_work:
+            return
+    raise RuntimeError("it does not end")
 
 
 def _source(config: ModelConfig, max_tokens: int) -> Source:

@@ -2,8 +2,9 @@
 
 `StepPacer` chooses the engine and its budget. The loop runs in a thread or as the main loop of a child process; it
 handles neither text nor sockets. State that may be corrupt is not used again: an exception in one model's engine ends
-that model's sequences and resets the engine. A model with more than `MAX_FAULTS` of them, or whose smallest forward pass
-raises, is lost: it is served no more if another model still computes. Else the loop ends with a `failure` frame.
+that model's sequences and resets the engine. A model with more than `MAX_FAULTS` of them, or one that fails its
+smallest forward pass, is lost: it is served no more if another model still computes. Else the loop ends with a
+`failure` frame.
 
 Models come and go while others are served: loading a model gives way to rounds of steps, within itself
 (`background_jobs`). A model that is loaded joins the others between two steps; one that cannot be changes nothing.

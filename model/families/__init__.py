@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from model.config.model import ModelConfig
@@ -107,7 +108,12 @@ def family_of(raw: dict[str, Any]) -> Family:
     """Return the table for a raw config.json; raises `ConfigError` for an unknown `model_type`."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"model_type {model_type!r} is not served; served are {', '.join(sorted(FAMILIES))}")
+        shown = repr(model_type)[:60]
+        near = ", ".join(get_close_matches(str(model_type), FAMILIES))
+        raise ConfigError(
+            f"config.json: model_type {shown} is none of the {len(FAMILIES)} types that are served"
+            + (f"; the nearest are {near}" if near else "")
+        )
     return FAMILIES[model_type]
 
 

@@ -274,7 +274,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must hold an object, found list"),
     "unknown type": (
         lambda f: edit_json(f / "config.json", model_type="rwkv"),
-        "'rwkv' is not served; served are .*bert.*llama.*marian.*t5",
+        "model_type 'rwkv' is none of the [0-9]+ types that are served",
     ),
     "rope scaling": (
         lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "mrope", "rope_theta": 1e4}),
