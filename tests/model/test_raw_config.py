@@ -240,7 +240,7 @@ def test_an_unknown_type_is_refused_by_name(model_type: object) -> None:
 
 
 def test_a_misspelt_type_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match="nearest are .*deberta-v2"):
+    with pytest.raises(ConfigError, match=r"nearest are .*deberta-v2"):
         config_from_raw({"model_type": "deberta_v2"})
 
 
