@@ -10,7 +10,8 @@ from model.errors import ConfigError
 
 GREEDY_BELOW = 1e-4  # lower temperatures mean greedy: dividing logits by them overflows float32
 
-_MAX_INT = 2**31 - 1
+MAX_LENGTH = 2**31 - 1  # tokens, and the largest number of any parameter
+_MAX_INT = MAX_LENGTH
 _PROBABILITIES = ("top_p", "typical_p")  # above 0, at most 1
 _BOUNDS: dict[str, tuple[float, float]] = {
     "max_tokens": (1, _MAX_INT),
@@ -26,6 +27,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "no_repeat_ngram_size": (0, _MAX_INT),
+    "encoder_no_repeat_ngram_size": (0, _MAX_INT),
+    "encoder_repetition_penalty": (0.01, 100),
     "logprobs": (0, _MAX_INT),
     "prompt_logprobs": (0, _MAX_INT),
     "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
@@ -37,6 +40,10 @@ def check_value(name: str, value: Any) -> None:
     """Raise `ConfigError` for a number (or NaN) outside the bounds of the `SamplingParams` field `name`."""
     if name in _PROBABILITIES and not 0 < value <= 1:
         raise ConfigError(f"{name} must be above 0 and at most 1, found {value}")
+    if name == "exponential_decay_length_penalty" and value is not None:
+        start, factor = value
+        if not 0 <= start <= _MAX_INT or not 0 <= factor <= 1000:
+            raise ConfigError(f"{name} must be a number of tokens from 0 and a factor from 0 to 1000, found {value}")
     if name in _BOUNDS and value is not None:
         low, high = _BOUNDS[name]
         if not low <= value <= high:
@@ -45,7 +52,7 @@ def check_value(name: str, value: Any) -> None:
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raise `ConfigError` for the first parameter that is invalid for a vocabulary of `vocab_size` tokens."""
-    for name in (*_BOUNDS, *_PROBABILITIES):
+    for name in (*_BOUNDS, *_PROBABILITIES, "exponential_decay_length_penalty"):
         check_value(name, getattr(params, name))
     if params.min_tokens > params.max_tokens:
         raise ConfigError(f"min_tokens ({params.min_tokens}) must be at most max_tokens ({params.max_tokens})")

@@ -106,10 +106,33 @@ def _copy_successors(table: _Successors) -> _Successors:
     return {context: tokens if isinstance(tokens, int) else tokens.copy() for context, tokens in table.items()}
 
 
+class SourceTokens:
+    """The tokens of a source, or of a decoder-only model's prompt, that an output is compared with."""
+
+    def __init__(self, token_ids: Sequence[int], ngram_size: int = 0) -> None:
+        """`ngram_size`: no n-gram of this size may occur in the output; 0: any may."""
+        self.distinct: NDArray[np.int64] = np.unique(np.array(token_ids, np.int64))
+        self._context_length = ngram_size - 1
+        self._successors: dict[tuple[int, ...], list[int]] = {}
+        if ngram_size:
+            for end in range(ngram_size - 1, len(token_ids)):
+                context = tuple(token_ids[end - ngram_size + 1 : end])
+                self._successors.setdefault(context, []).append(token_ids[end])
+
+    def following(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return the tokens that would complete an n-gram of the source; may repeat."""
+        if self._context_length < 0 or len(token_ids) < self._context_length:
+            return ()
+        return self._successors.get(tuple(token_ids[len(token_ids) - self._context_length :]), ())
+
+
 class History:
     """Token statistics of one sequence. Each method gets all token ids and reads those that are new."""
 
-    def __init__(self, num_prompt_tokens: int, no_repeat_ngram_size: int = 0) -> None:
+    def __init__(
+        self, num_prompt_tokens: int, no_repeat_ngram_size: int = 0, source: SourceTokens | None = None
+    ) -> None:
+        self.source = source
         self._num_prompt_tokens = num_prompt_tokens
         self._prompt: NDArray[np.int64] | None = None  # its distinct tokens
         self._output = TokenCounts()
@@ -129,8 +152,9 @@ class History:
         return self._output
 
     def repeating(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that would complete an n-gram of `no_repeat_ngram_size` a second time."""
-        return self._ngrams.successors(token_ids) if self._ngrams is not None else []
+        """Return the tokens that would complete an n-gram a second time, or one of the source."""
+        repeating = self._ngrams.successors(token_ids) if self._ngrams is not None else []
+        return repeating if self.source is None else [*repeating, *self.source.following(token_ids)]
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Read a chunk of a long prompt early, so that the last step of its prefill does not read all of it."""
@@ -139,7 +163,7 @@ class History:
 
     def fork(self) -> History:
         """Return an independent copy for another continuation (a beam)."""
-        copy = History(self._num_prompt_tokens)
+        copy = History(self._num_prompt_tokens, source=self.source)
         copy._prompt, copy._output, copy._num_counted = self._prompt, self._output.copy(), self._num_counted
         copy._ngrams = self._ngrams.fork() if self._ngrams is not None else None
         return copy

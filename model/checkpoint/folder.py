@@ -16,12 +16,15 @@ from safetensors import SafetensorError, safe_open
 from model.api.request import Pooling
 from model.checkpoint.colbert import read_colbert
 from model.checkpoint.generation_config import (
+    GENERATION,
     GenerationTask,
-    generation_settings,
     generation_tasks,
     not_served,
+    read_generation,
     sampling_defaults,
-    token_id_settings,
+    settings_of,
+    unknown_settings,
+    without_generation,
 )
 from model.checkpoint.gguf.layout import gguf_config, origins
 from model.checkpoint.gguf.settings import pooling, raw_settings, recommended_sampling
@@ -54,6 +57,7 @@ from model.errors import ConfigError, listed
 from model.families import FAMILIES, read_settings
 from model.families.table.classifiers import token_classifier
 from model.families.table.rules import Family
+from model.families.table.token_rules import within_vocabulary
 from model.gguf.container import gguf_path, read_gguf
 from model.media.images import ImageProcessing, read_image_processing
 from model.media.log_mel import LogMel, read_log_mel
@@ -101,11 +105,7 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
     if not path.is_dir():
         raise ConfigError(f"{path.name}: no such folder; expected a Hugging Face checkpoint folder or a GGUF file")
     raw = read_json(path / "config.json", required=True)
-    # Older folders keep generation settings in config.json; the oldest use another name for one of them.
-    newer = read_json(path / "generation_config.json")
-    if raw.get("force_bos_token_to_be_generated") and not newer:
-        raw["forced_bos_token_id"] = raw.get("bos_token_id")
-    generation = generation_settings(raw, newer)
+    generation = read_generation(path, raw)
     files = _weight_files(path, _WEIGHTS if pickle else _WEIGHTS[:1])
     names = tensor_names(files, FAMILIES.get(str(raw.get("model_type"))))
     settings = _quantization_settings(path, raw)
@@ -115,7 +115,9 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
             f"quantization_config says {settings.get('quant_method', 'bitsandbytes')}, but no projection is stored so"
         )
     layouts = find_layouts(quantization.layouts, names, files) if quantization.layouts else {}
-    config, ignored = read_settings({**raw, **token_id_settings(generation)}, logical_names(names, layouts))
+    described = without_generation(raw) | generation.token_rules()
+    config, ignored = read_settings(described, logical_names(names, layouts))
+    config, warnings = within_vocabulary(config)
     config, packed = _stored_as(config, quantization, layouts, names)
     sentences = _sentences(path, raw, config, files, pickle=pickle)
     if sentences.score_tokens:
@@ -124,8 +126,9 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         config = _without_head(config)
     else:
         sentences = replace(sentences, pooling=(_default_pooling(config),))
-    encoder_decoder = config.form == "encoder-decoder"
-    warnings = [f"keys of config.json that have no effect for this type: {listed(ignored)}"] if ignored else []
+    if ignored:
+        warnings.append(f"keys of config.json that have no effect for this type: {listed(ignored)}")
+    warnings += unknown_settings(generation, speech=config.audio is not None)
     return Checkpoint(
         path=path,
         config=config,
@@ -133,13 +136,13 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         packed=packed,
         quantization=made_for(settings),
-        sampling_defaults=sampling_defaults(generation, encoder_decoder),
+        sampling_defaults=sampling_defaults(generation),
         sentences=sentences,
         images=_images(path, config, warnings),
-        tasks=generation_tasks(raw, generation, encoder_decoder) if config.can_generate else {},
-        not_served=not_served(raw, generation, encoder_decoder) if config.can_generate else (),
+        tasks=generation_tasks(raw, generation) if config.can_generate else {},
+        not_served=not_served(raw, generation) if config.can_generate else (),
         log_mel=_log_mel(path, config, warnings),
-        speech=read_speech_tokens(path, raw, newer, config) if config.audio is not None else None,
+        speech=read_speech_tokens(path, raw, generation.values, config) if config.audio is not None else None,
         warnings=warnings,
     )
 
@@ -203,21 +206,21 @@ def _read_gguf(path: Path, file: Path) -> Checkpoint:
     """Describe a GGUF file; beside it in a folder, generation_config.json holds."""
     model = read_gguf(file)
     raw = raw_settings(model)
-    beside = read_json(path / "generation_config.json") if path.is_dir() else {}
-    generation = generation_settings({}, recommended_sampling(model) | beside)
-    config = gguf_config(raw | token_id_settings(generation), origins(model, raw))
+    beside = read_json(path / GENERATION) if path.is_dir() else {}
+    generation = settings_of(recommended_sampling(model) | beside, {})
+    config, warnings = within_vocabulary(gguf_config(raw | generation.token_rules(), origins(model, raw)))
     pooled = pooling(model)
     if pooled is not None:
         config = _without_head(config)
-    encoder_decoder = config.form == "encoder-decoder"
     return Checkpoint(
         path=path,
         config=config,
         weight_files=model.paths,
         dtype=model.dtype,
-        sampling_defaults=sampling_defaults(generation, encoder_decoder),
+        sampling_defaults=sampling_defaults(generation),
         sentences=SentenceSettings(pooling=(pooled or _default_pooling(config),), normalize=pooled is not None),
-        not_served=not_served(raw, generation, encoder_decoder) if config.can_generate else (),
+        not_served=not_served(raw, generation) if config.can_generate else (),
+        warnings=[*warnings, *unknown_settings(generation, speech=False)],
     )
 
 

@@ -1,41 +1,68 @@
-"""Sampling defaults of generation_config.json and of config.json's tasks, and their settings that are not served."""
+"""Reads the settings of generation: generation_config.json's, or config.json's in folders from before that file.
+
+`SETTINGS` says what is done with every key of the reference's `GenerationConfig`. A value that cannot be raises
+`ConfigError`, which names the file and the key.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from model.errors import ConfigError
+from model.api.sampling_bounds import MAX_LENGTH, check_value
+from model.checkpoint.json_files import read_json
+from model.checkpoint.setting_tables import Use, asked_for, table, unknown
+from model.errors import ConfigError, listed
+from model.families.table.token_rules import generation_rules, only_token
 
-_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # used with do_sample
-GENERATION_SETTINGS = (
-    *("temperature", "top_k", "top_p", "min_p", "typical_p", "do_sample", "repetition_penalty", "no_repeat_ngram_size"),
-    *("max_length", "min_length", "max_new_tokens", "min_new_tokens"),
-    *("num_beams", "length_penalty", "early_stopping"),
+GENERATION = "generation_config.json"
+_CONFIG = "config.json"
+_IDENTITIES = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_RULES = (
+    *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+    *("bad_words_ids", "sequence_bias"),
 )
-_ALWAYS_DEFAULTS = (
-    *("repetition_penalty", "no_repeat_ngram_size", "max_length"),
-    *("num_beams", "length_penalty", "early_stopping"),
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # used with do_sample
+_DEFAULT_TOP_K = 50  # of the reference, where a folder samples and sets none; 0 is off
+_OTHERS = (
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("num_beams", "length_penalty", "early_stopping", "renormalize_logits", "exponential_decay_length_penalty"),
 )
-# Settings that would change outputs and are not served; without effect at 1, or at 0, null or empty.
-_NOT_SERVED_UNLESS_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beam_groups")
-_WITHOUT_EFFECT = ("use_cache", "num_return_sequences", "output_scores", "return_dict_in_generate")
-_NOT_SERVED = (
-    "constraints",
-    "diversity_penalty",
-    "dola_layers",
-    "encoder_no_repeat_ngram_size",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "force_words_ids",
-    "penalty_alpha",
-    "sequence_bias",
-    "stop_strings",
-    "top_h",
-    "watermarking_config",
+_LENGTHS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens")
+_SAMPLED_ONLY = ("top_h", "epsilon_cutoff", "eta_cutoff")
+SETTINGS = table(
+    served=(*_IDENTITIES, *_RULES, *_SAMPLING, *_OTHERS, *_LENGTHS, "do_sample"),
+    warned=(
+        *_SAMPLED_ONLY,
+        *("constraints", "diversity_penalty", "dola_layers", "force_words_ids", "guidance_scale", "max_time"),
+        *("num_beam_groups", "penalty_alpha", "stop_strings", "token_healing", "watermarking_config"),
+    ),
+    unused=(
+        # How it is computed, not what.
+        *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
+        *("compile_config", "disable_compile", "continuous_batching_config", "remove_invalid_values"),
+        # Drafts, whose results are those without.
+        *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+        *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight"),
+        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type", "use_mtp"),
+        # What is returned, which a request says.
+        *("num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+        *("return_dict_in_generate", "transformers_version"),
+    ),
+    neutral={"guidance_scale": (1,), "num_beam_groups": (1,)},
 )
+SPEECH_SETTINGS = table(  # that Whisper's generation_config.json has besides
+    served=(
+        *("alignment_heads", "is_multilingual", "lang_to_id", "task_to_id", "no_timestamps_token_id"),
+        *("prev_sot_token_id", "max_initial_timestamp_index", "return_timestamps", "language", "task"),
+        *("forced_decoder_ids", "median_filter_width"),
+    ),
+    warned=("force_unique_generate_call", "prompt_condition_type"),
+    neutral={"prompt_condition_type": ("first-segment",)},
+)
+_WHOLE = ("top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams", *_LENGTHS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,77 +73,168 @@ class GenerationTask:
     sampling_defaults: dict[str, Any] = field(default_factory=dict)  # instead of the checkpoint's
 
 
-def token_id_settings(generation: dict[str, Any]) -> dict[str, Any]:
-    """Return the token id settings, which override config.json's as in `transformers`."""
-    names = (
-        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "bad_words_ids"),
-        *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
-    )
-    return {name: generation[name] for name in names if generation.get(name) is not None}
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """Holds a folder's settings of generation as they stand in `file`; null ones are left out."""
+
+    values: dict[str, Any]
+    file: str = GENERATION
+
+    def token_rules(self) -> dict[str, Any]:
+        """Return what the network's configuration holds: token ids that begin, end or never occur in an output.
+
+        Raises `ConfigError` for what is no token id.
+        """
+        found = {name: self.values[name] for name in (*_IDENTITIES, *_RULES) if name in self.values}
+        try:
+            generation_rules(found)
+            one = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
+            return found | {name: only_token(found, name) for name in one if name in found}
+        except ConfigError as error:
+            raise ConfigError(f"{self.file}: {error}") from None
 
 
-def generation_settings(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return generation_config.json's settings over those that older folders keep in config.json."""
-    names = (*GENERATION_SETTINGS, *_NOT_SERVED, *_NOT_SERVED_UNLESS_ONE)
-    return {name: config[name] for name in names if name in config} | dict(generation)
+def read_generation(path: Path, config: Mapping[str, Any]) -> GenerationSettings:
+    """Return the settings of the folder `path`, of generation_config.json alone where it is there.
+
+    `config` is config.json. Its ids of begin, end and padding hold where the newer file has none.
+    """
+    file = path / GENERATION
+    if file.is_file():
+        return settings_of(read_json(file), config)
+    values = {name: value for name, value in config.items() if name in SETTINGS and value is not None}
+    for part in ("decoder", "generator", "text_config"):  # which hold what the whole does not say
+        if isinstance(nested := config.get(part), Mapping):
+            values = {name: value for name, value in nested.items() if name in SETTINGS and value is not None} | values
+            break
+    if config.get("force_bos_token_to_be_generated"):  # the oldest name
+        values["forced_bos_token_id"] = config.get("bos_token_id")
+    return GenerationSettings(values, _CONFIG)
 
 
-def sampling_defaults(
-    generation: Mapping[str, Any], encoder_decoder: bool, where: str = "generation_config.json"
-) -> dict[str, Any]:
-    """Return defaults for fields of `SamplingParams` that a request omits: greedy unless `do_sample` is set."""
-    for name in set(GENERATION_SETTINGS) - {"do_sample", "early_stopping"}:
-        value = generation.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"{where}: {name} must be a number, found {value!r}")
-    sampling = _SAMPLING_DEFAULTS if generation.get("do_sample", False) else ()
-    names = (*_ALWAYS_DEFAULTS, *sampling)
-    defaults = {name: generation[name] for name in names if generation.get(name) is not None}
+def settings_of(generation: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationSettings:
+    """Return the settings of a generation_config.json, completed by config.json's token ids."""
+    values = {name: value for name, value in generation.items() if value is not None}
+    identities = {name: config[name] for name in _IDENTITIES if config.get(name) is not None}
+    return GenerationSettings(identities | values)
+
+
+def without_generation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without the token rules of generation, which the settings of the folder replace."""
+    return {name: value for name, value in config.items() if name not in _RULES}
+
+
+def sampling_defaults(settings: GenerationSettings, where: str | None = None) -> dict[str, Any]:
+    """Return defaults for fields of `SamplingParams` that a request omits: greedy unless `do_sample` is true.
+
+    `max_length` and `min_length` stay: they count what an output begins behind, which a request says.
+    """
+    given, where = settings.values, where or settings.file
+    sampling = given.get("do_sample") is True
+    names = (*_OTHERS, "max_length", *(_SAMPLING if sampling else ()))
+    defaults = {name: _value(given, name, where) for name in names if given.get(name) is not None}
+    for name in set(_SAMPLING).intersection(given) - set(names):
+        _value(given, name, where)
     if sampling:
         defaults.setdefault("temperature", 1.0)
-    if generation.get("max_new_tokens"):
-        defaults["max_tokens"] = generation["max_new_tokens"]
-    if generation.get("min_new_tokens"):
-        defaults["min_tokens"] = generation["min_new_tokens"]
-    elif generation.get("min_length") and encoder_decoder:
-        defaults["min_tokens"] = generation["min_length"] - 1  # min_length includes the start token
-    return defaults
+        if not defaults.setdefault("top_k", _DEFAULT_TOP_K):
+            del defaults["top_k"]
+    if given.get("max_new_tokens") is not None:
+        defaults["max_tokens"] = _value(given, "max_new_tokens", where)
+    if given.get("min_new_tokens") is not None:
+        defaults["min_tokens"] = _value(given, "min_new_tokens", where)
+    elif given.get("min_length"):
+        defaults["min_length"] = _value(given, "min_length", where)
+    return {name: value for name, value in defaults.items() if value is not None}
 
 
-def generation_tasks(
-    config: Mapping[str, Any], generation: Mapping[str, Any], encoder_decoder: bool
-) -> dict[str, GenerationTask]:
-    """Return the tasks of config.json by name, each with its settings over `generation`.
+def _value(given: Mapping[str, Any], name: str, where: str) -> Any:
+    """Return a setting's value for its field of `SamplingParams`; None for one without effect."""
+    value = given[name]
+    if name == "early_stopping":
+        if value not in (True, False, "never"):
+            raise ConfigError(f'{where}: early_stopping must be true, false or "never", found {value!r}'[:300])
+        return value if value == "never" else bool(value)
+    if name == "renormalize_logits":
+        return True if value is True else None
+    if name == "exponential_decay_length_penalty":
+        return _decay(value, where)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{where}: {name} must be a number, found {value!r}"[:300])
+    if name in _WHOLE:
+        if value != value or value in (float("inf"), float("-inf")) or value != int(value):
+            raise ConfigError(f"{where}: {name} must be a whole number, found {value!r}")
+        value = int(value)
+    if name in ("top_p", "typical_p") and value >= 1:
+        return None
+    if name == "top_p" and value == 0:
+        return 1e-9  # the likeliest token alone, as there
+    if name in ("max_length", "max_new_tokens"):
+        value = min(value, MAX_LENGTH)
+    bounded = {"max_length": "max_tokens", "max_new_tokens": "max_tokens"}
+    bounded |= {"min_length": "min_tokens", "min_new_tokens": "min_tokens"}
+    try:
+        check_value(bounded.get(name, name), value)
+    except ConfigError as error:
+        reason = str(error).removeprefix(bounded.get(name, name))
+        raise ConfigError(f"{where}: {name}{reason}") from None
+    return value
+
+
+def _decay(value: Any, where: str) -> tuple[int, float]:
+    """Return `exponential_decay_length_penalty`: after how many tokens it begins, and its factor."""
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(one) in (int, float) for one in value):
+        raise ConfigError(
+            f"{where}: exponential_decay_length_penalty must be a number of tokens and a factor, found {value!r}"[:300]
+        )
+    try:
+        check_value("exponential_decay_length_penalty", value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return int(value[0]), float(value[1])
+
+
+def generation_tasks(config: Mapping[str, Any], settings: GenerationSettings) -> dict[str, GenerationTask]:
+    """Return the tasks of config.json by name, each with its settings over the folder's.
 
     A task's prefix overrides the one that config.json has for all tasks, as in the pipelines of `transformers` 4.
     """
     tasks = {}
-    for name, settings in _task_settings(config).items():
-        where = f"config.json: task_specific_params.{name}"
-        prefix = settings.get("prefix", config.get("prefix"))
+    for name, own in _task_settings(config).items():
+        where = f"{_CONFIG}: task_specific_params.{name}"
+        prefix = own.get("prefix", config.get("prefix"))
         if prefix is not None and not isinstance(prefix, str):
             raise ConfigError(f"{where}: prefix must be a text, found {prefix!r}")
-        defaults = sampling_defaults({**generation, **settings}, encoder_decoder, where)
-        tasks[name] = GenerationTask(prefix or "", defaults)
+        together = GenerationSettings({**settings.values, **own})
+        tasks[name] = GenerationTask(prefix or "", sampling_defaults(together, where))
     return tasks
 
 
-def not_served(config: Mapping[str, Any], generation: Mapping[str, Any], encoder_decoder: bool) -> tuple[str, ...]:
-    """Return the names of settings that would change outputs and are ignored, a task's behind its name."""
-    names = _ignored(generation, _NOT_SERVED, encoder_decoder)
-    for task, settings in _task_settings(config).items():
-        known = (*GENERATION_SETTINGS, *_WITHOUT_EFFECT, "prefix")
-        others = {name for name in settings if name not in known and settings[name] != generation.get(name)}
-        names += [f"{task}.{name}" for name in _ignored(settings, others, encoder_decoder)]
+def not_served(config: Mapping[str, Any], settings: GenerationSettings) -> tuple[str, ...]:
+    """Return the names of settings that would change outputs and are ignored, a task's after its name."""
+    names = _ignored(settings.values)
+    for task, own in _task_settings(config).items():
+        changed = {name: value for name, value in own.items() if value != settings.values.get(name)}
+        ignored = _ignored(changed | {name: own[name] for name in ("do_sample", "num_beams") if name in own})
+        ignored += [name for name in (*_IDENTITIES, *_RULES) if changed.get(name)]  # they hold for all requests
+        ignored += unknown(changed, {**SETTINGS, "prefix": SETTINGS["max_length"]})
+        names += [f"{task}.{name}" for name in sorted(set(ignored))]
     return tuple(names)
 
 
-def _ignored(settings: Mapping[str, Any], names: Collection[str], encoder_decoder: bool) -> list[str]:
-    """Return in order which of `names`, and of those that are off at 1, are set."""
-    found = {name for name in set(names) - set(_NOT_SERVED_UNLESS_ONE) if settings.get(name)}
-    found |= {name for name in _NOT_SERVED_UNLESS_ONE if settings.get(name) not in (None, 1)}
-    if settings.get("min_length") and not encoder_decoder and not settings.get("min_new_tokens"):
-        found.add("min_length")  # there it counts the prompt
+def unknown_settings(settings: GenerationSettings, *, speech: bool) -> list[str]:
+    """Return a sentence that names the keys that the reference does not know either; none where there are none."""
+    names = unknown(settings.values, SETTINGS if not speech else {**SETTINGS, **SPEECH_SETTINGS})
+    return [f"{settings.file}: unknown settings are ignored: {listed(names)}"] if names else []
+
+
+def _ignored(values: Mapping[str, Any]) -> list[str]:
+    """Return which settings are asked for and not served, in order."""
+    sampling = values.get("do_sample") is True
+    tables = {**SETTINGS, **SPEECH_SETTINGS}
+    found = [name for name in asked_for(values, tables, Use.WARNED) if sampling or name not in _SAMPLED_ONLY]
+    if sampling and (values.get("num_beams") or 1) != 1:
+        found.append("do_sample with num_beams")  # beams are searched and not drawn
     return sorted(found)
 
 

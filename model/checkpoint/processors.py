@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.json_files import read_json
-from model.checkpoint.setting_tables import Table, Use, asked_for, shortened, table, unknown
-from model.errors import ConfigError
+from model.checkpoint.setting_tables import Table, Use, asked_for, table, unknown
+from model.errors import ConfigError, listed
 
 PROCESSOR = "processor_config.json"
 PREPROCESSOR = "preprocessor_config.json"
@@ -75,4 +75,4 @@ def warnings_of(processor: ProcessorSettings, known: Table) -> list[str]:
         value = processor.settings[key]
         raise ConfigError(f"{processor.where}: {key} = {value!r} is not served; remove it if the model does without")
     names = unknown(processor.settings, known)
-    return [f"{processor.where}: unknown settings are ignored: {shortened(names)}"] if names else []
+    return [f"{processor.where}: unknown settings are ignored: {listed(names)}"] if names else []

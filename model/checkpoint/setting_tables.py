@@ -5,7 +5,7 @@ A reader asks its table for the keys that change results and are not computed, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -58,9 +58,3 @@ def asked_for(settings: Mapping[str, Any], known: Table, use: Use) -> Iterator[s
 def unknown(settings: Mapping[str, Any], known: Table) -> list[str]:
     """Return the keys of a file that the table does not have, but for null ones and private ones (`_name`)."""
     return sorted(key for key, value in settings.items() if key not in known and value is not None and key[:1] != "_")
-
-
-def shortened(names: Sequence[str], most: int = 8) -> str:
-    """Return names joined by commas: of many the first ones, and how many there are more."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(name[:60] for name in names[:most]) + more

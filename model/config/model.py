@@ -364,6 +364,12 @@ class GenerationRules:
     suppressed: tuple[int, ...] = ()  # suppress_tokens, and bad_words_ids of one token
     suppressed_first: tuple[int, ...] = ()  # begin_suppress_tokens
     banned_sequences: tuple[tuple[int, ...], ...] = ()  # bad_words_ids of several
+    biases: tuple[tuple[tuple[int, ...], float], ...] = ()  # sequence_bias: added to the logit of a sequence's last
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether what is banned or biased depends on the tokens before."""
+        return bool(self.banned_sequences) or any(len(tokens) > 1 for tokens, _ in self.biases)
 
 
 @dataclass(frozen=True, slots=True)

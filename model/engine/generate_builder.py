@@ -173,7 +173,7 @@ def _cache(
 
 def _overlaps(config: ModelConfig, device: torch.device) -> bool:
     """Whether a step is launched before the last one's tokens are known; a CPU computes where it would be prepared."""
-    return device.type == "cuda" and not config.generation.banned_sequences
+    return device.type == "cuda" and not config.generation.reads_output
 
 
 def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:

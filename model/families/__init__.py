@@ -49,10 +49,10 @@ from model.families import (
     whisper,
     xlnet,
 )
-from model.families.table.helpers import generation_rules
 from model.families.table.known_keys import known_keys
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
+from model.families.table.token_rules import generation_rules
 
 _TABLES = (
     albert,

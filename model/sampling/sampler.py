@@ -1,14 +1,16 @@
 """The sampler turns a batch of logits into tokens; the result of a row depends only on its own request.
 
-The steps are, in the literature's usual order: logit bias; repetition, presence and frequency penalties; banned tokens,
-grammar masks and rules of timestamps; temperature; top-k; top-p (Holtzman et al. 2020); min-p (Nguyen et al. 2024);
-typical-p; sampling. Random numbers are counter-based: one uniform number for (seed, sequence index, output position),
-independent of other rows and of earlier steps. Temperature 0 is argmax.
+The steps are, in the literature's usual order: logit biases; penalties of the source's tokens and of repetition,
+presence and frequency; the growing chance of an end; banned tokens, grammar masks and rules of timestamps;
+temperature; top-k; top-p (Holtzman et al. 2020); min-p (Nguyen et al. 2024); typical-p; sampling. Random numbers are
+counter-based: one uniform number for (seed, sequence index, output position), independent of other rows and of earlier
+steps. Temperature 0 is argmax.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -25,6 +27,7 @@ from model.system.transfer import device_tensor, to_device
 
 _MASK = (1 << 64) - 1
 _BARRED = float("-inf")
+_MAX_EXPONENT = 80.0  # of e: larger factors of a logit are no float32
 _MAX_EXTRA_CANDIDATES = 64  # candidates beyond those asked for, in place of banned ones
 
 
@@ -40,6 +43,8 @@ class SamplingRow:
     forced_token_id: int | None = None  # the only token allowed
     allowed: NDArray[np.bool_] | None = None  # [V], the grammar's mask; excludes banned tokens too
     history: History | None = None  # incremental statistics of `token_ids`; None: computed from scratch
+    biases: Mapping[int, float] | None = None  # the checkpoint's, by token
+    ending_token_ids: Sequence[int] = ()  # those that `exponential_decay_length_penalty` makes likelier
     num_ahead: int = 0  # drafts behind `token_ids` that the row comes after
 
     @property
@@ -98,14 +103,18 @@ def process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if not indices:
         return logits
     logits, at, rows = logits.to(torch.float32, copy=True), np.array(indices), [rows[i] for i in indices]
+    if any(row.biases for row in rows):
+        _add(logits, at, [row.biases or {} for row in rows])
     if any(row.params.logit_bias for row in rows):
-        biases = [bias for row in rows for bias in row.params.logit_bias.values()]
-        where = _row_and_column([tuple(row.params.logit_bias) for row in rows], at, logits.device)
-        logits[where] += device_tensor(biases, logits.device, torch.float32)
+        _add(logits, at, [row.params.logit_bias for row in rows])
+    if any(row.params.encoder_repetition_penalty != 1.0 for row in rows):
+        _apply_source_penalty(logits, rows, at)
     if any(row.params.repetition_penalty != 1.0 for row in rows):
         _apply_repetition_penalty(logits, rows, at)
     if any(row.params.presence_penalty or row.params.frequency_penalty for row in rows):
         _apply_presence_and_frequency_penalties(logits, rows, at)
+    if any(row.ending_token_ids for row in rows):
+        _apply_decay(logits, rows, at)
     bans = [_bans(row) for row in rows]
     if any(bans):
         logits[_row_and_column(bans, at, logits.device)] = _BARRED
@@ -162,6 +171,36 @@ def _row_and_column(lists: list[Sequence[int]], at: NDArray[np.int64], device: t
     return to_device(torch.from_numpy(np.repeat(at, lengths)), device), to_device(torch.from_numpy(tokens), device)
 
 
+def _add(logits: Tensor, at: NDArray[np.int64], biases: Sequence[Mapping[int, float]]) -> None:
+    """Add each row's biases to the logits of its tokens, in place."""
+    where = _row_and_column([tuple(one) for one in biases], at, logits.device)
+    logits[where] += device_tensor([bias for one in biases for bias in one.values()], logits.device, torch.float32)
+
+
+def _apply_decay(logits: Tensor, rows: Sequence[SamplingRow], at: NDArray[np.int64]) -> None:
+    """Raise what ends an output by |logit| * (factor ** tokens beyond the start - 1), in place."""
+    raised = [(int(place), row) for place, row in zip(at, rows, strict=True) if row.ending_token_ids]
+    for place, row in raised:
+        start, factor = row.params.exponential_decay_length_penalty or (0, 1.0)
+        if (beyond := row.num_output_tokens - start) > 0:
+            ids = device_tensor(row.ending_token_ids, logits.device, torch.int64)
+            finite = factor <= 1 or beyond * math.log(factor) < _MAX_EXPONENT
+            growth = factor**beyond if finite else math.exp(_MAX_EXPONENT)
+            logits[place, ids] += logits[place, ids].abs() * (growth - 1)
+
+
+def _apply_source_penalty(logits: Tensor, rows: Sequence[SamplingRow], at: NDArray[np.int64]) -> None:
+    """Multiply positive and divide negative logits of the source's tokens by the penalty, in place."""
+    penalised = [
+        (i, row.history.source.distinct, 1 / row.params.encoder_repetition_penalty)
+        for i, row in enumerate(rows)
+        if row.params.encoder_repetition_penalty != 1.0 and row.history is not None and row.history.source is not None
+    ]
+    if penalised:
+        places, tokens, factors = (list(column) for column in zip(*penalised, strict=True))
+        _divide(logits, at[places], tokens, factors)
+
+
 def _apply_repetition_penalty(logits: Tensor, rows: Sequence[SamplingRow], at: NDArray[np.int64]) -> None:
     """Divide positive and multiply negative logits of seen tokens by the penalty (Keskar et al. 2019), in place.
 
@@ -169,9 +208,14 @@ def _apply_repetition_penalty(logits: Tensor, rows: Sequence[SamplingRow], at: N
     """
     penalised = [i for i, row in enumerate(rows) if row.params.repetition_penalty != 1.0]
     seen = [rows[i].token_history.seen(rows[i].token_ids) for i in penalised]
-    factors = np.array([rows[i].params.repetition_penalty for i in penalised], dtype=np.float32)
+    _divide(logits, at[penalised], seen, [rows[i].params.repetition_penalty for i in penalised])
+
+
+def _divide(logits: Tensor, at: NDArray[np.int64], seen: Sequence[NDArray[np.int64]], by: Sequence[float]) -> None:
+    """Divide positive and multiply negative logits of each row's tokens by its number, in place."""
+    factors = np.array(by, dtype=np.float32)
     factor = to_device(torch.from_numpy(np.repeat(factors, [len(tokens) for tokens in seen])), logits.device)
-    where = _flat_indices(logits, at[penalised], seen)
+    where = _flat_indices(logits, at, seen)
     scores = logits.view(-1).index_select(0, where)
     logits.view(-1).scatter_(0, where, torch.where(scores > 0, scores / factor, scores * factor))
 
@@ -219,8 +263,9 @@ def _changes_scores(row: SamplingRow) -> bool:
     """Return whether the row's logits are changed by more than a list of banned tokens."""
     p = row.params
     penalties = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
+    raised = p.encoder_repetition_penalty != 1.0 or row.ending_token_ids or p.logit_bias or row.biases
     left = p.allowed_token_ids or p.timestamps or row.forced_token_id is not None or row.allowed is not None
-    return bool(penalties or p.logit_bias or left)
+    return bool(penalties or raised or left)
 
 
 def chosen_logprobs(processed: Tensor, tokens: Tensor) -> list[float]:
@@ -267,12 +312,16 @@ def top_candidates(logits: Tensor, rows: Sequence[SamplingRow], counts: Sequence
     Bans and penalties apply to log-probabilities, as in `transformers`' beam search.
     """
     bans: list[set[int]] = [set(row.banned_token_ids) for row in rows]
-    weighed = any(row.params.cumulative_logprob for row in rows)
+    weighed = any(row.params.cumulative_logprob or row.params.renormalize_logits for row in rows)
     masses = [0.0 for _ in rows]
     if weighed or any(map(_changes_scores, rows)) or max(map(len, bans)) > _MAX_EXTRA_CANDIDATES:
         _, _, logsumexp = top_k_logsumexp(logits, 1)
         values, tokens, left = top_k_logsumexp(process_logits(logits - logsumexp, rows), max(counts))
         masses = left[:, 0].tolist() if weighed else masses
+        again = [i for i, row in enumerate(rows) if row.params.renormalize_logits and masses[i] > _BARRED]
+        for i in again:
+            values[i] -= left[i]
+            masses[i] = 0.0
         bans = [set() for _ in rows]  # their log-probability is -inf now
     else:  # banned tokens are removed from a longer list, which avoids a copy of the logits
         values, tokens, logsumexp = top_k_logsumexp(logits, max(counts) + max(map(len, bans)))

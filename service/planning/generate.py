@@ -205,7 +205,7 @@ class GeneratePlanner:
             request_id=name,
             model=served.name,
             prompt_token_ids=forced if served.is_encoder_decoder else ids,
-            params=sampling_params(body, served, max(1, max_tokens), grammar),
+            params=sampling_params(body, served, start, max(1, max_tokens), grammar),
             source=token_source(ids) if served.is_encoder_decoder else None,
             priority=body.priority,
             cache_salt=cache_salt(body.cache_salt),

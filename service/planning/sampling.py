@@ -22,6 +22,12 @@ _SAMPLING_FIELDS = (
     "no_repeat_ngram_size",
     "min_tokens",
 )
+_CHECKPOINT_FIELDS = (  # that only a checkpoint sets
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "exponential_decay_length_penalty",
+    "renormalize_logits",
+)
 _BEAM_FIELDS = ("num_beams", "length_penalty", "early_stopping")
 _NOT_WITH_BEAMS = (
     "top_k",
@@ -37,9 +43,17 @@ _NOT_WITH_BEAMS = (
 )
 
 
-def sampling_params(body: GenerateBody, served: ServedModel, max_tokens: int, grammar: str = "") -> SamplingParams:
-    """Merge the client's fields over the checkpoint's defaults, and those over greedy decoding."""
-    chosen = {name: served.checkpoint.sampling_defaults.get(name) for name in _SAMPLING_FIELDS}
+def sampling_params(
+    body: GenerateBody, served: ServedModel, start: int, max_tokens: int, grammar: str = ""
+) -> SamplingParams:
+    """Merge the client's fields over the checkpoint's defaults, and those over greedy decoding.
+
+    `start` tokens are what the output begins behind, which `min_length` counts.
+    """
+    defaults = served.checkpoint.sampling_defaults
+    chosen = {name: defaults.get(name) for name in (*_SAMPLING_FIELDS, *_CHECKPOINT_FIELDS)}
+    if "min_length" in defaults:
+        chosen["min_tokens"] = max(0, defaults["min_length"] - start)
     chosen |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     sampling = {name: value for name, value in chosen.items() if value is not None}
     if sampling.get("temperature", 0.0) < GREEDY_BELOW:

@@ -77,7 +77,7 @@ def recommended_sampling(model: GGUFModel) -> dict[str, Any]:
     found = {ours: _single(model, f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
     found["repetition_penalty"] = _single(model, "general.sampling.penalty_repeat")
     found = {name: value for name, value in found.items() if value is not None}
-    return {"do_sample": True, **found} if found else {}
+    return {"do_sample": True, "top_k": 0, **found} if found else {}
 
 
 def pooling(model: GGUFModel) -> Pooling | None:

@@ -31,7 +31,7 @@ from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
 from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, ScheduledSequence, SchedulerOutput
 from model.engine.scheduling.sequence import SequenceState
-from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, forced_token
+from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, biases, forced_token
 from model.errors import ConfigError
 from model.network.inputs import packed_input
 from model.network.transformer import Transformer
@@ -303,6 +303,8 @@ class ModelRunner:
             token_ids=sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
             banned_token_ids=banned if allowed is None else (),
+            biases=biases(sequence, rules) if rules.biases else None,
+            ending_token_ids=tuple(sequence.stop_token_ids) if sequence.params.exponential_decay_length_penalty else (),
             forced_token_id=forced_token(sequence, rules),
             allowed=allowed,
             history=sequence.history,

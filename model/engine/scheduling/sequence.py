@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from model.api.request import FinishReason, Request, SamplingParams, TokenLogprob
-from model.api.token_history import History
+from model.api.token_history import History, SourceTokens
 from model.config.cache import NO_STATE
 from model.engine.scheduling.beam_search import BeamSearch, Candidates
 from model.engine.scheduling.block_table import BlockTable
@@ -92,14 +92,18 @@ class SequenceState:
         self.num_prompt_tokens = len(self.token_ids)
         p = self.params
         self.longest_context = self.num_prompt_tokens + p.max_tokens
+        compared = p.encoder_no_repeat_ngram_size or p.encoder_repetition_penalty != 1.0
         history = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty or p.no_repeat_ngram_size
         questions = (p.prompt_logprobs, p.probe, self.request.alignment)
         self.has_questions = any(question is not None for question in questions)
         looked_at = p.logprobs is not None or self.has_questions or p.cumulative_logprob
-        self.is_blind = not (history or looked_at or p.num_beams > 1 or p.grammar or p.timestamps)
+        self.is_blind = not (history or compared or looked_at or p.num_beams > 1 or p.grammar or p.timestamps)
         limits = (p.min_tokens, p.allowed_token_ids, p.suppress_tokens, p.begin_suppress_tokens, p.timestamps)
-        self.is_limited = any(limits)
-        self.history = History(self.num_prompt_tokens, p.no_repeat_ngram_size) if history else None
+        self.is_limited = any(limits) or p.exponential_decay_length_penalty is not None
+        if history or compared:
+            source = self.request.source.token_ids if self.request.source is not None else self.request.prompt_token_ids
+            tokens = SourceTokens(source, p.encoder_no_repeat_ngram_size) if compared else None
+            self.history = History(self.num_prompt_tokens, p.no_repeat_ngram_size, tokens)
 
     @classmethod
     def of(

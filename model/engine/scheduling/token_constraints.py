@@ -35,6 +35,15 @@ def banned_tokens(sequence: SequenceState, rules: GenerationRules) -> list[int]:
     return banned
 
 
+def biases(sequence: SequenceState, rules: GenerationRules) -> dict[int, float]:
+    """What the checkpoint adds to logits of next tokens, by token."""
+    found: dict[int, float] = {}
+    for tokens, bias in rules.biases:
+        if len(tokens) == 1 or _completing(sequence.token_ids, (tokens,)):
+            found[tokens[-1]] = found.get(tokens[-1], 0.0) + bias
+    return found
+
+
 def allowed_tokens(sequence: SequenceState, banned: Iterable[int]) -> Mask | None:
     """The tokens that its grammar leaves, as a mask over the vocabulary; None where it has none.
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from model.config.layer import Activation, AttentionConfig, LayerConfig, NormSpan
-from model.config.model import GenerationRules, HeadConfig
+from model.config.model import HeadConfig
 from model.errors import ConfigError
 from model.families.table.raw_config import Settings
 from model.families.table.rules import LinearRule, TensorRule
@@ -45,30 +45,15 @@ def refuse_unless(raw: Mapping[str, Any], **allowed: object) -> None:
             raise ConfigError(f"{key} = {raw[key]!r} is not served for {raw.get('model_type')!r}, only {value!r}")
 
 
-def ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return a config.json field of no, one or several token ids as a tuple."""
+def ids(value: object, key: str = "eos_token_id") -> tuple[int, ...]:
+    """Return a field of no, one or several token ids as a tuple; raises `ConfigError` for anything else."""
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (value,)
-
-
-def generation_rules(raw: Mapping[str, Any]) -> GenerationRules:
-    """Return the generation rules of generation_config.json, which `read_checkpoint` merges into config.json."""
-    eos = [[token] for token in ids(raw.get("eos_token_id"))]
-    words = [tuple(word) for word in raw.get("bad_words_ids") or [] if word not in eos]  # as in `transformers`
-    if not all(words):
-        raise ConfigError("bad_words_ids holds an empty sequence")
-    forced = {name: raw.get(name) for name in ("forced_bos_token_id", "forced_eos_token_id")}
-    for name, value in forced.items():
-        if isinstance(value, list):
-            raise ConfigError(f"{name} with several ids is not served, found {value}")
-    return GenerationRules(
-        forced_first=forced["forced_bos_token_id"],
-        forced_last=forced["forced_eos_token_id"],
-        suppressed=(*ids(raw.get("suppress_tokens")), *(word[0] for word in words if len(word) == 1)),
-        suppressed_first=ids(raw.get("begin_suppress_tokens")),
-        banned_sequences=tuple(word for word in words if len(word) > 1),
-    )
+    values = value if isinstance(value, list | tuple) else [value]
+    for one in values:
+        if isinstance(one, bool) or not (isinstance(one, int) or (isinstance(one, float) and one.is_integer())):
+            raise ConfigError(f"{key} must be a token id or a list of them, found {one!r}"[:200])
+    return tuple(map(int, values))
 
 
 def tied(raw: Mapping[str, Any], names: Collection[str] | None, head: str = "lm_head.weight") -> bool:
