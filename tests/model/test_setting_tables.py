@@ -1,0 +1,33 @@
+"""The tables of settings files stand in the docs as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from model.checkpoint.generation_config import SETTINGS, SPEECH_SETTINGS
+from model.checkpoint.processors import AUDIO_SETTINGS, IMAGE_SETTINGS
+from model.checkpoint.setting_tables import Table, Use
+
+DOCS = Path(__file__).parents[2] / "docs"
+TABLES = {
+    "`generation_config.json`": ("checkpoints.md", SETTINGS),
+    "an image processor": ("checkpoints.md", IMAGE_SETTINGS),
+    "Whisper's `generation_config.json`, besides": ("speech.md", SPEECH_SETTINGS),
+    "a feature extractor": ("speech.md", AUDIO_SETTINGS),
+}
+
+
+def rows(title: str, table: Table) -> str:
+    """The table as the docs have it: a row for each use."""
+    keys = {use: ", ".join(f"`{key}`" for key in sorted(table) if table[key].use is use) for use in Use}
+    lines = [f"| {use} | {names} |" for use, names in keys.items() if names]
+    return "\n".join([f"| keys of {title} | |", "|---|---|", *lines, ""])
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_the_docs_have_the_table(title: str) -> None:
+    name, table = TABLES[title]
+    expected = rows(title, table)
+    assert expected in (DOCS / name).read_text(), f"docs/{name} must hold:\n{expected}"
