@@ -63,7 +63,7 @@ SERVICE = """
     lifecycle           : model/errors model/api model/gguf model/checkpoint settings sandbox core observability
                           planning
     speech              : model/errors model/api model/speech settings core observability planning lifecycle
-    chat                : model/text settings core schemas planning lifecycle
+    chat                : model/errors model/text settings sandbox core schemas planning lifecycle
     http                : model/errors model/api model/text model/speech settings core schemas observability planning
                           lifecycle speech
     dialects            : model/api model/text model/speech core schemas planning/outputs planning lifecycle speech chat
@@ -72,13 +72,13 @@ SERVICE = """
                           lifecycle speech chat http dialects
     app                 : settings core observability lifecycle http routes
     runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
-                          observability lifecycle http app
+                          observability lifecycle chat http app
     runtimes/ray_serve  : model/errors model/api model/checkpoint settings core observability lifecycle http runtimes
     runtimes/fronts     : model/errors model/api model/system model/checkpoint model/client settings core observability
                           planning lifecycle http app runtimes
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
                           model/inspection model/speech model/engine model/llm model/quantization settings
-                          observability lifecycle runtimes runtimes/ray_serve runtimes/fronts
+                          observability lifecycle chat runtimes runtimes/ray_serve runtimes/fronts
 """
 LOADTEST = """
     errors

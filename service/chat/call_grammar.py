@@ -10,15 +10,22 @@ import json
 import re
 from collections.abc import Callable
 
-from model.text.grammar import json_rule, rules_grammar, rules_of
-from service.chat.formats import CallSyntax, ReasoningFormat
+from model.text.grammar import rules_grammar, rules_of
+from service.chat.argument_grammar import ArgumentRules
+from service.chat.formats import ReasoningFormat
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import ToolUse
+from service.core.call_syntax import VARYING, CallSyntax
 
 SpecialId = Callable[[str], int | None]  # the id of a text that is a special token
 
 _ANY = r"/(?s:.*)/"
 _NO_CALL = r"/(\s*[^\s\[{<`](?s:.*))?/"  # text that does not begin as calls without a mark do
+_TO_FUNCTIONS, _COMMENTARY = (
+    " to=functions.",
+    "<|channel|>commentary json<|message|>",
+)  # as gpt-oss's template writes it
+_MOST_VARYING = 64  # characters of an id, a number or a type
 _GAP = r"/\n{0,2}/"  # between reasoning and what follows
 
 
@@ -66,7 +73,7 @@ class _Writer:
         trigger = calls.syntax.trigger
         if not trigger:
             self._rules["no_call"] = "NO_CALL"
-            self._rules["NO_CALL"] = _NO_CALL
+            self._rules["NO_CALL"] = _framed(calls.syntax) if calls.syntax.content else _NO_CALL
             return f"({self._calls(calls.syntax)} | no_call)"
         before = self._until("before", trigger)
         block = f"{before} {self._calls(calls.syntax, without=trigger)}"
@@ -87,18 +94,15 @@ class _Writer:
         """Return what matches one or more calls; `without` is a beginning that was matched already."""
         text = self._text
         one = " | ".join(
-            f"{text(json.dumps(tool.name)[1:-1] + syntax.between)} {self._arguments(at)} {text(syntax.after)}"
-            for at, tool in enumerate(self._use.callable)
+            self._rules_of(at).call(tool.name, syntax, tool.schema) for at, tool in enumerate(self._use.callable)
         )
         self._rules["call"] = f"({one})"
         first = (syntax.opening + syntax.before).removeprefix(without)
         more = f"({text(syntax.separator + syntax.before)} call)*" if self._use.parallel and not syntax.one else ""
         return f"{text(first)} call {more} {text(syntax.closing)}"
 
-    def _arguments(self, at: int) -> str:
-        name = f"arguments_{at}"
-        self._rules[name] = json_rule(self._use.callable[at].schema)
-        return name
+    def _rules_of(self, at: int) -> ArgumentRules:
+        return ArgumentRules(self._rules, f"arguments_{at}", self._text, self._until)
 
     def _harmony(self) -> str:
         """Return what matches a reply in channels: reasoning, then the answer, or words to the user and a call."""
@@ -109,6 +113,10 @@ class _Writer:
         if calls is None or not use.callable:
             return f"{thought} {final}"
         call = self._calls(calls.syntax)
+        call = f"({call} | {text(_TO_FUNCTIONS)} call_as_written)"
+        self._rules["call_as_written"] = " | ".join(
+            f"{text(tool.name + _COMMENTARY)} arguments_{at}" for at, tool in enumerate(use.callable)
+        )
         if use.choice == "required":
             return f"{thought} {call}"
         words = f"({text('<|channel|>commentary<|message|>')} {free} {following})?"
@@ -116,21 +124,31 @@ class _Writer:
 
     def _until(self, rule: str, mark: str) -> str:
         """Return what matches any text up to the first `mark`, with it."""
-        if mark in self._special:
-            return f"{self._free()} <[{self._special[mark]}]>"
-        self._rules[f"{rule}[lazy]"] = f"/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}/"
+        if any(special in mark for special in self._special):
+            return f"{self._free()} {self._text(mark)}"
+        self._rules[f"{rule}[lazy]"] = f"/(?s:.*){_escaped(mark)}/"
         return rule
 
     def _text(self, text: str) -> str:
-        """Return what matches exactly this text, in which marks may be special tokens."""
+        """Return what matches exactly this text, in which marks may be special tokens, and some characters vary."""
         if not text:
             return ""
-        if not self._special:
-            return json.dumps(text, ensure_ascii=False)
-        pieces = re.split(f"({'|'.join(map(re.escape, self._special))})", text)
-        shown = (
-            f"<[{self._special[piece]}]>" if piece in self._special else json.dumps(piece, ensure_ascii=False)
-            for piece in pieces
-            if piece
-        )
-        return " ".join(shown)
+        pieces = re.split(f"({'|'.join((*map(re.escape, self._special), *VARYING))})", text)
+        return " ".join(self._piece(piece) for piece in pieces if piece)
+
+    def _piece(self, text: str) -> str:
+        if text in self._special:
+            return f"<[{self._special[text]}]>"
+        if text in VARYING:
+            return f"/{VARYING[text]}{{1,{_MOST_VARYING}}}/"
+        return json.dumps(text, ensure_ascii=False)
+
+
+def _framed(syntax: CallSyntax) -> str:
+    """Return the terminal of content that has a beginning of its own, and no call after it."""
+    return f"/{_escaped(syntax.content)}(?s:.*)/ & ~/(?s:.*){_escaped(syntax.separator)}(?s:.*)/"
+
+
+def _escaped(text: str) -> str:
+    """Return a text as a regular expression of the grammar's language."""
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")

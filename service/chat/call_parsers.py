@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from service.chat.argument_values import properties_of, value_json
 from service.chat.json_calls import json_calls, json_value
 from service.chat.parts import PartSink
 from service.chat.reader import Reader, Steps
@@ -25,6 +26,7 @@ _NAME_END = re.compile(r"[\[{\s]")
 _PLAIN_KEY = re.compile(r"[^\s:,{}\[\]]+")
 _PLAIN_VALUE = re.compile(r"[^,}\]]*")
 _HEADER = re.compile(r"<\|channel\|>|<\|start\|>| to=")  # what a message of gpt-oss may begin with
+_TO = ">>>"
 _SPACES, _COMMA = re.compile(r"\s*"), re.compile(r"\s*,?\s*")
 
 
@@ -67,7 +69,7 @@ def _tagged(reader: Reader, sink: PartSink, tools: Mapping[str, Tool], *markers:
 def _xml_call(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[bool]:
     """Parse `NAME>`, parameters and `</function>`; False if there is no name.
 
-    Each value is text, or JSON where the schema wants no string.
+    Each value is text, or JSON where the schema wants no string. All arguments may come as one JSON object.
     """
     pieces: list[str] = []
     closed = yield from reader.until(">", emit=pieces.append)
@@ -77,7 +79,12 @@ def _xml_call(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Step
         return False
     reader.forget()
     sink.call(name)
-    properties = _properties(tools.get(name))
+    if (yield from reader.skip_spaces()) == "{":
+        yield from reader.bracketed(sink.arguments)
+        yield from reader.skip_spaces()
+        yield from reader.accept("</function>")
+        return True
+    properties = properties_of(tools.get(name))
     before = "{"
     while True:
         yield from reader.skip_spaces()
@@ -89,29 +96,11 @@ def _xml_call(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Step
         yield from reader.until("</parameter>", emit=value.append)
         text = "".join(value).removeprefix("\n").removesuffix("\n")
         named = "".join(key).strip()
-        sink.arguments(f"{before}{json.dumps(named)}: {_xml_value(text, properties.get(named))}")
+        sink.arguments(f"{before}{json.dumps(named)}: {value_json(text, properties.get(named))}")
         before = ", "
     sink.arguments("{}" if before == "{" else "}")
     yield from reader.accept("</function>")
     return True
-
-
-def _properties(tool: Tool | None) -> Mapping[str, Any]:
-    found = tool.schema.get("properties") if tool is not None else None
-    return found if isinstance(found, dict) else {}
-
-
-def _xml_value(text: str, schema: object) -> str:
-    """Return the JSON of a parameter's text: a string where the schema allows one and the text is no other JSON."""
-    kinds = schema.get("type") if isinstance(schema, dict) else None
-    if kinds != "string":
-        try:
-            json_value(text)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            return text
-    return json.dumps(text, ensure_ascii=False)
 
 
 def mistral(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
@@ -336,3 +325,29 @@ def harmony(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[
         end = yield from reader.until(*ends, emit=emit)
         if emit == sink.reasoning:
             sink.end_reasoning()
+
+
+def functionary(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse messages that begin with `>>>` and who gets them, as functionary 3.2 writes them: `all`, or a function.
+
+    The prompt ends with the first `>>>`.
+    """
+    yield from reader.skip_spaces()
+    yield from reader.accept(_TO)
+    while True:
+        reader.record()
+        recipient: list[str] = []
+        if (yield from reader.until("\n", emit=recipient.append)) is None:
+            sink.content(reader.recorded())
+            return
+        name = "".join(recipient).strip()
+        if name == "all":
+            reader.forget()
+        elif name in tools and (yield from reader.skip_spaces()) == "{":
+            reader.forget()
+            sink.call(name)
+            yield from reader.bracketed(sink.arguments)
+        else:
+            sink.content(reader.recorded())
+        if (yield from reader.until(_TO, emit=sink.content)) is None:
+            return

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from model.text.grammar import json_grammar
 from service.chat.call_grammar import reply_grammar
-from service.chat.formats import ReasoningFormat, ToolFormat, fitting_id, reasoning_format, tool_format
-from service.chat.instructions import plain_messages
+from service.chat.formats import ToolFormat, reasoning_format, tool_format
+from service.chat.message_fit import fitted_messages, given_ids, shown_tools
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import Json, ToolUse
 from service.core.chat_template import ChatTemplate
 from service.core.errors import invalid, shorten
 from service.core.model_registry import ServedModel
+from service.core.template_traits import TemplateTraits
 from service.lifecycle.state import Service
 from service.planning.generate import ReplyShape, check_room
 from service.planning.response_format import OutputConstraint, check_schema
 from service.settings.service_settings import Limits
 
-_TEXT_ARGUMENTS = re.compile(r"""(\[['"]arguments['"]\]|\.arguments)\s*(\+(?!\+)|~)""")  # `arguments` joined to a text
-_THINKING = re.compile(r"""\bmessage(\.thinking\b|\[['"]thinking['"]\])""")  # where gpt-oss has its reasoning
+_SAID_IN_MESSAGES = TemplateTraits(tool_format="json")  # of templates that read no tools: messages ask for JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +88,7 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
     `answer_is_held`: a grammar holds the answer, and so the whole reply.
     """
     param = conversation.param
-    if served.chat is None:
-        message = f"model {served.name} has no chat template; /v1/completions and /generate take plain prompts"
-        raise invalid(message, "model", "no_chat_template")
+    chat, calls = _chosen(service, served, conversation.use)
     if len(conversation.messages) > service.limits.max_chat_messages:
         bound = service.limits.max_chat_messages
         raise invalid(f"{param} has {len(conversation.messages)} entries, more than {bound}", param)
@@ -100,8 +96,8 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
         raise invalid(f"tools has {len(conversation.use.tools)} entries, more than {service.limits.max_tools}", "tools")
     tokenizer = served.require_tokenizer(param)
     check_room(service.client, served)
-    calls, reasoning = _formats(service, served.chat)
-    text = await _rendered(service, served, served.chat, conversation, calls)
+    reasoning = reasoning_format(chat.traits, service.settings.reasoning_format)
+    text = await _rendered(service, served, chat, conversation, calls)
     ids = await service.threads.run(
         served.name, len(text), lambda: tokenizer.encode(text, add_special_tokens=False).ids
     )
@@ -118,7 +114,8 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
         reasoning,
         reasoning_opened=opened,
         reasoning_closed=closed,
-        calls=calls if use.callable else None,
+        calls=calls if calls is not None and (use.callable or calls.frames_content) else None,
+        ids=given_ids(chat.traits, calls),
         tools={tool.name: tool for tool in use.callable},
         one_call=not use.parallel,
         is_held=use.is_held or (answer_is_held and bool(use.callable)),
@@ -135,14 +132,28 @@ def effort_variables(chat: ChatTemplate | None, effort: str | None, param: str) 
     return {"reasoning_effort": (effort, param)}
 
 
-def _formats(service: Service, chat: ChatTemplate) -> tuple[ToolFormat, ReasoningFormat | None]:
-    settings = service.settings
-    calls = tool_format(chat.source if chat.reads("tools") else "", settings.tool_format)
-    return calls, reasoning_format(chat.source, settings.reasoning_format)
+def _chosen(service: Service, served: ServedModel, use: ToolUse) -> tuple[ChatTemplate, ToolFormat | None]:
+    """Return the template and the format of calls for a conversation; raises `ApiError` if tools cannot be called."""
+    if served.chat is None:
+        problem = served.chat_problem or f"model {served.name} has no chat template"
+        message = f"{problem}; /v1/completions and /generate take plain prompts"
+        raise invalid(message, "model", "no_chat_template")
+    chat = served.chat.chosen(with_tools=bool(use.callable))
+    setting = service.settings.tool_format
+    if not chat.reads("tools"):
+        return chat, tool_format(_SAID_IN_MESSAGES, setting)
+    calls = tool_format(chat.traits, setting)
+    if calls is None and use.callable:
+        message = (
+            f"tools: model {served.name} cannot call any: {chat.traits.tools_problem}. Send no tools or "
+            "tool_choice none; the service's setting --tool-format names a format for all its models"
+        )
+        raise invalid(message, "tools", "not_supported")
+    return chat, calls
 
 
 async def _rendered(
-    service: Service, served: ServedModel, chat: ChatTemplate, conversation: Conversation, calls: ToolFormat
+    service: Service, served: ServedModel, chat: ChatTemplate, conversation: Conversation, calls: ToolFormat | None
 ) -> str:
     for name, (_, param) in conversation.variables.items():
         if not chat.takes(name):
@@ -152,45 +163,12 @@ async def _rendered(
                 "not_supported",
             )
     tools = conversation.use.tools if conversation.use.choice != "none" else ()
-    messages = conversation.messages
-    if chat.reads("tools") or (not tools and "tool_calls" in chat.source):
-        messages = [_fitted(message, chat, calls) for message in messages]
-    elif tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
-        messages = plain_messages(messages, tools)
-    if "developer" not in chat.source:
-        messages = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
+    messages = fitted_messages(conversation.messages, tools, chat, calls)
     more = {name: value for name, (value, _) in conversation.variables.items()}
     limit = service.limits.prompt_characters_per_token * service.model_info(served.name).max_model_len
-    shown = [tool.shown() for tool in tools]
+    shown = shown_tools(tools, chat.traits)
     if conversation.continues:
         return await chat.continued(service.renderers, messages, limit, tools=shown, more=more)
     return await chat.render(
         service.renderers, messages, limit, add_generation_prompt=conversation.to_speak, tools=shown, more=more
     )
-
-
-def _fitted(message: Json, chat: ChatTemplate, calls: ToolFormat) -> Json:
-    """Return a message with reasoning, and ids and arguments of calls, in the form that the template takes."""
-    found = dict(message)
-    if found.get("reasoning_content") and "reasoning_content" not in chat.source and _THINKING.search(chat.source):
-        thought = found.pop("reasoning_content")
-        if calls.name == "harmony" and found.get("tool_calls") and found.get("content"):
-            found["content"] = f"{thought}\n\n{found['content']}"  # it refuses both, and writes either as reasoning
-        else:
-            found["thinking"] = thought
-    if "tool_call_id" in found:
-        found["tool_call_id"] = fitting_id(calls, found["tool_call_id"])
-    if "tool_calls" in found:
-        as_text = _TEXT_ARGUMENTS.search(chat.source) is not None
-        found["tool_calls"] = [_fitted_call(call, calls, as_text=as_text) for call in found["tool_calls"]]
-    return found
-
-
-def _fitted_call(call: Json, calls: ToolFormat, *, as_text: bool) -> Json:
-    found = dict(call)
-    if found.get("id"):
-        found["id"] = fitting_id(calls, found["id"])
-    arguments = call["function"]["arguments"]
-    if as_text and not isinstance(arguments, str):
-        found["function"] = call["function"] | {"arguments": json.dumps(arguments, ensure_ascii=False)}
-    return found

@@ -1,7 +1,8 @@
-"""How families mark reasoning and tool calls in their replies, and which of these a chat template stands for.
+"""How families mark reasoning and tool calls in their replies.
 
-A format is chosen by the marks that the chat template itself writes for the messages of a conversation; a setting
-overrides the choice.
+`service.chat.template_probe` finds which of these a chat template writes; a setting overrides that. A family whose
+calls differ only in the texts around them is a row here, parsed by `MarkedCalls`; a template whose calls fit no row has
+a syntax of its own, which is read from what it renders.
 """
 
 from __future__ import annotations
@@ -14,27 +15,14 @@ from functools import lru_cache
 
 from service.chat import call_parsers
 from service.chat.call_parsers import DEEPSEEK_MARKS, CallParser
+from service.chat.marked_calls import MarkedCalls
 from service.chat.parts import call_id
+from service.chat.python_calls import pythonic
+from service.core.call_syntax import ID, INDEX, KIND, ArgumentSyntax, CallSyntax
+from service.core.template_traits import CallIds, ReasoningMarks, TemplateTraits
 
 AUTO, NONE = "auto", "none"
-
-
-@dataclass(frozen=True, slots=True)
-class CallSyntax:
-    """The texts around calls, as a grammar writes them.
-
-    They are `opening`, then `before` NAME `between` ARGUMENTS `after` with `separator` between several, then `closing`.
-    `trigger` is what begins calls behind content; empty: calls are a whole reply.
-    """
-
-    before: str
-    between: str
-    after: str
-    opening: str = ""
-    separator: str = ""
-    closing: str = ""
-    trigger: str = ""
-    one: bool = False  # a reply ends with its first call
+OWN = "template"  # the name of a format that was read from the template
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +30,34 @@ class ToolFormat:
     """How a family writes tool calls."""
 
     name: str
-    parse: CallParser
+    models: str  # that write them so, for the docs
     syntax: CallSyntax
-    marks: tuple[str, ...] = ()  # which may be special tokens, and must be shown then
+    parser: CallParser | None = None  # None: the syntax tells it
+    more_marks: tuple[str, ...] = ()  # which may be special tokens, besides those of the syntax
     ends: tuple[str, ...] = ()  # special tokens that end a reply with calls
-    has_short_ids: bool = False
-    held_parse: CallParser | None = None  # under a grammar, which does not hold all that `parse` takes for a call
+    ids: CallIds = CallIds.ANY
+    shown_by: str = ""  # a text by which a template asks for this format that leaves calls of earlier turns out
+    held_parser: CallParser | None = None  # under a grammar, which does not hold all that `parser` takes for a call
+    frames_content: bool = False  # replies without calls have marks too
+
+    @property
+    def parse(self) -> CallParser:
+        return self.parser or _marked(self.syntax)
+
+    @property
+    def held_parse(self) -> CallParser:
+        """What parses replies that a grammar holds."""
+        return self.held_parser or self.parse
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts which may be special tokens, and must be shown then."""
+        return tuple(dict.fromkeys((*self.syntax.marks, *self.more_marks)))
+
+
+@lru_cache(maxsize=256)
+def _marked(syntax: CallSyntax) -> CallParser:
+    return MarkedCalls(syntax)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +78,79 @@ class ReasoningFormat:
 _TAG = CallSyntax(
     '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n", trigger="<tool_call>"
 )
-_ARRAY = CallSyntax('{"name": "', '", "arguments": ', "}", opening="[", separator=", ", closing="]")
-_HERMES = ToolFormat("hermes", call_parsers.hermes, _TAG, ("<tool_call>", "</tool_call>"))
+_FUNCTION = CallSyntax(
+    "<tool_call>\n<function=",
+    ">\n",
+    "</function>\n</tool_call>",
+    separator="\n",
+    trigger="<tool_call>",
+    arguments=ArgumentSyntax("<parameter=", ">\n", "\n</parameter>\n"),
+)
+_PAIRS = CallSyntax(
+    "<tool_call>",
+    "\n",
+    "</tool_call>",
+    separator="\n",
+    trigger="<tool_call>",
+    arguments=ArgumentSyntax("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+)
+_INVOKE = CallSyntax(
+    '<invoke name="',
+    '">\n',
+    "</invoke>",
+    opening="<minimax:tool_call>\n",
+    separator="\n",
+    closing="\n</minimax:tool_call>",
+    trigger="<minimax:tool_call>",
+    arguments=ArgumentSyntax('<parameter name="', '">', "</parameter>\n"),
+)
+_DSML = CallSyntax(
+    '<\uff5cDSML\uff5cinvoke name="',
+    '">\n',
+    "</\uff5cDSML\uff5cinvoke>",
+    opening="<\uff5cDSML\uff5cfunction_calls>\n",
+    separator="\n",
+    closing="\n</\uff5cDSML\uff5cfunction_calls>",
+    trigger="<\uff5cDSML\uff5cfunction_calls>",
+    arguments=ArgumentSyntax(
+        '<\uff5cDSML\uff5cparameter name="',
+        f'" string="{KIND}">',
+        "</\uff5cDSML\uff5cparameter>\n",
+        text_kind="true",
+        other_kinds=("false",),
+    ),
+)
+_PYTHON = ArgumentSyntax("", "=", "", separator=", ", quotes=None)
+_JSON_ARRAY = CallSyntax('{"name": "', '", "arguments": ', "}", opening="[", separator=", ", closing="]")
 _MISTRAL_MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 _OPENING, _CLOSING, _BEGIN, _END, _SEPARATOR = DEEPSEEK_MARKS
 _HARMONY_MARKS = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>")
 
+
+def _gemma(begin: str, end: str, quote: str) -> CallSyntax:
+    strings = ArgumentSyntax("", ":", "", separator=",", quotes=(quote, quote))
+    return CallSyntax(f"{begin}call:", "{", f"}}{end}", trigger=begin, arguments=strings)
+
+
 TOOL_FORMATS = {
     one.name: one
     for one in (
-        _HERMES,
-        ToolFormat("qwen3_coder", call_parsers.qwen3_coder, _TAG, _HERMES.marks, held_parse=call_parsers.hermes),
+        ToolFormat("hermes", "Hermes 2 and later, Qwen 2.5, Qwen 3, Granite 4", _TAG, call_parsers.hermes),
+        ToolFormat(
+            *("qwen3_coder", "Qwen3-Coder, Qwen 3.5, Nemotron 3", _FUNCTION, call_parsers.qwen3_coder),
+            held_parser=MarkedCalls(_FUNCTION),
+        ),
         ToolFormat(
             "llama3",
-            call_parsers.bare_json,
+            "Llama 3.1 to 3.3",
             CallSyntax('{"name": "', '", "parameters": ', "}", separator="; "),
+            call_parsers.bare_json,
             ("<|python_tag|>",),
             ("<|eom_id|>",),
         ),
         ToolFormat(
             "mistral",
-            call_parsers.mistral,
+            "Mistral 7B v0.3, Nemo, Large",
             CallSyntax(
                 *('{"name": "', '", "arguments": ', "}"),
                 opening="[TOOL_CALLS][",
@@ -96,39 +158,53 @@ TOOL_FORMATS = {
                 closing="]",
                 trigger="[TOOL_CALLS]",
             ),
+            call_parsers.mistral,
             _MISTRAL_MARKS,
-            has_short_ids=True,
+            ids=CallIds.SHORT,
         ),
         ToolFormat(
             "mistral_args",
-            call_parsers.mistral,
+            "Devstral, Magistral, Ministral 3",
             CallSyntax("[TOOL_CALLS]", "[ARGS]", "", trigger="[TOOL_CALLS]"),
+            call_parsers.mistral,
             _MISTRAL_MARKS,
-            has_short_ids=True,
+            ids=CallIds.SHORT,
+        ),
+        ToolFormat(
+            "mistral_ids",
+            "Mistral Small 3.2",
+            CallSyntax("[TOOL_CALLS]", f"[CALL_ID]{ID}[ARGS]", "", trigger="[TOOL_CALLS]"),
+            call_parsers.mistral,
+            _MISTRAL_MARKS,
+            ids=CallIds.SHORT,
         ),
         ToolFormat(
             "gemma",
+            "Gemma 4",
+            _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
             call_parsers.gemma,
-            CallSyntax("<|tool_call>call:", "", "<tool_call|>", trigger="<|tool_call>"),
-            ("<|tool_call>", "<tool_call|>", '<|"|>'),
+            ('<|"|>',),
+            ("<|tool_response>",),
         ),
         ToolFormat(
             "functiongemma",
+            "FunctionGemma",
+            _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
             call_parsers.gemma,
-            CallSyntax("<start_function_call>call:", "", "<end_function_call>", trigger="<start_function_call>"),
-            ("<start_function_call>", "<end_function_call>", "<escape>"),
+            ("<escape>",),
             ("<start_function_response>",),
         ),
         ToolFormat(
             "harmony",
-            call_parsers.harmony,
+            "gpt-oss",
             CallSyntax("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", one=True),
+            call_parsers.harmony,
             _HARMONY_MARKS,
             ("<|call|>",),
         ),
         ToolFormat(
             "deepseek_v3",
-            call_parsers.deepseek,
+            "DeepSeek V3, R1",
             CallSyntax(
                 f"{_BEGIN}function{_SEPARATOR}",
                 "\n```json\n",
@@ -138,22 +214,87 @@ TOOL_FORMATS = {
                 closing=_CLOSING,
                 trigger=_OPENING,
             ),
-            DEEPSEEK_MARKS,
+            call_parsers.deepseek,
         ),
         ToolFormat(
             "deepseek_v31",
+            "DeepSeek V3.1",
+            CallSyntax(_BEGIN, _SEPARATOR, _END, opening=_OPENING, closing=_CLOSING, trigger=_OPENING),
             call_parsers.deepseek,
-            CallSyntax(
-                _BEGIN,
-                _SEPARATOR,
-                _END,
-                opening=_OPENING,
-                closing=_CLOSING,
-                trigger=_OPENING,
-            ),
-            DEEPSEEK_MARKS,
         ),
-        ToolFormat("json", call_parsers.generic, _ARRAY, held_parse=call_parsers.bare_json),
+        ToolFormat("deepseek_v32", "DeepSeek V3.2", _DSML),
+        ToolFormat("glm", "GLM 4.5 to 5", _PAIRS),
+        ToolFormat("minimax_m2", "MiniMax M2", _INVOKE),
+        ToolFormat(
+            "kimi_k2",
+            "Kimi K2",
+            CallSyntax(
+                "<|tool_call_begin|>functions.",
+                f":{INDEX}<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
+                opening="<|tool_calls_section_begin|>",
+                closing="<|tool_calls_section_end|>",
+                trigger="<|tool_calls_section_begin|>",
+            ),
+        ),
+        ToolFormat(
+            "command_r",
+            "Command R7B, Command A",
+            CallSyntax(
+                f'{{"tool_call_id": "{INDEX}", "tool_name": "',
+                '", "parameters": ',
+                "}",
+                opening="<|START_ACTION|>[\n    ",
+                separator=",\n    ",
+                closing="\n]<|END_ACTION|>",
+                trigger="<|START_ACTION|>",
+            ),
+        ),
+        ToolFormat(
+            "granite",
+            "Granite 3",
+            CallSyntax(
+                *('{"name": "', '", "arguments": ', "}"),
+                opening="<|tool_call|>[",
+                separator=", ",
+                closing="]",
+                trigger="<|tool_call|>",
+            ),
+            shown_by="<|tool_call|>",
+        ),
+        ToolFormat(
+            "functionary_v31",
+            "functionary 3.1",
+            CallSyntax("<function=", ">", "</function>", trigger="<function="),
+            ends=("<|eom_id|>",),
+        ),
+        ToolFormat(
+            "functionary_v32",
+            "functionary 3.2",
+            CallSyntax("", "\n", "", separator=">>>", content="all\n"),
+            call_parsers.functionary,
+            frames_content=True,
+        ),
+        ToolFormat(
+            "lfm2",
+            "LFM2",
+            CallSyntax(
+                *("", "(", ")"),
+                opening="<|tool_call_start|>[",
+                separator=", ",
+                closing="]<|tool_call_end|>",
+                trigger="<|tool_call_start|>",
+                arguments=_PYTHON,
+            ),
+            shown_by="<|tool_list_start|>",
+        ),
+        ToolFormat(
+            "pythonic",
+            "Llama 4, where its template says so",
+            CallSyntax("", "(", ")", opening="[", separator=", ", closing="]", arguments=_PYTHON),
+            pythonic,
+        ),
+        ToolFormat("json", "others", _JSON_ARRAY, call_parsers.generic, held_parser=call_parsers.bare_json),
     )
 }
 REASONING_FORMATS = {
@@ -166,55 +307,44 @@ REASONING_FORMATS = {
         ReasoningFormat("harmony", "", "", _HARMONY_MARKS),  # which are parsed with its calls
     )
 }
-# The first of these that a template has tells its format.
-_TOOL_MARKS = (
-    ("to=functions.", "harmony"),
-    ("<function=", "qwen3_coder"),
-    ("<|tool_call>", "gemma"),
-    ("<start_function_call>", "functiongemma"),
-    ("<tool_call>", "hermes"),
-    ("[ARGS]", "mistral_args"),
-    ("[TOOL_CALLS]", "mistral"),
-    (_SEPARATOR, "deepseek_v31"),
-    ("<|python_tag|>", "llama3"),
-    ('"parameters":', "llama3"),
-)
-_REASONING_MARKS = (
-    ("<|channel|>analysis", "harmony"),
-    ("</seed:think>", "seed"),
-    ("</think>", "think"),
-    ("[/THINK]", "mistral"),
-    ("<|channel>thought", "gemma"),
-)
 
 
-@lru_cache(maxsize=256)
-def tool_format(template: str, setting: str = AUTO) -> ToolFormat:
-    """Return the format of tool calls for a chat template, or the one that is set."""
+def tool_format(traits: TemplateTraits, setting: str = AUTO) -> ToolFormat | None:
+    """Return the format of tool calls of a template, or the one that is set; None: none can be read."""
     if setting != AUTO:
         return TOOL_FORMATS[setting]
-    name = next((name for mark, name in _TOOL_MARKS if mark in template), "json")
-    if name == "deepseek_v31" and "```json" in template:
-        name = "deepseek_v3"
-    return TOOL_FORMATS[name]
+    if traits.call_syntax is not None:
+        return own_format(traits.call_syntax, traits.call_ends)
+    return TOOL_FORMATS[traits.tool_format] if traits.tool_format else None
 
 
 @lru_cache(maxsize=256)
-def reasoning_format(template: str, setting: str = AUTO) -> ReasoningFormat | None:
-    """Return the format of reasoning for a chat template, or the one that is set; None: no reasoning is parted."""
+def own_format(syntax: CallSyntax, ends: tuple[str, ...]) -> ToolFormat:
+    """Return the format of a template that has a syntax of its own."""
+    return ToolFormat(OWN, "", syntax, ends=ends)
+
+
+def reasoning_format(traits: TemplateTraits, setting: str = AUTO) -> ReasoningFormat | None:
+    """Return the format of reasoning of a template, or the one that is set; None: no reasoning is parted."""
     if setting != AUTO:
         return REASONING_FORMATS.get(setting)
-    name = next((name for mark, name in _REASONING_MARKS if mark in template), None)
-    return None if name is None else REASONING_FORMATS[name]
+    if traits.reasoning_marks is not None:
+        return own_reasoning(traits.reasoning_marks)
+    return REASONING_FORMATS.get(traits.reasoning_format)
 
 
-def id_maker(format: ToolFormat) -> Callable[[], str]:
+def own_reasoning(marks: ReasoningMarks) -> ReasoningFormat:
+    """Return the format of a template that has marks of its own."""
+    return ReasoningFormat(OWN, marks.opening, marks.closing)
+
+
+def id_maker(ids: CallIds) -> Callable[[], str]:
     """Return what makes ids of calls; Mistral's templates take only nine letters and digits."""
-    return (lambda: secrets.token_hex(5)[:9]) if format.has_short_ids else call_id
+    return (lambda: secrets.token_hex(5)[:9]) if ids is CallIds.SHORT else call_id
 
 
-def fitting_id(format: ToolFormat, id: str) -> str:
-    """Return a call's id as the format's templates take it: the same, or for Mistral's the same short one each time."""
-    if not format.has_short_ids or (len(id) == 9 and id.isalnum()):
+def fitting_id(ids: CallIds, id: str) -> str:
+    """Return a call's id as templates take it: the same, or where they are short, the same short one each time."""
+    if ids is not CallIds.SHORT or (len(id) == 9 and id.isalnum()):
         return id
     return hashlib.sha256(id.encode()).hexdigest()[:9]

@@ -11,8 +11,9 @@ from service.chat.reader import Reader, Steps
 
 Known = Callable[[str], bool]  # whether a call of this name is one
 
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters", "args")
-_OTHERS = ("type", "id", "call_id", "index", "description")  # keys that calls may have beside name and arguments
+_OTHERS = ("type", "id", "call_id", "tool_call_id", "index", "description")  # keys besides name and arguments
 
 
 def json_calls(reader: Reader, sink: PartSink, known: Known) -> Steps[bool]:
@@ -80,7 +81,7 @@ class _JsonCall:
 
     def _value(self, key: str, following: str) -> Steps[bool]:
         """Take the value of a key, which begins with `following`; False if the object cannot be a call."""
-        if key == "name" and self._name is None:
+        if key in _NAMES and self._name is None:
             self._name = (yield from self._reader.string()) if following == '"' else None
             return self._name is not None and self._known(self._name)
         if key in _ARGUMENTS and self._arguments is None:

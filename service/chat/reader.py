@@ -38,6 +38,10 @@ class Reader:
         found, self._record = "".join(self._record or ()), None
         return found
 
+    def give_back(self) -> None:
+        """Put back what was taken since `record`, and remember no more."""
+        self.text = self.recorded() + self.text
+
     def forget(self) -> None:
         """Remember no more."""
         self._record = None
@@ -65,10 +69,15 @@ class Reader:
 
     def accept(self, *texts: str) -> Steps[str | None]:
         """Take the one of `texts` that follows and return it; None if there is none. None may begin another."""
+        found = yield from self.coming(*texts)
+        return None if found is None else self.take(len(found))
+
+    def coming(self, *texts: str) -> Steps[str | None]:
+        """Return the one of `texts` that follows, without taking it; None if there is none. None may begin another."""
         while True:
             for text in texts:
                 if self.text.startswith(text):
-                    return self.take(len(text))
+                    return text
             if self.ended or not any(text.startswith(self.text) for text in texts):
                 return None
             yield
@@ -145,11 +154,14 @@ class Reader:
 
     def scalar(self) -> Steps[str]:
         """Take a number or a literal and return it; empty if something else is next."""
+        return (yield from self.run_of(_SCALAR))
+
+    def run_of(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Take what a pattern, which may match nothing, matches next, and return it; it must match its own parts."""
         at = 0
         while True:
-            found = _SCALAR.match(self.text, at)
-            assert found is not None
-            at = found.end()
+            found = pattern.match(self.text, at)
+            at = at if found is None else found.end()
             if at < len(self.text) or self.ended:
                 return self.take(at)
             yield

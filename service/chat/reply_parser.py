@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from service.chat.call_parsers import harmony
 from service.chat.formats import ReasoningFormat, ToolFormat, id_maker
-from service.chat.parts import Content, Part, PartSink, WholeReply, call_id
+from service.chat.parts import Content, Part, PartSink, WholeReply
 from service.chat.reader import Reader, Steps
 from service.chat.tools import Tool
+from service.core.template_traits import CallIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class ReplyFormat:
     reasoning_closed: bool = False  # the prompt ends behind it: a grammar allows none
     calls: ToolFormat | None = None  # None: no tool may be called
     tools: Mapping[str, Tool] = field(default_factory=dict)
+    ids: CallIds = CallIds.ANY
     one_call: bool = False
     is_held: bool = False  # a grammar holds the calls
 
@@ -36,7 +38,7 @@ class ReplyParser:
     def __init__(self, format: ReplyFormat) -> None:
         self._format = format
         self._reader = Reader()
-        new_id = call_id if format.calls is None else id_maker(format.calls)
+        new_id = id_maker(format.ids)
         self._sink = PartSink(holds_spaces=format.calls is not None, one_call=format.one_call, new_id=new_id)
         self._steps = self._parse()
         self.is_reasoning = False
@@ -81,8 +83,8 @@ class ReplyParser:
         if format.reasoning is not None:
             yield from self._reasoning(format.reasoning)
         if format.calls is not None:
-            held = format.calls.held_parse if format.is_held else None
-            yield from (held or format.calls.parse)(reader, sink, format.tools)
+            parse = format.calls.held_parse if format.is_held else format.calls.parse
+            yield from parse(reader, sink, format.tools)
             return
         while not (reader.text.strip() or reader.ended):
             yield  # white space behind the reasoning
@@ -96,7 +98,7 @@ class ReplyParser:
             reader.record()
             yield from reader.skip_spaces()
             if (yield from reader.accept(format.opening)) is None:
-                reader.text = reader.recorded() + reader.text
+                reader.give_back()
                 return
             reader.forget()
         self.is_reasoning = True

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,6 +19,7 @@ from model.engine.cache_budget import KVLayout
 from model.engine.memory_plan import WeightPlan, cpu_formats, plan_weights
 from model.errors import ConfigError
 from model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
+from service.chat.abilities import folder_abilities
 
 _DTYPE = "float32"
 _PROMPT = 128  # tokens of the prompt whose cost is shown
@@ -39,6 +41,7 @@ def show(name: str, path: Path, *, context: int, memory: int) -> None:
     console.print(_weights_table(plans))
     if checkpoint.config.can_generate:
         console.print(_kv_table(plans, memory, checkpoint.config.max_positions))
+        console.print(_chat(folder_abilities(path)), markup=False)
 
 
 def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
@@ -56,6 +59,7 @@ def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
                 "max_positions": config.max_positions,
                 "warnings": list(checkpoint.warnings),
                 "stacks": {stack: describe_stack(one) for stack, one in config.stacks.items()},
+                "chat": folder_abilities(path) if config.can_generate else None,
                 "classifier": list(config.classifier.labels) if config.classifier else None,
                 "parameters": {**anatomy.parameters, "all": anatomy.total_parameters},
                 "weight_bytes": {dtype: anatomy.weight_bytes(dtype) for dtype in DTYPE_BYTES},
@@ -92,6 +96,14 @@ def write_attention(name: str, path: Path, text: str, out: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{out}: {error.strerror}") from None
     print(f"{out}: {len(page.encode()) / 1e6:.1f} MB")
+
+
+def _chat(abilities: dict[str, Any]) -> str:
+    """Return a line on conversations."""
+    if not abilities["serves"]:
+        return f"chat: no, {abilities['problem']}"
+    tools = abilities["tools"] or f"no, {abilities['problem']}"
+    return f"chat: yes; format of tool calls: {tools}; format of reasoning: {abilities['reasoning'] or 'none'}"
 
 
 def _stacks(checkpoint: Checkpoint) -> Table:

@@ -1,30 +1,26 @@
 """Chat templates of checkpoints, which turn a conversation into a prompt.
 
-A template comes only from the checkpoint's folder; a request can set tools, `add_generation_prompt`,
-`continue_final_message`, and variables of the template's own. Templates are rendered in a process that can be killed
-(`service.sandbox.chat_main`), the first time when the model is loaded, as a test.
+A template comes only from the checkpoint's folder (`service.core.template_files`); a request can set tools,
+`add_generation_prompt`, `continue_final_message`, and variables of the template's own. Templates are rendered in a
+process that can be killed (`service.sandbox.chat_main`), the first times when the model is loaded, as a test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.checkpoint.json_files import read_json
-from model.errors import ConfigError
-from model.gguf.container import gguf_path
-from model.text.gguf_tokenizer import gguf_tokenizer_config
 from service.core.errors import ApiError, invalid, scrub
+from service.core.template_files import TOKENS, TemplateError
+from service.core.template_traits import TemplateTraits
 from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
 
 Messages = Sequence[Mapping[str, Any]]
 
-_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GIVEN = frozenset(
     {
-        *_TOKENS,
+        *TOKENS,
         "messages",
         "tools",
         "documents",
@@ -38,47 +34,47 @@ _GIVEN = frozenset(
         "strftime_now",
     }
 )  # names that no request may set
-_TEST_CONVERSATION = ({"role": "user", "content": "Hello"},)
-_TEST_SECONDS, _TEST_MAX_CHARACTERS = 5.0, 1_000_000
+_HELLO = ({"role": "user", "content": "Hello"},)
+TEST_MAX_CHARACTERS = 1_000_000
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # whether its space survives shows whether the template strips content
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Holds a Jinja template, the special tokens that it may name (`bos_token` ...), and `names`, all that it reads."""
+    """Holds a Jinja template, the special tokens that it may name (`bos_token` ...), and `names`, all that it reads.
+
+    `tool_use` is the template of this name, which conversations with tools use in its place.
+    """
 
     source: str
     tokens: Mapping[str, str]
     names: frozenset[str]
+    traits: TemplateTraits = field(default_factory=TemplateTraits)
+    tool_use: ChatTemplate | None = None
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """Read the folder's template and render it once as a test; None if there is none. Raises `ConfigError`.
-
-        `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. That is a text, or a list of named
-        templates, of which the one named `default` is used. A GGUF file has it in its metadata, which files beside it
-        in a folder overrule.
-        """
-        found = template_of(folder)
-        return None if found is None else cls.tested(*found, folder.name)
-
-    @classmethod
-    def tested(cls, source: str, tokens: Mapping[str, str], name: str) -> ChatTemplate:
-        """Compile the template and render a short conversation, which it may refuse by `raise_exception`.
-
-        `name` is whose template it is, for the message of a `ConfigError`.
-        """
-        worker = RenderWorker(_TEST_SECONDS)
+    def compiled(cls, source: str, tokens: Mapping[str, str], folder: str, worker: RenderWorker) -> ChatTemplate:
+        """Compile a template; raises `TemplateError`, which names the folder."""
         try:
-            template = cls(source, tokens, worker.names(source))
-            variables = template.variables(_TEST_CONVERSATION, add_generation_prompt=True)
-            worker.render(source, variables, _TEST_MAX_CHARACTERS)
+            return cls(source, tokens, worker.names(source))
+        except RenderError as error:
+            raise cannot_render(folder, error) from None
+
+    def test(self, folder: str, worker: RenderWorker) -> None:
+        """Render a short conversation, which the template may refuse by `raise_exception`; raises `TemplateError`."""
+        try:
+            worker.render(self.source, self.variables(_HELLO, add_generation_prompt=True), TEST_MAX_CHARACTERS)
         except RenderError as error:
             if error.kind != "raised":
-                raise ConfigError(f"{name}: the chat template does not render ({error.kind}): {error}") from None
-        finally:
-            worker.close()
-        return template
+                raise cannot_render(folder, error) from None
+
+    def with_traits(self, traits: TemplateTraits, tool_use: ChatTemplate | None = None) -> ChatTemplate:
+        """Return the template with what was found out about it."""
+        return replace(self, traits=traits, tool_use=tool_use)
+
+    def chosen(self, *, with_tools: bool) -> ChatTemplate:
+        """Return the template for a conversation with or without tools."""
+        return self.tool_use if with_tools and self.tool_use is not None else self
 
     def reads(self, name: str) -> bool:
         """Return whether the template reads this variable."""
@@ -146,38 +142,9 @@ class ChatTemplate:
         return before if after.startswith(" ") else before.rstrip()
 
 
-def template_of(folder: Path) -> tuple[str, dict[str, str]] | None:
-    """Return the folder's template and the special tokens that it may name; None if there is none."""
-    config = read_json(folder / "tokenizer_config.json")
-    if (gguf := gguf_path(folder)) is not None:
-        config = {**gguf_tokenizer_config(gguf), **config}
-    file = folder / "chat_template.jinja"
-    source = (
-        file.read_text(encoding="utf-8") if file.is_file() else _default_template(folder, config.get("chat_template"))
-    )
-    if source is None:
-        return None
-    named = {**read_json(folder / "special_tokens_map.json"), **config}
-    return source, {name: text for name in _TOKENS if (text := _token_text(named.get(name))) is not None}
-
-
-def _default_template(folder: Path, value: object) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
-        named = {one.get("name"): one.get("template") for one in value}
-        if isinstance(default := named.get("default"), str):
-            return default
-    raise ConfigError(
-        f"{folder.name}: tokenizer_config.json: chat_template must be a text or a list of named ones with one called "
-        "default"
-    )
-
-
-def _token_text(token: object) -> str | None:
-    """Return the text of a special token, which is stored as text or as an object that describes it."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
+def cannot_render(folder: str, error: RenderError) -> TemplateError:
+    """Return the error for a template that does not compile, or does not render what every template should."""
+    return TemplateError(f"{folder}: the chat template does not render ({error.kind}): {scrub(str(error))}")
 
 
 def _refusal(error: RenderError) -> ApiError:

@@ -36,6 +36,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     engine: EngineConfig = field(default_factory=EngineConfig)
     chat: ChatTemplate | None = None
+    chat_problem: str = ""  # why its chat template cannot be used
     pairs: PairTemplate | None = None  # how a reranker reads a query and a document; None: as the tokenizer joins them
     loaded: bool = True  # False: what its checkpoint tells; it is loaded when a request needs it
 

@@ -15,7 +15,7 @@ from typing import Any
 from model.checkpoint.sentence_transformers import MessageSettings
 from model.errors import ConfigError
 from model.text.tokenizer import Encoded, Tokenizer
-from service.core.chat_template import template_of
+from service.core.template_files import template_files
 from service.sandbox.chat_pool import RenderError, RenderWorker
 
 _SECONDS, _MAX_CHARACTERS = 5.0, 1_000_000
@@ -35,10 +35,10 @@ class PairTemplate:
     @classmethod
     def from_folder(cls, folder: Path, settings: MessageSettings, prompt: str) -> PairTemplate:
         """Render the folder's template; raises `ConfigError` if it does not hold a query and a document behind it."""
-        found = template_of(folder)
+        found = template_files(folder)
         if found is None:
             raise ConfigError(f"{folder.name}: there is no chat template, which its pairs of texts need")
-        source, tokens = found
+        source, tokens = found.default(folder.name), found.tokens
 
         def rendered(query: str, document: str) -> str:
             variables = _variables(tokens, settings, prompt, query, document)

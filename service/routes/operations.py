@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from model.checkpoint.folder import Checkpoint
+from service.chat.abilities import chat_abilities
 from service.core.errors import not_found, shorten
 from service.core.model_registry import ServedModel
 from service.dialects.huggingface_info import huggingface_info
@@ -163,8 +164,13 @@ def _model(service: Service, served: ServedModel) -> Json:
     if info is not None:
         described |= asdict(info)
         del described["versions"]
-    tokenizer = served.tokenizer
+    tokenizer, settings = served.tokenizer, service.settings
     return described | {
+        "chat": chat_abilities(
+            served.chat, served.chat_problem, tools=settings.tool_format, reasoning=settings.reasoning_format
+        )
+        if served.config.can_generate
+        else None,
         "has_tokenizer": tokenizer is not None,
         "mask_token": tokenizer.mask_token if tokenizer is not None else None,
         "outputs": available(served),

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 from model.api.messages import ModelSpec
 from model.checkpoint import hub
 from model.checkpoint.folder import read_checkpoint
+from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
-from service.core.chat_template import ChatTemplate
+from service.chat.template_probe import read_chat_template
 from service.core.model_registry import ServedModel
 from service.core.pair_template import PairTemplate
 from service.runtimes.hub_download import download
 from service.settings.service_settings import LogFormat
+
+logger = logging.getLogger(__name__)
 
 
 def read_model(spec: ModelSpec) -> ServedModel:
     """Read a model's folder; raises `ConfigError`."""
     folder = Path(spec.path)
     checkpoint, tokenizer = read_checkpoint(folder, pickle=spec.engine.pickle), Tokenizer.from_folder(folder)
-    sentences, chat, pairs = checkpoint.sentences, None, None
-    if sentences.messages is None:
-        chat = ChatTemplate.from_folder(folder)
-    else:
+    sentences, chat, problem, pairs = checkpoint.sentences, None, "", None
+    if sentences.messages is not None:
         pairs = PairTemplate.from_folder(folder, sentences.messages, sentences.prompt(None))
-    return ServedModel(spec.name, checkpoint, tokenizer, spec.engine, chat, pairs)
+    elif checkpoint.config.can_generate:
+        try:
+            chat = read_chat_template(folder)
+        except ConfigError as error:  # the model serves all else
+            problem = f"model {spec.name}: {error}"
+            logger.warning("model %s serves no chats: %s", spec.name, error)
+    return ServedModel(spec.name, checkpoint, tokenizer, spec.engine, chat, problem, pairs)
 
 
 class FolderReader:

@@ -19,7 +19,8 @@ _MAX_FRONT_PROCESSES = 64
 
 TOOL_FORMATS = (
     *("auto", "hermes", "qwen3_coder", "llama3", "mistral", "mistral_args", "gemma", "functiongemma", "harmony"),
-    *("deepseek_v3", "deepseek_v31", "json"),
+    *("deepseek_v3", "deepseek_v31", "deepseek_v32", "glm", "minimax_m2", "kimi_k2", "command_r", "granite", "lfm2"),
+    *("functionary_v31", "functionary_v32", "mistral_ids", "pythonic", "json"),
 )
 REASONING_FORMATS = ("auto", "none", "think", "mistral", "seed", "gemma", "harmony")
 LogFormat = Literal["auto", "plain", "json"]

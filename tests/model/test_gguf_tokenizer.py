@@ -19,7 +19,7 @@ from model.text.gguf_pretokenizers import PRE_TOKENIZERS
 from model.text.sentencepiece_model import read_sentencepiece
 from model.text.tokenizer import Tokenizer
 from model.text.tokenizer_files import SENTENCEPIECE_NAMES
-from service.core.chat_template import template_of
+from service.core.template_files import TemplateFiles, template_files
 from tests.model.gguf_files import write_gguf
 from tests.model.tokenizer_folders import strings, write_folder
 
@@ -240,12 +240,16 @@ def test_files_beside_win_in_a_folder(root: Path, tmp_path: Path) -> None:
         ggml__model=("STRING", "gpt2"),
         ggml__tokens=("ARRAY", ["a", "<s>"]),
     )
-    assert template_of(named) == ("{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<s>"})
+    assert template_files(named) == TemplateFiles(
+        {"default": "{{ bos_token }}{{ messages[0].content }}"}, {"bos_token": "<s>"}
+    )
     named.unlink()
-    assert template_of(tmp_path) is None
+    assert template_files(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "beside"}))
-    assert template_of(tmp_path) == ("beside", {"bos_token": "<|begin|>", "eos_token": "<|begin|>"})
-    assert template_of(file) is None
+    assert template_files(tmp_path) == TemplateFiles(
+        {"default": "beside"}, {"bos_token": "<|begin|>", "eos_token": "<|begin|>"}
+    )
+    assert template_files(file) is None
     other = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
     beside, own = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(file)

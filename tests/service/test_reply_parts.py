@@ -17,11 +17,12 @@ from model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
 from model.text.token_bytes import TokenBytes
 from service.chat.call_grammar import reply_grammar
 from service.chat.call_parsers import DEEPSEEK_MARKS
-from service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, fitting_id, reasoning_format, tool_format
+from service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, fitting_id
 from service.chat.instructions import plain_messages
 from service.chat.parts import WholeReply
 from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.tools import Tool, ToolUse
+from service.core.template_traits import CallIds
 from service.settings import service_settings
 
 WEATHER = Tool("weather", "Tells it.", {"type": "object", "properties": {"city": {"type": "string"}, "n": {}}})
@@ -95,6 +96,54 @@ REPLIES: list[tuple[str, str, tuple[str, str, list[tuple[str, str]]]]] = [
     ("gemma", '<|tool_call>call:f{ "a" : [ 1 , "b" ] }<tool_call|>', ("", "", [("f", '{ "a" : [ 1 , "b" ] }')])),
     ("gemma", '<|tool_call>call:f{ a : [ true , "b" ] }<tool_call|>', ("", "", [("f", '{"a": [true, "b"]}')])),
     ("functiongemma", "<start_function_call>call:f{}<end_function_call>", ("", "", [F])),
+    ("mistral_ids", f"ok[TOOL_CALLS]weather[CALL_ID]abcdef123[ARGS]{A}", ("", "ok", [W])),
+    (
+        "deepseek_v32",
+        'So.\n\n<#function_calls>\n<#invoke name="weather">\n<#parameter name="n" string="true">7</#parameter>\n'
+        '<#parameter name="city" string="false">"x"</#parameter>\n</#invoke>\n<#invoke name="f">\n</#invoke>\n'
+        "</#function_calls>".replace("#", "\uff5cDSML\uff5c"),
+        ("", "So.", [("weather", '{"n": "7", "city": "x"}'), F]),
+    ),
+    (
+        "glm",
+        "\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>7\n</arg_value>\n<arg_key>n</arg_key>\n"
+        "<arg_value>[1, {'a': None}]</arg_value>\n</tool_call>\n<tool_call>f</tool_call>",
+        ("", "", [("weather", '{"city": "7\\n", "n": [1, {"a": null}]}'), F]),
+    ),
+    ("glm", "<tool_call>weather\n{}</tool_call> <tool_call>", ("", "<tool_call>", [("weather", "{}")])),
+    ("glm", "a <tool_call> no, see", ("", "a <tool_call> no, see", [])),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">a <b>\n</parameter>\n'
+        '<parameter name="n">True</parameter>\n</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>\n',
+        ("", "", [("weather", '{"city": "a <b>\\n", "n": true}'), F]),
+    ),
+    (
+        "kimi_k2",
+        f"See.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{A}<|tool_call_end|>"
+        "<|tool_call_begin|>functions.f:11<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        ("", "See.", [W, F]),
+    ),
+    (
+        "command_r",
+        f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "weather", "parameters": {A}}},\n'
+        '    {"tool_call_id": "1", "tool_name": "f", "parameters": {}}\n]<|END_ACTION|>',
+        ("", "", [W, F]),
+    ),
+    ("granite", f'<|tool_call|>[{{"name": "weather", "arguments": {A}}}, {{"name": "f"}}] x', ("", "x", [W, F])),
+    ("functionary_v31", f"<function=weather>{A}</function><function=f>{{}}</function>", ("", "", [W, F])),
+    ("functionary_v31", "a <function=no", ("", "a <function=no", [])),
+    ("functionary_v32", f">>>all\nHi >> \n>>>weather\n{A}>>>f\n{{}}", ("", "Hi >>", [W, F])),
+    ("functionary_v32", f"weather\n{A}", ("", "", [W])),
+    ("functionary_v32", "no\n{}", ("", "no\n{}", [])),
+    (
+        "lfm2",
+        "Hm <|tool_call_start|>[weather(city='it\\'s \"x\", (a', n=[1, {'a': None}]), f()]<|tool_call_end|>",
+        ("", "Hm", [("weather", '{"city": "it\'s \\"x\\", (a", "n": [1, {"a": null}]}'), F]),
+    ),
+    ("lfm2", "<|tool_call_start|>[no]", ("", "<|tool_call_start|>[no]", [])),
+    ("pythonic", '[weather(city="a", n=true), f()]', ("", "", [("weather", '{"city": "a", "n": true}'), F])),
+    ("pythonic", "[1, 2] and [f()]", ("", "[1, 2] and [f()]", [])),
     (
         "harmony",
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>See.<|end|>"
@@ -187,31 +236,10 @@ def test_an_opened_reasoning_one_call_and_no_tools() -> None:
     assert parted(ReplyParser(plain).whole(text)) == ("a", "{}", [])
 
 
-# Lines as published templates have them.
-TEMPLATES = {
-    "hermes": '{{ \'<tool_call>\\n{"name": "\' + call.name }}{{ tools | tojson }}',
-    "qwen3_coder": "<tool_call>\n<function={{ call.name }}>",
-    "mistral": "{{ '[TOOL_CALLS][' }}",
-    "mistral_args": "{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
-    "llama3": "{{ '<|python_tag|>' + call.name }}",
-    "deepseek_v3": f"{BEGIN}' + tool['type'] + '{SEPARATOR}' + name + '\\n' + '```json'",
-    "deepseek_v31": f"{{{{'{BEGIN}' + name + '{SEPARATOR}'}}}}",
-    "gemma": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
-    "functiongemma": "<start_function_call>call:",
-    "harmony": "{{- \"<|channel|>analysis<|message|>\" }}{{ ' to=functions.' + name }}",
-    "json": "{{ tools }}",
-}
-
-
-def test_formats_are_found_in_templates() -> None:
-    assert {name: tool_format(source).name for name, source in TEMPLATES.items()} == {name: name for name in TEMPLATES}
-    assert tool_format("<tool_call>", "llama3").name == "llama3"
-    marks = {"</think>": "think", "[/THINK]": "mistral", "<|channel|>analysis": "harmony", "</seed:think>": "seed"}
-    assert {mark: found.name for mark in marks if (found := reasoning_format(mark))} == marks
-    assert reasoning_format("no mark") is None and reasoning_format("</think>", "none") is None
-    assert fitting_id(TOOL_FORMATS["mistral"], "abcdefghi") == "abcdefghi"
-    assert len(fitting_id(TOOL_FORMATS["mistral"], "call_1")) == 9
-    assert fitting_id(TOOL_FORMATS["hermes"], "call_1") == "call_1"
+def test_ids_of_calls() -> None:
+    assert fitting_id(CallIds.SHORT, "abcdefghi") == "abcdefghi"
+    assert len(fitting_id(CallIds.SHORT, "call_1")) == 9
+    assert fitting_id(CallIds.ANY, "call_1") == "call_1"
 
 
 def test_tools_said_in_plain_messages() -> None:
@@ -255,14 +283,14 @@ def walk(matcher: Matcher, generator: random.Random, most: int = 90) -> str:
     """Return a random text that the grammar allows; after `most` tokens it ends as soon as it can."""
     _, texts = vocabulary()
     matcher, text = matcher.fork(), b""
-    for step in range(12 * most):
+    for step in range(24 * most):
         allowed = matcher.tokens.nonzero()[0].tolist()
         if not allowed or (matcher.is_complete and (step > most or generator.random() < 0.3)):
             break
         if step > most:
             marks = [token for token in allowed if token >= 300] or [token for token in allowed if token == _CLOSING]
             ending = sorted(allowed, key=lambda token: _ENDING.find(texts[token][:1]) % 99)
-            allowed = (marks[:1] if generator.random() < 0.5 else []) or ending[:1]
+            allowed = (marks[-1:] if generator.random() < 0.5 else []) or ending[:1]
         elif generator.random() < 0.3:
             allowed = [token for token in allowed if token >= 256] or allowed
         token = generator.choice(allowed)
@@ -273,7 +301,7 @@ def walk(matcher: Matcher, generator: random.Random, most: int = 90) -> str:
 
 
 _CLOSING = 256 + PIECES.index(b"</think>")
-_ENDING = b'"}],:\n10'
+_ENDING = b'"}]\n,:10'
 
 
 def schema(generator: random.Random, depth: int = 2) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from service.chat.template_probe import probed_template
 from service.core.chat_template import ChatTemplate
 from service.core.model_registry import ServedModel
+from service.core.template_files import TemplateFiles
 from tests.service.support import App, byte_tokenizer, make_app, served
 
 # In the style of those that published models have; the words are ours.
@@ -75,6 +77,17 @@ CALLS = """{%- if tools %}<|turn|>tools
 {% elif effort is defined %}<think>
 {{ effort }}: {% endif %}{% endif %}"""
 
+HARMONY = """{{ tools }}{% for m in messages %}<|start|>{{ m.role }}
+{%- if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>{{ m.role }}{% endif %}
+{%- for call in m.tool_calls or [] %} to=functions.{{ call.function.name }}<|channel|>commentary json<|message|>
+{{- call.function.arguments | tojson }}<|call|>
+{%- else %}<|channel|>final<|message|>{{ m.content }}<|end|>{% endfor %}
+{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+MISTRAL = """{{ tools }}{% for m in messages %}{{ m.content }}{{ m.tool_call_id }}
+{%- if m.tool_calls %}[TOOL_CALLS][
+{%- for call in m.tool_calls %}{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+{%- if not loop.last %}, {% endif %}{% endfor %}]{% endif %}{% endfor %}"""
+
 STYLES = {"turns": TURNS, "brackets": BRACKETS, "lines": LINES}
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -87,7 +100,7 @@ def talker(source: str = TURNS, name: str = "chat") -> ServedModel:
 
 @lru_cache
 def template(source: str) -> ChatTemplate:
-    return ChatTemplate.tested(source, TOKENS, "tests")
+    return probed_template(TemplateFiles({"default": source}, TOKENS), "tests")
 
 
 def says(app: App, text: str) -> None:

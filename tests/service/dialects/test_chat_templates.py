@@ -16,7 +16,9 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from model.errors import ConfigError
+from service.chat.template_probe import probed_template, read_chat_template
 from service.core.chat_template import ChatTemplate
+from service.core.template_files import TemplateFiles, template_files
 from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import LINES, STYLES, TOKENS, TURNS, chat_app
@@ -214,20 +216,37 @@ def folder(path: Path, **files: object) -> Path:
 
 
 def test_sources_of_a_chat_template(tmp_path: Path) -> None:
-    assert ChatTemplate.from_folder(tmp_path) is None
+    """The reference library's order: .jinja files, tokenizer_config.json in its three forms, chat_template.json."""
+    assert read_chat_template(tmp_path) is None
+    folder(tmp_path, chat_template__json={"chat_template": "{{ messages[0].content }}"})
+    found = template_files(tmp_path)
+    assert found is not None and found.templates == {"default": "{{ messages[0].content }}"}
     eos = {"content": "</s>", "lstrip": False}
     folder(tmp_path, special_tokens_map__json={"bos_token": "<s>", "eos_token": "old"})
     folder(tmp_path, tokenizer_config__json={"chat_template": LINES, "eos_token": eos, "pad_token": None})
-    assert ChatTemplate.from_folder(tmp_path) == ChatTemplate(
-        LINES, TOKENS, frozenset({"messages", "eos_token", "add_generation_prompt"})
-    )
-    several = [{"name": "other", "template": "x"}, {"name": "default", "template": TURNS}]
-    folder(tmp_path, tokenizer_config__json={"chat_template": several})
-    found = ChatTemplate.from_folder(tmp_path)
-    assert found is not None and found.source == TURNS
+    assert template_files(tmp_path) == TemplateFiles({"default": LINES}, TOKENS)
+    template = read_chat_template(tmp_path)
+    assert template is not None and template.names == {"messages", "eos_token", "add_generation_prompt"}
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TURNS}]
+    for value in (several, {one["name"]: one["template"] for one in several}):
+        folder(tmp_path, tokenizer_config__json={"chat_template": value})
+        found = template_files(tmp_path)
+        assert found is not None and found.templates == {"tool_use": "x", "default": TURNS}
     folder(tmp_path, chat_template__jinja=STYLES["brackets"])
-    found = ChatTemplate.from_folder(tmp_path)
-    assert found is not None and found.source == STYLES["brackets"]
+    (tmp_path / "additional_chat_templates").mkdir()
+    folder(tmp_path / "additional_chat_templates", rag__jinja="y")
+    found = template_files(tmp_path)
+    assert found is not None and found.templates == {"default": STYLES["brackets"], "rag": "y"}
+
+
+def test_conversations_with_tools_use_the_template_for_them() -> None:
+    files = TemplateFiles({"default": "plain", "tool_use": "{{ tools }}{{ messages[0].content }}"}, {})
+    template = probed_template(files, "model")
+    assert template.chosen(with_tools=False).source == "plain"
+    assert template.chosen(with_tools=True).source == files.templates["tool_use"]
+    assert "leaves calls out" in template.chosen(with_tools=True).traits.tools_problem
+    broken = probed_template(TemplateFiles({"default": "plain", "tool_use": "{% if %}"}, {}), "model")
+    assert "tool_use" in broken.chosen(with_tools=True).traits.tools_problem
 
 
 def test_a_request_may_set_what_the_template_reads_from_outside() -> None:
@@ -235,18 +254,21 @@ def test_a_request_may_set_what_the_template_reads_from_outside() -> None:
         "{% for message in messages %}{{ message.depth }}{% set shown = 'style' %}{{ shown }}{% endfor %}"
         "{% if not tone is defined %}{% set tone = 'dry' %}{% endif %}{{ tone }}{{ strftime_now('%d') }}"
     )
-    template = ChatTemplate.tested(source, {}, "model")
+    template = probed_template(TemplateFiles({"default": source}, {}), "model")
     names = ("tone", "message", "depth", "shown", "style", "strftime_now", "messages")
     assert [name for name in names if template.takes(name)] == ["tone"]
 
 
-@pytest.mark.parametrize("value", [7, [], ["x"], [{"name": "other", "template": "x"}], "{% if %}", "{{ nothing.x.y }}"])
+@pytest.mark.parametrize(
+    "value",
+    [7, ["x"], {"default": 7}, {"other": "x"}, [{"name": "other", "template": "x"}], "{% if %}", "{{ nothing.x.y }}"],
+)
 def test_a_bad_template_is_found_when_it_is_loaded(tmp_path: Path, value: object) -> None:
     folder(tmp_path, tokenizer_config__json={"chat_template": value})
     with pytest.raises(ConfigError, match=r"chat.template"):
-        ChatTemplate.from_folder(tmp_path)
+        read_chat_template(tmp_path)
 
 
 def test_a_template_may_refuse_the_first_conversation(tmp_path: Path) -> None:
     folder(tmp_path, tokenizer_config__json={"chat_template": "{{ raise_exception('a system message is needed') }}"})
-    assert ChatTemplate.from_folder(tmp_path) is not None
+    assert read_chat_template(tmp_path) is not None

@@ -18,7 +18,7 @@ from service.core.errors import ApiError
 from service.core.model_registry import ServedModel
 from service.planning.response_format import GrammarChecker, OutputConstraint
 from service.settings.service_settings import Limits, ServiceSettings
-from tests.service.dialects.support import TURNS, calling_app, chat_app, prompt_of, says, talker
+from tests.service.dialects.support import HARMONY, MISTRAL, TURNS, calling_app, chat_app, prompt_of, says, talker
 from tests.service.support import App, ask, byte_tokenizer, check_accounts, events, live, make_app, run
 from tests.service.test_bad_requests import check_error
 
@@ -241,9 +241,11 @@ def test_a_template_without_tools_is_told_in_words() -> None:
 def test_reasoning_and_arguments_go_back_as_templates_read_them() -> None:
     """Those of gpt-oss read `thinking`, and refuse content beside it in a message with calls."""
     source = (
-        "{{ tools }}{# to=functions. #}{% for message in messages %}{{ message.role }}:{{ message.content }}"
+        "{{ tools }}{% for message in messages %}{{ message.role }}:{{ message.content }}"
+        "{% if message.thinking and message.content and message.tool_calls %}{{ raise_exception('both') }}{% endif %}"
         "{% if message.thinking %}({{ message.thinking }}){% endif %}"
-        "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}"
+        "{% for call in message.tool_calls or [] %} to=functions.{{ call.function.name }}<|channel|>commentary json"
+        "<|message|>{{ call.function.arguments | tojson }}<|call|>{% endfor %};{% endfor %}"
     )
     app = make_app(talker(source), max_model_len=8_192)
     call = {"id": "c", "type": "function", "function": {"name": "time", "arguments": "{}"}}
@@ -255,6 +257,7 @@ def test_reasoning_and_arguments_go_back_as_templates_read_them() -> None:
         ({"content": "", "tool_calls": [call | {"function": {"name": "time", "arguments": " "}}]}, "{}"),
     ):
         post(app, messages=[*HELLO, {"role": "assistant", **said}], tools=None, max_tokens=1)
+        shown = shown.replace("{}", " to=functions.time<|channel|>commentary json<|message|>{}<|call|>")
         assert prompt_of(app) == f"Noneuser:Weather?;assistant:{shown};", said
 
 
@@ -272,7 +275,7 @@ def marked(source: str, marks: list[str], text: str) -> tuple[App, Tokenizer]:
 
 def test_channels_are_parted_without_tools_too() -> None:
     """The marks of gpt-oss are special tokens, which a reply must show to be parted, whether or not it may call."""
-    source = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}{# to=functions. <|channel|>analysis #}"
+    source = HARMONY
     said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello."
     app, _ = marked(source, ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|skipped|>"], f"{said}<|skipped|>")
     for fields in ({}, {"tools": None}, {"tool_choice": "none"}):
@@ -283,7 +286,7 @@ def test_channels_are_parted_without_tools_too() -> None:
 
 def test_special_tokens_as_marks() -> None:
     """They are shown although others are skipped, and are ids in a grammar."""
-    source = "{{ tools }}{{ '[TOOL_CALLS]' }}{% for m in messages %}{{ m.content }}{{ m.tool_call_id }}{% endfor %}"
+    source = MISTRAL
     text = '<skipped>Hi[TOOL_CALLS][{"name": "time", "arguments": {}}]'
     app, tokenizer = marked(source, ["[TOOL_CALLS]", "<skipped>"], text)
     mark, skipped = (tokenizer.special_token_id(text) for text in ("[TOOL_CALLS]", "<skipped>"))

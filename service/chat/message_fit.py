@@ -1,0 +1,129 @@
+"""Gives messages the form that a chat template takes, as its traits say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from service.chat.call_writer import written_calls
+from service.chat.formats import ToolFormat, fitting_id
+from service.chat.instructions import plain_messages
+from service.chat.tools import Json, Tool
+from service.core.chat_template import ChatTemplate
+from service.core.template_traits import CallIds, TemplateTraits
+
+
+def fitted_messages(
+    messages: Sequence[Json], tools: Sequence[Tool], chat: ChatTemplate, calls: ToolFormat | None
+) -> list[Json]:
+    """Return the messages for a template; `tools` are those of the conversation."""
+    traits = chat.traits
+    if traits.renders_calls or (chat.reads("tools") and calls is not None):
+        fit = _Fit(traits, calls)
+        found = [fit.message(message) for message in messages]
+    elif tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+        found = plain_messages(messages, () if chat.reads("tools") else tools)
+    else:
+        found = list(messages)
+    if not traits.knows_developer:
+        found = [one | {"role": "system"} if one["role"] == "developer" else one for one in found]
+    return [_with_reasoning(one, traits) for one in found]
+
+
+def shown_tools(tools: Iterable[Tool], traits: TemplateTraits) -> list[Json]:
+    """Return the tools as a template expects them."""
+    found = [tool.shown() for tool in tools]
+    return [_described(tool) for tool in found] if traits.describes else found
+
+
+def given_ids(traits: TemplateTraits, calls: ToolFormat | None) -> CallIds:
+    """Return what ids of calls must be."""
+    return traits.ids if calls is None or traits.ids is not CallIds.ANY else calls.ids
+
+
+class _Fit:
+    """Fits the messages of one conversation, in their order."""
+
+    def __init__(self, traits: TemplateTraits, calls: ToolFormat | None) -> None:
+        self._traits = traits
+        self._format = calls
+        self._ids = given_ids(traits, calls)
+        self._in_content = calls is not None and (traits.calls_in_content or not traits.renders_calls)
+        self._given: dict[str, tuple[str, str]] = {}  # the new id and the function's name, by the id of a call
+        self._count = 0
+
+    def message(self, message: Json) -> Json:
+        found = dict(message)
+        if "tool_call_id" in found:
+            id, name = self._given.get(found["tool_call_id"], (fitting_id(self._ids, found["tool_call_id"]), ""))
+            found["tool_call_id"] = id
+            if self._traits.names_results and name:
+                found.setdefault("name", name)
+        if found.get("tool_calls"):
+            found["tool_calls"] = [self._call(call) for call in found["tool_calls"]]
+            if self._in_content and self._format is not None:
+                return self._written(found, self._format)
+            if not found.get("content"):
+                self._leave_empty(found)
+        return found
+
+    def _leave_empty(self, found: Json) -> None:
+        """Leave out the content of a message with calls, in the way that the template takes."""
+        if self._traits.has_content_key:
+            found["content"] = self._traits.empty_content
+        else:
+            found.pop("content", None)
+
+    def _call(self, call: Json) -> Json:
+        found, name = dict(call), call["function"]["name"]
+        given = found.get("id") or ""
+        if self._ids is CallIds.NUMBERED:
+            found["id"] = f"functions.{name}:{self._count}"
+        elif given:
+            found["id"] = fitting_id(self._ids, given)
+        self._count += 1
+        if given:
+            self._given[given] = found["id"], name
+        arguments = call["function"]["arguments"]
+        if self._traits.text_arguments and not isinstance(arguments, str):
+            found["function"] = call["function"] | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+        return found
+
+    @staticmethod
+    def _written(message: Json, format: ToolFormat) -> Json:
+        """Return a message with its calls in its content, as the model writes them."""
+        found = {name: value for name, value in message.items() if name != "tool_calls"}
+        functions = [call["function"] for call in message["tool_calls"]]
+        calls = [(one["name"], one["arguments"] if isinstance(one["arguments"], dict) else {}) for one in functions]
+        return found | {"content": f"{found.get('content') or ''}{written_calls(format.syntax, calls)}"}
+
+
+def _with_reasoning(message: Json, traits: TemplateTraits) -> Json:
+    """Return a message with its reasoning under each name that the reference library gives it, and the template's."""
+    thought = message.get("reasoning_content")
+    if not thought:
+        return message
+    if traits.content_or_reasoning and message.get("tool_calls") and message.get("content"):
+        rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+        return rest | {"content": f"{thought}\n\n{message['content']}"}
+    named = {traits.reasoning_key: thought} if traits.reasoning_key else {}
+    return {"thinking": thought, **message, **named}
+
+
+def _described(tool: Json) -> Json:
+    """Return a tool in which it and all its parameters have descriptions, if empty ones."""
+    function: Json = tool["function"]
+    return tool | {"function": {"description": "", **function, "parameters": _described_schema(function["parameters"])}}
+
+
+def _described_schema(schema: Mapping[str, Any]) -> Json:
+    found = dict(schema)
+    if isinstance(properties := found.get("properties"), dict):
+        found["properties"] = {
+            name: {"description": "", **_described_schema(one)} if isinstance(one, dict) else one
+            for name, one in properties.items()
+        }
+    if isinstance(items := found.get("items"), dict):
+        found["items"] = _described_schema(items)
+    return found

@@ -1,0 +1,97 @@
+"""Finds the chat templates of a checkpoint's folder, as the reference library does.
+
+`chat_template.jinja` and `additional_chat_templates/NAME.jinja` win over `chat_template` in tokenizer_config.json,
+which is a text, a list of named templates, or an object with a template for each name. `chat_template.json` of older
+folders with a processor comes last. A GGUF file has templates in its metadata, which files beside it overrule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.json_files import read_json
+from model.errors import ConfigError
+from model.gguf.container import gguf_path
+from model.text.gguf_tokenizer import gguf_tokenizer_config
+
+TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MOST_TEMPLATES = 32
+_MOST_CHARACTERS = 1_000_000
+
+
+class TemplateError(ConfigError):
+    """Says why a folder's chat templates cannot be used; its other files may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFiles:
+    """Holds the templates of a folder by name, and the special tokens that they may name (`bos_token` ...)."""
+
+    templates: Mapping[str, str]
+    tokens: Mapping[str, str]
+
+    def default(self, folder: str) -> str:
+        """Return the template for conversations without tools; raises `TemplateError`."""
+        found = self.templates.get("default")
+        if found is None:
+            names = ", ".join(sorted(self.templates))[:200] or "none"
+            raise TemplateError(f"{folder}: its named chat templates ({names}) have none called default")
+        return found
+
+
+def template_files(folder: Path) -> TemplateFiles | None:
+    """Return the folder's templates; None if there is none. Raises `TemplateError`."""
+    config = read_json(folder / "tokenizer_config.json")
+    if (gguf := gguf_path(folder)) is not None:
+        config = {**gguf_tokenizer_config(gguf), **config}
+    templates = (
+        _jinja_files(folder)
+        or _named(folder, "tokenizer_config.json", config.get("chat_template"))
+        or _named(folder, "chat_template.json", read_json(folder / "chat_template.json").get("chat_template"))
+    )
+    if not templates:
+        return None
+    if len(templates) > _MOST_TEMPLATES or max(map(len, templates.values())) > _MOST_CHARACTERS:
+        bounds = f"{_MOST_TEMPLATES} chat templates of {_MOST_CHARACTERS:,} characters"
+        raise TemplateError(f"{folder.name}: there are more than {bounds}")
+    named = {**read_json(folder / "special_tokens_map.json"), **config}
+    tokens = {name: text for name in TOKENS if (text := _token_text(named.get(name))) is not None}
+    return TemplateFiles(templates, tokens)
+
+
+def _jinja_files(folder: Path) -> dict[str, str]:
+    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (default := folder / "chat_template.jinja").is_file():
+        files["default"] = default
+    return {name: _text(folder, file) for name, file in files.items()}
+
+
+def _text(folder: Path, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"{folder.name}: {file.name} cannot be read as text: {type(error).__name__}") from None
+
+
+def _named(folder: Path, file: str, value: Any) -> dict[str, str]:
+    """Return the templates by name that `chat_template` of a JSON file holds."""
+    if value is None or isinstance(value, str):
+        return {} if value is None else {"default": value}
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        value = {one.get("name"): one.get("template") for one in value}
+    if isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair):
+        return value
+    kind = type(value).__name__
+    raise TemplateError(
+        f"{folder.name}: {file}: chat_template must be a text, a list of objects with name and template, or an object "
+        f"of templates by name; found {kind}"
+    )
+
+
+def _token_text(token: object) -> str | None:
+    """Return the text of a special token, which is stored as text or as an object that describes it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
