@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from loadtest.bench import vocabularies
 from model.attention.base import AttentionBackend
 from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import tensor_names
+from model.checkpoint.weight_files import tensor_names
 from model.config.model import ModelConfig
 from model.families import FAMILIES
 from model.families.table.raw_config import Settings
@@ -322,7 +322,7 @@ def built(name: str, cache: Path) -> Path:
     tensors = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in stored_tensors(model)}
     save_file(tensors, making / "model.safetensors", metadata={"format": "pt"})
     (making / "config.json").write_text(json.dumps({**CONFIGS[name], "torch_dtype": "bfloat16"}, indent=1))
-    assert tensor_names([making / "model.safetensors"])
+    assert tensor_names([making / "model.safetensors"])[0]
     vocabularies.trained(CONFIGS[name], vocabularies.training_texts()).save(str(making / "tokenizer.json"))
     try:
         making.rename(folder)

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from model.api.request import Pooling
 from model.checkpoint.colbert import read_colbert
+from model.checkpoint.folder_kind import describe_folder, describe_path
 from model.checkpoint.generation_config import (
     GENERATION,
     GenerationTask,
@@ -37,7 +36,7 @@ from model.checkpoint.layouts import (
     logical_names,
     pack_projections,
 )
-from model.checkpoint.load_plan import stored_projections
+from model.checkpoint.load_plan import few, leftover_tensors, stored_projections
 from model.checkpoint.processors import (
     AUDIO_PARTS,
     AUDIO_SETTINGS,
@@ -49,21 +48,21 @@ from model.checkpoint.processors import (
 )
 from model.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from model.checkpoint.speech import NO_SPEECH_TOKENS, SpeechTokens, read_speech_tokens
-from model.checkpoint.state_dict import read_state_dict
 from model.checkpoint.stored_formats import Quantization, made_for, quantization_of
+from model.checkpoint.tensor_names import PLAIN, Wrapping
+from model.checkpoint.weight_files import tensor_names, weight_files
 from model.config.formats import FLOAT
 from model.config.model import ModelConfig
 from model.errors import ConfigError, listed
 from model.families import FAMILIES, read_settings
 from model.families.table.classifiers import token_classifier
-from model.families.table.rules import Family
 from model.families.table.token_rules import within_vocabulary
 from model.gguf.container import gguf_path, read_gguf
 from model.media.images import ImageProcessing, read_image_processing
 from model.media.log_mel import LogMel, read_log_mel
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in this order; each may be in shards with an index
-_OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf")  # named in the error message
+_MOST_CHARACTERS = 600  # of a message about a folder
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +82,7 @@ class Checkpoint:
     not_served: tuple[str, ...] = ()  # ignored settings of generation that would change outputs
     log_mel: LogMel | None = None  # how a model that hears makes features; None: the folder does not say
     speech: SpeechTokens | None = None  # how a model that hears is told what to do; None: the folder does not say
+    wrapping: Wrapping = PLAIN  # what is left out of the names of stored tensors
     warnings: Sequence[str] = ()  # sentences on what the folder lacks, or has and is ignored
 
     @property
@@ -96,24 +96,52 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
-    """Describe the folder, or the GGUF file, `path`; raises `ConfigError`.
+    """Describe the folder, or the GGUF file, `path`; raises `ConfigError`, which begins with the path.
 
     Without `pickle`, weights are taken from safetensors alone, and not from pytorch_model.bin.
     """
-    if (file := gguf_path(path)) is not None:
-        return _read_gguf(path, file)
-    if not path.is_dir():
-        raise ConfigError(f"{path.name}: no such folder; expected a Hugging Face checkpoint folder or a GGUF file")
+    with errors_about(str(path) if path.name not in ("", "..") else f"{path} ({path.resolve().name})", path.name):
+        file = gguf_path(path)
+        return _read_folder(path, pickle=pickle) if file is None else _read_gguf(path, file)
+
+
+@contextmanager
+def errors_about(where: str, *names: str) -> Iterator[None]:
+    """Let messages of errors within begin with `where`, once, and have a bounded length.
+
+    `names` are what a message may begin with in its place. A file that cannot be read is a `ConfigError`, too.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        name = next((name for name in names if name and text.startswith(f"{name}: ")), None)
+        text = text if name is None else text.removeprefix(f"{name}: ")
+        text = text if text.startswith(where) else f"{where}: {text}"
+        error.args = (text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}...",)
+        raise
+    except OSError as error:
+        file = f"{Path(str(error.filename)).name} " if error.filename is not None else ""
+        raise ConfigError(f"{where}: {file}cannot be read: {error.strerror or error}") from None
+
+
+def _read_folder(path: Path, *, pickle: bool) -> Checkpoint:
+    if not (path / "config.json").is_file():
+        raise ConfigError(describe_path(path))
+    if any((path / name).is_file() for name in _ADAPTERS):
+        raise ConfigError(describe_folder(path))
     raw = read_json(path / "config.json", required=True)
     generation = read_generation(path, raw)
-    files = _weight_files(path, _WEIGHTS if pickle else _WEIGHTS[:1])
-    names = tensor_names(files, FAMILIES.get(str(raw.get("model_type"))))
+    files = weight_files(path, pickle=pickle)
+    names, wrapping = tensor_names(files, FAMILIES.get(str(raw.get("model_type"))))
     settings = _quantization_settings(path, raw)
     quantization = quantization_of(settings, names)
     if settings is not None and quantization == Quantization():
         raise ConfigError(
             f"quantization_config says {settings.get('quant_method', 'bitsandbytes')}, but no projection is stored so"
         )
+    if quantization.layouts and wrapping:
+        raise ConfigError(f"names of packed tensors have {wrapping}, which is not served: save the model without it")
     layouts = find_layouts(quantization.layouts, names, files) if quantization.layouts else {}
     described = without_generation(raw) | generation.token_rules()
     config, ignored = read_settings(described, logical_names(names, layouts))
@@ -129,10 +157,12 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
     if ignored:
         warnings.append(f"keys of config.json that have no effect for this type: {listed(ignored)}")
     warnings += unknown_settings(generation, speech=config.audio is not None)
+    warnings += _name_warnings(config, names, layouts, wrapping)
     return Checkpoint(
         path=path,
         config=config,
         weight_files=files,
+        wrapping=wrapping,
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         packed=packed,
         quantization=made_for(settings),
@@ -145,6 +175,17 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
         speech=read_speech_tokens(path, raw, generation.values, config) if config.audio is not None else None,
         warnings=warnings,
     )
+
+
+def _name_warnings(
+    config: ModelConfig, names: frozenset[str], layouts: Mapping[str, Layout], wrapping: Wrapping
+) -> list[str]:
+    """Return what is to be known of the names of the stored tensors."""
+    left = leftover_tensors(FAMILIES[config.model_type], config, names - consumed_names(layouts))
+    found = [f"tensors are read without {wrapping} in their names"] if wrapping else []
+    if left:
+        found.append(f"{len(left)} stored tensors are no part of the network, and are ignored: {few(sorted(left))}")
+    return found
 
 
 def _log_mel(path: Path, config: ModelConfig, warnings: list[str]) -> LogMel | None:
@@ -208,7 +249,10 @@ def _read_gguf(path: Path, file: Path) -> Checkpoint:
     raw = raw_settings(model)
     beside = read_json(path / GENERATION) if path.is_dir() else {}
     generation = settings_of(recommended_sampling(model) | beside, {})
-    config, warnings = within_vocabulary(gguf_config(raw | generation.token_rules(), origins(model, raw)))
+    tensors = origins(model, raw)
+    config, warnings = within_vocabulary(gguf_config(raw | generation.token_rules(), tensors))
+    if left := leftover_tensors(FAMILIES[config.model_type], config, tensors):
+        raise ConfigError(f"tensors are no part of the network of {model.architecture!r}, extra: {few(sorted(left))}")
     pooled = pooling(model)
     if pooled is not None:
         config = _without_head(config)
@@ -238,34 +282,6 @@ def _sentences(
     return replace(sentences, adapters=adapters, late=late)
 
 
-def tensor_names(files: Iterable[Path], family: Family | None = None) -> frozenset[str]:
-    """Return the names of all stored tensors; reads headers only. Raises `ConfigError`.
-
-    Those of a `family` that hold all experts of a layer are named by the parts that are read of them.
-    """
-    names: set[str] = set()
-    for file in files:
-        if file.suffix == ".bin":
-            shapes = {tensor.name: tensor.shape for tensor in read_state_dict(file)}
-            names.update(*(_read_as(family, name, shapes.__getitem__) for name in shapes))
-            continue
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                stored = tensors.keys()
-                names.update(
-                    *(_read_as(family, name, lambda name: tensors.get_slice(name).get_shape()) for name in stored)
-                )
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{file.parent.name}: {file.name} is not a valid safetensors file: {error}") from None
-    return frozenset(names)
-
-
-def _read_as(family: Family | None, name: str, shape_of: Callable[[str], Sequence[int]]) -> Iterable[str]:
-    """Return the names that a stored tensor is read by."""
-    fused = None if family is None else family.fused_as(name)
-    return (name,) if fused is None else chain(*fused.part_names(name, (*shape_of(name), 0)[0]))
-
-
 def _without_head(config: ModelConfig) -> ModelConfig:
     """Return a decoder that a folder calls an embedder as one: it generates nothing, and takes no KV pool for it."""
     head = config.head
@@ -278,31 +294,3 @@ def _default_pooling(config: ModelConfig) -> Pooling:
     if config.encoder is None:
         return Pooling.LAST
     return Pooling.CLS if config.image is not None else Pooling.MEAN
-
-
-def _weight_files(path: Path, served: tuple[str, ...]) -> tuple[Path, ...]:
-    for name in served:
-        index = path / f"{name}.index.json"
-        if index.is_file():
-            return _shards(index)
-        if (path / name).is_file():
-            return (path / name,)
-    others = sorted(file.name for file in path.iterdir() if file.suffix in _OTHER_SUFFIXES)
-    found = f"; {', '.join(others)} cannot be read" if others else ""
-    raise ConfigError(f"{path.name}: no {' and no '.join(served)}, whole or in shards with an index{found}")
-
-
-def _shards(index: Path) -> tuple[Path, ...]:
-    """Return the files that an index names; raises `ConfigError` if one is missing or outside the folder."""
-    folder = index.parent
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ConfigError(f"{folder.name}: {index.name}: weight_map must map tensor names to file names")
-    names = sorted(set(weight_map.values()))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise ConfigError(f"{folder.name}: the index names files outside the folder: {', '.join(outside)}")
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing or not names:
-        raise ConfigError(f"{folder.name}: the index names shards that are missing: {', '.join(missing) or 'none'}")
-    return tuple(folder / name for name in names)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.folder_kind import lfs_pointer
 from model.errors import ConfigError
 
 
@@ -25,4 +26,6 @@ def read_json_value(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
+        if lfs_pointer(path):
+            raise ConfigError(f"{path.name}: a Git LFS pointer, not the file itself: run `git lfs pull`") from None
         raise ConfigError(f"{path.parent.name}: {path.name} is not valid JSON: {error}") from None

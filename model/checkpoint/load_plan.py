@@ -1,21 +1,28 @@
-"""Which stored tensor fills which parameter: a bijection, planned before anything is read. Pure; opens no file."""
+"""Plans which stored tensor fills which parameter, before anything is read. Pure; opens no file.
+
+Every parameter is filled. Stored tensors that no rule reads are left over: `transformers` warns of them and computes
+without them, and so do we. What belongs to a projection that is stored in integers or fp8 must be read.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 
 from model.config.formats import FLOAT, Storage
 from model.config.model import ModelConfig
-from model.errors import CheckpointError
+from model.errors import CheckpointError, listed
 from model.families.table.rules import Family, LinearRule, Shape, TensorRule, ZeroRule
+
+few = partial(listed, most=2, longest=80)  # names of tensors
 
 
 def plan_load(
     family: Family, config: ModelConfig, sources: Mapping[str, Shape], targets: Mapping[str, Shape]
 ) -> list[tuple[str, TensorRule]]:
-    """Pairs of stored tensor name and rule, duplicates last; raises `CheckpointError` unless they are a bijection.
+    """Pairs of stored tensor name and rule, duplicates last; raises `CheckpointError` unless every parameter is filled.
 
     `sources` are the stored tensors' shapes, `targets` the parameters'.
     """
@@ -23,17 +30,7 @@ def plan_load(
     rules = list(family.tensor_rules(config))
     present = [rule for rule in rules if rule.source in stored]
     missing = [rule.source for rule in rules if rule.source not in stored and not rule.duplicate]
-    served = {stored[rule.source] for rule in present}
-    patterns = {pattern for storage in config.stored_as.values() for pattern in storage.passed_over}
-    unused = tuple(family.unused(config))
-    extra = [
-        name
-        for name in sources
-        if name not in served
-        and not family.drops(family.canonical(name))
-        and not any(fnmatchcase(name, pattern) for pattern in patterns)
-        and not any(fnmatchcase(family.canonical(name), pattern) for pattern in unused)
-    ]
+    extra = _of_quantised(family, config, leftover_tensors(family, config, sources))
     shapes = [
         f"{stored[rule.source]}: found {list(sources[stored[rule.source]])}, expected {list(wanted)}"
         for rule in present
@@ -42,8 +39,32 @@ def plan_load(
     unfilled = _unfilled([*(rule for rule in rules if not rule.duplicate), *family.zero_rules(config)], targets)
     whole = {rule.source for rule in present if rule.part is None}  # or what is left of it is of no use
     extra += _unread(rule for rule in present if rule.source not in whole and not family.drops(rule.source))
-    _raise_all({"missing": missing, "extra": extra, "misshaped": shapes, "parameters without a rule": unfilled})
+    problems = {"missing": missing, "extra": extra, "misshaped": shapes, "parameters without a rule": unfilled}
+    _raise_all(problems, _hint(missing, sources))
     return [(stored[rule.source], rule) for rule in sorted(present, key=lambda rule: rule.duplicate)]
+
+
+def leftover_tensors(family: Family, config: ModelConfig, names: Collection[str]) -> list[str]:
+    """Return the stored tensors that the network does not read, but for those that are known to carry nothing."""
+    stored = family.by_rule_name(names, tied=config.is_tied)
+    served = {stored[rule.source] for rule in family.tensor_rules(config) if rule.source in stored}
+    passed_over = tuple({pattern for storage in config.stored_as.values() for pattern in storage.passed_over})
+    unused = tuple(family.unused(config))
+    return [
+        name
+        for name in names
+        if name not in served
+        and not family.drops(family.canonical(name))
+        and not any(fnmatchcase(name, pattern) for pattern in passed_over)
+        and not any(fnmatchcase(family.canonical(name), pattern) for pattern in unused)
+    ]
+
+
+def _of_quantised(family: Family, config: ModelConfig, names: Collection[str]) -> list[str]:
+    """Return those of the tensors that belong to a projection stored in integers or fp8: without them it is another."""
+    rules = (rule for rule in family.rules(config) if isinstance(rule, LinearRule))
+    stems = {rule.source for rule in rules if config.stored_as.get(rule.target, FLOAT) != FLOAT}
+    return [name for name in names if family.canonical(name).rpartition(".")[0] in stems]
 
 
 def stored_projections(
@@ -90,7 +111,22 @@ def _unread(rules: Iterable[TensorRule]) -> list[str]:
     return [f"{name} ({len(left)} rows)" for name, left in rows.items() if left]
 
 
-def _raise_all(problems: Mapping[str, list[str]]) -> None:
-    found = [f"{kind}: {', '.join(sorted(names))}" for kind, names in problems.items() if names]
+def _raise_all(problems: Mapping[str, list[str]], hint: str) -> None:
+    found = [f"{kind}: {few(sorted(names))}" for kind, names in problems.items() if names]
     if found:
-        raise CheckpointError(f"the tensors do not fit config.json; {'; '.join(found)}")
+        raise CheckpointError(f"the tensors do not fit config.json; {'; '.join(found)}{hint}")
+
+
+def _hint(missing: Collection[str], names: Collection[str]) -> str:
+    """Say what the stored names tell of a file that lacks tensors; "" where they tell nothing."""
+    if not missing:
+        return ""
+    if any(".lora_A." in name or ".base_layer." in name for name in names):
+        return "; it holds LoRA matrices that are not merged: merge them (PEFT: merge_and_unload) and save the model"
+    if any(name.endswith((".qweight", ".SCB", ".absmax", ".weight_packed")) for name in names):
+        return "; weights are packed as a quantised model's, and config.json has no quantization_config"
+    wanted = tuple(f".{name}" for name in missing)
+    found = sorted({name.partition(".")[0] + "." for name in names if name.endswith(wanted[:8])})
+    if found:
+        return f"; names begin with {few(found)}: save the model without what wraps it"
+    return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from model.checkpoint.decoders import unpacked
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.fused_experts import parted
@@ -18,5 +20,9 @@ def tensor_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
     """
     if checkpoint.weight_files[0].suffix == SUFFIX:
         return gguf_tensors(checkpoint.weight_files[0], checkpoint.config)
-    stored = parted(FAMILIES[checkpoint.config.model_type], read_headers(checkpoint.weight_files))
+    headers = read_headers(checkpoint.weight_files)
+    if wrapping := checkpoint.wrapping:
+        renamed = (replace(tensor, name=wrapping.unwrapped(name)) for name, tensor in headers.items())
+        headers = {tensor.name: tensor for tensor in renamed}
+    stored = parted(FAMILIES[checkpoint.config.model_type], headers)
     return unpacked(stored, checkpoint.packed)

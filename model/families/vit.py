@@ -70,4 +70,5 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     yield from classifier_rules(config)
 
 
-FAMILIES = {"vit": Family(config, rules, "vit.")}
+_PATCHES = ("embeddings.patch_embeddings.projection.weight",)  # in the place of a token table
+FAMILIES = {"vit": Family(config, rules, "vit.", tables=_PATCHES)}

@@ -343,7 +343,8 @@ def _read_file(path: Path) -> GGUFModel:
 def _counts(header: _Header) -> tuple[int, int]:
     """Read the first fields: the numbers of tensors and of metadata entries."""
     if (magic := header.take(4, "the magic")) != _MAGIC:
-        raise ConfigError(f"{header.path.name} is no GGUF file: it begins with {magic!r}")
+        pointer = ", as a Git LFS pointer does: run `git lfs pull`" if magic == b"vers" else ""
+        raise ConfigError(f"{header.path.name} is no GGUF file: it begins with {magic!r}{pointer}")
     version = header.number("<I", "the version")
     if version not in _VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS

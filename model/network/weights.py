@@ -20,7 +20,7 @@ from torch import Tensor
 from model.attention.base import AttentionBackend
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.fused_experts import joined
-from model.checkpoint.load_plan import plan_load
+from model.checkpoint.load_plan import few, plan_load
 from model.checkpoint.tensor_files import BUFFER_BYTES, TensorReader, TensorSource, bytes_in_flight
 from model.checkpoint.tensor_sources import tensor_sources
 from model.config.model import ModelConfig
@@ -113,11 +113,11 @@ def plan_tensors(
     for holds in dict.fromkeys(rule.holds for _, rule in plan):
         strange = [name for name, rule in plan if rule.holds is holds and not stored[name].holds(holds)]
         if strange:
-            found = ", ".join(f"{name} ({stored[name].kind})" for name in strange)
+            found = few([f"{name} ({stored[name].kind})" for name in strange])
             raise CheckpointError(f"expected {holds or 'floating point'}, found {found}")
     bare = [name for name, rule in plan if rule.holds is None and stored[name].kind.startswith("F8")]
     if bare and config.stored_as:
-        raise CheckpointError(f"numbers of 8 bits have no scales: {', '.join(bare)}")
+        raise CheckpointError(f"numbers of 8 bits have no scales: {few(bare)}")
     return plan
 
 

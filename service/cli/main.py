@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.checkpoint import hub
+from model.checkpoint.folder_kind import describe_path
 from model.errors import ConfigError, EngineError
 from model.gguf.container import is_gguf
 from model.gguf.container import model_name as gguf_name
@@ -263,6 +264,8 @@ def _named(text: str) -> tuple[str, str]:
     if not name or not path:
         raise ConfigError(f"expected [NAME=]PATH, found {text!r}")
     if not hub.is_hub_name(path) and not Path(path).is_dir() and not is_gguf(Path(path)):
+        if Path(path).exists():
+            raise ConfigError(f"{path}: {describe_path(Path(path))}")
         names = ", ".join(embedded_model_settings())
         raise ConfigError(
             f"{path}: no such folder; expected a Hugging Face checkpoint folder, a GGUF file, hf:ORGANISATION/NAME "

@@ -131,7 +131,9 @@ def test_a_matrix_that_was_saved_transposed_is_loaded(tmp_path: Path) -> None:
 
 def test_bin_files_can_be_left_out(tmp_path: Path) -> None:
     folder = with_bin("bert", tmp_path)
-    with pytest.raises(ConfigError, match=r"no model\.safetensors, whole.*; pytorch_model\.bin cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"weights are in pytorch_model\.bin, which --no-pickle refuses; no model\.safetensors"
+    ):
         read_checkpoint(folder, pickle=False)
 
 
@@ -145,12 +147,12 @@ def test_a_program_is_refused_by_what_it_calls(tmp_path: Path) -> None:
         read_checkpoint(folder)
 
 
-@pytest.mark.parametrize("name", ["model.pt", "weights.pkl", "last.ckpt", "tf_model.h5"])
+@pytest.mark.parametrize("name", ["model.pt", "weights.pkl", "last.ckpt"])
 def test_other_weight_files_are_named_and_never_opened(name: str, tmp_path: Path) -> None:
     folder = copied("llama", tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(ConfigError, match=rf"no model\.safetensors and no pytorch_model\.bin.*; {name} cannot be read"):
+    with pytest.raises(ConfigError, match=rf"no model\.safetensors and no pytorch_model\.bin, found {name}: "):
         read_checkpoint(folder)
 
 

@@ -428,4 +428,6 @@ def test_integers_and_scales_are_part_of_the_bijection(tmp_path: Path) -> None:
     assert "missing: layers.0.self_attn.k_proj.weight_scale" in refusal(lost)
     assert f"misshaped: {name}.weight_scale: found [1], expected [16, 1]" in refusal(narrowed)
     assert refusal(widened) == f"expected int8, found {name}.weight (F32)"
-    assert "extra: model.layers.0.mlp.down_proj.weight_scale, " in refusal(lambda tensors: None, None)
+    assert "expected floating point, found model.layers.0.self_attn.q_proj.weight (I8), " in refusal(
+        lambda tensors: None, None
+    )

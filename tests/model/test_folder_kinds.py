@@ -1,0 +1,212 @@
+"""A path that is no model folder gets one short line: what it is, and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint.folder import read_checkpoint
+from model.errors import ConfigError
+from model.network.weights import load_model
+from service.cli.main import main
+from tests.model.checkpoints import copied, loaded, saved
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 12345678\n"
+WEIGHTS = "model.safetensors"
+
+
+def write(folder: Path, **files: str) -> None:
+    """Files by names with two underscores for the dot."""
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def adapter(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model.safetensors")
+    (folder / "config.json").unlink()
+    write(folder, adapter_config__json=json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/base"}))
+
+
+def adapter_beside_a_model(folder: Path) -> None:
+    save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    write(folder, adapter_config__json="{}")
+
+
+def onnx(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.onnx").write_bytes(bytes(10))
+
+
+def cache(folder: Path) -> None:
+    commit = folder / "snapshots" / "c0ffee"
+    commit.mkdir(parents=True)
+    for file in (WEIGHTS, "config.json", "generation_config.json"):
+        if (folder / file).exists():
+            (folder / file).rename(commit / file)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("c0ffee")
+
+
+def below(*names: str) -> Callable[[Path], None]:
+    def move(folder: Path) -> None:
+        config = (folder / "config.json").read_text()
+        for file in list(folder.iterdir()):
+            file.unlink()
+        for name in names:
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text(config)
+
+    return move
+
+
+def emptied(*kept: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        for file in list(folder.iterdir()):
+            file.unlink()
+        for name in kept:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("{}")
+
+    return remove
+
+
+def pointer(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(POINTER)
+
+
+def broken_link(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to("../../blobs/0000")
+
+
+def looping_link(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.symlink("config.json", folder / "config.json")
+
+
+def shards(*numbers: int) -> Callable[[Path], None]:
+    def rename(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        for number in numbers:
+            save_file({f"t{number}": torch.zeros(1)}, folder / f"model-{number:05}-of-00003.safetensors")
+
+    return rename
+
+
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "an adapter": (adapter, r"a LoRA adapter of org/base, not a model: merge it"),
+    "an adapter beside a model": (adapter_beside_a_model, "a LoRA adapter, not a model: merge it"),
+    "ONNX": (onnx, "a model in ONNX: serve the folder that it was exported from"),
+    "a pointer as config": (pointer("config.json"), r"config\.json: a Git LFS pointer.*git lfs pull"),
+    "a pointer as weights": (pointer(WEIGHTS), r"model\.safetensors: a Git LFS pointer.*git lfs pull"),
+    "a Hub cache": (cache, r"a model's folder in the Hub's cache: give \S+/snapshots/c0ffee$"),
+    "the whole Hub cache": (below("models--org--name"), "the Hub's cache, of 1 models: .*hf:org/name"),
+    "a trainer's output": (
+        below("checkpoint-90", "checkpoint-500"),
+        r"2 checkpoints: .* the last is \S+checkpoint-500$",
+    ),
+    "a folder of models": (
+        below("one", "two"),
+        "a folder of 2 models: give one of them, one, two, or all with --models-dir",
+    ),
+    "a folder deeper": (below("model"), r"the model is in a folder in it: give \S+/model$"),
+    "empty": (emptied(), "the folder is empty"),
+    "a tokenizer": (
+        emptied("tekken.json"),
+        r"tekken\.json alone: a tokenizer without a model; config\.json is missing",
+    ),
+    "of the authors": (emptied("consolidated.safetensors", "params.json"), "in the authors' own format"),
+    "DeepSpeed": (emptied("zero_to_fp32.py", "latest"), r"a checkpoint of DeepSpeed: run its zero_to_fp32\.py"),
+    "distributed": (emptied("__0_0.distcp", ".metadata"), "a distributed checkpoint of PyTorch: merge it"),
+    "diffusers": (emptied("model_index.json"), "a pipeline of diffusers"),
+    "something": (emptied("notes.md"), r"config\.json is missing, found notes\.md; expected"),
+    "TensorFlow": (emptied("config.json", "tf_model.h5"), "a model of TensorFlow: convert it"),
+    "OpenVINO": (emptied("config.json", "openvino_model.xml"), "a model of OpenVINO"),
+    "no weights": (
+        emptied("config.json"),
+        r"no model\.safetensors and no pytorch_model\.bin.*download or copy the weights",
+    ),
+    "other weights": (
+        emptied("config.json", "lora.safetensors"),
+        r"found lora\.safetensors: if that is the model, call",
+    ),
+    "a broken link": (broken_link, r"model\.safetensors: links to files that are not there"),
+    "a link in a circle": (looping_link, r"config\.json: links to files that are not there"),
+    "parts of GGUF": (emptied("m-00002-of-00003.gguf"), r"the first is missing, m-00001-of-00003\.gguf"),
+    "some of the shards": (
+        shards(1, 3),
+        r"model-00002-of-00003\.safetensors \(1 of 3\).* no model\.safetensors\.index\.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_folder_is_and_what_to_do(kind: str, tmp_path: Path) -> None:
+    spoil, message = KINDS[kind]
+    folder = copied("llama", tmp_path)
+    spoil(folder)
+    with pytest.raises(ConfigError, match=message) as error:
+        read_checkpoint(folder)
+    text = str(error.value)
+    assert text.startswith(f"{folder}: ") and len(text) <= 600 and "\n" not in text
+
+
+def test_the_places_that_a_message_names_can_be_served(tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    cache(folder)
+    with pytest.raises(ConfigError) as error:
+        read_checkpoint(folder)
+    assert read_checkpoint(Path(str(error.value).rpartition(" ")[2])).config.can_generate
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (WEIGHTS, "a single file of weights: give the folder that has it"),
+        ("config.json", "a file, and none that is served"),
+        ("absent", "no such folder; expected"),
+    ],
+)
+def test_what_a_file_is(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved("llama").path / name
+    with pytest.raises(ConfigError, match=message):
+        read_checkpoint(path)
+    with pytest.raises(SystemExit):
+        main(["serve", f"x={path}"])
+    assert message in capsys.readouterr().err
+
+
+def test_the_current_folder_has_a_name_in_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^\. \({tmp_path.name}\): the folder is empty"):
+        read_checkpoint(Path())
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as a user who reads everything, so the refusal is made."""
+    folder = copied("llama", tmp_path)
+
+    def refuse(path: Path, *arguments: object, **keywords: object) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=r": config\.json cannot be read: Permission denied$"):
+        read_checkpoint(folder)
+
+
+def test_shards_without_an_index_are_read_where_all_are_there(tmp_path: Path) -> None:
+    folder, expected = copied("llama", tmp_path), loaded("llama").state_dict()
+    tensors = list(load_file(folder / WEIGHTS).items())
+    (folder / WEIGHTS).unlink()
+    for number in (1, 2):
+        save_file(dict(tensors[number - 1 :: 2]), folder / f"model-{number:05}-of-00002.safetensors")
+    found = load_model(read_checkpoint(folder), SdpaBackend()).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
