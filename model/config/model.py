@@ -397,6 +397,8 @@ class ModelConfig:
     float16_overflows: bool = False  # activations of published weights exceed 65,504 (T5, Pegasus)
     # Projections that the checkpoint does not store as floats, by their names in the network.
     stored_as: Mapping[str, Storage] = field(default_factory=dict, hash=False)
+    # Those that the checkpoint has in the network's order of rows and columns, whatever its family's folders do (GGUF).
+    in_order: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.encoder is None and self.decoder is None:

@@ -34,11 +34,12 @@ _SERVED = {
     20: BlockType("IQ4_NL", 32, 18),
     23: BlockType("IQ4_XS", 256, 136),
     30: BlockType("BF16", 1, 2),
+    39: BlockType("MXFP4", 32, 17),
 }
 # Named where one is refused; their sizes are not needed for that.
 _OTHERS = {
     **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
-    **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+    **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0"},
 }
 BLOCK_TYPES = _SERVED | {number: BlockType(name, 1, 1, served=False) for number, name in _OTHERS.items()}
 SERVED_NAMES = tuple(kind.name for kind in _SERVED.values())

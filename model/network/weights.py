@@ -199,7 +199,7 @@ def stored_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 def _by_rules(model: Transformer, family: Family) -> Iterator[tuple[str, Tensor]]:
     parameters = dict(model.named_parameters())
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
-    for rule in family.tensor_rules(model.config):
+    for rule in family.tensor_rules(replace(model.config, in_order=frozenset())):
         if rule.duplicate:
             continue
         tensor = parameters[rule.target].detach()

@@ -105,7 +105,8 @@ def find_projections(
             expert = None
             if linear.spec.experts > 1 and rule.rows is not None:
                 expert = rule.rows[0] // linear.spec.outputs_of_expert
-            projection = Projection(tensors[name], stem, rule.target, linear.kind, linear.group, rule.transpose, expert)
+            transposed = rule.transpose and rule.target not in config.in_order
+            projection = Projection(tensors[name], stem, rule.target, linear.kind, linear.group, transposed, expert)
             if projection.fills_words:
                 found[name] = projection
     if not found:

@@ -35,7 +35,18 @@ from model.network.build import plain_parameters
 from model.network.native_stack import attach_native_stacks, native_linears
 from model.network.transformer import Transformer
 from model.network.weights import load_model
-from tests.model.decoder_rows import BLOOM, DENSE_DECODERS, EXPERTS, LLAMA, SIZES, T5GEMMA, VOCAB, Rows, random_model
+from tests.model.decoder_rows import (
+    BLOOM,
+    DENSE_DECODERS,
+    EXPERTS,
+    LLAMA,
+    RECURRENT,
+    SIZES,
+    T5GEMMA,
+    VOCAB,
+    Rows,
+    random_model,
+)
 
 torch.set_num_threads(1)
 
@@ -313,6 +324,13 @@ HEADS: Rows = {
     # With experts in every layer, as GGUF has them.
     "qwen2-moe-every": random_model("Qwen2MoeForCausalLM", LLAMA, **EXPERTS, shared_expert_intermediate_size=28),
     "qwen3-moe-every": random_model("Qwen3MoeForCausalLM", LLAMA, **EXPERTS, norm_topk_prob=True),
+    # As llama.cpp converts them: every fourth layer of Cohere 2 has full attention, and the head is tied.
+    "cohere2-windows": random_model(
+        "Cohere2ForCausalLM", LLAMA, num_hidden_layers=4, sliding_window=5, logit_scale=0.5, tie_word_embeddings=True
+    ),
+    "qwen3-5-thrice": random_model("Qwen3_5ForCausalLM", RECURRENT, linear_num_value_heads=6, linear_value_head_dim=32),
+    "qwen3-next-every": random_model("Qwen3NextForCausalLM", RECURRENT, **EXPERTS, shared_expert_intermediate_size=24),
+    "modernbert-plain": random_model("ModernBertModel", MODERNBERT),
     "bert-masked-untied": random_model("BertForMaskedLM", BERT, tie_word_embeddings=False),
     "roberta-masked": random_model("RobertaForMaskedLM", ROBERTA),
     "xlm-roberta-masked": random_model("XLMRobertaForMaskedLM", ROBERTA),

@@ -107,7 +107,7 @@ T5GEMMA: dict[str, Any] = dict(
 )
 
 # Two of value heads to one of keys, of different widths.
-_RECURRENT: dict[str, Any] = dict(
+RECURRENT: dict[str, Any] = dict(
     **{**LLAMA, "num_hidden_layers": 3},
     head_dim=16,
     layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -209,7 +209,7 @@ DENSE_DECODERS: Rows = {
     "mixtral": random_model("MixtralForCausalLM", LLAMA, num_local_experts=5, intermediate_size=20),
     "opt-post-norm": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, enable_bias=False),
     "opt-narrow": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, word_embed_proj_dim=20),
-    "qwen3-next": random_model("Qwen3NextForCausalLM", _RECURRENT, **_SHARED_EXPERT, mlp_only_layers=[1], **_ROPE),
-    "qwen3-5": random_model("Qwen3_5ForCausalLM", _RECURRENT, linear_conv_kernel_dim=3, **_ROPE),
-    "qwen3-5-moe": random_model("Qwen3_5MoeForCausalLM", _RECURRENT, **_SHARED_EXPERT, **_ROPE),
+    "qwen3-next": random_model("Qwen3NextForCausalLM", RECURRENT, **_SHARED_EXPERT, mlp_only_layers=[1], **_ROPE),
+    "qwen3-5": random_model("Qwen3_5ForCausalLM", RECURRENT, linear_conv_kernel_dim=3, **_ROPE),
+    "qwen3-5-moe": random_model("Qwen3_5MoeForCausalLM", RECURRENT, **_SHARED_EXPERT, **_ROPE),
 }

@@ -2,14 +2,14 @@
 
 tests/data/gguf_conversions.json has what llama.cpp's own converter (`convert_hf_to_gguf.py` of the sources in
 llama-cpp-python 0.3.36) makes of the tiny checkpoints: the metadata, and each tensor's name beside the name in the
-checkpoint and what is done to it, found by comparing the numbers. A layer's number is `{}` there.
+checkpoint and what is done to it. A layer's number is `{}` there. `tests/data/record_gguf_conversions.py` wrote it.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tests.model.checkpoints import saved
 _TYPES = {"UINT8": 0, "INT8": 1, "UINT32": 4, "INT32": 5, "FLOAT32": 6, "BOOL": 7, "STRING": 8, "ARRAY": 9}
 _FORMATS = {"UINT8": "<B", "INT8": "<b", "UINT32": "<I", "INT32": "<i", "FLOAT32": "<f", "BOOL": "<?"}
 _NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()}
-_DATA = Path(__file__).parent.parent / "data" / "gguf_conversions.json"
+CONVERSIONS = Path(__file__).parent.parent / "data" / "gguf_conversions.json"
 Metadata = Mapping[str, tuple[str, Any]]
 Blocks = tuple[str, tuple[int, ...], bytes]  # type, shape, data
 
@@ -70,12 +70,17 @@ def _element(values: Sequence[Any]) -> str:
 @cache
 def conversions() -> dict[str, Any]:
     """What llama.cpp makes of tiny checkpoints, by their kinds."""
-    found: dict[str, Any] = json.loads(_DATA.read_text())
+    found: dict[str, Any] = json.loads(CONVERSIONS.read_text())
     return found
 
 
-def converted(kind: str, into: Path, **changes: tuple[str, Any]) -> Path:
-    """Write the file that llama.cpp would; `changes` are of the metadata behind the architecture's name."""
+def converted(
+    kind: str, into: Path, stored_as: Callable[[str, Tensor], Tensor | Blocks] | None = None, **changes: tuple[str, Any]
+) -> Path:
+    """Write the file that llama.cpp would; `changes` are of the metadata after the architecture's name.
+
+    `stored_as` says what is written of a tensor, of its name.
+    """
     known = conversions()[kind]
     stored = {name: one for file in saved(kind).path.glob("*.safetensors") for name, one in load_file(file).items()}
     metadata = {key: (str(kind), value) for key, (kind, value) in known["metadata"].items()}
@@ -93,15 +98,46 @@ def converted(kind: str, into: Path, **changes: tuple[str, Any]) -> Path:
             if "*" in theirs and experts:
                 tensors[name.replace("{}", layer)] = torch.stack([stored[one] for one in experts])
             elif theirs in stored:
-                tensors[name.replace("{}", layer)] = _changed(stored[theirs], *source[1:])
-    return write_gguf(into / f"{kind}.gguf", metadata, tensors)
+                tensors[name.replace("{}", layer)] = changed(stored[theirs], *source[1:])
+    written = tensors if stored_as is None else {name: stored_as(name, one) for name, one in tensors.items()}
+    return write_gguf(into / f"{kind}.gguf", metadata, written)
 
 
-def _changed(tensor: Tensor, how: str = "") -> Tensor:
-    """What the conversion does to a tensor."""
+def changed(tensor: Tensor, how: str = "") -> Tensor:
+    """What the conversion does to a tensor, in the words of gguf_conversions.json."""
+    if how in _PLAIN_CHANGES:
+        return _PLAIN_CHANGES[how](tensor)
+    numbers = [int(word) for word in how.split() if word.isdecimal()]
     if how.endswith("heads in turns"):
-        heads = int(how.split()[0])
-        return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
-    if how in ("first half", "second half"):  # of each expert's rows
-        return tensor.chunk(2, dim=1)[how == "second half"]
-    return {"": tensor, "plus one": tensor.float() + 1, "last rows": tensor[2:]}[how]
+        return tensor.unflatten(0, (numbers[0], 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    if how.startswith("part by part"):  # of each group: so many queries, a key and a value
+        groups, queries = (*numbers, 1)[:2]
+        parts = tensor.unflatten(0, (groups, queries + 2, -1)).split([queries, 1, 1], dim=1)
+        return torch.cat([part.flatten(0, 2) for part in parts])
+    if how.startswith(("q k v of", "z of")):  # of each head of keys, whose parts are so many rows
+        heads, *sizes = numbers
+        parts = tensor.unflatten(0, (heads, -1)).split(sizes, dim=1)
+        return torch.cat([part.flatten(0, 1) for part in (parts[3:] if how[0] == "z" else parts[:3])])
+    heads, shared, size, first = numbers  # "values of": the first of each head of keys, then the second of each
+    kind = how.split("after", 1)[1].split(maxsplit=1)[1:]
+    tensor = tensor.t() if kind == ["columns"] else tensor
+    values = tensor[first:].unflatten(0, (heads, shared, size)).transpose(0, 1).flatten(0, 2)
+    found = torch.cat([tensor[:first], values])
+    return found.t() if kind == ["columns"] else changed(found, *kind)
+
+
+_PLAIN_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda tensor: tensor,
+    "plus one": lambda tensor: tensor.float() + 1,
+    "last rows": lambda tensor: tensor[2:],
+    "transposed": lambda tensor: tensor.t(),
+    "squeezed": lambda tensor: tensor.squeeze(),
+    "minus exponential": lambda tensor: -torch.exp(tensor),
+    "first half": lambda tensor: tensor.chunk(2, dim=1)[0],  # of each expert's rows
+    "second half": lambda tensor: tensor.chunk(2, dim=1)[1],
+    "experts transposed": lambda tensor: tensor.transpose(1, 2),
+    "even rows": lambda tensor: tensor.transpose(1, 2)[:, ::2],  # of each expert, transposed
+    "odd rows": lambda tensor: tensor.transpose(1, 2)[:, 1::2],
+    "even columns": lambda tensor: tensor[:, ::2],
+    "odd columns": lambda tensor: tensor[:, 1::2],
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from model.checkpoint.tensor_files import TensorReader, TensorSource
 from model.checkpoint.tensor_sources import tensor_sources
 from model.checkpoint.weights_cache import WeightsCache
 from model.config.formats import Storage, integers_in_groups
-from model.config.layer import BucketBiasConfig, LayerConfig, RopeScaling, RotaryConfig
+from model.config.layer import BucketBiasConfig, ExpertsConfig, LayerConfig, RopeScaling, RotaryConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.gguf.container import read_gguf
@@ -37,7 +38,7 @@ from model.network.weights import load_model, stored_tensors
 from model.pretrained import embedded_models
 from service.core.models_folder import ModelsFolder
 from tests.model.checkpoints import CPU, load_native, native_backends, saved
-from tests.model.gguf_files import conversions, converted, write_gguf
+from tests.model.gguf_files import Blocks, conversions, converted, write_gguf
 from tests.model.parity import decoder_logits
 from tests.parallel.ranks import on_ranks
 
@@ -56,6 +57,7 @@ DEQUANTISED: dict[str, tuple[tuple[int, ...], str]] = {
     "Q6_K": ((209,), "035a9755d496a433"),
     "IQ4_NL": ((1,), "43c9be665121a0c4"),
     "IQ4_XS": ((1,), "13fe14b9aa742d67"),
+    "MXFP4": ((), "d3f93318a8c0a47c"),
 }
 
 
@@ -86,9 +88,9 @@ def test_numbers_are_those_that_ggml_computes_bit_for_bit(name: str) -> None:
 def plain(config: ModelConfig, kind: str) -> ModelConfig:
     """A configuration without what GGUF has no place for: heads of training, and one constant of Gemma's and T5's."""
     changes: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": (), "pad_token_id": None}
-    changes |= {"masked_head": None, "pooler": False}
-    if kind == "mt5":
-        changes["model_type"] = "t5"
+    changes |= {"masked_head": None, "pooler": False, "in_order": frozenset()}
+    if kind in _READ_AS:
+        changes["model_type"] = _READ_AS[kind]
     if kind == "nomic-bert":  # the conversion has a length of its own
         changes["max_positions"] = 2048
     for name, stack in config.stacks.items():
@@ -98,8 +100,27 @@ def plain(config: ModelConfig, kind: str) -> ModelConfig:
             stack = stack.with_layers(without_windows)
         if "t5" in kind:
             stack = stack.with_layers(reach_far)
+        if "falcon" in kind:
+            stack = stack.with_layers(with_published_base)
+        if kind == "gpt-oss":
+            stack = stack.with_layers(without_bounds)
         changes[name] = stack
     return replace(config, **changes)
+
+
+_READ_AS = {"mt5": "t5", "gemma4-unified": "gemma4_text", "qwen3-next-every": "qwen3_5_moe_text"}
+
+
+def with_published_base(layer: LayerConfig) -> LayerConfig:
+    """With Falcon's own rotary base, which GGUF takes for granted."""
+    return replace(layer, mixer=replace(layer.attention, position=RotaryConfig(layer.attention.head_dim)))
+
+
+def without_bounds(layer: LayerConfig) -> LayerConfig:
+    """Without gpt-oss' bounds of gates, which GGUF takes for granted."""
+    assert isinstance(layer.feed_forward, ExpertsConfig)
+    mlp = replace(layer.feed_forward.mlp, clamp=None)
+    return replace(layer, feed_forward=replace(layer.feed_forward, mlp=mlp))
 
 
 def reach_far(layer: LayerConfig) -> LayerConfig:
@@ -118,7 +139,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", [kind for kind in conversions() if kind not in ("roberta", "bert-no-pooler")])
 def test_what_llama_cpp_converts_is_read_back(kind: str, tmp_path: Path) -> None:
-    """Settings are equal and tensors bit for bit, but for norms that were stored plus 1."""
+    """Settings are equal and tensors bit for bit, but for what was stored plus 1, or as an exponential."""
     period = {"attention__sliding_window_pattern": ("UINT32", 3)} if kind.startswith("gemma3") else {}  # ours is short
     original, read = read_checkpoint(saved(kind).path), read_checkpoint(converted(kind, tmp_path, **period))
     expected = plain(original.config, kind)
@@ -131,9 +152,10 @@ def test_what_llama_cpp_converts_is_read_back(kind: str, tmp_path: Path) -> None
             ),
         )
     assert plain(read.config, kind) == expected
-    before, after = tensors_of(original), tensors_of(read)
+    before, after = (dict(load_model(one, SdpaBackend()).named_parameters()) for one in (original, read))
     assert before.keys() == after.keys()
-    close = [name for name in before if "gemma" in kind and name.endswith("norm.weight")]
+    shifted = "gemma" in kind or kind.startswith("qwen3-5") or kind == "qwen3-next-every"
+    close = [name for name in before if shifted and ("norm" in name or name.endswith("decay"))]
     assert all(torch.equal(before[name], after[name]) for name in before if name not in close)
     assert all(torch.allclose(before[name], after[name], atol=2e-7) for name in close)
 
@@ -321,6 +343,71 @@ def read_projection(
     if f"{name}.weight_offset" in sources:
         found += reader.region(f"{name}.weight_offset", groups.stop, groups, 0, shape[0]).repeat_interleave(32, dim=1)
     return found, True
+
+
+def in_blocks(kind: str, name: str, shape: tuple[int, ...]) -> tuple[bytes, Tensor]:
+    """Random blocks of a type with small factors, and the numbers that they stand for."""
+    block = next(one for one in BLOCK_TYPES.values() if one.name == kind)
+    count = math.prod(shape) // block.block
+    blocks = torch.frombuffer(bytearray(stream(count * block.bytes, kind + name)), dtype=torch.uint8)
+    blocks = blocks.view(count, block.bytes)
+    factor = {"MXFP4": (121,), "Q8_0": (0, 0x18)}[kind]  # 2^-7, and the float16 0.002
+    blocks[:, : len(factor)] = torch.tensor(factor, dtype=torch.uint8)
+    return blocks.numpy().tobytes(), FORMATS[kind].values(blocks).view(shape)
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "gpt-neox", "qwen3-5-thrice", "qwen3-next-every", "gpt-oss", "cohere2-windows"]
+)
+def test_matrices_in_other_orders_stand_for_the_stored_numbers(kind: str, tmp_path: Path) -> None:
+    """The logits of a file of blocks are those of one with the numbers that these stand for."""
+    block = "MXFP4" if kind == "gpt-oss" else "Q8_0"
+
+    def blocks(name: str, tensor: Tensor) -> Blocks | Tensor:
+        if tensor.shape[-1] % 32 or tensor.ndim < 2 or "embd" in name or name.endswith("bias"):
+            return tensor
+        return block, tuple(tensor.shape), in_blocks(block, name, tuple(tensor.shape))[0]
+
+    def numbers(name: str, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(blocks(name, tensor), Tensor) else in_blocks(block, name, tuple(tensor.shape))[1]
+
+    models = []
+    for stored_as in (blocks, numbers):
+        checkpoint = read_checkpoint(converted(kind, tmp_path, stored_as))
+        models.append(load_model(checkpoint, SdpaBackend()))
+        if stored_as is blocks:
+            kept = checkpoint.config.stored_as
+            assert len(kept) > 4 and set(kept.values()) == {integers_in_groups(8, 32, offsets=False)}
+    found, expected = (decoder_logits(model, [tuple(range(1, 40))]) for model in models)
+    assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
+    assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "gemma4-experts"])
+def test_fused_matrices_are_read_in_their_parts(kind: str, tmp_path: Path) -> None:
+    """llama.cpp's conversion fuses q, k and v of any architecture where it is asked to (`--fuse-qkv`)."""
+    parts: dict[str, Tensor] = {}
+    path = converted(kind, tmp_path, lambda name, tensor: parts.setdefault(name, tensor))
+    expected = decoder_logits(load_model(read_checkpoint(path), SdpaBackend()), [tuple(range(1, 20))])
+    model = read_gguf(path)
+    metadata = {key: _entry(kind, key) for key in model}
+    fused = {name: one for name, one in parts.items() if ".attn_q." not in name}
+    for name in [name for name in fused if ".attn_k." in name or ".attn_v." in name]:
+        layer = name.split(".attn_")[0]
+        three = [parts.get(f"{layer}.attn_{part}.weight") for part in "qkv"]
+        if all(part is not None for part in three):
+            fused.pop(name)
+            fused[f"{layer}.attn_qkv.weight"] = torch.cat(three)  # type: ignore[arg-type]
+        else:
+            fused[f"{layer}.attn_q.weight"] = parts[f"{layer}.attn_q.weight"]
+    read = read_checkpoint(write_gguf(tmp_path / "fused.gguf", metadata, fused))
+    found = decoder_logits(load_model(read, SdpaBackend()), [tuple(range(1, 20))])
+    assert torch.equal(found, expected) and any("attn_qkv" in name for name in fused)
+
+
+def _entry(kind: str, key: str) -> tuple[str, Any]:
+    found, value = conversions()[kind]["metadata"][key]
+    return found, value
 
 
 @pytest.mark.parametrize("name", MIXED)

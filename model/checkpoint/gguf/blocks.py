@@ -14,7 +14,8 @@ from torch import Tensor
 
 # What the 4 bits of IQ4_NL and IQ4_XS stand for.
 _NONLINEAR = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
-
+# Twice what the 4 bits of MXFP4 stand for: a sign, 2 bits of exponent and 1 of fraction.
+_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
 
 Factors = tuple[Tensor, Tensor | None]  # scales and offsets, float32 [N, groups]; None: there are no offsets
 
@@ -162,6 +163,15 @@ def _iq4_xs_factors(blocks: Tensor) -> Factors:
     return _floats(blocks[:, :2]) * _signed(four | two << 4, 32).float(), None
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    return _E2M1[_nibbles(blocks[:, 1:], 16).reshape(-1, 1, 32).int()]
+
+
+def _mxfp4_factors(blocks: Tensor) -> Factors:
+    """A power of two, by its exponent; the integers are twice the numbers of 4 bits."""
+    return torch.ldexp(torch.ones(len(blocks), 1), blocks[:, :1].int() - 128), None
+
+
 FORMATS: dict[str, BlockFormat] = {
     "Q4_0": BlockFormat(32, 4, 0, False, _q4_0, _one),
     "Q4_1": BlockFormat(32, 4, 8, True, _q4_1, _two),
@@ -175,4 +185,5 @@ FORMATS: dict[str, BlockFormat] = {
     "Q6_K": BlockFormat(16, 8, 0, False, _q6_k, _q6_k_factors),
     "IQ4_NL": BlockFormat(32, 8, 0, False, _iq4_nl, _one),
     "IQ4_XS": BlockFormat(32, 8, 0, False, _iq4_xs, _iq4_xs_factors),
+    "MXFP4": BlockFormat(32, 8, 0, False, _mxfp4, _mxfp4_factors),
 }

@@ -6,12 +6,13 @@ as the numbers that it stands for, which C keeps in the nearest integers of 8 bi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.checkpoint.gguf.architectures import DROPPED_TENSORS, Architecture
+from model.checkpoint.gguf.architectures import DROPPED_TENSORS
 from model.checkpoint.gguf.settings import architecture_of
+from model.checkpoint.gguf.table import Architecture, Change, Order
 from model.config.formats import Storage, integers_in_groups, joined
 from model.config.layer import MOST_EXPERTS
 from model.config.model import ModelConfig
@@ -33,7 +34,9 @@ _EXACT = {
     "Q8_0": integers_in_groups(8, _GROUP, offsets=False),
     "IQ4_NL": integers_in_groups(8, _GROUP, offsets=False),
     "IQ4_XS": integers_in_groups(8, _GROUP, offsets=False),
+    "MXFP4": integers_in_groups(8, _GROUP, offsets=False),
 }
+_MOST_DIGITS = 6  # of a layer's number
 _NEAREST = (8, _GROUP)  # bits and group that C keeps what has smaller groups in
 
 
@@ -42,8 +45,16 @@ class Origin:
     """Where a tensor comes from, and what has to be undone."""
 
     tensor: GGUFTensor
-    paired: int = 0  # rows of a head whose two halves are in turns; 0: rows are in their order
-    less: float = 0.0  # what was added to every number
+    change: Change = field(default_factory=Change)
+    in_order: bool = False  # it is as it is multiplied with, whatever published folders do
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the published shape."""
+        if self.change.shape is not None:
+            return self.change.shape
+        rows = self.change.rows
+        return self.tensor.shape if rows is None else (rows.count, *self.tensor.shape[1:])
 
 
 def origins(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Origin]:
@@ -52,89 +63,162 @@ def origins(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Origin]:
     `raw` are the settings. A tied head whose table is quantised is there by a name of its own: in C it is kept as the
     file has it, while the table is read as floats.
     """
-    architecture = architecture_of(model)
-    found: dict[str, Origin] = {}
-    for name, tensor in model.tensors.items():
-        if name in DROPPED_TENSORS:
-            continue
+    architecture, found = architecture_of(model), dict[str, Origin]()
+    changes = architecture.changes(raw)
+    for name, expert, tensor in _pieces(architecture, model, raw):
         published = published_name(architecture, model, name)
-        if "{}" in published and len(tensor.shape) == 3:
-            experts = _each_expert(tensor)
-            found |= {published.format(at): _origin(architecture, model, raw, name, one) for at, one in experts}
-        else:
-            found[published] = _origin(architecture, model, raw, name, tensor)
+        published = published if expert is None else published.format(expert)
+        found[published] = _origin(architecture, changes, raw, name, tensor)
     table = model.tensors.get("token_embd.weight")
     head = architecture.names.get("output")
-    if head and f"{head}.weight" not in found and table is not None and _unties(architecture) and table.type.block > 1:
+    untied = architecture.head_of_table and table is not None and table.type.block > 1
+    if head and f"{head}.weight" not in found and table is not None and untied:
         found[f"{head}.weight"] = Origin(table)
     return found
 
 
+def _pieces(
+    architecture: Architecture, model: GGUFModel, raw: Mapping[str, Any]
+) -> Iterator[tuple[str, int | None, GGUFTensor]]:
+    """Yield what there is to read: GGUF's name of what is not fused, which expert's it is, and where it lies."""
+    last = raw.get("num_hidden_layers") if model.get(f"{model.architecture}.nextn_predict_layers") else None
+    for name, tensor in model.tensors.items():
+        layer, part, kind = _split(name)
+        if name in DROPPED_TENSORS or (last is not None and layer is not None and layer >= last):
+            continue
+        stem = name.removesuffix(f"{part}.{kind}")
+        if part in architecture.parts:
+            yield from ((f"{stem}{one}.{kind}", None, tensor) for one in architecture.parts[part])
+        elif part == "attn_qkv" and "blk.{}.attn_qkv" not in architecture.names:
+            pieces = _rows_of(tensor, _projected_sizes(model, raw, name, tensor))
+            yield from ((f"{stem}attn_{one}.{kind}", None, piece) for one, piece in zip("qkv", pieces, strict=True))
+        elif part == "ffn_gate_up_exps":
+            for expert, one in _each_expert(tensor):
+                halves = _rows_of(one, (one.shape[0] // 2,) * 2)
+                yield from (
+                    (f"{stem}ffn_{half}_exps.{kind}", expert, piece)
+                    for half, piece in zip(("gate", "up"), halves, strict=True)
+                )
+        elif part.endswith("_exps") and kind in ("weight", "bias"):
+            yield from ((name, expert, one) for expert, one in _each_expert(tensor))
+        else:
+            yield name, None, tensor
+
+
+def _split(name: str) -> tuple[int | None, str, str]:
+    """Return the layer, what a tensor is called within it, and its kind ("weight", "bias"), which some have not."""
+    words = name.split(".")
+    layer = next((int(word) for word in words if word.isdecimal() and len(word) < _MOST_DIGITS), None)
+    named = len(words) == 1 or words[-2].isdecimal()
+    return (layer, words[-1], "") if named else (layer, words[-2], words[-1])
+
+
+def _projected_sizes(model: GGUFModel, raw: Mapping[str, Any], name: str, tensor: GGUFTensor) -> tuple[int, int, int]:
+    """Return the rows of queries, keys and values of a matrix that has all of a layer."""
+    heads = raw.get("num_attention_heads")
+    keys = raw.get("num_key_value_heads") or heads
+    if type(heads) is not int or type(keys) is not int or min(heads, keys) < 1 or tensor.shape[0] % (heads + 2 * keys):
+        raise ConfigError(f"{model.name}: {name} has {tensor.shape[0]} rows, which are not those of {heads} heads")
+    dim = tensor.shape[0] // (heads + 2 * keys)
+    return heads * dim, keys * dim, keys * dim
+
+
+def _rows_of(tensor: GGUFTensor, sizes: Iterable[int]) -> Iterator[GGUFTensor]:
+    """Yield so many rows, one part after the other."""
+    offset, row = tensor.offset, tensor.nbytes // tensor.shape[0]
+    for size in sizes:
+        yield replace(tensor, shape=(size, *tensor.shape[1:]), offset=offset)
+        offset += size * row
+
+
 def _each_expert(tensor: GGUFTensor) -> Iterator[tuple[int, GGUFTensor]]:
-    """Yield each expert's matrix of a tensor that has all of a layer."""
+    """Yield each expert's matrix, or bias, of a tensor that has all of a layer."""
     count, *shape = tensor.shape
+    if not shape:
+        raise ConfigError(f"{tensor.path.name}: {tensor.name} has one dimension, expected a matrix for each expert")
     if count > MOST_EXPERTS:
         raise ConfigError(f"{tensor.path.name}: {tensor.name} has {count} experts, of at most {MOST_EXPERTS}")
     for expert in range(count):
         yield expert, replace(tensor, shape=tuple(shape), offset=tensor.offset + expert * tensor.nbytes // count)
 
 
-def _unties(architecture: Architecture) -> bool:
-    """Whether a head may be a matrix of its own: T5's outputs have a scale where it is tied."""
-    return "token_embd" in architecture.names and architecture.names["token_embd"].startswith("model.")
-
-
 def _origin(
-    architecture: Architecture, model: GGUFModel, raw: Mapping[str, Any], name: str, tensor: GGUFTensor
+    architecture: Architecture, changes: Mapping[str, Change], raw: Mapping[str, Any], name: str, tensor: GGUFTensor
 ) -> Origin:
-    part, kind = name.split(".")[-2:] if "." in name else (name, "")
-    paired = 0
+    _, part, kind = _split(name)
+    change = changes.get(part, Change())
     if part in architecture.paired and kind in ("weight", "bias"):
-        heads = "num_attention_heads" if part == "attn_q" else "num_key_value_heads"
-        count = raw.get(heads) or raw.get("num_attention_heads")
-        if type(count) is not int or count < 1 or tensor.shape[0] % (2 * count):
-            raise ConfigError(
-                f"{model.name}: {name} has {tensor.shape[0]} rows, which {count} heads do not divide evenly"
-            )
-        paired = tensor.shape[0] // count
-    less = 1.0 if architecture.norms_plus_one and part.endswith("norm") and kind == "weight" else 0.0
-    return Origin(tensor, paired, less)
+        change = replace(change, rows=_pairs(raw, part, name, tensor))
+    shifted = architecture.norms_plus_one and part.endswith("norm") and part not in architecture.norms_as_they_are
+    if shifted and kind == "weight":
+        change = replace(change, less=1.0)
+    return Origin(tensor, change, part in architecture.in_order)
+
+
+def _pairs(raw: Mapping[str, Any], part: str, name: str, tensor: GGUFTensor) -> Order:
+    """Return the order of rows of heads, the two halves of which are in turns."""
+    heads = "num_attention_heads" if part == "attn_q" else "num_key_value_heads"
+    count = raw.get(heads) or raw.get("num_attention_heads")
+    if type(count) is not int or count < 1 or tensor.shape[0] % (2 * count):
+        raise ConfigError(
+            f"{tensor.path.name}: {name} has {tensor.shape[0]} rows, which {count} heads do not divide evenly"
+        )
+    dim = tensor.shape[0] // count
+    return Order((count, 2, dim // 2), (dim, 1, 2))
 
 
 def published_name(architecture: Architecture, model: GGUFModel, name: str) -> str:
     """Return the published name of a tensor; its own if the table has none, so that an error names it."""
-    stem, _, kind = name.rpartition(".")
-    parts = stem.split(".")
-    layer = next((part for part in parts if part.isdecimal()), None)
-    pattern = ".".join("{}" if part == layer else part for part in parts)
-    theirs = architecture.names.get(pattern)
-    if theirs is None:
+    layer, _, _ = _split(name)
+    parts = name.split(".")
+    pattern = ".".join("{}" if layer is not None and part == str(layer) else part for part in parts)
+    stem, _, kind = pattern.rpartition(".")
+    whole, theirs = architecture.names.get(pattern), architecture.names.get(stem)
+    if whole is None and theirs is None:
         return name
-    found = theirs if layer is None else theirs.format(layer)
-    if found.endswith(".DenseReluDense.wi_1") and name.replace("ffn_up", "ffn_gate") not in model.tensors:
-        found = found.removesuffix("_1")  # the first T5 has no gate
-    return f"{found}.{kind}"
+    found = whole or f"{theirs}.{kind}"
+    found = found if layer is None else found.format(layer)
+    if found.endswith(".DenseReluDense.wi_1.weight") and name.replace("ffn_up", "ffn_gate") not in model.tensors:
+        found = found.replace(".wi_1.", ".wi.")  # the first T5 has no gate
+    return found
 
 
 def gguf_config(raw: Mapping[str, Any], found: Mapping[str, Origin]) -> ModelConfig:
     """Return the network, and how its projections are kept; raises `ConfigError`."""
     config = config_from_raw(dict(raw), found, strict=True)
-    return replace(config, stored_as=dict(_stored_as(config, found)))
+    by_stem = _by_stem(config, found)
+    in_order = {
+        rule.target
+        for rule in _projections(config)
+        if (origin := by_stem.get(rule.source)) is not None and origin.in_order
+    }
+    return replace(config, in_order=frozenset(in_order), stored_as=dict(_stored_as(config, by_stem)))
 
 
-def _stored_as(config: ModelConfig, found: Mapping[str, Origin]) -> Iterator[tuple[str, Storage]]:
+def _projections(config: ModelConfig) -> Iterator[LinearRule]:
+    return (rule for rule in FAMILIES[config.model_type].rules(config) if isinstance(rule, LinearRule))
+
+
+def _by_stem(config: ModelConfig, found: Mapping[str, Origin]) -> dict[str, Origin]:
     family = FAMILIES[config.model_type]
-    by_stem = {family.canonical(name).removesuffix(".weight"): origin for name, origin in found.items()}
-    kinds: dict[str, list[str]] = {}
-    turned = set()
-    for rule in family.rules(config):
-        if isinstance(rule, LinearRule):
-            origin = by_stem.get(rule.source)
-            kinds.setdefault(rule.target, []).append("F32" if origin is None else origin.tensor.type.name)
-            turned |= {rule.target} if rule.transpose or rule.interleaved is not None else set()
-    for target, found_kinds in kinds.items():
-        if any(kind in FLOATS for kind in found_kinds):
+    return {family.canonical(name).removesuffix(".weight"): origin for name, origin in found.items()}
+
+
+def _stored_as(config: ModelConfig, by_stem: Mapping[str, Origin]) -> Iterator[tuple[str, Storage]]:
+    stored: dict[str, list[tuple[str, bool]]] = {}
+    for rule in _projections(config):
+        origin = by_stem.get(rule.source)
+        kind = "F32" if origin is None else origin.tensor.type.name
+        stored.setdefault(rule.target, []).append((kind, origin is None or _keeps_groups(origin)))
+    for target, found in stored.items():
+        if any(kind in FLOATS for kind, _ in found):
             continue
-        exact = [_EXACT[kind] for kind in found_kinds if kind in _EXACT and target not in turned]
-        whole = joined(exact) if len(exact) == len(found_kinds) else None
-        yield target, whole or Storage(" and ".join(dict.fromkeys(found_kinds)), nearest=_NEAREST)
+        exact = [_EXACT[kind] for kind, whole in found if kind in _EXACT and whole]
+        together = joined(exact) if len(exact) == len(found) else None
+        kinds = dict.fromkeys(kind for kind, _ in found)
+        yield target, together or Storage(" and ".join(kinds), nearest=_NEAREST)
+
+
+def _keeps_groups(origin: Origin) -> bool:
+    """Whether the numbers that share a scale in the file still do when its columns are in their order."""
+    return origin.change.columns is None or origin.change.columns.sizes[-1] % _GROUP == 0

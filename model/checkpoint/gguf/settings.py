@@ -6,13 +6,14 @@ Metadata that would change the network and is not known here is refused by its k
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from model.api.request import Pooling
-from model.checkpoint.gguf.architectures import ARCHITECTURES, HARMLESS_KEYS, MIXTRAL, Architecture, Rope
+from model.checkpoint.gguf.architectures import ARCHITECTURES, HARMLESS_KEYS, VARIANTS
+from model.checkpoint.gguf.metadata import decimal, head_dim, rows, single
 from model.checkpoint.gguf.rope_factors import llama3_settings, read_floats
+from model.checkpoint.gguf.table import Architecture, Rope
 from model.errors import ConfigError
 from model.gguf.container import GGUFModel, shown
 
@@ -33,7 +34,9 @@ def architecture_of(model: GGUFModel) -> Architecture:
         raise ConfigError(
             f"{model.name}: general.architecture {name!r} is not served; served are {', '.join(ARCHITECTURES)}"
         )
-    return MIXTRAL if name == "llama" and model.get("llama.expert_count") else ARCHITECTURES[name]
+    if name in VARIANTS and VARIANTS[name][0](model):
+        return VARIANTS[name][1]
+    return ARCHITECTURES[name]
 
 
 def raw_settings(model: GGUFModel) -> dict[str, Any]:
@@ -60,22 +63,24 @@ def _network_settings(model: GGUFModel) -> dict[str, Any]:
         raise ConfigError(f"{model.name}: {name}.{unknown[0]} is not served: {found}")
     raw = {"model_type": architecture.model_type, **architecture.constants}
     for key, setting in architecture.keys.items():
-        if (value := _single(model, f"{name}.{key}")) is not None:
+        if (value := single(model, f"{name}.{key}")) is not None:
             raw[setting] = value
-    raw["vocab_size"] = _rows(model, "token_embd.weight")
+    if further := model.integer(f"{name}.nextn_predict_layers"):  # in the end, which are not served
+        raw["num_hidden_layers"] -= further
+    raw["vocab_size"] = rows(model, "token_embd.weight")
     if architecture.encoder:
         if model.get(f"{name}.attention.causal", False):
             raise ConfigError(f"{model.name}: {name}.attention.causal must be false of this architecture")
     elif model.get(f"{name}.attention.causal", True) is False:
         raw["is_causal"] = False
     raw |= _rope(model, architecture, raw)
-    return raw | _MORE.get(architecture.model_type, _nothing)(model, raw)
+    return raw | architecture.more(model, raw)
 
 
 def recommended_sampling(model: GGUFModel) -> dict[str, Any]:
     """Return the sampling that its authors recommend, as a generation_config.json has it."""
-    found = {ours: _single(model, f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
-    found["repetition_penalty"] = _single(model, "general.sampling.penalty_repeat")
+    found = {ours: single(model, f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
+    found["repetition_penalty"] = single(model, "general.sampling.penalty_repeat")
     found = {name: value for name, value in found.items() if value is not None}
     return {"do_sample": True, "top_k": 0, **found} if found else {}
 
@@ -89,54 +94,14 @@ def pooling(model: GGUFModel) -> Pooling | None:
     return _POOLING[found]
 
 
-def _single(model: GGUFModel, key: str) -> Any:
-    """Return a value; one for each layer must be the same for all of them."""
-    value = model.get(key)
-    if isinstance(value, list):
-        if len(set(value)) > 1:
-            raise ConfigError(f"{model.name}: {key} differs from layer to layer, which is not served")
-        value = value[0] if value else None
-    return _decimal(value) if isinstance(value, float) else value
-
-
-def _decimal(value: float) -> float:
-    """Return the shortest decimal number that is this one in float32: metadata has 1e-6 as 9.99999997e-07."""
-    stored = struct.pack("<f", value)
-    shorter = (float(f"{value:.{digits}g}") for digits in range(1, 10))
-    return next((short for short in shorter if struct.pack("<f", short) == stored), value)
-
-
-def _rows(model: GGUFModel, tensor: str) -> int:
-    if tensor not in model.tensors:
-        raise ConfigError(f"{model.name}: the tensor {tensor} is missing")
-    return model.tensors[tensor].shape[0]
-
-
-def _has(model: GGUFModel, ending: str) -> bool:
-    return any(name.endswith(ending) for name in model.tensors)
-
-
-def _head_dim(model: GGUFModel, raw: Mapping[str, Any]) -> int:
-    """Return the width of a head; of keys and values alike."""
-    name = model.architecture
-    try:
-        dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    except (KeyError, TypeError, ZeroDivisionError):
-        raise ConfigError(f"{model.name}: {name}.embedding_length or {name}.attention.head_count is missing") from None
-    values = model.get(f"{name}.attention.value_length", dim)
-    if values != dim:
-        raise ConfigError(f"{model.name}: {name}.attention.value_length {values} must be that of keys, {dim}")
-    return int(dim)
-
-
 def _rope(model: GGUFModel, architecture: Architecture, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_parameters`."""
     if architecture.rope is Rope.NONE:
         return {}
-    name, dim = model.architecture, _head_dim(model, raw)
+    name, dim = model.architecture, head_dim(model, raw)
     found: dict[str, Any] = {
         "rope_type": "default",
-        "rope_theta": _single(model, f"{name}.rope.freq_base") or architecture.rope_theta,
+        "rope_theta": single(model, f"{name}.rope.freq_base") or architecture.rope_theta,
     }
     found |= _scaling(model, found["rope_theta"], dim)
     rotated = model.integer(f"{name}.rope.dimension_count")
@@ -149,15 +114,15 @@ def _rope(model: GGUFModel, architecture: Architecture, raw: Mapping[str, Any]) 
         found["partial_rotary_factor"] = share
     if architecture.rope is Rope.PLAIN:
         return {"rope_parameters": found}
-    local = {"rope_type": "default", "rope_theta": _single(model, f"{name}.rope.freq_base_swa") or 10_000.0}
+    local = {"rope_type": "default", "rope_theta": single(model, f"{name}.rope.freq_base_swa") or 10_000.0}
     return {"rope_parameters": {"full_attention": found, "sliding_attention": local}}
 
 
 def _scaling(model: GGUFModel, theta: float, dim: int) -> dict[str, Any]:
     """Return how positions are scaled."""
     where = f"{model.architecture}.rope.scaling"
-    kind, factor = model.get(f"{where}.type", "none"), _single(model, f"{where}.factor") or 0.0
-    temperature = _single(model, f"{where}.attn_factor")
+    kind, factor = model.get(f"{where}.type", "none"), single(model, f"{where}.factor") or 0.0
+    temperature = single(model, f"{where}.attn_factor")
     if temperature not in (None, 1.0) and "rope_factors_long.weight" not in model.tensors:
         raise ConfigError(f"{model.name}: {where}.attn_factor {temperature} is not served without rope_factors_long")
     if "rope_freqs.weight" in model.tensors:
@@ -179,7 +144,7 @@ def _scaling(model: GGUFModel, theta: float, dim: int) -> dict[str, Any]:
         "yarn_beta_slow": "beta_slow",
         "yarn_attn_factor": "attention_factor",
     }
-    found |= {ours: value for key, ours in names.items() if (value := _single(model, f"{where}.{key}")) is not None}
+    found |= {ours: value for key, ours in names.items() if (value := single(model, f"{where}.{key}")) is not None}
     return found
 
 
@@ -190,104 +155,14 @@ def _longrope(model: GGUFModel, where: str) -> dict[str, Any]:
         name = f"rope_factors_{kind}.weight"
         if name not in model.tensors:
             raise ConfigError(f"{model.name}: the tensor {name} is missing")
-        factors[f"{kind}_factor"] = list(map(_decimal, read_floats(model.tensors[name])))
+        factors[f"{kind}_factor"] = list(map(decimal, read_floats(model.tensors[name])))
     found: dict[str, Any] = {"rope_type": "longrope", **factors}
     found["original_max_position_embeddings"] = original = model.integer(f"{where}.original_context_length")
-    longest, temperature = model.integer(f"{model.architecture}.context_length"), _single(model, f"{where}.attn_factor")
+    longest, temperature = model.integer(f"{model.architecture}.context_length"), single(model, f"{where}.attn_factor")
     if temperature and original and longest and original < longest:  # which the table computes by itself
         usual = math.sqrt(1 + math.log(longest / original) / math.log(original))
         found |= {} if math.isclose(temperature, usual, rel_tol=1e-6) else {"attention_factor": temperature}
     return found
-
-
-def _nothing(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {}
-
-
-def _llama(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {"attention_bias": True} if _has(model, ".attn_output.bias") else {}
-
-
-def _gemma(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemma 2 and 3: the scale of scores is the head's, but of the 27B ones, which llama.cpp knows by their layers."""
-    dim = _head_dim(model, raw)
-    whole = raw.get("num_hidden_layers") == {"gemma2": 46, "gemma3_text": 62}[raw["model_type"]]
-    found = {"query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"] if whole else dim}
-    if raw["model_type"] == "gemma2":
-        return found
-    pattern = model.get(f"{model.architecture}.attention.sliding_window_pattern", 6)
-    if isinstance(pattern, list):
-        return {**found, "layer_types": _layer_types(pattern)}
-    return {**found, "sliding_window_pattern": pattern}
-
-
-def _windows(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """OLMo 2 and EXAONE 4: with a window in some of the layers they are others; OLMo's windows stretch nothing."""
-    where = f"{model.architecture}.attention"
-    window = model.integer(f"{where}.sliding_window")
-    if not window:
-        return {"sliding_window": None} if raw["model_type"] == "exaone4" else {}
-    theta, own = raw["rope_parameters"]["rope_theta"], _single(model, f"{model.architecture}.rope.freq_base_swa")
-    if own not in (None, theta):
-        raise ConfigError(
-            f"{model.name}: {model.architecture}.rope.freq_base_swa {own} must be rope.freq_base, {theta}"
-        )
-    found: dict[str, Any] = {"sliding_window": window}
-    if pattern := model.array(f"{where}.sliding_window_pattern"):
-        found["layer_types"] = _layer_types(pattern)
-    if raw["model_type"] == "olmo2":
-        plain = {"rope_type": "default", "rope_theta": theta}
-        ropes = {"full_attention": raw["rope_parameters"], "sliding_attention": plain}
-        found |= {"model_type": "olmo3", "rope_parameters": ropes}
-    return found
-
-
-def _layer_types(slides: Sequence[Any]) -> list[str]:
-    return ["sliding_attention" if one else "full_attention" for one in slides]
-
-
-def _cohere(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {"use_qk_norm": True} if _has(model, ".attn_q_norm.weight") else {}
-
-
-def _stablelm(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {"use_qkv_bias": _has(model, ".attn_q.bias")}
-
-
-def _phi3(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": raw.get("sliding_window") or None}
-
-
-def _segments(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """BERT: positions begin at 0, also of a RoBERTa, whose first rows the conversion leaves out."""
-    types = _rows(model, "token_types.weight") if "token_types.weight" in model.tensors else 0
-    return {"type_vocab_size": types}
-
-
-def _t5(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "feed_forward_proj": "gated-gelu" if _has(model, ".ffn_gate.weight") else "relu",
-        "tie_word_embeddings": "output.weight" not in model.tensors,
-    }
-    every_layer = _has(model, "blk.1.attn_rel_b.weight")  # umT5: a bias of its own in each layer
-    return {**found, "model_type": "umt5"} if every_layer else found
-
-
-_MORE = {
-    "llama": _llama,
-    "granite": _llama,
-    "smollm3": _llama,
-    "olmo2": _windows,
-    "exaone4": _windows,
-    "cohere": _cohere,
-    "stablelm": _stablelm,
-    "gemma2": _gemma,
-    "gemma3_text": _gemma,
-    "phi3": _phi3,
-    "bert": _segments,
-    "nomic_bert": _segments,
-    "t5": _t5,
-}
 
 
 def _token_ids(model: GGUFModel) -> dict[str, Any]:
@@ -301,7 +176,7 @@ def _token_ids(model: GGUFModel) -> dict[str, Any]:
     ends = {model.integer(f"{tokenizer}.{name}"): None for name in names}
     types = model.array(f"{tokenizer}.token_type")
     special = {token for token, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)}
-    if special and architecture_of(model).model_type not in ("bert", "nomic_bert"):
+    if special and architecture_of(model).model_type not in ("bert", "nomic_bert", "modernbert"):
         texts = model.array(f"{tokenizer}.tokens")
         ends |= {token: None for token in sorted(special) if token < len(texts) and texts[token] in _ENDS}
     found["eos_token_id"] = [token for token in ends if token is not None] or None

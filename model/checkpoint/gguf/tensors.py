@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -14,17 +14,19 @@ from torch import Tensor
 from model.checkpoint.gguf.blocks import FORMATS
 from model.checkpoint.gguf.layout import Origin, origins
 from model.checkpoint.gguf.settings import network_settings
+from model.checkpoint.gguf.table import Change
 from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader, TensorSource
 from model.config.formats import FLOAT, Storage
 from model.config.model import ModelConfig
 from model.errors import CheckpointError
 from model.families import FAMILIES
 from model.families.table.rules import LinearRule
-from model.gguf.container import read_gguf
+from model.gguf.container import GGUFTensor, read_gguf
 from model.gguf.types import BlockType
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GROUP = 32  # numbers that share a scale, of what is kept as it is stored
+_NEAR = 512  # rows that are read in vain, at most, so that one read suffices
 
 
 class _Part(StrEnum):
@@ -42,37 +44,44 @@ class _Decoder:
 
     type: BlockType
     part: _Part
-    paired: int  # rows of a head whose two halves are in turns; 0: rows are in their order
-    less: float
+    change: Change
     name: str
     stored: StoredTensor = field(repr=False)  # its bytes, uint8 [rows, bytes of a row]
 
     def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
         """Return rows `[first, last)`: numbers, integers, or factors of their groups."""
-        unit, width = self.paired or 1, self.stored.shape[1]
-        begin, end = first // unit, -(-last // unit)
-        parts = [
-            self._decoded(self._in_order(stored.view(-1, width)))
-            for _, stored in reader.rows(self.stored, unit * width, begin, end)
-        ]
-        found = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return found[first - begin * unit : last - begin * unit]
+        order = self.change.rows
+        if order is None:
+            return self._in_columns(self._read(reader, first, last))
+        places = [order.place(row) for row in range(first, last)]
+        begin, end = min(places), max(places) + 1
+        if end - begin <= 2 * len(places) + _NEAR:
+            found = self._read(reader, begin, end)[torch.tensor(places) - begin]
+        else:
+            found = torch.cat([self._read(reader, start, stop) for start, stop in _runs(places)])
+        return self._in_columns(found)
 
-    def _in_order(self, rows: Tensor) -> Tensor:
-        """Put the bytes of the rows of whole heads in the order that they are wanted in."""
-        if not self.paired:
+    def _read(self, reader: TensorReader, begin: int, end: int) -> Tensor:
+        """Return rows that are adjacent in the file."""
+        parts = [self._decoded(rows) for _, rows in reader.rows(self.stored, self.stored.shape[1], begin, end)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _in_columns(self, rows: Tensor) -> Tensor:
+        """Put columns, or the factors of groups of these, in the order that they are wanted in."""
+        order = self.change.columns
+        if order is None:
             return rows
-        return rows.view(-1, self.paired // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+        if self.part in (_Part.SCALE, _Part.OFFSET):
+            order = order.in_groups(_GROUP)
+        return rows[:, torch.tensor([order.place(column) for column in range(rows.shape[1])])]
 
     def _decoded(self, rows: Tensor) -> Tensor:
         """What the bytes of rows stand for; nothing of them is kept."""
         if self.type.name in _FLOATS:
-            values = rows.view(_FLOATS[self.type.name])
-            return values.float() - self.less if self.less else values.clone()
+            return self._undone(rows.view(_FLOATS[self.type.name]).clone())
         kind, blocks = FORMATS[self.type.name], rows.view(-1, self.type.bytes)
         if self.part is _Part.VALUES:
-            found = kind.values(blocks)
-            found = found - self.less if self.less else found
+            found = self._undone(kind.values(blocks))
         elif self.part is _Part.INTEGERS:
             found = kind.integers(blocks)
             found = found - kind.centre if kind.centre else found
@@ -81,6 +90,20 @@ class _Decoder:
             if self.part is _Part.OFFSET:
                 found = torch.zeros_like(found) if offset is None else offset + kind.centre * found
         return found.reshape(len(rows), -1)
+
+    def _undone(self, values: Tensor) -> Tensor:
+        if self.change.logarithm:
+            return torch.log(-values.float())
+        return values.float() - self.change.less if self.change.less else values
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield where runs of adjacent places begin and end."""
+    start = 0
+    for at in range(1, len(places) + 1):
+        if at == len(places) or places[at] != places[at - 1] + 1:
+            yield places[start], places[at - 1] + 1
+            start = at
 
 
 def gguf_tensors(path: Path, config: ModelConfig) -> dict[str, TensorSource]:
@@ -103,26 +126,36 @@ def gguf_tensors(path: Path, config: ModelConfig) -> dict[str, TensorSource]:
 
 
 def _sources(name: str, origin: Origin, storage: Storage) -> Iterator[TensorSource]:
-    tensor, kind = origin.tensor, origin.tensor.type.name
-    shape = tensor.shape
-    if kind in _FLOATS and not origin.paired and not origin.less:
+    tensor, kind, change = origin.tensor, origin.tensor.type.name, origin.change
+    shape = origin.shape
+    if kind in _FLOATS and change == Change(shape=change.shape) and math.prod(shape) == math.prod(tensor.shape):
         yield StoredTensor(name=name, kind=kind, shape=shape, path=tensor.path, offset=tensor.offset)
         return
-    count = math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
+    count = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else tensor.shape[0]
     width = tensor.nbytes // count
-    if len(shape) == 1 and kind not in _FLOATS:
+    if len(tensor.shape) == 1 and kind not in _FLOATS:
         raise CheckpointError(f"{tensor.name} is one row of {kind}, which is not served")
+    _check_order(tensor, change)
     stored = StoredTensor(name=tensor.name, kind="U8", shape=(count, width), path=tensor.path, offset=tensor.offset)
 
     def decoded(name: str, kind: str, shape: tuple[int, ...], part: _Part) -> DecodedTensor:
-        decoder = _Decoder(tensor.type, part, origin.paired, origin.less, tensor.name, stored)
-        return DecodedTensor(name=name, kind=kind, shape=shape, decoder=decoder)
+        return DecodedTensor(
+            name=name, kind=kind, shape=shape, decoder=_Decoder(tensor.type, part, change, tensor.name, stored)
+        )
 
     if storage.numbers is None:
-        yield decoded(name, kind if kind in _FLOATS and not origin.less else "F32", shape, _Part.VALUES)
+        computed = kind not in _FLOATS or change.less or change.logarithm
+        yield decoded(name, "F32" if computed else kind, shape, _Part.VALUES)
         return
     stem, groups = name.removesuffix("weight"), (shape[0], -(-shape[1] // _GROUP))
     yield decoded(name, "I8", shape, _Part.INTEGERS)
     yield decoded(f"{stem}{storage.scale}", "F32", groups, _Part.SCALE)
     if storage.offset is not None:
         yield decoded(f"{stem}{storage.offset}", "F32", groups, _Part.OFFSET)
+
+
+def _check_order(tensor: GGUFTensor, change: Change) -> None:
+    """Raise `CheckpointError` where an order is of more rows or columns than the file has."""
+    for order, found in ((change.rows, tensor.shape[0]), (change.columns, tensor.shape[-1])):
+        if order is not None and order.last >= found:
+            raise CheckpointError(f"{tensor.name} has {found} rows or columns, expected more than {order.last}")

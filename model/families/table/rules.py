@@ -82,16 +82,16 @@ class LinearRule:
     transpose: bool = False
     interleaved: Interleaved | None = None
 
-    def tensors(self, storage: Storage) -> Iterator[TensorRule]:
-        """The rules of a matrix that is stored so."""
+    def tensors(self, storage: Storage, *, in_order: bool = False) -> Iterator[TensorRule]:
+        """The rules of a matrix that is stored so; `in_order`: as it is multiplied with, whatever folders have."""
         kinds = storage.tensors | ({"bias": None} if self.bias else {})
         for tensor, holds in kinds.items():
             yield TensorRule(
                 f"{self.source}.{tensor}",
                 f"{self.target}.{tensor}",
                 self.rows,
-                transpose=self.transpose and storage == FLOAT and tensor == "weight",
-                interleaved=self.interleaved,
+                transpose=self.transpose and storage == FLOAT and tensor == "weight" and not in_order,
+                interleaved=None if in_order else self.interleaved,
                 holds=holds,
                 repeat=storage.block[0] if tensor in storage.factors else 1,
             )
@@ -182,7 +182,8 @@ class Family:
             if isinstance(rule, TensorRule):
                 yield rule
             elif isinstance(rule, LinearRule):
-                yield from rule.tensors(config.stored_as.get(rule.target, FLOAT))
+                storage = config.stored_as.get(rule.target, FLOAT)
+                yield from rule.tensors(storage, in_order=rule.target in config.in_order)
 
     def zero_rules(self, config: ModelConfig) -> list[ZeroRule]:
         """Every part of a parameter that is zero whatever the checkpoint."""
