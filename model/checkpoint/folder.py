@@ -117,7 +117,7 @@ def errors_about(where: str, *names: str) -> Iterator[None]:
         text = str(error)
         name = next((name for name in names if name and text.startswith(f"{name}: ")), None)
         text = text if name is None else text.removeprefix(f"{name}: ")
-        text = text if text.startswith(where) else f"{where}: {text}"
+        text = text if not where or text.startswith(f"{where}: ") else f"{where}: {text}"
         error.args = (text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}...",)
         raise
     except OSError as error:

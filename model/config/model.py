@@ -285,6 +285,7 @@ class HeadConfig:
     bias: bool = False
     scale: float = 1.0  # of the hidden states before the product
     softcap: float | None = None  # logits stay between -softcap and softcap (Gemma 2)
+    repeats_table: bool = False  # its own matrix has the table's numbers, which a file stores once
 
     def __post_init__(self) -> None:
         if self.softcap is not None:

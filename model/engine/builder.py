@@ -14,7 +14,7 @@ from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.messages import ModelSpec
 from model.api.stats import CachePool, ModelInfo
 from model.attention.selection import Selection
-from model.checkpoint.folder import Checkpoint, read_checkpoint
+from model.checkpoint.folder import Checkpoint, errors_about, read_checkpoint
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.engine.cache_budget import max_context
@@ -85,7 +85,12 @@ class LoadedModel:
 
 
 def load(spec: ModelSpec) -> LoadedModel:
-    """Read the folder and build its engines; raises `ConfigError` if it cannot be served as asked."""
+    """Read the folder and build its engines; raises `ConfigError`, which names the model, if it cannot."""
+    with errors_about(spec.name):
+        return _load(spec)
+
+
+def _load(spec: ModelSpec) -> LoadedModel:
     began = time.monotonic()
     checkpoint = read_checkpoint(Path(spec.path), pickle=spec.engine.pickle)
     device = resolve_device(spec.engine.device)

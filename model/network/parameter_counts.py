@@ -32,7 +32,10 @@ def parameters_by_part(config: ModelConfig, *, each_use: bool = False) -> dict[s
     With `each_use` the weights that layers share count once for each of these layers, and of experts those of a token.
     """
     counts: Counter[str] = Counter()
+    repeated = {"head.weight"} if config.head is not None and config.head.repeats_table else set()
     for name, parameter in build_model(config, ReferenceBackend()).named_parameters():
+        if name in repeated:
+            continue
         counts[part_of(name)] += _multiplied(config, name, parameter.numel()) if each_use else parameter.numel()
     return dict(counts)
 

@@ -84,10 +84,15 @@ def fill_weights(model: Network, name: str, sources: WeightSources) -> Network:
     """Read what is planned into a network without storage; `name` is the checkpoint's, for the log."""
     filler = _Filler(model, sources.table_dtype)
     progress = _Progress(name, {name: tensor.shape for name, tensor in sources.stored.items()})
+    unbounded = dict[str, None]()
     with TensorReader(sources.stored) as reader:
-        for name, rule in sources.rules:
-            _fill(filler, reader, name, rule, sources.shapes[rule.target], sources.slices[rule.target])
-            progress.read(name)
+        for source, rule in sources.rules:
+            if not _fill(filler, reader, source, rule, sources.shapes[rule.target], sources.slices[rule.target]):
+                unbounded[source] = None
+            progress.read(source)
+    if unbounded:
+        found = f"{len(unbounded)} tensors of float16 hold infinities or NaN, {few(unbounded)}"
+        logger.warning("%s: %s: they were beyond float16's range when they were stored", name, found)
     for zero in sources.zeros:
         for _, into in cuts(sources.shapes[zero.target], zero.rows, sources.slices[zero.target]):
             filler.put(zero.target, into, torch.zeros([index.stop - index.start for index in into]))
@@ -224,15 +229,21 @@ def _as_stored(tensor: Tensor, stored_heads: list[int]) -> Tensor:
 
 def _fill(
     filler: _Filler, reader: TensorReader, name: str, rule: TensorRule, whole: Shape, shard_slice: ShardSlice | None
-) -> None:
-    """Put what `rule` takes of the stored tensor `name` into a `shard_slice` of its target, whose shape is `whole`."""
-    shape = local_shape(whole, shard_slice)
+) -> bool:
+    """Put what `rule` takes of the stored tensor `name` into a `shard_slice` of its target, whose shape is `whole`.
+
+    Returns whether float16 numbers are finite: what overflowed when a model was stored is infinite.
+    """
+    shape, finite = local_shape(whole, shard_slice), True
     for into, values in _parts(reader, name, rule, whole, shard_slice):
         values = values.reshape(*(index.stop - index.start for index in into), *shape[len(into) :])
         if not rule.duplicate:
             filler.put(rule.target, into, values)
         elif not filler.holds(rule.target, into, values):
             raise CheckpointError(f"{rule.source} differs from the tensor that it is tied to")
+        if values.dtype is torch.float16 and values.numel():
+            finite &= all(map(math.isfinite, torch.stack(values.aminmax()).tolist()))
+    return finite
 
 
 def _parts(

@@ -123,7 +123,7 @@ def _parameters(anatomy: Anatomy) -> Table:
     for part, count in sorted(anatomy.parameters.items(), key=lambda item: -item[1]):
         table.add_row(part, f"{count:,}", f"{count / anatomy.total_parameters:.1%}")
     head = anatomy.config.head
-    if head is not None and head.tied:
+    if head is not None and (head.tied or head.repeats_table):
         table.add_row("head", "0", "tied to the token table")
     table.add_section()
     table.add_row("all", f"{anatomy.total_parameters:,}", "")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from model.api.messages import ModelSpec
 from model.checkpoint import hub
-from model.checkpoint.folder import read_checkpoint
+from model.checkpoint.folder import errors_about, read_checkpoint
 from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
 from service.chat.template_probe import read_chat_template
@@ -22,7 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 def read_model(spec: ModelSpec) -> ServedModel:
-    """Read a model's folder; raises `ConfigError`."""
+    """Read a model's folder; raises `ConfigError` with the model's name."""
+    with errors_about(spec.name):
+        return _read_model(spec)
+
+
+def _read_model(spec: ModelSpec) -> ServedModel:
     folder = Path(spec.path)
     checkpoint, tokenizer = read_checkpoint(folder, pickle=spec.engine.pickle), Tokenizer.from_folder(folder)
     sentences, chat, problem, pairs = checkpoint.sentences, None, "", None

@@ -12,13 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.config.model import PositionKind
+from model.engine.builder import load
 from model.errors import CheckpointError, ConfigError
 from model.families import FAMILIES
 from model.network.transformer import Transformer
 from model.network.weights import load_model, stored_tensors
+from service.runtimes.model_reader import read_model
 from tests.model.checkpoints import KINDS, copied, loaded, prompt, saved
 from tests.model.parity import decoder_logits
 
@@ -441,3 +445,34 @@ def test_a_large_checkpoint_shows_how_far_it_is_read(
     assert len(shares) > 10
     assert shares == sorted(shares)
     assert shares[-1] == 100
+
+
+def test_an_error_says_which_of_several_models_it_is_about(tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    edit_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"^t: the tensors do not fit config\.json; missing: norm\.weight$"):
+        load(ModelSpec("t", str(folder), EngineConfig()))
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=rf"^t: {folder}: weights \(model\.safetensors\) without config\.json"):
+        read_model(ModelSpec("t", str(folder), EngineConfig()))
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_numbers_that_float16_cannot_hold_are_told_once(
+    number: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied("llama", tmp_path)
+
+    def overflow(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({name: tensor.half() for name, tensor in tensors.items()})
+        for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
+            tensors[name].view(-1)[-1] = number
+
+    with caplog.at_level(logging.WARNING):
+        read_and_load(copied("llama", tmp_path / "finite"))
+        assert not caplog.records
+        edit_tensors(folder, overflow)
+        read_and_load(folder)
+    [record] = caplog.records
+    assert "llama: 2 tensors of float16 hold infinities or NaN" in record.getMessage()
+    assert "model.norm.weight" in record.getMessage()

@@ -29,10 +29,12 @@ from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.gguf.container import read_gguf
 from model.gguf.types import BLOCK_TYPES
+from model.inspection.anatomy import dissect
 from model.linear.factory import LinearFactory
 from model.llm import LLM
 from model.network.native_stack import native_linears
 from model.network.packed_weights import PackedWeights
+from model.network.parameter_counts import parameters_by_part
 from model.network.rotary import rotary_frequencies
 from model.network.weights import load_model, stored_tensors
 from model.pretrained import embedded_models
@@ -285,6 +287,14 @@ KEPT: dict[str, dict[str, Storage]] = {
     },
     "halves": {"down": Storage("Q3_K", nearest=(8, 32)), "out": Storage("Q2_K", nearest=(8, 32))},
 }
+
+
+def test_a_head_that_repeats_the_token_table_counts_once(tmp_path: Path) -> None:
+    plain = read_checkpoint(quantised(tmp_path, {})).config
+    repeated = read_checkpoint(quantised(tmp_path, {"token_embd": "Q6_K"})).config
+    assert plain.head is not None and plain.head.tied and repeated.head is not None and not repeated.head.tied
+    assert parameters_by_part(plain) == parameters_by_part(repeated)
+    assert dissect(plain).total_parameters == dissect(repeated).total_parameters
 
 
 @pytest.mark.parametrize("name", MIXED)

@@ -186,6 +186,9 @@ def published_name(architecture: Architecture, model: GGUFModel, name: str) -> s
 def gguf_config(raw: Mapping[str, Any], found: Mapping[str, Origin]) -> ModelConfig:
     """Return the network, and how its projections are kept; raises `ConfigError`."""
     config = config_from_raw(dict(raw), found, strict=True)
+    heads = [found[name].tensor.name for name in FAMILIES[config.model_type].heads if name in found]
+    if config.head is not None and heads == ["token_embd.weight"]:
+        config = replace(config, head=replace(config.head, repeats_table=True))
     by_stem = _by_stem(config, found)
     in_order = {
         rule.target
