@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from model.api.request import FinishReason, Request, SamplingParams
 from model.checkpoint.folder import Checkpoint
-from model.checkpoint.speech import SpeechTokens
 from model.engine.generate_engine import GenerateEngine
 from model.errors import ConfigError
 from model.speech.driver import Piece, Take, Transcriber, Transcription
@@ -32,13 +31,18 @@ def transcribe(
     tokens, log_mel = checkpoint.speech, checkpoint.log_mel
     if tokens is None or log_mel is None:
         raise ConfigError(f"{engine.name} does not transcribe speech")
-    _check(options, tokens, engine.name)
+    try:
+        options = options.completed(tokens, checkpoint.sampling_defaults)
+    except ValueError as error:
+        raise ConfigError(f"{engine.name}: {error}") from None
+    if options.words and not tokens.alignment_heads:
+        raise ConfigError(f"{engine.name} has no alignment_heads that it can use, which the times of words need")
     template = Request("", engine.name, (), SamplingParams(), arrival_time=time.monotonic())
     vocab_size = checkpoint.config.embedding.vocab_size
     long = len(samples) > log_mel.window_samples
     numbers = count()
     transcriber = Transcriber(
-        maker=RequestMaker(tokens, options, template, engine.max_model_len, vocab_size),
+        maker=RequestMaker(tokens, options, template, engine.max_model_len, vocab_size, checkpoint.sampling_defaults),
         tokenizer=tokenizer,
         log_mel=log_mel,
         samples=samples,
@@ -46,19 +50,9 @@ def transcribe(
         next_id=lambda: f"window-{next(numbers)}",
         emit=emit or (lambda piece: None),
         live=emit is not None,
-        timestamps=options.timestamps or options.words or (long and not options.parallel),
+        timestamps=options.writes_timestamps or (long and not options.parallel),
     )
     return asyncio.run(transcriber.run())
-
-
-def _check(options: SpeechOptions, tokens: SpeechTokens, name: str) -> None:
-    """Raise `ConfigError` for options that the model called `name` would ignore."""
-    if options.words and not tokens.alignment_heads:
-        raise ConfigError(f"{name} has no alignment_heads, which the times of words need")
-    if options.language is not None and options.language not in (tokens.languages or ("en",)):
-        raise ConfigError(f"{name} has no language {options.language!r}")
-    if options.task != "transcribe" and options.task not in tokens.tasks:
-        raise ConfigError(f"{name} has no task {options.task!r}")
 
 
 class _Steps:

@@ -172,7 +172,7 @@ def _read_folder(path: Path, *, pickle: bool) -> Checkpoint:
         tasks=generation_tasks(raw, generation) if config.can_generate else {},
         not_served=not_served(raw, generation) if config.can_generate else (),
         log_mel=_log_mel(path, config, warnings),
-        speech=read_speech_tokens(path, raw, generation.values, config) if config.audio is not None else None,
+        speech=read_speech_tokens(path, raw, generation.values, config, warnings) if config.audio is not None else None,
         warnings=warnings,
     )
 

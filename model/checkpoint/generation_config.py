@@ -57,10 +57,17 @@ SPEECH_SETTINGS = table(  # that Whisper's generation_config.json has besides
     served=(
         *("alignment_heads", "is_multilingual", "lang_to_id", "task_to_id", "no_timestamps_token_id"),
         *("prev_sot_token_id", "max_initial_timestamp_index", "return_timestamps", "language", "task"),
-        *("forced_decoder_ids", "median_filter_width"),
+        "forced_decoder_ids",
     ),
-    warned=("force_unique_generate_call", "prompt_condition_type"),
-    neutral={"prompt_condition_type": ("first-segment",)},
+    warned=("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold", "condition_on_prev_tokens"),
+    # Of a call, which the reference only keeps there.
+    unused=("force_unique_generate_call", "return_token_timestamps", "num_frames", "prompt_condition_type"),
+    neutral={
+        "compression_ratio_threshold": (2.4,),
+        "logprob_threshold": (-1,),
+        "no_speech_threshold": (0.6,),
+        "condition_on_prev_tokens": (True,),
+    },
 )
 _WHOLE = ("top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams", *_LENGTHS)
 

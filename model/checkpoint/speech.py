@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.api.languages import language_code
 from model.api.timestamp_rules import TimestampRules
 from model.checkpoint.json_files import read_json
 from model.config.model import ModelConfig
-from model.errors import ConfigError
+from model.errors import ConfigError, listed
+from model.families.table.helpers import ids
 
 TASKS = ("transcribe", "translate")
 _GENERATION = "generation_config.json"
@@ -61,6 +63,29 @@ class SpeechTokens:
         """The rules of an output with timestamps."""
         return TimestampRules(self.timestamp_begin, self.no_timestamps, self.end, self.max_initial_timestamp_index)
 
+    def language(self, given: str | None) -> str | None:
+        """Return the code of a language given by code or English name, by default the folder's; None: find it out.
+
+        Raises `ValueError` for one that the model does not have.
+        """
+        if given is None:
+            return self.default_language
+        code = language_code(given)
+        if not self.is_multilingual and code == "en":
+            return None
+        if code not in self.languages:
+            known = listed(sorted(self.languages), most=120) if self.is_multilingual else "en"
+            raise ValueError(f"language: the model has no {given[:60]!r}; it has {known}")
+        return code
+
+    def task(self, given: str | None) -> str:
+        """Return a task, by default the folder's; raises `ValueError` for one that the model does not have."""
+        if given not in (None, "transcribe", *self.tasks):
+            raise ValueError(
+                "task: the model transcribes and does not translate" if given in TASKS else f"no task {given!r}"
+            )
+        return given or self.default_task
+
     def prompt(self, language: str | None = None, task: str | None = None, *, timestamps: bool) -> tuple[int, ...]:
         """Return the beginning of the decoder's tokens; a model of English only takes no language and no task.
 
@@ -73,12 +98,12 @@ class SpeechTokens:
 
 
 def read_speech_tokens(
-    path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any], config: ModelConfig
+    path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any], config: ModelConfig, warnings: list[str]
 ) -> SpeechTokens | None:
-    """Read a folder's speech tokens; `raw` is config.json, `generation` generation_config.json.
+    """Read a folder's speech tokens; `raw` is config.json, `generation` has the settings of generation.
 
     Returns None for a folder that has neither tokenizer nor settings of them. Raises `ConfigError` naming the field
-    whose value cannot be, or is another than the tokenizer's.
+    whose value cannot be, or is another than the tokenizer's. What only times of words need is told in `warnings`.
     """
     added = special_tokens(path)
     if "no_timestamps_token_id" not in generation and "<|notimestamps|>" not in added:
@@ -89,14 +114,7 @@ def read_speech_tokens(
     reader.check_timestamps(no_timestamps)
     if languages and "transcribe" not in tasks:
         raise ConfigError(f"{_GENERATION}: task_to_id has no transcribe")
-    forced = reader.forced(raw)
-    codes, names = {token: code for code, token in languages.items()}, {token: name for name, token in tasks.items()}
-    language = _language_code(generation.get("language")) or next((codes[one] for one in forced if one in codes), None)
-    task = generation.get("task") or next((names[one] for one in forced if one in names), "transcribe")
-    if language is not None and language not in languages and languages:
-        raise ConfigError(f"{_GENERATION}: language {language!r} is none of lang_to_id")
-    if task not in TASKS:
-        raise ConfigError(f"{_GENERATION}: task must be one of {', '.join(TASKS)}, found {task!r}")
+    language, task = reader.told(raw, languages, tasks)
     width = raw.get("median_filter_width", 7)
     if not _is_id(width, 100) or width % 2 == 0:
         raise ConfigError(f"config.json: median_filter_width must be odd and below 100, found {width!r}")
@@ -109,12 +127,12 @@ def read_speech_tokens(
         languages=languages,
         tasks=tasks if languages else {},
         default_language=language if languages else None,
-        default_task=task,
+        default_task=task if languages else "transcribe",
         return_timestamps=reader.flag("return_timestamps") or False,
         max_initial_timestamp_index=reader.max_initial(no_timestamps),
         suppressed=reader.ids("suppress_tokens"),
         suppressed_first=reader.ids("begin_suppress_tokens"),
-        alignment_heads=reader.alignment_heads(),
+        alignment_heads=reader.alignment_heads(warnings),
         median_filter_width=width,
     )
 
@@ -205,9 +223,30 @@ class _Reader:
                 f"of {self._vocab_size}"
             )
 
-    def forced(self, raw: Mapping[str, Any]) -> list[int]:
+    def told(
+        self, raw: Mapping[str, Any], languages: Mapping[str, int], tasks: Mapping[str, int]
+    ) -> tuple[str | None, str]:
+        """Return the folder's language and task; `raw` is config.json.
+
+        Older folders have both as tokens, which count only where neither is named, as in the reference.
+        """
+        language, task = self._generation.get("language"), self._generation.get("task")
+        if language is None and task is None:
+            forced = self._forced(raw)
+            code = next((code for code, token in languages.items() if token in forced), None)
+            return code, next((name for name, token in tasks.items() if token in forced and name in TASKS), TASKS[0])
+        if task is not None and task not in TASKS:
+            raise ConfigError(f"{_GENERATION}: task must be one of {', '.join(TASKS)}, found {task!r}"[:300])
+        if language is None or not languages:
+            return None, task or TASKS[0]
+        code = _code_of(language)
+        if code not in languages:
+            raise ConfigError(f"{_GENERATION}: language {language!r} is none of lang_to_id"[:300])
+        return code, task or TASKS[0]
+
+    def _forced(self, raw: Mapping[str, Any]) -> list[int]:
         """Return the tokens that older folders begin outputs with: `[[1, language], [2, task], ...]`."""
-        pairs = self._generation.get("forced_decoder_ids", raw.get("forced_decoder_ids")) or []
+        pairs = self._generation.get("forced_decoder_ids") or raw.get("forced_decoder_ids") or []
         if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise ConfigError(f"{_GENERATION}: forced_decoder_ids must be pairs of a place and a token id")
         for _, token in pairs:
@@ -228,22 +267,25 @@ class _Reader:
         return value
 
     def ids(self, field: str) -> tuple[int, ...]:
-        """Return a field's list of token ids."""
-        given = self._generation.get(field) or []
-        if not isinstance(given, list):
-            raise ConfigError(f"{_GENERATION}: {field} must be a list of token ids")
-        for token in given:
-            self._check(token, field)
-        return tuple(given)
+        """Return those of a field's token ids that the vocabulary has; -1, for example, forbids nothing."""
+        return tuple(token for token in ids(self._generation.get(field), field) if _is_id(token, self._vocab_size))
 
-    def alignment_heads(self) -> tuple[tuple[int, int], ...]:
+    def alignment_heads(self, warnings: list[str]) -> tuple[tuple[int, int], ...]:
+        """Return the heads whose attention follows the audio; none, with a warning, where some are not there.
+
+        Distilled models often name those of their teacher.
+        """
         given = self._generation.get("alignment_heads") or []
         decoder = self._config.decoder
         assert decoder is not None
         heads = [layer.attention.num_heads for layer in decoder.layers]
         pairs = isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given)
         if not pairs or not all(_is_id(at, len(heads)) and _is_id(head, heads[at]) for at, head in given):
-            raise ConfigError(f"{_GENERATION}: alignment_heads must be pairs of a layer and a head that are there")
+            warnings.append(
+                f"{_GENERATION}: alignment_heads must be pairs of one of {len(heads)} layers and a head that it has: "
+                "times of words are not given"
+            )
+            return ()
         return tuple((layer, head) for layer, head in given)
 
     def _check(self, token: object, field: str) -> None:
@@ -261,3 +303,8 @@ def _language_code(text: object) -> str | None:
         _LANGUAGE.fullmatch(text if str(text).startswith("<|") else f"<|{text}|>") if isinstance(text, str) else None
     )
     return found[1] if found else None
+
+
+def _code_of(language: object) -> str | None:
+    """Return the code of a folder's language, which is `<|en|>`, `en` or `English`."""
+    return language_code(language) if isinstance(language, str) else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from model.api.request import Alignment, FinishReason, Probe, Request, SamplingParams, TokenLogprob, TokenOutput
 from model.api.source import Source
@@ -19,9 +20,10 @@ _MAX_SEED = 2**63 - 1
 class SpeechOptions:
     """What a transcription is to be like; `prompt` and `suppress_tokens` are token ids."""
 
-    language: str | None = None  # its code; None: it is found out
-    task: str = "transcribe"
-    timestamps: bool = False  # the output has segments, also where the audio is one window
+    language: str | None = None  # its code or English name; None: the folder's, else it is found out
+    task: str | None = None  # None: the folder's, else to transcribe
+    timestamps: bool | None = None  # segments are wanted, also where the audio is one window; None: nobody asks
+    writes_timestamps: bool = False  # outputs have them, by `completed`
     words: bool = False  # with times of their own
     parallel: bool = False  # all windows at once, as chunks that overlap
     prompt: tuple[int, ...] = ()
@@ -32,13 +34,36 @@ class SpeechOptions:
     logprob_threshold: float | None = -1.0
     no_speech_threshold: float | None = 0.6
     max_tokens: int | None = None
-    num_beams: int = 1  # at temperature 0
-    length_penalty: float = 1.0
+    num_beams: int | None = None  # at temperature 0; None: the folder's, else 1
+    length_penalty: float | None = None
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
     logprobs: int | None = None
     suppress_tokens: tuple[int, ...] = ()
+
+    def completed(self, tokens: SpeechTokens, defaults: Mapping[str, Any]) -> SpeechOptions:
+        """Return the options with what the folder sets for those that are not given.
+
+        `defaults` are its sampling defaults. Raises `ValueError` for a language or a task that the model does not have.
+        """
+        longest = defaults.get("max_tokens", defaults.get("max_length"))
+        return replace(
+            self,
+            language=tokens.language(self.language),
+            task=tokens.task(self.task),
+            writes_timestamps=self.words or (tokens.return_timestamps if self.timestamps is None else self.timestamps),
+            max_tokens=longest if self.max_tokens is None else self.max_tokens,
+            num_beams=defaults.get("num_beams", 1) if self.num_beams is None else self.num_beams,
+            length_penalty=defaults.get("length_penalty", 1.0) if self.length_penalty is None else self.length_penalty,
+        )
+
+
+# Sampling defaults of a folder that hold for every window of a transcription, whatever is asked for.
+_OF_THE_FOLDER = (
+    *("repetition_penalty", "no_repeat_ngram_size", "exponential_decay_length_penalty"),
+    *("early_stopping", "renormalize_logits"),
+)
 
 
 @dataclass(slots=True)
@@ -78,13 +103,17 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class RequestMaker:
-    """Makes the requests of one transcription of `template`, which has what is the same in all of them."""
+    """Makes the requests of one transcription of `template`, which has what is the same in all of them.
+
+    `options` are complete, and `defaults` are the folder's sampling defaults.
+    """
 
     tokens: SpeechTokens
     options: SpeechOptions
     template: Request
     max_model_len: int
     vocab_size: int
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def decoding(self, language: str | None, *, timestamps: bool) -> Decoding:
         """Return what all windows have in common, once the language is known."""
@@ -120,7 +149,8 @@ class RequestMaker:
     def attempt(self, name: str, source: Source, attempt: Attempt, *, timestamps: bool, draw: int) -> Request:
         """Return the request of an attempt at a window; `draw` tells the attempts of a transcription apart."""
         options, sampled = self.options, attempt.temperature > 0
-        beams = 1 if sampled else options.num_beams
+        beams = 1 if sampled else options.num_beams or 1
+        of_the_folder = {name: self.defaults[name] for name in _OF_THE_FOLDER if name in self.defaults}
         params = SamplingParams(
             max_tokens=attempt.max_tokens,
             temperature=attempt.temperature,
@@ -128,13 +158,14 @@ class RequestMaker:
             top_p=options.top_p if sampled else 1.0,
             seed=(options.seed + draw) & _MAX_SEED,
             num_beams=beams,
-            length_penalty=options.length_penalty,
+            length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
             logprobs=None if beams > 1 else options.logprobs,
             suppress_tokens=(*self.tokens.suppressed, *options.suppress_tokens),
             begin_suppress_tokens=self.tokens.suppressed_first,
             timestamps=self.tokens.timestamp_rules if timestamps else None,
             cumulative_logprob=True,
             probe=self._silence(attempt.prompt),
+            **of_the_folder,
         )
         return self._request(name, source, attempt.prompt, params)
 

@@ -7,7 +7,6 @@ import argparse
 from model.errors import ConfigError
 from model.llm import LLM
 from model.speech.driver import Piece, Transcription
-from model.speech.languages import language_code
 from model.speech.requests import SpeechOptions
 from model.speech.subtitles import srt, vtt
 
@@ -18,9 +17,9 @@ def run(arguments: argparse.Namespace, sound: bytes, llm: LLM) -> int:
     if prompt and llm.tokenizer is None:
         raise ConfigError("--prompt: the model has no tokenizer")
     options = SpeechOptions(
-        language=None if arguments.language is None else language_code(arguments.language),
-        task="translate" if arguments.translate else "transcribe",
-        timestamps=arguments.format != "text",
+        language=arguments.language,
+        task="translate" if arguments.translate else None,
+        timestamps=True if arguments.format != "text" else None,
         parallel=arguments.parallel,
         prompt=llm.tokenizer.encode(f" {prompt}", add_special_tokens=False).ids if llm.tokenizer and prompt else (),
     )

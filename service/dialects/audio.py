@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from model.api.languages import NAMES
 from model.api.request import TokenLogprob
 from model.speech.driver import Piece, Written
-from model.speech.languages import NAMES
 from model.speech.subtitles import Line, srt, vtt
 from service.core.errors import from_validation, invalid
 from service.dialects.audio_bodies import AudioForm, SpeechBody, SpeechGeneration, TranscriptionForm
@@ -101,7 +101,7 @@ def transcribe(form: AudioForm, *, task: str) -> TranscribeBody:
         "task": task,
         "initial_prompt": form.prompt,
         "temperature": form.temperature,
-        "timestamps": "none" if form.response_format in ("json", "text") else "segment",
+        "timestamps": None if form.response_format in ("json", "text") else "segment",
     }
     same = ("model", "num_beams", "seed", "chunking", "condition_on_previous_text", "timeout_s", "request_id")
     fields |= {name: getattr(form, name) for name in same}
@@ -249,8 +249,10 @@ def huggingface(body: SpeechBody | None, model: str | None) -> TranscribeBody:
     return native(TranscribeBody, fields)
 
 
-def _timestamps(asked: bool | str | None) -> str:
-    return "word" if asked == "word" else "segment" if asked else "none"
+def _timestamps(asked: bool | str | None) -> str | None:
+    if asked is None or asked == "word":
+        return asked
+    return "segment" if asked else "none"
 
 
 class SpeechReply(DataEvents):

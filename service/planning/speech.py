@@ -16,12 +16,11 @@ from model.api.stats import ModelInfo
 from model.checkpoint.speech import SpeechTokens
 from model.media.audio_file import AudioError, AudioLimits
 from model.media.log_mel import LogMel
-from model.speech.languages import language_code
 from model.speech.requests import RequestMaker, SpeechOptions
 from model.speech.transcription import TEMPERATURES
 from model.text.tokenizer import Tokenizer
 from service.core.engine_client import EngineClient
-from service.core.errors import invalid, listed, shorten, unavailable
+from service.core.errors import invalid, unavailable
 from service.core.model_registry import Registry, ServedModel, Task
 from service.planning.audio_room import AudioRoom, HeldAudio
 from service.planning.body_limits import check_request
@@ -72,7 +71,7 @@ class SpeechPlan:
     @property
     def timestamps(self) -> bool:
         """Whether outputs have timestamps: to find where the next window begins, or because they are asked for."""
-        return self.options.timestamps or self.options.words or (self.is_long and not self.options.parallel)
+        return self.options.writes_timestamps or (self.is_long and not self.options.parallel)
 
     @property
     def num_positions(self) -> int:
@@ -116,7 +115,7 @@ class SpeechPlanner:
         check_request(body.timeout_s, body.priority, self._limits)
         tokenizer = served.require_tokenizer("audio")
         options = self._options(body, served, tokens, info)
-        check_room(self._client, served, options.num_beams)
+        check_room(self._client, served, options.num_beams or 1)
         options = replace(options, prompt=await self._prompt(body, served, info))
         samples = await self._decode(audio.take(), log_mel)
         audio.hold(samples.nbytes)
@@ -131,7 +130,9 @@ class SpeechPlanner:
             deadline=arrival + (body.timeout_s or self._limits.request_timeout_s),
             streams=body.stream,
         )
-        maker = RequestMaker(tokens, options, template, info.max_model_len, served.vocab_size)
+        maker = RequestMaker(
+            tokens, options, template, info.max_model_len, served.vocab_size, served.checkpoint.sampling_defaults
+        )
         return SpeechPlan(served, tokenizer, log_mel, samples, len(samples), options, maker, request_id, body.stream)
 
     def _options(
@@ -151,12 +152,12 @@ class SpeechPlanner:
         check_vocabulary(body.suppress_tokens, served.vocab_size, "suppress_tokens")
         if body.logprobs is not None and body.logprobs > self._limits.max_logprobs:
             raise invalid(f"logprobs must be at most {self._limits.max_logprobs}", "logprobs")
-        if body.logprobs is not None and (body.num_beams or 1) > 1:
+        if body.logprobs is not None and self._beams(body, served, info) > 1:
             raise invalid("logprobs has no meaning with beam search; send num_beams: 1", "logprobs")
-        return SpeechOptions(
-            language=self._language(body, served, tokens),
-            task=self._task(body, served, tokens),
-            timestamps=body.timestamps != "none",
+        options = SpeechOptions(
+            language=body.language,
+            task=body.task,
+            timestamps=None if body.timestamps is None else body.timestamps != "none",
             words=body.timestamps == "word",
             parallel=body.chunking == "parallel",
             carries_context=body.condition_on_previous_text,
@@ -166,17 +167,26 @@ class SpeechPlanner:
             logprob_threshold=body.logprob_threshold,
             no_speech_threshold=body.no_speech_threshold,
             max_tokens=body.max_tokens,
-            num_beams=self._beams(body, info),
-            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+            num_beams=self._beams(body, served, info),
+            length_penalty=body.length_penalty,
             top_k=body.top_k or 0,
             top_p=body.top_p or 1.0,
             seed=_seed(body),
             logprobs=body.logprobs,
             suppress_tokens=tuple(body.suppress_tokens),
         )
+        try:
+            return options.completed(tokens, served.checkpoint.sampling_defaults)
+        except ValueError as error:
+            field = str(error).partition(":")[0]
+            code = "wrong_task" if field == "task" else "invalid_request"
+            raise invalid(str(error).replace("the model", f"model {served.name}", 1), field, code) from None
 
-    def _beams(self, body: TranscribeBody, info: ModelInfo) -> int:
-        beams = body.num_beams or 1
+    def _beams(self, body: TranscribeBody, served: ServedModel, info: ModelInfo) -> int:
+        """Return the requested number, or the folder's where it has a meaning."""
+        defaults = served.checkpoint.sampling_defaults
+        drawn = _temperatures(body)[0] > 0 or body.logprobs is not None
+        beams = body.num_beams or (1 if drawn else int(defaults.get("num_beams", 1)))
         most = min(self._limits.max_beams, info.max_num_seqs)
         if beams > most:
             raise invalid(f"num_beams must be at most {most}", "num_beams")
@@ -185,22 +195,6 @@ class SpeechPlanner:
         if beams == 1 and body.length_penalty is not None:
             raise invalid("length_penalty has no meaning without beam search: num_beams is 1", "length_penalty")
         return beams
-
-    def _language(self, body: TranscribeBody, served: ServedModel, tokens: SpeechTokens) -> str | None:
-        if body.language is None:
-            return None
-        code = language_code(body.language)
-        if not tokens.is_multilingual and code == "en":
-            return None
-        if code not in tokens.languages:
-            known = listed(sorted(tokens.languages)) if tokens.is_multilingual else "en"
-            raise invalid(f"language: model {served.name} has no {shorten(body.language)}; it has {known}", "language")
-        return code
-
-    def _task(self, body: TranscribeBody, served: ServedModel, tokens: SpeechTokens) -> str:
-        if body.task == "translate" and "translate" not in tokens.tasks:
-            raise invalid(f"task: model {served.name} transcribes and does not translate", "task", "wrong_task")
-        return body.task
 
     async def _prompt(self, body: TranscribeBody, served: ServedModel, info: ModelInfo) -> tuple[int, ...]:
         """Return the ids of the text that comes before the audio; of a long one the end counts."""

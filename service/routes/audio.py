@@ -139,7 +139,7 @@ async def native_answer(request: Request, body: TranscribeBody) -> Response:
     """Transcribe a body of /generate with `audio`."""
     held = _enter(request)
     held.put(_decoded(body.audio))
-    segments, token_ids = body.timestamps != "none", body.return_token_ids
+    segments, token_ids = body.timestamps not in (None, "none"), body.return_token_ids
 
     def render(running: RunningTranscription, job: Job) -> NativeTranscript:
         return NativeTranscript(running, job, segments=segments, token_ids=token_ids)

@@ -32,11 +32,14 @@ class TranscribeBody(Body):
         None,
         min_length=1,
         max_length=64,
-        description="What is spoken: a code (`en`) or an English name. Default: the model finds it out.",
+        description="What is spoken: a code (`en`) or an English name. Default: the checkpoint's, else the model finds "
+        "it out.",
         examples=["en", "german"],
     )
-    task: Literal["transcribe", "translate"] = Field(
-        "transcribe", description="Write what is said, or translate it to English.", examples=["transcribe"]
+    task: Literal["transcribe", "translate"] | None = Field(
+        None,
+        description="Write what is said, or translate it to English. Default: the checkpoint's, else transcribe.",
+        examples=["transcribe"],
     )
     initial_prompt: str | None = Field(
         None,
@@ -45,8 +48,11 @@ class TranscribeBody(Body):
         "counts.",
         examples=["Triptych, Whisper, log-mel."],
     )
-    timestamps: Literal["none", "segment", "word"] = Field(
-        "none", description="Return segments with their times, or each word's too.", examples=["segment"]
+    timestamps: Literal["none", "segment", "word"] | None = Field(
+        None,
+        description="Return segments with their times, or each word's too. Default: `none`; the model writes times all "
+        "the same where the checkpoint's `return_timestamps` is true.",
+        examples=["segment"],
     )
     chunking: Literal["sequential", "parallel"] = Field(
         "sequential",
@@ -78,7 +84,11 @@ class TranscribeBody(Body):
         examples=[0.6],
     )
     num_beams: int | None = Field(
-        None, ge=1, le=MAX_INT, description="2 to 8: beam search at temperature 0. Default: 1.", examples=[5]
+        None,
+        ge=1,
+        le=MAX_INT,
+        description="2 to 8: beam search at temperature 0. Default: the checkpoint's, else 1.",
+        examples=[5],
     )
     length_penalty: float | None = Field(
         None, ge=-10, le=10, description="Of beam search, as for a prompt.", examples=[1.0]

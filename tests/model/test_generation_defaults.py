@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.generation_config import SETTINGS, GenerationTask
+from model.checkpoint.generation_config import SETTINGS, SPEECH_SETTINGS, GenerationTask
 from model.config.model import GenerationRules
 from model.engine.builder import load
 from model.errors import ConfigError
@@ -154,6 +155,18 @@ def test_every_key_of_the_installed_class_has_an_entry() -> None:
     from transformers import GenerationConfig
 
     assert set(SETTINGS) == set(GenerationConfig().to_dict()) - {"_from_model_config"}
+
+
+def test_every_key_that_whisper_reads_has_an_entry() -> None:
+    from transformers.models.whisper import generation_whisper
+
+    tree = list(ast.walk(ast.parse(Path(generation_whisper.__file__).read_text())))
+    fields = [(node.value, node.attr) for node in tree if isinstance(node, ast.Attribute)]
+    calls = [node for node in tree if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")]
+    fields += [(one.args[0], ast.literal_eval(one.args[1])) for one in calls if isinstance(one.args[1], ast.Constant)]
+    read = {name for owner, name in fields if ast.unparse(owner).endswith("generation_config")}
+    assert {name for name in read if not name.startswith("_")} <= SETTINGS.keys() | SPEECH_SETTINGS.keys()
+    assert SPEECH_SETTINGS.keys() - {"max_initial_timestamp_index"} <= read  # which its processor of logits reads
 
 
 @pytest.mark.parametrize(

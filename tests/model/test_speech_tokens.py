@@ -47,12 +47,16 @@ TOKENS = {
 
 
 def read(
-    folder: Path, generation: dict[str, Any], tokens: dict[str, int] | None = None, **raw: Any
+    folder: Path,
+    generation: dict[str, Any],
+    tokens: dict[str, int] | None = None,
+    warnings: list[str] | None = None,
+    **raw: Any,
 ) -> SpeechTokens | None:
     if tokens is not None:
         (folder / "added_tokens.json").write_text(json.dumps(tokens))
     settings = {**RAW, **raw}
-    return read_speech_tokens(folder, settings, generation, config_of(settings))
+    return read_speech_tokens(folder, settings, generation, config_of(settings), [] if warnings is None else warnings)
 
 
 def config_of(raw: dict[str, Any]) -> ModelConfig:
@@ -133,14 +137,8 @@ def test_defaults_of_a_finetuned_folder(tmp_path: Path) -> None:
         ({"task_to_id": {"translate": 50358}}, "task_to_id has no transcribe"),
         ({"is_multilingual": 1}, "is_multilingual must be true or false"),
         ({"return_timestamps": "yes"}, "return_timestamps must be true or false"),
-        ({"suppress_tokens": [-1]}, "suppress_tokens must be a token id"),
-        ({"suppress_tokens": 5}, "suppress_tokens must be a list"),
         ({"begin_suppress_tokens": ["a"]}, "begin_suppress_tokens must be a token id"),
         ({"max_initial_timestamp_index": 1501}, "max_initial_timestamp_index must be of a timestamp"),
-        ({"alignment_heads": [[4, 0]]}, "alignment_heads must be pairs"),
-        ({"alignment_heads": [[0, 6]]}, "alignment_heads must be pairs"),
-        ({"alignment_heads": [[0, 1, 2]]}, "alignment_heads must be pairs"),
-        ({"alignment_heads": [[0.0, 1]]}, "alignment_heads must be pairs"),
         ({"forced_decoder_ids": [[1]]}, "forced_decoder_ids must be pairs"),
         ({"forced_decoder_ids": [[1, 10**6]]}, "forced_decoder_ids must be a token id"),
         ({"language": "fr"}, "language 'fr' is none of lang_to_id"),
@@ -160,3 +158,56 @@ def test_a_lying_tokenizer_or_config_is_refused(tmp_path: Path) -> None:
         read(tmp_path, TINY, TOKENS, median_filter_width=6)
     with pytest.raises(ConfigError, match="startoftranscript"):
         read(tmp_path, TINY, {**TOKENS, "<|startoftranscript|>": 9})
+
+
+@pytest.mark.parametrize("heads", [[[4, 0]], [[0, 6]], [[3, 5], [20, 1]], [[0, 1, 2]], [[0.0, 1]], [3], {"0": 1}])
+def test_alignment_heads_of_a_teacher_cost_the_times_of_words_alone(heads: object, tmp_path: Path) -> None:
+    warnings: list[str] = []
+    found = read(tmp_path, {**TINY, "alignment_heads": heads}, TOKENS, warnings)
+    assert found is not None and found.alignment_heads == ()
+    assert warnings == [
+        "generation_config.json: alignment_heads must be pairs of one of 4 layers and a head that it has: "
+        "times of words are not given"
+    ]
+
+
+def test_ids_beyond_the_vocabulary_forbid_nothing(tmp_path: Path) -> None:
+    found = read(tmp_path, {**TINY, "suppress_tokens": [-1, 5, 10**6], "begin_suppress_tokens": []}, TOKENS)
+    assert found is not None and (found.suppressed, found.suppressed_first) == ((5,), ())
+
+
+@pytest.mark.parametrize(
+    ("generation", "raw", "language", "task"),
+    [
+        ({"language": "english"}, {}, "en", "transcribe"),
+        ({"language": "Chinese", "task": "translate"}, {}, "zh", "translate"),
+        ({"language": "<|yue|>"}, {}, "yue", "transcribe"),
+        ({"language": "zh", "forced_decoder_ids": [[1, 50259], [2, 50358]]}, {}, "zh", "transcribe"),
+        ({"task": "translate", "forced_decoder_ids": [[1, 50259], [2, 50359]]}, {}, None, "translate"),
+        ({"forced_decoder_ids": [[1, 50260], [2, 50358]]}, {}, "zh", "translate"),
+        ({}, {"forced_decoder_ids": [[1, 50260], [2, 50359], [3, 50363]]}, "zh", "transcribe"),
+        ({"forced_decoder_ids": None}, {"forced_decoder_ids": [[1, 50260]]}, "zh", "transcribe"),
+        ({}, {"forced_decoder_ids": [[1, None], [2, 50359]]}, None, "transcribe"),
+    ],
+)
+def test_what_a_folder_transcribes_by_itself(
+    generation: dict[str, Any], raw: dict[str, Any], language: str | None, task: str, tmp_path: Path
+) -> None:
+    """In the order of `_retrieve_init_tokens`."""
+    settings = {name: value for name, value in {**TINY, **generation}.items() if value is not None}
+    if "forced_decoder_ids" not in generation or generation["forced_decoder_ids"] is None:
+        settings.pop("forced_decoder_ids", None)
+    found = read(tmp_path, settings, TOKENS, **{"forced_decoder_ids": None, **raw})
+    assert found is not None and (found.default_language, found.default_task) == (language, task)
+
+
+def test_languages_are_asked_for_by_code_or_name(tmp_path: Path) -> None:
+    found = read(tmp_path, {**TINY, "language": "zh"}, TOKENS)
+    assert found is not None
+    asked = [found.language(one) for one in (None, "en", "English", "en-US", "Mandarin", "cantonese", "<|en|>")]
+    assert asked == ["zh", "en", "en", "en", "zh", "yue", "en"]
+    for wrong in ("french", "fr", "Klingon", ""):
+        with pytest.raises(ValueError, match=r"language: the model has no .*; it has en, yue, zh"):
+            found.language(wrong)
+    with pytest.raises(ValueError, match="no task 'sing'"):
+        found.task("sing")

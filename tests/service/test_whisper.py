@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ import pytest
 import soundfile
 import torch
 from numpy.typing import NDArray
-from transformers import WhisperForConditionalGeneration
+from transformers import GenerationConfig, WhisperForConditionalGeneration
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
@@ -36,7 +38,7 @@ from service.settings.service_settings import ServiceSettings
 from tests.service import whisper
 from tests.service.asking import SAID, SAMPLE
 from tests.service.support import live
-from tests.service.whisper import BEGIN, END, noise
+from tests.service.whisper import BEGIN, END, START, noise
 
 SPEECH = SAMPLE.parent
 
@@ -250,3 +252,106 @@ def test_the_command_line_transcribes(capsys: pytest.CaptureFixture[str], tmp_pa
         main(["transcribe", str(SPEECH), str(tmp_path / "none.wav")])
     assert ended.value.code == 2
     assert "none.wav" in capsys.readouterr().err
+
+
+TIMES = range(BEGIN, whisper.SHAPE["vocab_size"])  # which a model of random weights writes without being asked
+FORCED = [[1, whisper.DE], [2, whisper.TRANSLATE]]
+OWN: dict[str, dict[str, Any]] = {  # what a folder sets by itself, in generation_config.json
+    "language": {"language": "german"},
+    "language's token": {"language": "<|de|>"},
+    "task": {"language": "de", "task": "translate"},
+    "forced_decoder_ids": {"forced_decoder_ids": FORCED},
+    "forced_decoder_ids without a language": {"forced_decoder_ids": [[1, None], [2, whisper.TRANSLATE]]},
+    "language before forced_decoder_ids": {"language": "en", "forced_decoder_ids": FORCED},
+    "return_timestamps": {"language": "de", "return_timestamps": True},
+    "num_beams": {"language": "de", "num_beams": 3, "length_penalty": 0.2, "early_stopping": True},
+    "repetition_penalty": {"language": "de", "repetition_penalty": 1.8},
+    "no_repeat_ngram_size": {"language": "de", "no_repeat_ngram_size": 1},
+    "max_length": {"language": "de", "max_length": 6},
+    "max_new_tokens": {"language": "de", "max_new_tokens": 5, "max_length": None},
+    "suppress_tokens": {"language": "de", "suppress_tokens": [-1, *range(3, 90), *TIMES]},
+    "begin_suppress_tokens": {"language": "de", "begin_suppress_tokens": [*range(3, 90), END]},
+    "max_initial_timestamp_index": {"language": "de", "return_timestamps": True, "max_initial_timestamp_index": 3},
+}
+
+
+def said_by_itself(folder: Path, samples: NDArray[np.float32]) -> list[int]:
+    """The tokens of a transcription for which nothing is asked."""
+    made = LLM(folder, EngineConfig(dtype="float32", max_num_seqs=8, kv_cache_memory=4 << 20))
+    plain = SpeechOptions(
+        carries_context=False,
+        temperatures=(0.0,),
+        compression_ratio_threshold=None,
+        logprob_threshold=None,
+        no_speech_threshold=None,
+    )
+    found = made.transcribe(samples, plain)
+    made.close()
+    return [token for one in found.segments for token in one.token_ids]
+
+
+def said_by_reference(
+    model: WhisperForConditionalGeneration, generation: dict[str, Any], samples: NDArray[np.float32]
+) -> list[int]:
+    """The same by `generate` with a generation_config.json."""
+    before, model.generation_config = model.generation_config, GenerationConfig.from_dict(generation)
+    try:
+        features = whisper.extractor()(samples, sampling_rate=whisper.RATE, return_tensors="pt").input_features
+        with torch.no_grad():
+            found = model.generate(features, return_segments=True)
+    finally:
+        model.generation_config = before
+    return [int(token) for one in found["segments"][0] for token in one["tokens"] if token < END]
+
+
+@pytest.mark.parametrize("setting", OWN)
+def test_what_a_folder_sets_is_done_where_nothing_is_asked(
+    setting: str, model: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path
+) -> None:
+    shutil.copytree(model[0], tmp_path, dirs_exist_ok=True)
+    untimed = {} if "return_timestamps" in OWN[setting] else {"suppress_tokens": [1, 7, *range(START, BEGIN), *TIMES]}
+    generation = {**whisper.GENERATION, **untimed, **OWN[setting]}
+    generation = {name: value for name, value in generation.items() if value is not None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    samples = noise(2.0, 4)  # a whole window, in which both end
+    expected = said_by_reference(model[1], generation, samples)
+    assert said_by_itself(tmp_path, samples) == expected != []
+
+
+def test_an_older_folder_has_its_lists_in_config_json(
+    model: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without generation_config.json: lists and `forced_decoder_ids` are config.json's, tokens the tokenizer's."""
+    shutil.copytree(model[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").unlink()
+    monkeypatch.setattr("model.checkpoint.speech._MULTILINGUAL_VOCAB", 0)  # which tells older folders apart
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings |= {
+        "suppress_tokens": [*range(3, 60), *TIMES],
+        "begin_suppress_tokens": [70, END],
+        "forced_decoder_ids": FORCED,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    samples = noise(2.0, 4)  # a whole window, in which both end
+    whole = whisper.GENERATION | {name: settings[name] for name in ("suppress_tokens", "begin_suppress_tokens")}
+    expected = said_by_reference(model[1], whole | {"forced_decoder_ids": FORCED}, samples)
+    assert said_by_itself(tmp_path, samples) == expected != []
+    tokens = read_checkpoint(tmp_path).speech
+    assert tokens is not None and (tokens.default_language, tokens.default_task) == ("de", "translate")
+
+
+def test_requests_overrule_what_a_folder_sets(
+    model: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path
+) -> None:
+    shutil.copytree(model[0], tmp_path, dirs_exist_ok=True)
+    own = {"language": "de", "task": "translate", "return_timestamps": True, "num_beams": 3, "max_length": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**whisper.GENERATION, **own}))
+    found = read_checkpoint(tmp_path)
+    assert found.speech is not None
+    completed = SpeechOptions().completed(found.speech, found.sampling_defaults)
+    told = (completed.language, completed.task, completed.writes_timestamps, completed.num_beams, completed.max_tokens)
+    assert told == ("de", "translate", True, 3, 9)
+    asked = SpeechOptions(language="English", task="transcribe", timestamps=False, num_beams=1, max_tokens=4)
+    completed = asked.completed(found.speech, found.sampling_defaults)
+    told = (completed.language, completed.task, completed.writes_timestamps, completed.num_beams, completed.max_tokens)
+    assert told == ("en", "transcribe", False, 1, 4)

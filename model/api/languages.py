@@ -24,6 +24,6 @@ _OTHER_NAMES = {
 
 
 def language_code(given: str) -> str:
-    """Return the code of a language that is given by its code (also with a region, as in `en-US`) or its name."""
-    name = given.strip().lower().replace("_", "-")
+    """Return the code of a language given by its code (also with a region, as `en-US`), its token or its name."""
+    name = given.strip().lower().removeprefix("<|").removesuffix("|>").replace("_", "-")
     return _OTHER_NAMES.get(name.replace("-", " ")) or name.partition("-")[0]
