@@ -54,7 +54,7 @@ from model.checkpoint.weight_files import tensor_names, weight_files
 from model.config.formats import FLOAT
 from model.config.model import ModelConfig
 from model.errors import ConfigError, listed
-from model.families import FAMILIES, read_settings
+from model.families import family_for, find_family, read_settings
 from model.families.table.classifiers import token_classifier
 from model.families.table.token_rules import within_vocabulary
 from model.gguf.container import gguf_path, read_gguf
@@ -133,7 +133,7 @@ def _read_folder(path: Path, *, pickle: bool) -> Checkpoint:
     raw = read_json(path / "config.json", required=True)
     generation = read_generation(path, raw)
     files = weight_files(path, pickle=pickle)
-    names, wrapping = tensor_names(files, FAMILIES.get(str(raw.get("model_type"))))
+    names, wrapping = tensor_names(files, find_family(raw))
     settings = _quantization_settings(path, raw)
     quantization = quantization_of(settings, names)
     if settings is not None and quantization == Quantization():
@@ -181,7 +181,7 @@ def _name_warnings(
     config: ModelConfig, names: frozenset[str], layouts: Mapping[str, Layout], wrapping: Wrapping
 ) -> list[str]:
     """Return what is to be known of the names of the stored tensors."""
-    left = leftover_tensors(FAMILIES[config.model_type], config, names - consumed_names(layouts))
+    left = leftover_tensors(family_for(config), config, names - consumed_names(layouts))
     found = [f"tensors are read without {wrapping} in their names"] if wrapping else []
     if left:
         found.append(f"{len(left)} stored tensors are no part of the network, and are ignored: {few(sorted(left))}")
@@ -233,7 +233,7 @@ def _stored_as(
     names: frozenset[str],
 ) -> tuple[ModelConfig, dict[str, Packed]]:
     """Return the network with the formats of its projections, and how packed ones are read."""
-    family, storage = FAMILIES[config.model_type], quantization.storage
+    family, storage = family_for(config), quantization.storage
     stored_as, packed = pack_projections(family, config, layouts)
     if storage != FLOAT:
         plain = names - consumed_names(layouts)
@@ -251,7 +251,7 @@ def _read_gguf(path: Path, file: Path) -> Checkpoint:
     generation = settings_of(recommended_sampling(model) | beside, {})
     tensors = origins(model, raw)
     config, warnings = within_vocabulary(gguf_config(raw | generation.token_rules(), tensors))
-    if left := leftover_tensors(FAMILIES[config.model_type], config, tensors):
+    if left := leftover_tensors(family_for(config), config, tensors):
         raise ConfigError(f"tensors are no part of the network of {model.architecture!r}, extra: {few(sorted(left))}")
     pooled = pooling(model)
     if pooled is not None:
@@ -275,7 +275,7 @@ def _sentences(
     hidden_size = next(iter(config.stacks.values())).output_width
     sentences = read_sentence_settings(path, raw, hidden_size, pickle=pickle)
     late = sentences.late
-    if late is None and FAMILIES[config.model_type].drops("linear.weight"):
+    if late is None and family_for(config).drops("linear.weight"):
         late = read_colbert(path, files, hidden_size)
     late = None if late is None else late.within(config.max_positions)
     adapters = () if config.adapters is None else config.adapters.names
@@ -285,7 +285,7 @@ def _sentences(
 def _without_head(config: ModelConfig) -> ModelConfig:
     """Return a decoder that a folder calls an embedder as one: it generates nothing, and takes no KV pool for it."""
     head = config.head
-    dispensable = head is not None and (head.tied or FAMILIES[config.model_type].drops("lm_head.weight"))
+    dispensable = head is not None and (head.tied or family_for(config).drops("lm_head.weight"))
     return replace(config, head=None) if dispensable and config.form == "decoder-only" else config
 
 

@@ -14,10 +14,11 @@ from model.errors import CheckpointError
 from model.families.table.rules import Family, FusedExperts
 
 
-def parted(family: Family, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def parted(family: Family, stored: Mapping[str, StoredTensor], hidden_size: int) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint with those in parts that have several experts' matrices.
 
-    Raises `CheckpointError` where parts cannot have equal numbers of outputs.
+    `hidden_size` is the width of what experts read and write. Raises `CheckpointError` where parts cannot have equal
+    numbers of outputs.
     """
     if not family.fused:
         return dict(stored)
@@ -27,8 +28,19 @@ def parted(family: Family, stored: Mapping[str, StoredTensor]) -> dict[str, Stor
         if one is None or tensor.strides is not None or len(tensor.shape) < 2:
             found[name] = tensor
         else:
+            one = replace(one, transposed=_is_transposed(one, tensor.shape, hidden_size))
             found |= {part.name: part for part in _parts(one, tensor)}
     return found
+
+
+def _is_transposed(fused: FusedExperts, shape: tuple[int, ...], hidden_size: int) -> bool:
+    """Whether a tensor has the inputs of its experts first; where both ways fit it has outputs first."""
+    if not fused.either_way or len(shape) != 3:
+        return fused.transposed
+    outputs, inputs = shape[1:]
+    if len(fused.parts) > 1:  # gate and up, which read what is `hidden_size` wide
+        return inputs != hidden_size == outputs
+    return outputs != hidden_size == inputs
 
 
 def _parts(fused: FusedExperts, tensor: StoredTensor) -> Iterator[StoredTensor]:

@@ -9,7 +9,7 @@ from model.checkpoint.folder import Checkpoint
 from model.checkpoint.fused_experts import parted
 from model.checkpoint.gguf.tensors import gguf_tensors
 from model.checkpoint.tensor_files import TensorSource, read_headers
-from model.families import FAMILIES
+from model.families import family_for
 from model.gguf.container import SUFFIX
 
 
@@ -24,5 +24,6 @@ def tensor_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
     if wrapping := checkpoint.wrapping:
         renamed = (replace(tensor, name=wrapping.unwrapped(name)) for name, tensor in headers.items())
         headers = {tensor.name: tensor for tensor in renamed}
-    stored = parted(FAMILIES[checkpoint.config.model_type], headers)
+    hidden_size = next(iter(checkpoint.config.stacks.values())).hidden_size
+    stored = parted(family_for(checkpoint.config), headers, hidden_size)
     return unpacked(stored, checkpoint.packed)

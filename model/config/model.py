@@ -379,6 +379,7 @@ class ModelConfig:
 
     model_type: str
     embedding: EmbeddingConfig
+    text_type: str | None = None  # of a model that reads images too: the type of its language model
     source_embedding: EmbeddingConfig | None = None  # of the encoder, where its token table is not the decoder's
     encoder: StackConfig | None = None
     decoder: StackConfig | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from model.config.model import ModelConfig
@@ -52,7 +53,9 @@ from model.families import (
 from model.families.table.known_keys import known_keys
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
+from model.families.table.text_part import text_part
 from model.families.table.token_rules import generation_rules
+from model.families.wholes import NOT_SERVED, WHOLES
 
 _TABLES = (
     albert,
@@ -104,17 +107,49 @@ def _own_type(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
+@cache
+def _family(model_type: str, text_type: str | None) -> Family | None:
+    """Return the table of a type; None: there is none. `text_type` is of the language model, where it is a part."""
+    if model_type not in WHOLES:
+        return FAMILIES.get(model_type)
+    kind = text_type or WHOLES[model_type].text
+    return text_part(WHOLES[model_type], kind, FAMILIES[kind]) if kind in FAMILIES else None
+
+
+def family_for(config: ModelConfig) -> Family:
+    """Return the table that a configuration was made by."""
+    family = _family(config.model_type, config.text_type)
+    assert family is not None, config.model_type
+    return family
+
+
+def find_family(raw: dict[str, Any]) -> Family | None:
+    """Return the table for a raw config.json; None for a `model_type` that is not served."""
+    try:
+        return family_of(raw)
+    except ConfigError:
+        return None
+
+
 def family_of(raw: dict[str, Any]) -> Family:
-    """Return the table for a raw config.json; raises `ConfigError` for an unknown `model_type`."""
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        shown = repr(model_type)[:60]
-        near = ", ".join(get_close_matches(str(model_type), FAMILIES))
-        raise ConfigError(
-            f"config.json: model_type {shown} is none of the {len(FAMILIES)} types that are served"
-            + (f"; the nearest are {near}" if near else "")
-        )
-    return FAMILIES[model_type]
+    """Return the table for a raw config.json; raises `ConfigError` for a `model_type` that is not served."""
+    raw = _own_type(raw)
+    model_type, where, text_type = raw.get("model_type"), "model_type", None
+    if isinstance(model_type, str) and model_type in WHOLES:
+        text_type = WHOLES[model_type].text_type(raw)
+    family = _family(model_type, text_type) if isinstance(model_type, str) else None
+    if family is not None:
+        return family
+    if text_type is not None:
+        model_type, where = text_type, f"text_config.model_type of a {model_type},"
+    shown = repr(model_type)[:60]
+    if (reason := NOT_SERVED.get(str(model_type))) is not None:
+        raise ConfigError(f"config.json: {where} {shown} is not served: {reason}")
+    near = ", ".join(get_close_matches(str(model_type), [*FAMILIES, *WHOLES]))
+    raise ConfigError(
+        f"config.json: {where} {shown} is none of the {len(FAMILIES) + len(WHOLES)} types that are served"
+        + (f"; the nearest are {near}" if near else "")
+    )
 
 
 def config_from_raw(raw: dict[str, Any], names: Collection[str] | None = None, *, strict: bool = False) -> ModelConfig:

@@ -1,7 +1,7 @@
 """Gemma 3's language model: five layers of windows to one of full attention, each kind with a rotary base of its own,
 sandwich norms, norms of q and k (Kamath et al. 2025).
 
-Of the models that read images too (4B and larger) the language model is served. EmbeddingGemma has attention in both
+EmbeddingGemma has attention in both
 directions, and windows on both sides (Schechter Vera et al. 2025).
 """
 
@@ -18,7 +18,6 @@ from model.families.table.helpers import layers_by_type, refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary, settings_by_type
 from model.families.table.rules import Family
-from model.families.table.text_part import text_part
 
 _PERIOD = 6  # every sixth layer has full attention
 
@@ -58,10 +57,5 @@ def _ropes(raw: Settings) -> dict[str, Settings]:
     )
 
 
-_FAMILY = Family(config, partial(llama.rules, norms=gemma.SANDWICH_NORMS), "model.", llama.DROPPED)
-FAMILIES = {
-    "gemma3_text": either_way(_FAMILY),
-    "gemma3": text_part(
-        _FAMILY, "gemma3_text", vocab_size=262_208, hidden_size=2304, num_attention_heads=8, head_dim=256
-    ),
-}
+_RULES = partial(llama.rules, norms=gemma.SANDWICH_NORMS)
+FAMILIES = {"gemma3_text": either_way(Family(config, _RULES, "model.", llama.DROPPED))}

@@ -31,7 +31,6 @@ from model.families.table.helpers import activation, affine, check_layers
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary, settings_by_type
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
-from model.families.table.text_part import text_part
 
 _PERIOD = 6  # every sixth layer has full attention, and the last one
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -219,7 +218,5 @@ _FAMILY = Family(config, rules, "model.", llama.DROPPED, fused=_FUSED, unused=un
 _UNIFIED = replace(_FAMILY, config=unified)
 FAMILIES = {
     "gemma4_text": _FAMILY,
-    "gemma4": text_part(_FAMILY, "gemma4_text"),
     "gemma4_unified_text": _UNIFIED,
-    "gemma4_unified": text_part(_UNIFIED, "gemma4_unified_text"),
 }

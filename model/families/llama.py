@@ -30,7 +30,6 @@ from model.families.table.helpers import (
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
-from model.families.table.text_part import text_part
 
 _PRE_NORMS = {"input_layernorm": "attn_norms.pre", "post_attention_layernorm": "mlp_norms.pre"}
 
@@ -91,15 +90,6 @@ def ministral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, count, count + 1)))
 
 
-def _mistral3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    """Build the language model of Mistral Small 3.1 and later, or of Ministral 3."""
-    kinds = {"mistral": mistral, "ministral": ministral, "ministral3": ministral3}
-    kind = raw.get("model_type", "mistral")
-    if kind not in kinds:
-        raise ConfigError(f"text_config of a {kind!r} is not served; served are {', '.join(kinds)}")
-    return kinds[kind](raw, names)
-
-
 def _full_attention(raw: Settings) -> None:
     """Refuse Qwen's sliding windows in some of the layers."""
     refuse_unless(raw, use_sliding_window=False)
@@ -120,6 +110,15 @@ def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = config(raw.otherwise(head_dim=128, max_position_embeddings=32_768), names)
     assert base.decoder is not None
     return with_attention(base, qk_norm=base.decoder.final_norm)
+
+
+def qwen2_vl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build the language model of Qwen2-VL and Qwen2.5-VL."""
+    return qwen2(raw.otherwise(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6), names)
+
+
+def qwen3_vl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    return qwen3(raw.otherwise(num_key_value_heads=32, max_position_embeddings=128_000, rope_theta=500_000.0), names)
 
 
 def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -201,8 +200,10 @@ FAMILIES = {
     "mistral": either_way(Family(mistral, rules, "model.", DROPPED)),
     "ministral": either_way(Family(ministral, rules, "model.", DROPPED)),
     "ministral3": either_way(Family(ministral3, rules, "model.", DROPPED)),
-    "mistral3": text_part(Family(_mistral3, rules, dropped=DROPPED), "mistral"),
     "qwen2": either_way(Family(qwen2, rules, "model.", DROPPED)),
     "qwen3": either_way(Family(qwen3, rules, "model.", DROPPED)),
+    "qwen2_vl_text": either_way(Family(qwen2_vl, rules, "model.", DROPPED)),
+    "qwen2_5_vl_text": either_way(Family(qwen2_vl, rules, "model.", DROPPED)),
+    "qwen3_vl_text": either_way(Family(qwen3_vl, rules, "model.", DROPPED)),
     "phi3": either_way(Family(phi3, phi3_rules, "model.", DROPPED)),
 }

@@ -1,9 +1,7 @@
 """Qwen3-Next and Qwen3.5: three Gated DeltaNet layers to one of attention, whose outputs are gated.
 
 Norms are stored as their distance from 1, as Gemma's are, but for that of the recurrent layers' outputs. Rotary
-positions are of a quarter of each head. Of the models that read images too (Qwen3.5) the language model is served: the
-positions of a text are the same in all three sections of its rotary dimensions. The layers that predict further tokens
-ahead (`mtp`) are dropped.
+positions are of a quarter of each head. The layers that predict further tokens ahead (`mtp`) are dropped.
 """
 
 from __future__ import annotations
@@ -18,18 +16,15 @@ from model.families import llama, qwen_moe
 from model.families.table.helpers import fused, heads_norm, layers_by_type, refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
-from model.families.table.text_part import text_part
 
 _PERIOD = 4  # every fourth layer has attention, where the types of layers are not listed
-_OF_IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, attn_output_gate=True, mamba_ssm_dtype="float32", hidden_act="silu")
     raw.get("mtp_num_hidden_layers"), raw.get("mtp_use_dedicated_embeddings")  # of layers that are dropped
     raw = raw.otherwise(head_dim=256, num_key_value_heads=4, max_position_embeddings=32_768, partial_rotary_factor=0.25)
-    rope = {key: value for key, value in (raw.get("rope_parameters") or {}).items() if key not in _OF_IMAGE_POSITIONS}
-    base = llama.config(raw.but(rope_parameters=rope or None), names)
+    base = llama.config(raw, names)
     assert base.decoder is not None
     norm = NormConfig(NormKind.RMS, raw.get("rms_norm_eps", 1e-6), unit_offset=True)
     full = replace(base.decoder.layers[0], norms=(Norms(pre=norm),) * 2)
@@ -126,12 +121,8 @@ def _by_heads(config: ModelConfig) -> Iterator[Rule]:
 
 
 _DROPPED = (*llama.DROPPED, "mtp.*", "*visual.*")
-_QWEN3_5 = Family(config, rules, "model.", _DROPPED)
-_QWEN3_5_MOE = Family(qwen3_5_moe, rules, "model.", _DROPPED, fused=qwen_moe.NAMES.fused())
 FAMILIES = {
     "qwen3_next": Family(qwen3_next, _by_heads, "model.", _DROPPED, fused=qwen_moe.NAMES.fused()),
-    "qwen3_5_text": _QWEN3_5,
-    "qwen3_5": text_part(_QWEN3_5, "qwen3_5_text"),
-    "qwen3_5_moe_text": _QWEN3_5_MOE,
-    "qwen3_5_moe": text_part(_QWEN3_5_MOE, "qwen3_5_moe_text"),
+    "qwen3_5_text": Family(config, rules, "model.", _DROPPED),
+    "qwen3_5_moe_text": Family(qwen3_5_moe, rules, "model.", _DROPPED, fused=qwen_moe.NAMES.fused()),
 }

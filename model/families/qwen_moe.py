@@ -59,8 +59,24 @@ def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return sparse(raw, llama.qwen3(raw, names))
 
 
+def qwen3_vl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build the language model of Qwen3-VL with experts, whose scores are always of the chosen ones alone."""
+    raw = raw.otherwise(
+        num_experts=raw.get("num_local_experts", 60),
+        num_experts_per_tok=4,
+        moe_intermediate_size=1408,
+        num_key_value_heads=16,
+        max_position_embeddings=128_000,
+        rope_theta=500_000.0,
+    )
+    return qwen3(raw.but(norm_topk_prob=True), names)
+
+
 _RULES = partial(llama.rules, experts=NAMES)
+# Published folders have inputs first, those that `transformers` 5 writes outputs first.
+_EITHER_WAY = tuple(replace(one, either_way=True) for one in NAMES.fused(written=True))
 FAMILIES = {
     "qwen2_moe": either_way(Family(qwen2, _RULES, "model.", llama.DROPPED, fused=NAMES.fused())),
     "qwen3_moe": either_way(Family(qwen3, _RULES, "model.", llama.DROPPED, fused=NAMES.fused())),
+    "qwen3_vl_moe_text": either_way(Family(qwen3_vl, _RULES, "model.", llama.DROPPED, fused=_EITHER_WAY)),
 }

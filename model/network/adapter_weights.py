@@ -11,7 +11,7 @@ from torch import Tensor
 from model.checkpoint.tensor_files import StoredTensor, TensorReader, read_headers
 from model.config.model import AdapterConfig, ModelConfig
 from model.errors import CheckpointError
-from model.families import FAMILIES
+from model.families import family_for
 from model.families.table.rules import LinearRule, Shape, TensorRule, ZeroRule
 from model.network.adapters import Adapters, LowRank
 
@@ -24,7 +24,7 @@ def load_adapters(config: ModelConfig, files: Iterable[Path], device: torch.devi
     adapters = config.adapters
     assert adapters is not None
     stored = read_headers(files)
-    family = FAMILIES[config.model_type]
+    family = family_for(config)
     by_name = {family.canonical(name): tensor for name, tensor in stored.items()}
     matrices = {}
     with TensorReader(stored) as reader:

@@ -26,7 +26,7 @@ from model.checkpoint.tensor_sources import tensor_sources
 from model.config.model import ModelConfig
 from model.config.sharding import WHOLE, Index, ShardSlice, cuts, local_shape
 from model.errors import CheckpointError
-from model.families import FAMILIES
+from model.families import family_for
 from model.families.table.rules import Family, Shape, TensorRule, ZeroRule
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
@@ -76,7 +76,7 @@ def plan_sources(model: Transformer, checkpoint: Checkpoint) -> WeightSources:
     shapes, slices = tensor_shapes(whole), shard_slices(whole, linear.shard)
     stored = tensor_sources(checkpoint)
     rules = plan_tensors(config, stored, shapes)
-    zeros = FAMILIES[config.model_type].zero_rules(config)
+    zeros = family_for(config).zero_rules(config)
     return WeightSources(stored, rules, zeros, shapes, slices, kept_table_dtype(stored, rules, linear))
 
 
@@ -112,9 +112,7 @@ def plan_tensors(
     config: ModelConfig, stored: Mapping[str, TensorSource], shapes: Mapping[str, Shape]
 ) -> list[tuple[str, TensorRule]]:
     """Which stored tensor fills which parameter, from headers alone; raises `CheckpointError` if any does not fit."""
-    plan = plan_load(
-        FAMILIES[config.model_type], config, {name: tensor.shape for name, tensor in stored.items()}, shapes
-    )
+    plan = plan_load(family_for(config), config, {name: tensor.shape for name, tensor in stored.items()}, shapes)
     for holds in dict.fromkeys(rule.holds for _, rule in plan):
         strange = [name for name, rule in plan if rule.holds is holds and not stored[name].holds(holds)]
         if strange:
@@ -197,7 +195,7 @@ class _Progress:
 
 def stored_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """The model under its family's published tensor names: the load plan read backwards."""
-    family = FAMILIES[model.config.model_type]
+    family = family_for(model.config)
     return joined(family, _by_rules(model, family))
 
 

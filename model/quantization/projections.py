@@ -16,7 +16,7 @@ from model.attention.reference import ReferenceBackend
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.tensor_files import TensorSource
 from model.errors import ConfigError
-from model.families import FAMILIES
+from model.families import family_for
 from model.families.table.rules import LinearRule
 from model.linear.base import linears
 from model.linear.native import NativeLinear
@@ -93,7 +93,7 @@ def find_projections(
         for linear in linears(network)
         if isinstance(linear, NativeLinear) and linear.kind in (Kind.INT4, Kind.INT8) and linear.spec.name != "head"
     }
-    family, found = FAMILIES[config.model_type], dict[str, Projection]()
+    family, found = family_for(config), dict[str, Projection]()
     stored = {family.canonical(name): name for name in tensors}
     for rule in family.rules(config):
         if not isinstance(rule, LinearRule) or rule.target not in kept:

@@ -16,6 +16,7 @@ from typing import Any
 
 from model.families import FAMILIES
 from model.families.table.known_keys import PATH
+from model.families.wholes import WHOLES
 
 # Types that only occur inside other files: sides of T5Gemma, and MPT's settings of attention.
 INNER = ("t5_gemma_module",)
@@ -33,7 +34,7 @@ def known_keys() -> dict[str, dict[str, Any]]:
 
     base = _of_class(PreTrainedConfig)
     base["keys"] |= _SHARED_CODE
-    classes = {name: CONFIG_MAPPING[name] for name in (*FAMILIES, *INNER) if name in CONFIG_MAPPING}
+    classes = {name: CONFIG_MAPPING[name] for name in (*FAMILIES, *WHOLES, *INNER) if name in CONFIG_MAPPING}
     classes |= {"mpt.attn_config": MptAttentionConfig}
     found = {name: _without(_of_class(one) | _by_code(one, base), base) for name, one in sorted(classes.items())}
     return {"": base, **found}

@@ -79,18 +79,29 @@ _MINISTRAL3 = dict(
 _VISION = dict(num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8)
 
 
-def _with_images(name: str, text: dict[str, Any], **settings: Any) -> Callable[[], Any]:
-    """A model that reads images too, whose language model is compared."""
+def with_images(name: str, text: dict[str, Any], vision: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """How to make a model that reads images too, whose language model is compared."""
 
     def make() -> Any:
         import transformers
 
-        vision = dict(hidden_size=16, **_VISION, **({"head_dim": 8} if name == "Mistral3" else {}))
-        config = getattr(transformers, f"{name}Config")(text_config=deepcopy(text), vision_config=vision, **settings)
+        seen = dict(hidden_size=16, **_VISION) if vision is None else deepcopy(vision)
+        config = getattr(transformers, f"{name}Config")(text_config=deepcopy(text), vision_config=seen, **settings)
         return getattr(transformers, f"{name}ForConditionalGeneration")(config)
 
     return make
 
+
+CLIP: dict[str, Any] = dict(model_type="clip_vision_model", hidden_size=16, projection_dim=16, **_VISION)
+# Three positions of an image's patches turn a head's dimensions, which are one in a text.
+QWEN2_VL = {**LLAMA, "rope_parameters": dict(rope_type="default", rope_theta=500.0, mrope_section=[1, 1, 2])}
+QWEN_VISION = dict(depth=1, hidden_size=16, out_hidden_size=32, num_heads=2, intermediate_size=16)
+QWEN3_VL: dict[str, Any] = dict(
+    **LLAMA,
+    head_dim=12,
+    rope_parameters=dict(rope_type="default", rope_theta=500.0, mrope_section=[2, 2, 2], mrope_interleaved=True),
+)
+_QWEN3_VL_MOE = {**QWEN3_VL, **dict(num_local_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)}
 
 # Sides of different widths, windows that sources cross.
 _GEMMA2: dict[str, Any] = {
@@ -152,10 +163,18 @@ def _gemma4(architecture: str, settings: dict[str, Any], **changes: Any) -> Call
 DENSE_DECODERS: Rows = {
     "ministral": random_model("MinistralForCausalLM", LLAMA, **_FOUR, head_dim=12, **_ROPE),
     "ministral3": random_model("Ministral3ForCausalLM", LLAMA, head_dim=12, **_MINISTRAL3),
-    "mistral3": _with_images("Mistral3", dict(model_type="ministral3", **LLAMA, head_dim=12, **_MINISTRAL3)),
-    "gemma3-with-images": _with_images(
+    "mistral3": with_images(
+        "Mistral3",
+        dict(model_type="ministral3", **LLAMA, head_dim=12, **_MINISTRAL3),
+        dict(hidden_size=16, head_dim=8, **_VISION),
+    ),
+    "gemma3-with-images": with_images(
         "Gemma3", dict(model_type="gemma3_text", **LLAMA, head_dim=12, sliding_window=5), mm_tokens_per_image=4
     ),
+    "qwen2-5-vl": with_images("Qwen2_5_VL", QWEN2_VL, QWEN_VISION),
+    "qwen3-vl-moe": with_images("Qwen3VLMoe", _QWEN3_VL_MOE, dict(**QWEN_VISION, deepstack_visual_indexes=[0])),
+    "smolvlm": with_images("SmolVLM", dict(model_type="llama", **LLAMA)),
+    "llava": with_images("Llava", dict(model_type="mistral", **LLAMA, sliding_window=5), CLIP),
     "gemma4": _gemma4("Gemma4ForCausalLM", _GEMMA4, use_double_wide_mlp=True),
     "gemma4-experts": _gemma4("Gemma4ForCausalLM", {**_GEMMA4, **_GEMMA4_EXPERTS}),
     "gemma4-unified": _gemma4("Gemma4UnifiedForCausalLM", _GEMMA4_UNIFIED),

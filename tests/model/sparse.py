@@ -9,7 +9,7 @@ from typing import Any
 
 from model.attention.reference import ReferenceBackend
 from model.checkpoint.load_plan import wanted_shape
-from model.families import FAMILIES, config_from_raw
+from model.families import config_from_raw, family_for
 from model.network.build import build_model, tensor_shapes
 
 _BYTES = {"F32": 4, "BF16": 2}
@@ -45,7 +45,7 @@ def sparse_checkpoint(folder: Path, raw: dict[str, Any], kind: str = "BF16") -> 
     config = config_from_raw(raw)
     shapes = tensor_shapes(build_model(config, ReferenceBackend()))
     header, end = {}, 0
-    for rule in FAMILIES[config.model_type].tensor_rules(config):
+    for rule in family_for(config).tensor_rules(config):
         shape = wanted_shape(rule, shapes)
         begin, end = end, end + math.prod(shape) * _BYTES[kind]
         header[rule.source] = {"dtype": kind, "shape": shape, "data_offsets": (begin, end)}

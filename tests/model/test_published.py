@@ -20,6 +20,7 @@ from tests.model.published_gemmas import PUBLISHED_GEMMAS
 from tests.model.published_layernorm_decoders import PUBLISHED_LAYERNORM_DECODERS
 from tests.model.published_seq2seq import PUBLISHED_SEQ2SEQ
 from tests.model.published_speech import PUBLISHED_SPEECH
+from tests.model.published_text_parts import PUBLISHED_TEXT_PARTS
 
 PUBLISHED = {
     **PUBLISHED_DECODERS,
@@ -29,6 +30,7 @@ PUBLISHED = {
     **PUBLISHED_SEQ2SEQ,
     **PUBLISHED_ENCODERS,
     **PUBLISHED_SPEECH,
+    **PUBLISHED_TEXT_PARTS,
 }
 
 

@@ -12,9 +12,10 @@ from model.checkpoint.folder import read_checkpoint
 from model.config.layer import RopeScaling, RotaryConfig
 from model.config.model import GenerationRules, ModelConfig
 from model.errors import ConfigError
-from model.families import FAMILIES, config_from_raw, read_settings
+from model.families import FAMILIES, config_from_raw, family_for, read_settings
 from model.families.table.known_keys import PATH, known_keys
 from model.families.table.raw_config import Settings
+from model.families.wholes import WHOLES
 from tests.model import config_keys
 from tests.model.checkpoints import KINDS, saved
 from tests.model.test_published import NOMIC
@@ -33,6 +34,10 @@ CLASSES = (
     *("Gemma2", "Gemma3Text", "GPT2", "GPTNeoX", "Granite", "SmolLM3", "Olmo2", "Olmo3", "Exaone4", "Cohere"),
     *("Gemma4", "Gemma4Text", "Gemma4Unified", "Gemma4UnifiedText"),
     *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss"),
+    *("AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "GotOcr2", "Idefics2", "Idefics3", "InternVL"),
+    *("Janus", "LightOnOcr", "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "Ovis2", "Qwen2Audio"),
+    *("Qwen2VL", "Qwen2VLText", "Qwen2_5_VL", "Qwen2_5_VLText", "Qwen3VL", "Qwen3VLText", "Qwen3VLMoe"),
+    *("Qwen3VLMoeText", "SmolVLM", "VideoLlava", "VipLlava", "Voxtral"),
     *("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3_5", "Qwen3_5Moe"),
     *("Cohere2", "StableLm", "Starcoder2", "Phi", "GPTJ", "CodeGen", "Falcon", "Bloom", "Mpt", "OPT"),
     *("Blenderbot", "BlenderbotSmall", "Whisper", "T5Gemma", "Bart", "MBart", "M2M100", "Pegasus", "Marian"),
@@ -90,8 +95,9 @@ def test_what_a_folder_does_not_say_is_as_in_transformers_or_refused(name: str) 
 
 
 def test_these_are_all_the_types_that_are_served() -> None:
-    own = {"transformer", "new"}  # torch.nn.Transformer's and Alibaba's GTE: the library has no such types
-    assert {defaults(name)["model_type"] for name in CLASSES} | own == set(FAMILIES)
+    # torch.nn.Transformer's and Alibaba's GTE, which the library has no such types for; it needs timm for the others.
+    own = {"transformer", "new", "fast_vlm", "perception_lm"}
+    assert {defaults(name)["model_type"] for name in CLASSES} | own == {*FAMILIES, *WHOLES}
 
 
 def inner(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -235,7 +241,9 @@ def test_what_published_folders_hold_beside_their_mathematics_is_passed_over(
 
 @pytest.mark.parametrize("model_type", ["mamba", None, 7])
 def test_an_unknown_type_is_refused_by_name(model_type: object) -> None:
-    with pytest.raises(ConfigError, match=f"model_type {model_type!r} is none of the {len(FAMILIES)} types"):
+    with pytest.raises(
+        ConfigError, match=f"model_type {model_type!r} is none of the {len(FAMILIES) + len(WHOLES)} types"
+    ):
         config_from_raw({"model_type": model_type})
 
 
@@ -346,7 +354,7 @@ def rotary(model: ModelConfig) -> RotaryConfig:
 
 
 class TestRope:
-    @pytest.mark.parametrize("kind", ["su", "mrope", "ntk"])
+    @pytest.mark.parametrize("kind", ["su", "spiral", "ntk"])
     @pytest.mark.parametrize("key", ["type", "rope_type"])
     def test_types_that_are_not_served(self, kind: str, key: str) -> None:
         with pytest.raises(ConfigError, match=f"rope type '{kind}' is not served; served are default, linear, dynamic"):
@@ -446,7 +454,7 @@ def test_heads_of_newer_decoders_are_called_score(name: str, head: str) -> None:
     labels = {"0": "a", "1": "b", "2": "c"}
     model = config_from_raw({**defaults(name), "architectures": [f"{name}For{head}Classification"], "id2label": labels})
     assert model.classifier is not None and model.classifier.labels == ("a", "b", "c")
-    rules = FAMILIES[model.model_type].tensor_rules(model)
+    rules = family_for(model).tensor_rules(model)
     found = [rule.source for rule in rules if rule.target.startswith("classifier")]
     assert found == ["score.weight", "score.bias"][: 1 + (head == "Token")]  # as their classes have them
 
@@ -455,7 +463,7 @@ def test_the_list_of_known_keys_is_that_of_the_library() -> None:
     """`python -m tests.model.config_keys` writes it anew."""
     found = config_keys.known_keys()
     assert PATH.read_text(encoding="utf-8") == config_keys.written(found)
-    assert set(FAMILIES) - set(found) == {"transformer", "new"}
+    assert {*FAMILIES, *WHOLES} - set(found) == {"transformer", "new"}
 
 
 class TestReading:

@@ -17,7 +17,7 @@ from model.config.formats import Storage, integers_in_groups, joined
 from model.config.layer import MOST_EXPERTS
 from model.config.model import ModelConfig
 from model.errors import ConfigError
-from model.families import FAMILIES, config_from_raw
+from model.families import config_from_raw, family_for
 from model.families.table.rules import LinearRule
 from model.gguf.container import GGUFModel, GGUFTensor
 from model.gguf.types import FLOATS
@@ -186,7 +186,7 @@ def published_name(architecture: Architecture, model: GGUFModel, name: str) -> s
 def gguf_config(raw: Mapping[str, Any], found: Mapping[str, Origin]) -> ModelConfig:
     """Return the network, and how its projections are kept; raises `ConfigError`."""
     config = config_from_raw(dict(raw), found, strict=True)
-    heads = [found[name].tensor.name for name in FAMILIES[config.model_type].heads if name in found]
+    heads = [found[name].tensor.name for name in family_for(config).heads if name in found]
     if config.head is not None and heads == ["token_embd.weight"]:
         config = replace(config, head=replace(config.head, repeats_table=True))
     by_stem = _by_stem(config, found)
@@ -199,11 +199,11 @@ def gguf_config(raw: Mapping[str, Any], found: Mapping[str, Origin]) -> ModelCon
 
 
 def _projections(config: ModelConfig) -> Iterator[LinearRule]:
-    return (rule for rule in FAMILIES[config.model_type].rules(config) if isinstance(rule, LinearRule))
+    return (rule for rule in family_for(config).rules(config) if isinstance(rule, LinearRule))
 
 
 def _by_stem(config: ModelConfig, found: Mapping[str, Origin]) -> dict[str, Origin]:
-    family = FAMILIES[config.model_type]
+    family = family_for(config)
     return {family.canonical(name).removesuffix(".weight"): origin for name, origin in found.items()}
 
 

@@ -19,7 +19,7 @@ from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorRea
 from model.config.formats import FLOAT, Storage
 from model.config.model import ModelConfig
 from model.errors import CheckpointError
-from model.families import FAMILIES
+from model.families import family_for
 from model.families.table.rules import LinearRule
 from model.gguf.container import GGUFTensor, read_gguf
 from model.gguf.types import BlockType
@@ -110,7 +110,7 @@ def gguf_tensors(path: Path, config: ModelConfig) -> dict[str, TensorSource]:
     """Return what is read of a file, by published names; of projections what their storage has."""
     model = read_gguf(path)
     found = origins(model, network_settings(model))
-    family = FAMILIES[config.model_type]
+    family = family_for(config)
     storages = {
         rule.source: config.stored_as.get(rule.target, FLOAT)
         for rule in family.rules(config)

@@ -106,6 +106,24 @@ class Settings(Mapping[str, Any]):
         found.ignored = self.ignored
         return found
 
+    def as_type(self, model_type: str) -> Settings:
+        """Return a copy as the class of another type reads it; a key read from the copy counts as read here."""
+        changed = self.but(model_type=model_type)
+        changed._known = None if self._known is None else known_keys(model_type)
+        changed._raw = _in_its_own_names(changed._raw, changed._known)
+        return changed
+
+    def class_defaults(self) -> dict[str, Any]:
+        """Return what the class takes for keys that a file does not have."""
+        known = self._known
+        if known is None:
+            return {}
+        return {key: value for key, value in known.defaults.items() if value is not None and key not in known.renamed}
+
+    def pass_over_known(self) -> None:
+        """Let every key that the class knows count as read: nothing of it is computed."""
+        self._read |= set() if self._known is None else self._raw.keys() & self._known.defaults.keys()
+
     def ignore(self, key: str, value: object) -> None:
         """Note a key that the reference does not use; raises `ConfigError` where a folder's own code may use it."""
         if self._strict:

@@ -26,6 +26,8 @@ _KNOWN = {
     "proportional": _COMMON,
     "longrope": _COMMON | {"original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }
+# Which dimensions turn by which of an image's three positions; in a text these are one and the same number.
+_OF_IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
 _OLDER_LONGROPE = ("su", "yarn")  # what the first Phi-3 called it
 
 
@@ -36,7 +38,9 @@ def rotary(
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise ConfigError(f"rope settings must be an object, found {scaling!r}")
+    scaling = {key: value for key, value in scaling.items() if key not in _OF_IMAGE_POSITIONS}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = "default" if kind == "mrope" else kind
     kind = "longrope" if "long_factor" in scaling and kind in _OLDER_LONGROPE else kind
     if kind not in _KNOWN:
         raise ConfigError(f"rope type {kind!r} is not served; served are {', '.join(_KNOWN)}")

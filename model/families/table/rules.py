@@ -120,6 +120,7 @@ class FusedExperts:
     parts: tuple[str, ...]  # which share the outputs, one after the other
     interleaved: bool = False  # not so, but in turn
     transposed: bool = False  # [experts, inputs, outputs]
+    either_way: bool = False  # so or transposed, which sizes tell
     written: bool = False
 
     def part_names(self, name: str, experts: int) -> list[tuple[str, ...]]:

@@ -1,46 +1,84 @@
-"""Models of images and text, of which the language model is served: its settings and tensors lie one level deeper."""
+"""Models of text and images, or sounds, of which the language model is served.
+
+The settings of the language model are config.json's `text_config`, and its tensors have a prefix of their own. What
+config.json says besides is of images and sounds: `transformers` builds the language model from `text_config` alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from model.config.model import ModelConfig
+from model.errors import ConfigError
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from model.families.table.rules import Family, Rule
 
-# What is said of images and sounds, and of where they stand in a text.
-_OF_IMAGES = (
-    *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
-    *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"),
-    *("audio_config", "eoa_token_index", "vision_soft_tokens_per_image"),
-)
 # What the whole says of the text too, which then holds.
 _SHARED = (
     *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "architectures"),
     *("id2label", "num_labels", "problem_type"),
 )
+_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.", "language_model.", "model.")
 _DROPPED = (
-    *("*vision_tower.*", "*audio_tower.*", "*multi_modal_projector.*"),
-    *("*embed_vision.*", "*embed_audio.*", "*vision_embedder.*"),
+    *("*vision_tower.*", "*vision_model.*", "*vision_encoder.*", "*visual.*", "*image_tower.*", "*video_tower.*"),
+    *("*audio_tower.*", "*multi_modal_projector.*", "*connector.*", "*aligner.*", "*vision_projection.*"),
+    *("*embed_vision.*", "*embed_audio.*", "*vision_embedder.*", "*visual_embeddings_table.*", "*image_newline"),
+    *("*generation_aligner.*", "*generation_embeddings.*", "*generation_head.*", "*vqmodel.*"),
 )
 
 
-def text_part(family: Family, text_type: str, **defaults: Any) -> Family:
-    """Return the table of a model whose `text_config` is of `family`; `defaults` are of what that does not say.
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A `model_type` with a language model in it."""
 
-    `text_type` is the `model_type` of the settings where they name none.
-    """
+    text: str  # the type of its language model where that does not say its own
+    flat: bool = False  # older files have the settings of the language model next to the others
+    scales: bool = False  # logits are scaled and bounded as those of the language model alone
+
+    def text_type(self, raw: Mapping[str, Any]) -> str:
+        """Return the type of the language model; raises `ConfigError` where config.json has none."""
+        text = raw.get("text_config")
+        if text is None and self.flat:
+            return self.text
+        if not isinstance(text, dict):
+            raise ConfigError(f"config.json of a {raw['model_type']} lacks 'text_config', found {text!r:.80}")
+        return str(text.get("model_type") or self.text)
+
+    def settings(self, raw: Settings, kind: str) -> Settings:
+        """Return the settings of the language model, of the type `kind`; what a whole's class knows counts as read.
+
+        Older files leave out what is as the class of that type has it.
+        """
+        raw.pass_over_known()
+        if raw.get("text_config") is None:
+            text = raw.as_type(kind)
+        else:
+            for key in raw["text_config"]:
+                raw.get(key)  # the reference reads it there alone
+            text = raw.part("text_config", raw["text_config"], kind)
+            text = text.but(**{key: raw[key] for key in _SHARED if key in raw})
+        return text.otherwise(**text.class_defaults())
+
+
+def text_part(whole: Whole, kind: str, family: Family) -> Family:
+    """Return the table of a model whose language model is of the type `kind`, with the table `family`."""
 
     def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-        for unused in _OF_IMAGES:
-            raw.get(unused)
-        text = raw.part("text_config", raw["text_config"], text_type)
-        text = text.otherwise(**defaults).but(**{key: raw[key] for key in _SHARED if key in raw})
+        text = whole.settings(raw, kind)
         found = family.config(text, names)
         text.refuse_unread()
-        return replace(found, model_type=raw["model_type"])
+        if found.form != "decoder-only":
+            encoder = f"an encoder ({kind!r}, or is_causal false)"
+            raise ConfigError(f"text_config of a {raw['model_type']} is {encoder}; only decoders are served")
+        head = found.head
+        if head is not None and not whole.scales:
+            head = replace(head, scale=1.0, softcap=None)
+        return replace(found, model_type=raw["model_type"], text_type=kind, head=head)
 
-    prefixes = ("language_model.model.", "model.language_model.", "language_model.")
-    return replace(family, config=config, prefix=prefixes, dropped=(*family.dropped, *_DROPPED))
+    def rules(config: ModelConfig) -> Iterable[Rule]:
+        return family.rules(replace(config, model_type=kind, text_type=None))
+
+    dropped = (*family.dropped, *_DROPPED)
+    return replace(family, config=config, rules=rules, prefix=_PREFIXES, dropped=dropped)

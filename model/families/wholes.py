@@ -1,0 +1,50 @@
+"""The models of text and images, or sounds, whose language model is served: by `model_type`.
+
+Qwen's turn queries and keys by three positions of an image's patches, which are one and the same number in a text.
+PaliGemma is not one of them: it reads its prompts in both directions.
+"""
+
+from __future__ import annotations
+
+from model.families.table.text_part import Whole
+
+_LLAMA, _QWEN2, _QWEN3, _MISTRAL = Whole("llama"), Whole("qwen2"), Whole("qwen3"), Whole("mistral")
+WHOLES: dict[str, Whole] = {
+    "aya_vision": Whole("cohere2"),
+    "cohere2_vision": Whole("cohere2"),
+    "deepseek_vl": _LLAMA,
+    "deepseek_vl_hybrid": _LLAMA,
+    "fast_vlm": _QWEN2,
+    "gemma3": Whole("gemma3_text"),
+    "gemma4": Whole("gemma4_text", scales=True),
+    "gemma4_unified": Whole("gemma4_unified_text", scales=True),
+    "got_ocr2": _QWEN2,
+    "idefics2": _MISTRAL,
+    "idefics3": _LLAMA,
+    "internvl": _QWEN2,
+    "janus": _LLAMA,
+    "lighton_ocr": _QWEN3,
+    "llava": _LLAMA,
+    "llava_next": _LLAMA,
+    "llava_next_video": _LLAMA,
+    "llava_onevision": _QWEN2,
+    "mistral3": _MISTRAL,
+    "ovis2": _QWEN2,
+    "perception_lm": _LLAMA,
+    "qwen2_5_vl": Whole("qwen2_5_vl_text", flat=True),
+    "qwen2_audio": _QWEN2,
+    "qwen2_vl": Whole("qwen2_vl_text", flat=True),
+    "qwen3_5": Whole("qwen3_5_text"),
+    "qwen3_5_moe": Whole("qwen3_5_moe_text"),
+    "qwen3_vl": Whole("qwen3_vl_text"),
+    "qwen3_vl_moe": Whole("qwen3_vl_moe_text"),
+    "smolvlm": _LLAMA,
+    "video_llava": _LLAMA,
+    "vipllava": _LLAMA,
+    "voxtral": _LLAMA,
+}
+# Why the language model of others is not served.
+NOT_SERVED = {
+    "mllama": "layers of its language model attend to an image",
+    "paligemma": "it reads prompts in both directions",
+}
