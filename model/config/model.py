@@ -32,6 +32,22 @@ from model.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class MaskDropout:
+    """Masked tokens count as dropped out: their vectors are zeros, and the others make up for them (ESM).
+
+    In training a share of the tokens was masked; a text in which another share is masked has its vectors multiplied by
+    `(1 - share) / (1 - its share)`.
+    """
+
+    mask_token_id: int
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise ConfigError(f"the share of masked tokens is from 0 to 1, found {self.share}")
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingConfig:
     """The token table, shared by the stacks; `embedding_size` other than a stack's width is projected (ALBERT).
 
@@ -41,6 +57,7 @@ class EmbeddingConfig:
     vocab_size: int
     embedding_size: int
     scale: float = 1.0
+    mask_dropout: MaskDropout | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, embedding_size=self.embedding_size)

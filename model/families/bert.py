@@ -89,19 +89,27 @@ def electra(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(base, embedding=replace(base.embedding, embedding_size=width), pooler=False, masked_head=head)
 
 
-def rules(config: ModelConfig, norms: Mapping[str, str] = _POST_NORMS) -> Iterator[Rule]:
+def rules(
+    config: ModelConfig,
+    norms: Mapping[str, str] = _POST_NORMS,
+    *,
+    embed_norm: str = "embeddings.LayerNorm",
+    final_norm: str = "encoder.LayerNorm",
+    project: str = "embeddings_project",
+) -> Iterator[Rule]:
     """Yield the weight rules; `norms` maps the stored names of a layer's norms to parameters."""
     assert config.encoder is not None
     yield TensorRule("embeddings.word_embeddings.weight", "tokens.weight")
-    yield TensorRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
+    if config.encoder.position.kind is PositionKind.LEARNED:
+        yield TensorRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
     if config.encoder.token_types:
         yield TensorRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
     if config.encoder.embed_norm is not None:
-        yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
+        yield from affine(embed_norm, "encoder.embed_norm")
     if config.encoder.final_norm is not None:
-        yield from affine("encoder.LayerNorm", "encoder.final_norm")
+        yield from affine(final_norm, "encoder.final_norm")
     if config.embedding.embedding_size != config.encoder.hidden_size:
-        yield LinearRule("embeddings_project", "encoder.project")
+        yield LinearRule(project, "encoder.project")
     for i, layer in enumerate(config.encoder.layers):
         here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
         parts = ("self.query", "self.key", "self.value", "output.dense")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from model.config.model import AudioConfig, ImageConfig, PositionConfig
+from model.config.model import AudioConfig, ImageConfig, MaskDropout, PositionConfig
 from model.config.sharding import Range
 from model.linear.base import Linear, LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.linear.parallel import Collective
+from model.network.inputs import StackInput
 from model.network.rotary import inverse_frequencies
 
 
@@ -77,6 +78,16 @@ def token_table(rows: int, size: int, collective: Collective | None) -> TokenTab
     if collective is None:
         return TokenTable(rows, size)
     return VocabularyTable(collective.shard.shard_range(rows), size, collective)
+
+
+def without_masked(vectors: Tensor, inputs: StackInput, dropout: MaskDropout) -> Tensor:
+    """Token vectors `[T, E]` with zeros for masked tokens, and the others of a segment multiplied in return."""
+    lengths = torch.tensor(inputs.metadata.q_lens, device=vectors.device)
+    segment = torch.repeat_interleave(torch.arange(len(lengths), device=vectors.device), lengths)  # [T]
+    masked = inputs.input_ids == dropout.mask_token_id
+    counts = torch.zeros(len(lengths), device=vectors.device).index_add_(0, segment, masked.float())
+    factors = (1 - dropout.share) / (1 - counts / lengths)  # of each segment
+    return (vectors * factors[segment, None].to(vectors.dtype)).masked_fill(masked[:, None], 0.0)
 
 
 class PatchEmbedding(nn.Module):

@@ -24,7 +24,7 @@ from model.config.sharding import Shard
 from model.linear.base import Linear, LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.native.library import KINDS
-from model.network.embeddings import AudioEmbedding, PatchEmbedding, TokenTable, token_table
+from model.network.embeddings import AudioEmbedding, PatchEmbedding, TokenTable, token_table, without_masked
 from model.network.heads import Classifier, MaskedHead
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack, StackPass
@@ -142,6 +142,8 @@ class Transformer(nn.Module):
             return self.audio(inputs.frames.to(self.dtype))
         if inputs.pixels is None:
             vectors = self._embed_source(inputs.input_ids)
+            if (dropout := self.config.embedding.mask_dropout) is not None:
+                vectors = without_masked(vectors, inputs, dropout)
             adapters = inputs.adapters
             return vectors if adapters is None else adapters.embedded("tokens", inputs.input_ids, vectors)
         assert self.patches is not None

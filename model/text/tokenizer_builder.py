@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from model.errors import ConfigError
 from model.text.byte_alphabet import byte_alphabet
@@ -113,6 +113,21 @@ def _bert(files: Files) -> Tokenizer:
     unk, sep, pad, cls, mask = (files.special(name, f"[{name[:-6].upper()}]") for name in names)
     tokenizer = with_specials(_words(files, unk.content), files, (unk, sep, pad, cls, mask))
     put_cls_and_sep(tokenizer, cls, sep)
+    return tokenizer
+
+
+def _esm(files: Files) -> Tokenizer:
+    """ESM: amino acids of vocab.txt, found wherever they are in a text; what is between them is unknown."""
+    names = [line.strip() for line in files.lines("vocab.txt") if line.strip()]
+    vocabulary = {name: token for token, name in enumerate(names)}
+    texts = {"unk": "<unk>", "cls": "<cls>", "pad": "<pad>", "mask": "<mask>", "eos": "<eos>"}
+    tokens = {name: files.special(f"{name}_token", text) for name, text in texts.items()}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=tokens["unk"].content))
+    longest = sorted(vocabulary, key=len, reverse=True)
+    each = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest))), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), each])
+    with_specials(tokenizer, files, tokens.values())
+    put_cls_and_sep(tokenizer, tokens["cls"], tokens["eos"])
     return tokenizer
 
 
@@ -274,6 +289,7 @@ _KINDS: dict[str, Callable[[Files], Tokenizer | PieceTokenizer]] = {
     "Bert": _bert,
     "DistilBert": _bert,
     "Electra": _bert,
+    "Esm": _esm,
     "Funnel": _funnel,
     "MPNet": _mpnet,
     "ByT5": _byt5,
@@ -302,6 +318,7 @@ _BY_MODEL_TYPE = {
     "bert": "Bert",
     "distilbert": "DistilBert",
     "electra": "Electra",
+    "esm": "Esm",
     "funnel": "Funnel",
     "mpnet": "MPNet",
     "deberta": "Deberta",

@@ -108,6 +108,9 @@ GPT2 = dict(
 )
 BERT = dict(**SIZES, max_position_embeddings=64, type_vocab_size=2)
 ROBERTA = dict(**SIZES, max_position_embeddings=66, type_vocab_size=1)  # two rows are no position's
+# A text's masked tokens are zeros: one of the ids that texts have.
+ESM = dict(**SIZES, max_position_embeddings=66, pad_token_id=1, mask_token_id=40, token_dropout=True)
+ESM |= dict(position_embedding_type="rotary")
 MPNET = dict(**SIZES, max_position_embeddings=66, pad_token_id=1)
 # Buckets narrower than the inputs, so that some are logarithmic, and inputs beyond their longest distance.
 DEBERTA: dict[str, Any] = dict(**BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=16)
@@ -253,6 +256,10 @@ _ENCODERS: Rows = {
     "gte": random_model("GteModel", BERT, pad_token_id=0),
     "gte-no-types": random_model("GteForMaskedLM", BERT, pad_token_id=0, type_vocab_size=0),
     "jina-v3": random_model("JinaEmbeddingsV3Model", ROBERTA),
+    "esm": random_model("EsmModel", ESM),
+    "esm-learned": random_model(
+        "EsmModel", ESM, position_embedding_type="absolute", emb_layer_norm_before=True, token_dropout=False
+    ),
     "distilbert": random_model("DistilBertModel", DISTILBERT),
     "albert": random_model("AlbertModel", BERT, embedding_size=12),
     "electra": random_model("ElectraModel", BERT, embedding_size=12),
@@ -294,6 +301,8 @@ _CLASSIFIERS: Rows = {
     "nomic-bert-sequence": random_model("NomicBertForSequenceClassification", BERT, **_LABELS),
     "gte-sequence": random_model("GteForSequenceClassification", BERT, pad_token_id=0, **_LABELS),
     "jina-v3-sequence": random_model("JinaEmbeddingsV3ForSequenceClassification", ROBERTA, **_LABELS),
+    "esm-sequence": random_model("EsmForSequenceClassification", ESM, **_LABELS),
+    "esm-token": random_model("EsmForTokenClassification", ESM, **_LABELS),
     "distilbert-sequence": random_model("DistilBertForSequenceClassification", DISTILBERT, **_LABELS),
     "distilbert-token": random_model("DistilBertForTokenClassification", DISTILBERT, **_LABELS),
     "albert-sequence": random_model("AlbertForSequenceClassification", BERT, embedding_size=12, **_LABELS),
@@ -334,6 +343,7 @@ HEADS: Rows = {
     "bert-masked-untied": random_model("BertForMaskedLM", BERT, tie_word_embeddings=False),
     "roberta-masked": random_model("RobertaForMaskedLM", ROBERTA),
     "xlm-roberta-masked": random_model("XLMRobertaForMaskedLM", ROBERTA),
+    "esm-masked": random_model("EsmForMaskedLM", ESM),
     "distilbert-masked": random_model("DistilBertForMaskedLM", DISTILBERT),
     "albert-masked": random_model("AlbertForMaskedLM", BERT, embedding_size=12),
     "electra-masked": random_model("ElectraForMaskedLM", BERT, embedding_size=12),

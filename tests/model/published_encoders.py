@@ -71,6 +71,19 @@ PUBLISHED_ENCODERS = {
     "bert-base-cased": Published(108_310_272, _bert(vocab_size=28996)),
     "bert-large-uncased": Published(335_141_888, _bert(**_LARGE)),
     "all-MiniLM-L6-v2": Published(22_713_216, _bert(**_MINI)),
+    "esm2_t6_8M_UR50D": Published(
+        7_511_680,
+        json.dumps(
+            {
+                **dict(architectures=["EsmForMaskedLM"], attention_probs_dropout_prob=0.0, classifier_dropout=None),
+                **dict(emb_layer_norm_before=False, esmfold_config=None, hidden_act="gelu", hidden_dropout_prob=0.0),
+                **dict(hidden_size=320, initializer_range=0.02, intermediate_size=1280, is_folding_model=False),
+                **dict(layer_norm_eps=1e-5, mask_token_id=32, max_position_embeddings=1026, model_type="esm"),
+                **dict(num_attention_heads=20, num_hidden_layers=6, pad_token_id=1, position_embedding_type="rotary"),
+                **dict(token_dropout=True, torch_dtype="float32", use_cache=True, vocab_list=None, vocab_size=33),
+            }
+        ),
+    ),
     "roberta-base": Published(
         124_645_632, _bert(**_ROBERTA, model_type="roberta", type_vocab_size=1, vocab_size=50265)
     ),

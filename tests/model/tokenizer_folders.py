@@ -168,6 +168,11 @@ def _pieces(path: Path) -> list[str]:
     return [processor.id_to_piece(token) for token in range(3, processor.get_piece_size())]
 
 
+def _amino_acids(folder: Path) -> None:
+    names = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>"]
+    (folder / "vocab.txt").write_text("\n".join(names))
+
+
 # By name: what makes the files, the model's type, the tokenizer's class, and its settings.
 FOLDERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "t5": (_t5, "t5", "T5Tokenizer", {}),
@@ -194,6 +199,7 @@ FOLDERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "bert": (_wordpiece, "bert", "BertTokenizer", {"do_lower_case": True}),
     "distilbert": (_wordpiece, "distilbert", "", {"do_lower_case": True, "model_max_length": 512}),
     "bert-cased": (_wordpiece, "bert", "BertTokenizer", {"do_lower_case": False, "strip_accents": True}),
+    "esm": (_amino_acids, "esm", "EsmTokenizer", {"model_max_length": 1026}),
     "funnel": (_funnel, "funnel", "FunnelTokenizer", {}),
     "mpnet": (_mpnet, "mpnet", "MPNetTokenizer", {}),
     "deberta": (_deberta, "deberta", "DebertaTokenizer", {}),

@@ -54,7 +54,9 @@ _SEQUENCE: dict[str, ClassifierTable] = {
     "deberta-v2": _DEBERTA,
     "distilbert": ClassifierTable("classifier", _FIRST, "pre_classifier", Activation.RELU),
     "electra": ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.GELU),
-    **dict.fromkeys(("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet", "jina_embeddings_v3"), _ROBERTA),
+    **dict.fromkeys(
+        ("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet", "jina_embeddings_v3", "esm"), _ROBERTA
+    ),
     "mbart": _BART,
     "xlnet": ClassifierTable("logits_proj", _LAST, "sequence_summary.summary", Activation.TANH),
     "vit": ClassifierTable("classifier", _FIRST),
