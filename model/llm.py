@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import index
 from pathlib import Path
 
 import numpy as np
@@ -329,8 +330,16 @@ class LLM:
 
     def _ids(self, prompt: Prompt) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if not isinstance(prompt, str):
-            return tuple(prompt), ()
+            return self._checked(prompt), ()
         if self.tokenizer is None:
             raise ConfigError(f"{self.info.name} has no tokenizer: give token ids")
         encoded = self.tokenizer.encode(prompt)
-        return encoded.ids, encoded.type_ids
+        return self._checked(encoded.ids), encoded.type_ids
+
+    def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return token ids as integers; raises `ConfigError` for the first that the vocabulary does not have."""
+        size = self.checkpoint.config.embedding.vocab_size
+        for place, id in enumerate(ids):
+            if isinstance(id, bool) or not hasattr(id, "__index__") or not 0 <= id < size:
+                raise ConfigError(f"token {place} of a prompt must be an id from 0 to {size - 1}, found {id!r}"[:200])
+        return tuple(map(index, ids))

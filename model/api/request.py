@@ -197,6 +197,7 @@ class TokenOutput:
     stop_reason: int | str | None = None  # the stop id or string that ended it
     text: str = ""  # set by the detokenizer, outside the engine
     score: float | None = None  # of a beam hypothesis
+    is_missing: bool = False  # the search found fewer hypotheses than n, and none for this index
     scheduled_time: float | None = None  # start of its prefill; set in the first output
     cached_tokens: int = 0
     drafted_tokens: int = 0  # by the steps that these tokens are of

@@ -265,6 +265,7 @@ def _merge(output: TokenOutput, later: TokenOutput) -> TokenOutput:
         output.scheduled_time = later.scheduled_time
     output.finish_reason, output.stop_reason = later.finish_reason, later.stop_reason
     output.score, output.error = later.score, later.error
+    output.is_missing = later.is_missing
     output.cached_tokens = max(output.cached_tokens, later.cached_tokens)
     return output
 

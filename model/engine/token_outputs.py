@@ -32,22 +32,30 @@ def token_output(sequence: SequenceState, token: SampledToken) -> TokenOutput:
 
 
 def search_outputs(beams: Beams, reason: FinishReason | None, error: str | None = None) -> list[TokenOutput]:
-    """The n best hypotheses of a search that ends; `reason` is None if it is done."""
+    """The n best hypotheses of a search that ends; `reason` is None if it is done.
+
+    A search that is done may have fewer, where few tokens may come: the outputs of the others say so, and stand first.
+    """
     first = beams.members[0]
     best = beams.search.best([sequence.output_token_ids for sequence in beams.members])
-    outputs = []
+    outputs, missing = [], []
     for index in range(first.params.n):
         output = TokenOutput(first.request.request_id, index, finish_reason=reason or FinishReason.LENGTH, error=error)
-        if index < len(best):
-            output.token_ids, output.score = list(best[index].token_ids), best[index].score
-            output.cumulative_logprob = best[index].cumulative_logprob if first.params.cumulative_logprob else None
-            ended = bool(output.token_ids) and output.token_ids[-1] in first.stop_token_ids
-            # An end token that max_tokens forced on a grammar's output is no stop.
-            forced = beams.forced and first.matcher is not None and len(output.token_ids) == first.params.max_tokens
-            if ended and not forced and reason is None:
-                output.finish_reason, output.stop_reason = FinishReason.STOP, output.token_ids[-1]
         output.scheduled_time = first.scheduled_time
         output.cached_tokens = min(first.num_cached_tokens, first.num_prompt_tokens)
         output.probe_logprobs = first.probe_logprobs
+        if index >= len(best) and reason is None:
+            output.finish_reason, output.is_missing = FinishReason.STOP, True
+            missing.append(output)
+            continue
         outputs.append(output)
-    return outputs
+        if index >= len(best):
+            continue
+        output.token_ids, output.score = list(best[index].token_ids), best[index].score
+        output.cumulative_logprob = best[index].cumulative_logprob if first.params.cumulative_logprob else None
+        ended = bool(output.token_ids) and output.token_ids[-1] in first.stop_token_ids
+        # An end token that max_tokens forced on a grammar's output is no stop.
+        forced = beams.forced and first.matcher is not None and len(output.token_ids) == first.params.max_tokens
+        if ended and not forced and reason is None:
+            output.finish_reason, output.stop_reason = FinishReason.STOP, output.token_ids[-1]
+    return missing + outputs

@@ -122,6 +122,9 @@ class GenerationEvents:
                 self._generation.count(output)
                 shown.append(template.fill(output))
                 continue
+            if output.is_missing:  # others of its request follow
+                self._generation.count(output)
+                continue
             delta = self._generation.add(output)
             if output.finish_reason is FinishReason.ERROR:
                 end, _ = self._failed(self._generation.failure or engine_failed())

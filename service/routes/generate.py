@@ -165,7 +165,10 @@ async def collect(generation: Generation, stream: GenerationStream, job: Job) ->
     deltas: list[Json] = []
     try:
         async for output in stream:
-            deltas.append(generation.add(output))
+            if output.is_missing:
+                generation.count(output)
+            else:
+                deltas.append(generation.add(output))
             if generation.ended:
                 break
     except EngineError:

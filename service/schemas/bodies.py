@@ -165,7 +165,8 @@ class GenerateBody(Body):
         None,
         ge=1,
         le=MAX_INT,
-        description="2 to 8: beam search, which returns its n best hypotheses at the end. Not with sampling, stop "
+        description="2 to 8: beam search, which returns its n best hypotheses at the end, fewer where few outputs "
+        "are possible. Not with sampling, stop "
         "texts or log-probabilities. Default: the checkpoint's, else 1.",
         examples=[4],
     )

@@ -196,6 +196,17 @@ def test_beam_search_returns_its_best_hypotheses_at_its_end(url: str) -> None:
     assert texts == {0: first["text"], 1: second["text"]}  # type: ignore[index]
 
 
+def test_a_search_that_finds_fewer_hypotheses_gives_fewer_choices(url: str) -> None:
+    """A pattern of one character is one output, however many are asked for."""
+    body = {"model": "normalize", "prompt": HELD_OUT[0][0], "num_beams": 4, "n": 4, "regex": "7"}
+    [reply] = post_all(url, "/generate", [body])
+    assert [(one["index"], one["text"], one["finish_reason"]) for one in reply["choices"]] == [(0, "7", "stop")]  # type: ignore[index,misc]
+    with httpx.stream("POST", f"{url}/generate", json={**body, "stream": True}, timeout=60) as streamed:
+        events = [json.loads(line[6:]) for line in streamed.iter_lines() if line.startswith("data: {")]
+    assert [choice["text"] for event in events for choice in event["choices"]] == ["7"]
+    assert events[-1]["usage"]["completion_tokens"] == reply["usage"]["completion_tokens"]  # type: ignore[index]
+
+
 @pytest.mark.usefixtures("hub_client")
 def test_official_clients_of_other_servers_are_served(url: str) -> None:
     spoken, written = HELD_OUT[0]
