@@ -117,18 +117,16 @@ class ArgumentRules:
                 return f"{begin} ({allowed}) {self.text(end)}"
         value = f"{self.name}_value_{at}"
         self.rules[value] = json_rule(one.schema)
-        if syntax.quotes is None:
-            value = f"({value}{_python_values(one.schema)})"
+        if also := _python_values(one.schema, with_text=syntax.quotes is None):
+            value = f"({value} | {also})"
         kinds = " | ".join(self.text(kind) for kind in syntax.other_kinds)
         head, kind, tail = between.partition(KIND)
         begin = self.text(before + head) + (f" ({kinds}) {self.text(tail)}" if kind else "")
         return f"{begin} {value} {self.text(syntax.after)}"
 
 
-def _python_values(schema: Mapping[str, Any]) -> str:
-    """Return what else than JSON matches a value that is written as Python."""
+def _python_values(schema: Mapping[str, Any], *, with_text: bool) -> str:
+    """Return what else than JSON matches a value, as templates write it by Python; empty if nothing does."""
     if schema.get("type") == "boolean" and "const" not in schema and "enum" not in schema:
-        return ' | "True" | "False"'
-    if is_text(schema) and known_texts(schema) is None:
-        return f" | {_PYTHON_TEXT}"
-    return ""
+        return '"True" | "False"'
+    return _PYTHON_TEXT if with_text and is_text(schema) and known_texts(schema) is None else ""

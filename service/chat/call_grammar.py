@@ -98,7 +98,10 @@ class _Writer:
         )
         self._rules["call"] = f"({one})"
         first = (syntax.opening + syntax.before).removeprefix(without)
-        more = f"({text(syntax.separator + syntax.before)} call)*" if self._use.parallel and not syntax.one else ""
+        again = text(syntax.separator + syntax.before)
+        if syntax.separator and not syntax.separator.strip():
+            again = f"({again} | {text(syntax.before)})"  # some models write no space between calls
+        more = f"({again} call)*" if self._use.parallel and not syntax.one else ""
         return f"{text(first)} call {more} {text(syntax.closing)}"
 
     def _rules_of(self, at: int) -> ArgumentRules:

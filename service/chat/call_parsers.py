@@ -26,6 +26,7 @@ _NAME_END = re.compile(r"[\[{\s]")
 _PLAIN_KEY = re.compile(r"[^\s:,{}\[\]]+")
 _PLAIN_VALUE = re.compile(r"[^,}\]]*")
 _HEADER = re.compile(r"<\|channel\|>|<\|start\|>| to=")  # what a message of gpt-oss may begin with
+_PYTHON_VALUES = {"None": None, "True": True, "False": False}
 _TO = ">>>"
 _SPACES, _COMMA = re.compile(r"\s*"), re.compile(r"\s*,?\s*")
 
@@ -263,7 +264,8 @@ def _gemma_value(text: str, at: int) -> tuple[Any, int]:
     if text.startswith('"', at):
         return json.JSONDecoder(strict=False).raw_decode(text, at)
     end = _behind(_PLAIN_VALUE, text, at)
-    return json_value(text[at:end].strip()), end
+    plain = text[at:end].strip()
+    return (_PYTHON_VALUES[plain] if plain in _PYTHON_VALUES else json_value(plain)), end
 
 
 def _gemma_items(text: str, at: int) -> tuple[dict[str, Any], int]:

@@ -93,10 +93,9 @@ def _places(text: str, calls: tuple[tuple[str, Mapping[str, Any]], ...]) -> list
         if begin < 0:
             return None
         end = begin + len(name)
-        whole = json.dumps(arguments, ensure_ascii=False)
-        where = text.find(whole, end)
-        if where >= 0:
-            found.append(_Place(begin, end, where + len(whole), ((where, where + len(whole)),)))
+        whole = _object(text, end, arguments)
+        if whole is not None:
+            found.append(_Place(begin, end, whole[1], (whole,)))
         else:
             pieces: list[tuple[int, int]] = []
             at = end
@@ -109,6 +108,16 @@ def _places(text: str, calls: tuple[tuple[str, Mapping[str, Any]], ...]) -> list
             found.append(_Place(begin, end, at, tuple(pieces)))
         at = found[-1].end
     return found
+
+
+def _object(text: str, at: int, value: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return where the first JSON object after a place stands, if it is this one, however it is spaced."""
+    begin = text.find("{", at)
+    try:
+        found, end = json.JSONDecoder().raw_decode(text, begin) if begin >= 0 else (None, 0)
+    except (ValueError, RecursionError):
+        return None
+    return (begin, end) if found == value else None
 
 
 def _arguments(text: str, place: _Place) -> tuple[ArgumentSyntax | None, str] | None:

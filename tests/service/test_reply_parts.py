@@ -90,6 +90,7 @@ REPLIES: list[tuple[str, str, tuple[str, str, list[tuple[str, str]]]]] = [
         ("", "ok", [("weather", '{"city": "O, \\"no\\"", "n": [1, {"a": null}]}'), F]),
     ),
     ("gemma", f"<|tool_call>call:weather{A}<tool_call|>", ("", "", [W])),
+    ("gemma", "<|tool_call>call:f{a:None,b:[True]}<tool_call|>", ("", "", [("f", '{"a": null, "b": [true]}')])),
     ("gemma", "<|tool_call>no{<tool_call|>", ("", "<|tool_call>no{<tool_call|>", [])),
     ("gemma", "<|tool_call>call:f{a:1e999}<tool_call|>", ("", "<|tool_call>call:f{a:1e999}<tool_call|>", [])),
     ("gemma", '<|tool_call>call:f{a:"\\ud800"}<tool_call|>', ("", '<|tool_call>call:f{a:"\\ud800"}<tool_call|>', [])),

@@ -76,6 +76,15 @@ CALLS = {
         template("<TOOLS>[", '{"name": "{{ f.name }}", "arguments": ' + JSON + "}", ", ", "]</TOOLS>"),
         "template",
     ),
+    "JSON with line breaks": (
+        template(
+            "Action:\n[",
+            '{\n "tool_name": "{{ f.name }}",\n "args": {{ f.arguments | tojson(indent=2) }}\n}',
+            ", ",
+            "]",
+        ),
+        "template",
+    ),
     "a key for a name": (template("<|calls|>[", '{"{{ f.name }}": ' + JSON + "}", ", ", "]<|end_calls|>"), "template"),
     "a tag for a name": (template("", "<fn={{ f.name }}>" + JSON + "</fn>"), "template"),
     "ids": (template("", "<|call|>{{ c.id }}<|name|>{{ f.name }}<|args|>" + JSON + "<|end_call|>"), "template"),
