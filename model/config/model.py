@@ -160,6 +160,7 @@ class StackConfig:
     embed_norm: NormConfig | None = None  # over the sum of token, position and segment embeddings
     final_norm: NormConfig | None = None
     token_types: int = 0  # segments that are told apart (BERT 2)
+    tasks: int = 0  # vectors of tasks in the checkpoint, the first of which is added to every token (ERNIE)
     embed_norm_last: bool = False  # behind the projection of narrower embeddings, not before it
     project_bias: bool = True  # of that projection
     positions_last: bool = False  # added behind the norm and the projection of embeddings, not before (OPT-350M)

@@ -53,6 +53,7 @@ class Stack(nn.Module):
         self.positions = _added_positions(config, config.hidden_size if config.positions_last else size)
         added = config.token_types and not config.has_xlnet_layers
         self.types = TokenTable(config.token_types, size) if added else None
+        self.task = nn.Parameter(torch.empty(size)) if config.tasks else None
         self._types_name = f"{linear.prefix}types"
         self.embed_norm = build_norm(config.embed_norm, config.hidden_size if config.embed_norm_last else size)
         self.project: nn.Module = nn.Identity()
@@ -109,6 +110,8 @@ class Stack(nn.Module):
                 ids = torch.zeros_like(inputs.input_ids) if types is None else types
                 added = inputs.adapters.embedded(self._types_name, ids, added)
             tokens = tokens + added
+        if self.task is not None:
+            tokens = tokens + self.task
         last = self.config.embed_norm_last
         x: Tensor = self.embed_norm(self.project(tokens)) if last else self.project(self.embed_norm(tokens))
         if self.positions is not None and self.config.positions_last:

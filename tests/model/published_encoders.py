@@ -87,6 +87,17 @@ PUBLISHED_ENCODERS = {
     "roberta-base": Published(
         124_645_632, _bert(**_ROBERTA, model_type="roberta", type_vocab_size=1, vocab_size=50265)
     ),
+    "data2vec-text-base": Published(
+        124_645_632,
+        _bert(
+            **_ROBERTA,
+            model_type="data2vec-text",
+            architectures=["Data2VecTextModel"],
+            classifier_dropout=None,
+            type_vocab_size=1,
+            vocab_size=50265,
+        ),
+    ),
     "xlm-roberta-base": Published(
         278_043_648,
         _bert(**_ROBERTA, model_type="xlm-roberta", type_vocab_size=1, vocab_size=250002, output_past=True),

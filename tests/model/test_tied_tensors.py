@@ -25,7 +25,14 @@ TIED = (
     *("t5gemma", "t5-relu", "t5-gated-untied", "mt5", "mt5-tied", "umt5", "umt5-tied", "t5-encoder", "bart-nli"),
     *("bert-masked", "roberta-masked", "xlm-roberta-masked", "distilbert-masked", "albert-masked", "electra-masked"),
     *("mpnet-masked", "modernbert-masked", "eurobert-masked-tied", "nomic-bert-masked", "gte-masked"),
-    *("jina-v3-masked", "deberta-v2-masked", "esm-masked"),
+    *(
+        "jina-v3-masked",
+        "deberta-v2-masked",
+        "esm-masked",
+        "ernie-masked",
+        "megatron-bert-masked",
+        "data2vec-text-masked",
+    ),
 )
 
 

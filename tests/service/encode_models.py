@@ -110,7 +110,7 @@ def hf_tokenizer(kind: str) -> Any:
 
     raw = bart_tokenizer() if kind.startswith("bart") else raw_tokenizer()
     inputs = ["input_ids", "attention_mask"]
-    if kind.startswith(("bert", "albert", "electra")):
+    if kind.startswith(("bert", "albert", "electra", "ernie")):
         inputs.insert(1, "token_type_ids")
     names = dict(unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]", mask_token="[MASK]")
     return PreTrainedTokenizerFast(tokenizer_object=raw, model_input_names=inputs, **names)

@@ -44,19 +44,19 @@ _SCORING = (
 
 _MODERNBERT = ClassifierTable("classifier", _FIRST, "head.dense", Activation.GELU, norm="head.norm")
 
+_BERT_LIKE = ("ernie", "megatron-bert", "rembert")
 # Heads with one result for a text. Heads for tokens are called `classifier`, but for `_SCORING` and `_TOKENS`.
 _SEQUENCE: dict[str, ClassifierTable] = {
     "albert": ClassifierTable("classifier", _POOLER),
     "bart": _BART,
-    **dict.fromkeys(("bert", "nomic_bert", "gte", "new"), ClassifierTable("classifier", _POOLER)),
+    **dict.fromkeys(("bert", "nomic_bert", "gte", "new", *_BERT_LIKE), ClassifierTable("classifier", _POOLER)),
     "eurobert": ClassifierTable("classifier", ClassifierInput.ALL, "dense", Activation.GELU),
     "deberta": _DEBERTA,
     "deberta-v2": _DEBERTA,
     "distilbert": ClassifierTable("classifier", _FIRST, "pre_classifier", Activation.RELU),
     "electra": ClassifierTable("classifier.out_proj", _FIRST, "classifier.dense", Activation.GELU),
-    **dict.fromkeys(
-        ("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet", "jina_embeddings_v3", "esm"), _ROBERTA
-    ),
+    **dict.fromkeys(("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet", "jina_embeddings_v3"), _ROBERTA),
+    **dict.fromkeys(("data2vec-text", "esm", "roberta-prelayernorm"), _ROBERTA),
     "mbart": _BART,
     "xlnet": ClassifierTable("logits_proj", _LAST, "sequence_summary.summary", Activation.TANH),
     "vit": ClassifierTable("classifier", _FIRST),
@@ -69,7 +69,7 @@ _TOKENS: dict[str, ClassifierTable] = {"modernbert": replace(_MODERNBERT, input=
 # Families whose heads for the first and last tokens of an answer read the encoder, and are called `qa_outputs`.
 _ANSWERING = (
     *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "mpnet"),
-    *("roberta", "xlm-roberta", "xlm-roberta-xl"),
+    *("roberta", "xlm-roberta", "xlm-roberta-xl", "data2vec-text", "roberta-prelayernorm", *_BERT_LIKE),
 )
 _ENDS = ("start", "end")
 _RELEVANT = ("relevance",)

@@ -60,8 +60,14 @@ MASKED_HEADS: dict[str, MaskedHeadTable] = {
     **dict.fromkeys(("gte", "new"), replace(_ROBERTA, norm="lm_head.norm", bias="lm_head.decoder.bias")),
     "eurobert": MaskedHeadTable("", "", "lm_head", ""),
     "modernbert": MaskedHeadTable("head.dense", "head.norm", "decoder", "decoder.bias"),
-    **dict.fromkeys(
-        ("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet", "jina_embeddings_v3", "esm"), _ROBERTA
+    **dict.fromkeys(("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet", "jina_embeddings_v3"), _ROBERTA),
+    **dict.fromkeys(("data2vec-text", "esm", "roberta-prelayernorm"), _ROBERTA),
+    **dict.fromkeys(("ernie", "megatron-bert"), _BERT),
+    "rembert": MaskedHeadTable(
+        "cls.predictions.dense",
+        "cls.predictions.LayerNorm",
+        "cls.predictions.decoder",
+        "cls.predictions.decoder.bias",
     ),
 }
 
