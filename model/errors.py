@@ -3,6 +3,7 @@
 ConfigError               a configuration that cannot be served (a `ValueError`)
 |- CheckpointError        tensors that do not fit their configuration
 `- MemoryShortageError    a model that does not fit into the memory that it may take
+TokenizerError            the tokenizers' library gave up on a text or on tokens
 EngineError               an engine client could not do what was asked
 |- QueueFullError         refused before any work: try again after `retry_after_s` seconds
 |- ModelNotLoadedError    refused before any work: no such model is loaded, or it is being unloaded
@@ -39,6 +40,10 @@ class MemoryShortageError(ConfigError):
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+
+
+class TokenizerError(Exception):
+    """The tokenizers' library gave up on a text or on tokens, for a reason that is in the model's tokenizer."""
 
 
 class EngineError(Exception):

@@ -149,8 +149,8 @@ def _bert(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
 def _mpnet(raw: Mapping[str, Any], texts: Iterable[str]) -> Tokenizer:
     """Train BERT's pieces, with RoBERTa's special tokens."""
     start, end, size = raw["bos_token_id"], raw["eos_token_id"], raw["vocab_size"]
-    special = {start: "<s>", raw["pad_token_id"]: "<pad>", end: "</s>", 3: "<unk>", size - 1: "<mask>"}
-    tokenizer = _word_pieces(raw, texts, special, special, "<unk>")
+    special = {start: "<s>", raw["pad_token_id"]: "<pad>", end: "</s>", 3: "[UNK]", size - 1: "<mask>"}
+    tokenizer = _word_pieces(raw, texts, special, special, "[UNK]")
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", start), ("</s>", end)]
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from model.api.request import FinishReason, SamplingParams, TokenOutput
+from model.text.cleanup import StreamCleaner
 from model.text.tokenizer import REPLACEMENT, Tokenizer
 
 _MAX_HELD = 16  # tokens that are held back without emitting part of their text
@@ -47,6 +48,7 @@ class Detokenizer:
         self._context: list[int] = []
         self._held: list[int] = []  # tokens since then
         self._emitted = ""  # the part of context's and held tokens' text that was emitted
+        self._cleaner = StreamCleaner() if tokenizer.cleans_up else None
         self._possible_stop = ""  # text that may begin a stop string
         self.stopped: str | None = None
 
@@ -86,13 +88,17 @@ class Detokenizer:
         if self._stop and 0 < ignored < len(ids):
             return self.push(ids[:ignored]) + self.push(ids[ignored:], final=final)
         self._num_tokens += len(ids)
-        text = self._possible_stop + self._new_text(ids) + (self._held_text() if final else "")
+        text = self._possible_stop + self._new_text(ids, final=final)
         self._possible_stop = ""
         if not self._stop or self._num_tokens <= self._min_tokens:
             return text
         return self._cut_at_stop(text, final)
 
-    def _new_text(self, ids: Sequence[int]) -> str:
+    def _new_text(self, ids: Sequence[int], *, final: bool = False) -> str:
+        text = self._decoded(ids) + (self._held_text() if final else "")
+        return text if self._cleaner is None else self._cleaner.push(text, final=final)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
         if self._skipped:
             ids = [token for token in ids if token not in self._skipped]
         fixed = None if self._held or not self._emitted or REPLACEMENT in self._emitted else self._fixed_text(ids)
@@ -185,7 +191,7 @@ class Detokenizer:
         self._held = []
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens) if ids else ""
+        return self._tokenizer.decode_part(ids, skip_special_tokens=self._skip_special_tokens) if ids else ""
 
     def _cut_at_stop(self, text: str, final: bool) -> str:
         matches = [(text.find(stop), stop) for stop in self._stop if stop in text]

@@ -17,8 +17,10 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _LLAMA3 = rf"{_SHORT}|{_WORD}|\p{{N}}{{1,3}}|{_MARKS}|{_REST}"
-_QWEN2 = rf"{_SHORT}|{_WORD}|\p{{N}}|{_MARKS}|{_REST}"
-_QWEN35 = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
+QWEN2_PATTERN = rf"{_SHORT}|{_WORD}|\p{{N}}|{_MARKS}|{_REST}"
+QWEN35_PATTERN = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 _TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
@@ -57,7 +59,7 @@ class PreTokenizer:
 _WORDS = PreTokenizer(words=True)
 _DIGITS = PreTokenizer(words=True, digits=True)
 _LLAMA3_RULE = PreTokenizer((_LLAMA3,), ignore_merges=True, begins=True)
-_QWEN2_RULE = PreTokenizer((_QWEN2,), nfc=True)
+_QWEN2_RULE = PreTokenizer((QWEN2_PATTERN,), nfc=True)
 _GPT4O_RULE = PreTokenizer((_GPT4O,))
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -68,9 +70,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
     "glm4": PreTokenizer((_LLAMA3,), ignore_merges=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2_RULE),
-    "megrez": PreTokenizer((_QWEN2,)),
-    "hunyuan": PreTokenizer((_QWEN2,)),
-    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
+    "megrez": PreTokenizer((QWEN2_PATTERN,)),
+    "hunyuan": PreTokenizer((QWEN2_PATTERN,)),
+    "qwen35": PreTokenizer((QWEN35_PATTERN,), nfc=True),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, begins=True),
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O_RULE),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(_DEEPSEEK3)),

@@ -18,9 +18,19 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from model.errors import ConfigError
 from model.gguf.container import GGUFModel, read_gguf
 from model.text.gguf_pretokenizers import PRE_TOKENIZERS
-from model.text.sentencepiece_model import Algorithm, Piece, PieceKind, SentencePieceModel
-from model.text.sentencepiece_tokenizers import SPACE, llama, put_cls_and_sep, set_template, unigram
-from model.text.tokenizer_files import Files
+from model.text.sentencepiece_classes import (
+    model_tokens,
+    precompiled,
+    scored,
+    sentencepiece_bpe,
+    set_llama_steps,
+    set_normalizers,
+    set_words,
+)
+from model.text.sentencepiece_model import SPACE, Algorithm, Piece, PieceKind, SentencePieceModel
+from model.text.tokenizer_class import put_cls_and_sep, set_template
+from model.text.tokenizer_files import Files, library_errors
+from model.text.tokenizer_limits import check_cost
 
 _PREFIX = "tokenizer.ggml"
 _SPECIALS = {
@@ -81,6 +91,10 @@ class GGUFFiles(Files):
             found["chat_template"] = self.model.text("tokenizer.chat_template")
         return found
 
+    @property
+    def loaded(self) -> None:
+        return None
+
     def flag(self, name: str, default: bool) -> bool:
         return self.model.flag(f"{_PREFIX}.{name}", default)
 
@@ -90,6 +104,7 @@ class GGUFFiles(Files):
     def object(self, name: str, *, required: bool = False) -> dict[str, Any]:
         return {}
 
+    @cached_property
     def sentencepiece(self) -> SentencePieceModel:
         """The pieces as a model file of SentencePiece has them."""
         scores = self.model.array(f"{_PREFIX}.scores")
@@ -116,21 +131,17 @@ def gguf_tokenizer_config(path: Path) -> dict[str, Any]:
 def build_gguf_tokenizer(files: GGUFFiles) -> Tokenizer | None:
     """Build the tokenizer; None if the file has none. Raises `ConfigError`."""
     whole = files.model.get("tokenizer.huggingface.json")
-    try:
+    with library_errors(f"{files.model.name}: its tokenizer cannot be built"):
         if isinstance(whole, str):
-            return Tokenizer.from_str(whole)
+            found = Tokenizer.from_str(whole)
+            check_cost(found, f"{files.model.name}: tokenizer.huggingface.json")
+            return found
         if files.kind in _WITHOUT:
             return None
         if files.kind not in _KINDS:
             kinds = ", ".join(_KINDS)
             raise ConfigError(f"{files.model.name}: {_PREFIX}.model {files.kind!r} is not served; served are {kinds}")
         return _KINDS[files.kind](files)
-    except ConfigError:
-        raise
-    except BaseException as error:  # the library raises nothing narrower, and where it gives up, no `Exception`
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ConfigError(f"{files.model.name}: its tokenizer cannot be built: {error}") from None
 
 
 def _add_tokens(tokenizer: Tokenizer, files: GGUFFiles) -> None:
@@ -149,7 +160,7 @@ def _put_around(tokenizer: Tokenizer, files: GGUFFiles, *, begin: bool, end: boo
     before, after = (f"{names[0]}:0 " if names[0] else ""), (f" {names[1]}:0" if names[1] else "")
     single = f"{before}$A:0{after}"
     pair = f"{single} {single.replace('$A', '$B').replace(':0', ':1')}"
-    set_template(tokenizer, single, pair, [AddedToken(text) for text in names if text])
+    set_template(tokenizer, single, pair, [text for text in names if text])
     return tokenizer
 
 
@@ -179,14 +190,16 @@ def _gpt2(files: GGUFFiles) -> Tokenizer:
 
 
 def _llama(files: GGUFFiles) -> Tokenizer:
-    """SentencePiece's BPE."""
-    files.config["add_bos_token"] = files.flag("add_bos_token", True)
-    files.config["add_eos_token"] = files.flag("add_eos_token", False)
-    files.config["add_prefix_space"] = files.flag("add_space_prefix", True)
+    """SentencePiece's BPE, with a space in front of every text between special tokens."""
     for name in ("bos_token", "eos_token", "unk_token"):
         if name not in files.config:
             raise ConfigError(f"{files.model.name}: {_PREFIX}.{_SPECIALS[name]} is missing")
-    return llama(files)
+    ids = {text: token for token, text in enumerate(files.tokens)}
+    tokenizer = Tokenizer(sentencepiece_bpe(files.sentencepiece, ids, files.config["unk_token"]))
+    prefix = files.flag("add_space_prefix", True)
+    set_llama_steps(tokenizer, scheme="always" if prefix else "never", strip=prefix)
+    _add_pieces(tokenizer, files)
+    return _put_around(tokenizer, files, begin=True, end=False)
 
 
 def _t5(files: GGUFFiles) -> Tokenizer:
@@ -194,8 +207,20 @@ def _t5(files: GGUFFiles) -> Tokenizer:
     for name in ("add_space_prefix", "remove_extra_whitespaces"):
         if not files.flag(name, True):
             raise ConfigError(f"{files.model.name}: {_PREFIX}.{name} false is not served")
-    around = [files.special(name, "") for name in ("bos_token", "eos_token", "unk_token") if name in files.config]
-    return _put_around(unigram(files, around), files, begin=False, end=True)
+    model = files.sentencepiece
+    tokenizer = Tokenizer(models.Unigram(scored(model.pieces), unk_id=model.unknown_id, byte_fallback=False))
+    set_normalizers(tokenizer, *precompiled(model.charsmap))
+    set_words(tokenizer)
+    _add_pieces(tokenizer, files)
+    return _put_around(tokenizer, files, begin=False, end=True)
+
+
+def _add_pieces(tokenizer: Tokenizer, files: GGUFFiles) -> None:
+    """Let control pieces, the user's own, and the named tokens be found in a text before it is split."""
+    named = [files.config[name] for name in ("bos_token", "eos_token", "unk_token") if name in files.config]
+    found = model_tokens(files)
+    known = {str(token) for token in found}
+    tokenizer.add_tokens([*found, *(AddedToken(text, special=True) for text in named if text not in known)])
 
 
 def _bert(files: GGUFFiles) -> Tokenizer:
@@ -227,7 +252,7 @@ def _bert(files: GGUFFiles) -> Tokenizer:
         tokenizer.add_special_tokens(
             [AddedToken(text, normalized=False, lstrip=text == files.config.get("mask_token"))]
         )
-    put_cls_and_sep(tokenizer, AddedToken(begin), AddedToken(files.config["sep_token"]))
+    put_cls_and_sep(tokenizer, begin, files.config["sep_token"])
     return tokenizer
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from model.errors import ConfigError
 
-_MAX_BYTES = 256 << 20  # of a file; those of published models have less than 10 MB
+SPACE = "\u2581"  # how pieces show a space
+_MAX_BYTES = 64 << 20  # of a file; those of published models have less than 10 MB
 
 
 class PieceKind(IntEnum):

@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import tokenizers
-from tokenizers import AddedToken
 
 from model.errors import ConfigError
 from model.text.languages import M2M100_LANGUAGES, MBART50_LANGUAGES, MBART_LANGUAGES
-from model.text.sentencepiece_tokenizers import set_template
-from model.text.tokenizer_builder import PieceTokenizer
+from model.text.piece_tokenizers import PieceTokenizer
+from model.text.tokenizer_class import set_template
 from model.text.tokenizer_files import Files
 
 _NLLB_LANGUAGE = re.compile(r"[a-z]{3}_[A-Z][a-z]{3}")
@@ -55,7 +54,7 @@ def source_languages(tokenizer: tokenizers.Tokenizer | PieceTokenizer, files: Fi
     if name == "Nllb":
         special = sorted(tokenizer.get_added_tokens_decoder().items())
         codes = [token.content for _, token in special if _NLLB_LANGUAGE.fullmatch(token.content)]
-        return _put(tokenizer, files, codes, "eng_Latn", in_front=not files.setting("legacy_behaviour", False))
+        return _put(tokenizer, files, codes, "eng_Latn", in_front=not files.flag("legacy_behaviour", False))
     if name == "MBart50":
         return _put(tokenizer, files, MBART50_LANGUAGES, "en_XX", in_front=True)
     return _put(tokenizer, files, MBART_LANGUAGES, "en_XX", in_front=False) if name == "MBart" else None
@@ -69,11 +68,11 @@ def _put(
     A tokenizer.json that lacks the language of a folder which names none keeps its own template: its vocabulary is cut.
     """
     tokens = {code: token for code in codes if (token := tokenizer.token_to_id(code)) is not None}
-    code, end = files.setting("src_lang", default), files.special("eos_token", "</s>")
+    code, end = files.text("src_lang", default), files.special("eos_token", "</s>")
     if code not in tokens and files.has("tokenizer.json") and not files.config.get("src_lang"):
         return None
     if code not in tokens:
         raise ConfigError(f"{files.folder.name}: src_lang {code!r} is no language of its tokenizer")
-    before, after = (f"{code} ", end.content) if in_front else ("", f"{end.content} {code}")
-    set_template(tokenizer, f"{before}$A {after}", f"{before}$A $B {after}", (end, AddedToken(code)))
+    before, after = (f"{code} ", end) if in_front else ("", f"{end} {code}")
+    set_template(tokenizer, f"{before}$A {after}", f"{before}$A $B {after}", (end, code))
     return SourceLanguages(tokens, in_front)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import tokenizers
 
-from model.errors import ConfigError
+from model.errors import ConfigError, TokenizerError
 from model.gguf.container import gguf_path, read_gguf
+from model.text.cleanup import clean_up
 from model.text.decoders import has_fixed_texts
 from model.text.gguf_tokenizer import GGUFFiles, build_gguf_tokenizer
-from model.text.sentencepiece_tokenizers import put_end_behind_texts
+from model.text.piece_tokenizers import PieceTokenizer
 from model.text.source_languages import SourceLanguages, source_languages
-from model.text.tokenizer_builder import PieceTokenizer, build_tokenizer
-from model.text.tokenizer_files import Files
+from model.text.tokenizer_builder import build_tokenizer, cleans_up
+from model.text.tokenizer_class import put_end_after_texts
+from model.text.tokenizer_files import Files, is_panic, library_errors
 from model.text.word_cache import WordCache
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _MAX_LOCKED = 256  # tokens that are decoded under the interpreter's lock, which takes about 0.1 ms
 REPLACEMENT = "\ufffd"  # a byte-level decoder's output for an incomplete character
 _MASKS = ("[MASK]", "<mask>")  # where no file beside tokenizer.json names the mask token
@@ -86,8 +90,11 @@ class Tokenizer:
         built: tokenizers.Tokenizer | PieceTokenizer,
         languages: SourceLanguages | None = None,
         names: Mapping[str, str] | None = None,
+        *,
+        cleans_up: bool = False,
     ) -> None:
-        """`names` are special tokens by what they are for: "mask_token"."""
+        """`names` are special tokens by what they are for: "mask_token"; `cleans_up`: texts are shown cleaned up."""
+        self.cleans_up = cleans_up
         self.source_languages = languages
         self._pieces = built if isinstance(built, PieceTokenizer) else None
         tokenizer = built.tokenizer if isinstance(built, PieceTokenizer) else built
@@ -115,9 +122,16 @@ class Tokenizer:
             metadata = GGUFFiles(file, read_gguf(file))
             found = build_gguf_tokenizer(metadata)
             return None if found is None else cls(found, None, _special_names(metadata))
-        files, path = Files(folder), folder / "tokenizer.json"
-        built = _read_whole(path, files) if path.is_file() else build_tokenizer(files)
-        return None if built is None else cls(built, source_languages(built, files), _special_names(files))
+        files = Files(folder)
+        built = build_tokenizer(files)
+        if built is None:
+            return None
+        ends = files.has("modules.json", "tokenizer.json") and files.flag("add_eos_token", False)
+        if ends and isinstance(built, tokenizers.Tokenizer):
+            put_end_after_texts(built, files.special("eos_token", "</s>"))
+        with library_errors(f"{folder.name}: its tokenizer cannot be used"):
+            languages = source_languages(built, files)
+            return cls(built, languages, _special_names(files), cleans_up=cleans_up(built, files))
 
     def _first(self, name: str, names: Mapping[str, str], usual: Sequence[str]) -> str | None:
         """Return the special token `name`, by the folder's files or else by its usual texts, if it is there."""
@@ -157,7 +171,7 @@ class Tokenizer:
     def locate(self, text: str, pair: str | None = None) -> Located:
         """Encode with special tokens and with the place of each token; needs `has_offsets`."""
         item = text if pair is None else (text, pair)
-        [found] = self._tokenizer.encode_batch([item])
+        [found] = _asked(self._tokenizer.encode_batch, [item])
         offsets, texts, words = found.offsets, found.sequence_ids, found.word_ids
         return Located(tuple(found.ids), tuple(found.type_ids), tuple(offsets), tuple(texts), tuple(words))
 
@@ -177,7 +191,7 @@ class Tokenizer:
 
     def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoded:
         if add_special_tokens and self._words is not None:
-            found = self._words.encode(text, pair)
+            found = _asked(self._words.encode, text, pair)
             if found is not None:
                 return Encoded(*found)
         item = text if pair is None else (text, pair)
@@ -190,7 +204,7 @@ class Tokenizer:
     def _encode_items(self, items: list[Any], add_special_tokens: bool) -> list[Encoded]:
         if self._pieces is not None:
             return [self._pieced(item, add_special_tokens) for item in items]
-        encodings = self._tokenizer.encode_batch(items, add_special_tokens=add_special_tokens)
+        encodings = _asked(self._tokenizer.encode_batch, items, add_special_tokens=add_special_tokens)
         return [Encoded(tuple(e.ids), tuple(e.type_ids)) for e in encodings]
 
     def _pieced(self, item: Any, add_special_tokens: bool) -> Encoded:
@@ -201,15 +215,22 @@ class Tokenizer:
         return Encoded(tuple(ids), (0,) * len(ids))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of an output, as it is shown."""
+        text = self.decode_part(ids, skip_special_tokens=skip_special_tokens)
+        return clean_up(text) if self.cleans_up else text
+
+    def decode_part(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a part of an output, which is not cleaned up yet."""
         if len(ids) > _MAX_LOCKED:
-            [whole] = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+            [whole] = _asked(self._tokenizer.decode_batch, [list(ids)], skip_special_tokens=skip_special_tokens)
             return whole
         if len(ids) != 1:
-            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return _asked(self._tokenizer.decode, list(ids), skip_special_tokens=skip_special_tokens)
         key = (ids[0], skip_special_tokens)
         text = self._token_texts.get(key)
         if text is None:
-            text = self._token_texts[key] = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            text = _asked(self._tokenizer.decode, list(ids), skip_special_tokens=skip_special_tokens)
+            self._token_texts[key] = text
         return text
 
     def fixed_texts(self, *, skip_special_tokens: bool) -> Mapping[int, FixedText | None]:
@@ -220,15 +241,15 @@ class Tokenizer:
         """Find an entry of `fixed_texts`."""
         if not self._has_fixed_texts:
             return None
-        alone = self.decode([token_id], skip_special_tokens=skip_special_tokens)
+        alone = self.decode_part([token_id], skip_special_tokens=skip_special_tokens)
         if not alone or REPLACEMENT in alone:
             return None  # no text, only a space that is stripped at the beginning, or a part of a character
-        twice = self.decode([token_id, token_id], skip_special_tokens=skip_special_tokens)
+        twice = self.decode_part([token_id, token_id], skip_special_tokens=skip_special_tokens)
         return FixedText(alone, twice[len(alone) :]) if twice.startswith(alone) else None
 
     def decode_batch(self, outputs: Sequence[Sequence[int]]) -> list[str]:
-        """Decode each output without its special tokens."""
-        return self._tokenizer.decode_batch([list(ids) for ids in outputs])
+        """Decode each output without its special tokens; nothing is cleaned up."""
+        return _asked(self._tokenizer.decode_batch, [list(ids) for ids in outputs])
 
     @property
     def decoder(self) -> Any:
@@ -241,24 +262,20 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Decode one token alone; bytes of a split character become replacement characters."""
-        return self.decode([token_id], skip_special_tokens=False)
+        return self.decode_part([token_id], skip_special_tokens=False)
 
 
-def _read_whole(path: Path, files: Files) -> tokenizers.Tokenizer:
-    tokenizer = _read(path)
-    if files.setting("add_eos_token", False) and (files.folder / "modules.json").is_file():
-        put_end_behind_texts(tokenizer, files)
-    return tokenizer
-
-
-def _read(path: Path) -> tokenizers.Tokenizer:
+def _asked(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Call the tokenizers' library; where it gives up, which is no `Exception` there, raise a `TokenizerError`."""
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"{path.parent.name}: tokenizer.json cannot be read: {error}") from None
+        return function(*args, **options)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise TokenizerError(f"the model's tokenizer gave up: {error!s:.300}") from None
 
 
 def _special_names(files: Files) -> dict[str, str]:
     """Return the special tokens that the folder's files beside tokenizer.json name, by what they are for."""
-    found = {name: files.special(name, "").content for name in ("mask_token", "unk_token")}
+    found = {name: files.special(name, "") for name in ("mask_token", "unk_token")}
     return {name: text for name, text in found.items() if text}

@@ -1,19 +1,24 @@
-"""The files about a folder's tokenizer beside tokenizer.json: settings, special tokens, vocabularies."""
+"""The files about a folder's tokenizer: settings, special tokens, vocabularies, tokenizer.json."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import Tokenizer
 
 from model.errors import ConfigError
 from model.text.sentencepiece_model import SentencePieceModel, read_sentencepiece
+from model.text.special_tokens import SpecialTokens, read_special_tokens
+from model.text.tokenizer_limits import check_cost
 
 SENTENCEPIECE_NAMES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model")
+_MAX_COUNT = 100_000  # of tokens that a setting makes
 
 
 @dataclass(frozen=True)
@@ -40,43 +45,75 @@ class Files:
         found = self.config.get(name)
         return default if found is None else found
 
-    def special(self, name: str, default: str) -> AddedToken:
-        """The special token `name` ("eos_token"), by the files or by its class's default."""
-        found = self.config.get(name) or self.object("special_tokens_map.json").get(name) or default
-        if isinstance(found, dict):
-            return added_token(found, special=True)
-        return AddedToken(found, special=True, normalized=False, lstrip=name == "mask_token")
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a setting that is true or false."""
+        found = self.setting(name, default)
+        if type(found) is not bool:
+            raise self._wrong(name, "true or false", found)
+        return found
 
-    def additional(self) -> list[AddedToken]:
-        """Special tokens beside the named ones."""
-        names = ("additional_special_tokens", "extra_special_tokens")
-        files = (self.config, self.object("special_tokens_map.json"))
-        lists = [file[name] for file in files for name in names if isinstance(file.get(name), list)]
-        tokens = lists[0] if lists else []
-        return [added_token(one if isinstance(one, dict) else {"content": one}, special=True) for one in tokens]
+    def optional_flag(self, name: str) -> bool | None:
+        """Return a setting that is true, false or left open."""
+        return None if self.config.get(name) is None else self.flag(name, False)
 
-    def added(self) -> list[tuple[int, AddedToken]]:
-        """Tokens with an id of their own beyond the vocabulary, in the order of their ids."""
-        found: dict[int, AddedToken] = {
-            int(token): added_token(entry) for token, entry in self.setting("added_tokens_decoder", {}).items()
-        }
-        for text, token in self.object("added_tokens.json").items():
-            found.setdefault(token, AddedToken(text, normalized=False))
-        return sorted(found.items(), key=lambda entry: entry[0])
+    def text(self, name: str, default: str) -> str:
+        found = self.setting(name, default)
+        if not isinstance(found, str):
+            raise self._wrong(name, "a text", found)
+        return found
+
+    def count(self, name: str, default: int) -> int:
+        """Return a number of tokens."""
+        found = self.setting(name, default)
+        if type(found) is not int or not 0 <= found <= _MAX_COUNT:
+            raise self._wrong(name, f"an integer from 0 to {_MAX_COUNT}", found)
+        return found
+
+    def _wrong(self, name: str, expected: str, found: Any) -> ConfigError:
+        return ConfigError(f"{self.folder.name}: tokenizer_config.json: {name} must be {expected}, found {found!r:.80}")
+
+    @cached_property
+    def loaded(self) -> Tokenizer | None:
+        """What tokenizer.json holds; None for a folder without it."""
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        with library_errors(f"{self.folder.name}: tokenizer.json cannot be read"):
+            found = Tokenizer.from_file(str(path))
+            check_cost(found, f"{self.folder.name}: tokenizer.json")
+            return found
+
+    @cached_property
+    def json_is_byte_level(self) -> bool:
+        """Whether tokenizer.json has a step of byte-level BPE."""
+        path = self.folder / "tokenizer.json"
+        return path.is_file() and b'"ByteLevel"' in path.read_bytes()
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """The tokens that the files add to the vocabulary."""
+        token_map, added = self.object("special_tokens_map.json"), self.object("added_tokens.json")
+        in_json = {} if self.loaded is None else self.loaded.get_added_tokens_decoder()
+        return read_special_tokens(self.folder.name, self.config, token_map, added, in_json)
+
+    def special(self, name: str, default: str) -> str:
+        """Return the text of the special token `name` ("eos_token"), by the files or by its class's default."""
+        return self.special_tokens.text(name, default)
 
     def has(self, *names: str) -> bool:
         return all((self.folder / name).is_file() for name in names)
 
+    @cached_property
     def sentencepiece(self) -> SentencePieceModel:
         for name in SENTENCEPIECE_NAMES:
             if self.has(name):
                 return read_sentencepiece(self.folder / name)
         raise ConfigError(f"{self.folder.name}: its tokenizer needs one of {', '.join(SENTENCEPIECE_NAMES)}")
 
-    def json_vocabulary(self) -> dict[str, int]:
-        found = self.object("vocab.json", required=True)
-        if not found or not all(type(token) is int and token >= 0 for token in found.values()):
-            raise ConfigError(f"{self.folder.name}: vocab.json must map tokens to ids")
+    def json_vocabulary(self, name: str = "vocab.json") -> dict[str, int]:
+        found = self.object(name, required=True)
+        if not found or not all(type(token) is int and 0 <= token < 1 << 31 for token in found.values()):
+            raise ConfigError(f"{self.folder.name}: {name} must map tokens to ids")
         return found
 
     def lines(self, name: str) -> list[str]:
@@ -103,6 +140,19 @@ class Files:
         return found
 
 
-def added_token(entry: dict[str, Any], *, special: bool = False) -> AddedToken:
-    flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
-    return AddedToken(entry["content"], special=bool(entry.get("special", special)), **flags)
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turn what the tokenizers' library raises into a `ConfigError`, its panics too, which are no `Exception`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except BaseException as error:  # the library raises nothing narrower
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise ConfigError(f"{what}: {str(error) or type(error).__name__:.300}") from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether the library gave up: its panics have a type that cannot be imported."""
+    return type(error).__name__ == "PanicException"

@@ -93,7 +93,14 @@ def _fairseq_bpe(folder: Path) -> None:
 
 
 def _llama(folder: Path) -> None:
+    """With SentencePiece's defaults, which normalise characters and join spaces."""
     _sentencepiece(folder / "tokenizer.model", "bpe", byte_fallback=True)
+
+
+def _llama_literal(folder: Path) -> None:
+    """As published: no space is joined to another, no character changed."""
+    plain = {"remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
+    _sentencepiece(folder / "tokenizer.model", "bpe", byte_fallback=True, **plain)
 
 
 def _gemma(folder: Path) -> None:
@@ -117,6 +124,42 @@ def _wordpiece(folder: Path, unknown: str = "[UNK]", specials: Sequence[str] = _
     tokenizer = Tokenizer(models.WordPiece(unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(vocab_size=900, special_tokens=list(specials), show_progress=False)
+    tokenizer.train_from_iterator([line.lower() for line in texts()], trainer)
+    tokenizer.model.save(str(folder))
+
+
+def _one_end(folder: Path) -> None:
+    _byte_level(folder, ("<|endoftext|>",))
+
+
+def _whisper(folder: Path) -> None:
+    """As fine-tunes of 2022 were saved: the special tokens have a file of their own."""
+    _one_end(folder)
+    names = ["<|startoftranscript|>", "<|en|>", "<|zh|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
+    names += ["<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
+    size = len(json.loads((folder / "vocab.json").read_text()))
+    (folder / "added_tokens.json").write_text(json.dumps({name: size + place for place, name in enumerate(names)}))
+    (folder / "normalizer.json").write_text('{"colour": "color"}')
+    (folder / "special_tokens_map.json").write_text(json.dumps({"additional_special_tokens": names}))
+
+
+def _cohere(folder: Path) -> None:
+    names = ("<PAD>", "<UNK>", "<CLS>", "<SEP>", "<MASK_TOKEN>", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>")
+    _byte_level(folder, names)
+
+
+def _clip(folder: Path) -> None:
+    """Pieces that end a word are marked."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<|endoftext|>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=["<|startoftext|>", "<|endoftext|>"],
+        initial_alphabet=[*alphabet],
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
     tokenizer.train_from_iterator([line.lower() for line in texts()], trainer)
     tokenizer.model.save(str(folder))
 
@@ -184,8 +227,14 @@ FOLDERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "mbart": (_fairseq, "mbart", "MBartTokenizer", {"src_lang": "de_DE"}),
     "mbart-50": (_fairseq, "mbart", "MBart50Tokenizer", {"src_lang": "ro_RO"}),
     "pegasus": (_t5, "pegasus", "PegasusTokenizer", {}),
-    "llama": (_llama, "llama", "LlamaTokenizer", {"legacy": False, "add_bos_token": True}),
-    "llama-legacy": (_llama, "llama", "LlamaTokenizer", {"legacy": True, "add_bos_token": True, "add_eos_token": True}),
+    "llama": (_llama_literal, "llama", "LlamaTokenizer", {"legacy": False, "add_bos_token": True}),
+    "llama-legacy": (
+        _llama_literal,
+        "llama",
+        "LlamaTokenizer",
+        {"legacy": True, "add_bos_token": True, "add_eos_token": True},
+    ),
+    "llama-joined": (_llama, "llama", "LlamaTokenizer", {"add_bos_token": True}),
     "gemma": (_gemma, "gemma", "GemmaTokenizer", {"add_bos_token": True}),
     "gpt2": (_byte_level, "gpt2", "GPT2Tokenizer", {}),
     "opt": (
@@ -196,6 +245,16 @@ FOLDERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     ),
     "bart": (_byte_level, "bart", "BartTokenizer", {}),
     "roberta": (_byte_level, "roberta", "RobertaTokenizer", {"add_prefix_space": True}),
+    "led": (_byte_level, "led", "LEDTokenizer", {}),
+    "blenderbot": (_byte_level, "blenderbot", "BlenderbotTokenizer", {}),
+    "codegen": (_one_end, "codegen", "CodeGenTokenizer", {"add_prefix_space": True}),
+    "starcoder2": (_one_end, "starcoder2", "", {}),
+    "gpt-neox": (_one_end, "gpt_neox", "GPTNeoXTokenizer", {}),
+    "cohere": (_cohere, "cohere", "CohereTokenizer", {}),
+    "qwen2": (_one_end, "qwen2", "Qwen2Tokenizer", {"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]}),
+    "qwen3": (_one_end, "qwen3", "", {"eos_token": "<|im_end|>"}),
+    "whisper": (_whisper, "whisper", "WhisperTokenizer", {"language": "German", "task": "transcribe"}),
+    "clip": (_clip, "clip", "CLIPTokenizer", {}),
     "bert": (_wordpiece, "bert", "BertTokenizer", {"do_lower_case": True}),
     "distilbert": (_wordpiece, "distilbert", "", {"do_lower_case": True, "model_max_length": 512}),
     "bert-cased": (_wordpiece, "bert", "BertTokenizer", {"do_lower_case": False, "strip_accents": True}),

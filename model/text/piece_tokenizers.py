@@ -1,0 +1,141 @@
+"""Tokenizers of classes with files of their own: ByT5, Marian and M2M-100."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from model.errors import ConfigError
+from model.text.byte_alphabet import byte_alphabet
+from model.text.languages import M2M100_LANGUAGES
+from model.text.sentencepiece_model import SPACE, read_sentencepiece
+from model.text.tokenizer_class import set_template
+from model.text.tokenizer_files import Files
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTokenizer:
+    """A SentencePiece model whose pieces have their ids in another file.
+
+    SentencePiece's own library splits texts: it adds scores in float32, so that where two segmentations are equally
+    likely the rounding decides, and no other library decides alike.
+    """
+
+    tokenizer: Tokenizer  # has the ids, and decodes
+    pieces: Callable[[str], list[str]]
+    ids: dict[str, int]
+    unknown: int
+    specials: re.Pattern[str]  # tokens that are found in a text before it is split
+    before: tuple[int, ...]  # around every text
+    after: tuple[int, ...]
+    prefix: re.Pattern[str] | None = None  # a token that is recognised at the beginning of a text alone
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        found: list[int] = []
+        for part in filter(None, self.specials.split(text)):
+            code = self.prefix.match(part) if self.prefix is not None else None
+            if self.specials.fullmatch(part):
+                names = [part]
+            elif code is None:
+                names = self.pieces(part)
+            else:
+                names = [code[0], *self.pieces(part[code.end() :])]
+            found += [self.ids.get(name, self.unknown) for name in names]
+        return [*self.before, *found, *self.after] if add_special_tokens else found
+
+
+def _byt5(files: Files) -> Tokenizer:
+    """ByT5: the bytes of UTF-8 behind three special tokens, and sentinels; bytes that are no character are left out."""
+    flags = {"special": True, "normalized": False}
+    names = {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
+    specials = [files.special(f"{name}_token", text) for name, text in names.items()]
+    alphabet = sorted(byte_alphabet().items(), key=lambda entry: entry[1])
+    vocabulary = {text: token for token, text in enumerate((*specials, *(text for text, _ in alphabet)))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("\ufffd", "")])
+    tokenizer.add_special_tokens([AddedToken(text, lstrip=True, rstrip=True, **flags) for text in specials])
+    sentinels = [f"<extra_id_{number}>" for number in range(files.count("extra_ids", 125))]
+    tokenizer.add_special_tokens([AddedToken(text, **flags) for text in sentinels])
+    e = specials[1]
+    set_template(tokenizer, f"$A {e}", f"$A {e} $B {e}", [e])
+    return tokenizer
+
+
+_MARIAN = {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
+
+
+def _named(files: Files, name: str, default: str) -> AddedToken:
+    return AddedToken(files.special(name, default), special=True, normalized=False)
+
+
+def _piece_tokenizer(
+    files: Files,
+    model: str,
+    ids: dict[str, int],
+    specials: Sequence[AddedToken],
+    before: str,
+    after: str,
+    target_ids: dict[str, int] | None = None,
+) -> PieceTokenizer:
+    """Pieces of the file `model` with their ids, or that of the unknown one; outputs may have other ids."""
+    import sentencepiece  # few folders need it
+
+    if "<unk>" not in ids:
+        raise ConfigError(f"{files.folder.name}: vocab.json has no <unk>")
+    if not files.has(model):
+        raise ConfigError(f"{files.folder.name}: its tokenizer needs {model}")
+    read_sentencepiece(files.folder / model)  # raises what the library would say less clearly
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(files.folder / model))
+    tokenizer = Tokenizer(models.WordLevel(target_ids or ids, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always", split=True)
+    tokenizer.add_special_tokens(list(specials))
+    names = sorted((token.content for token in specials), key=len, reverse=True)
+    return PieceTokenizer(
+        tokenizer=tokenizer,
+        pieces=lambda text: list(processor.encode(text, out_type=str)),
+        ids=ids,
+        unknown=ids["<unk>"],
+        specials=re.compile(f"({'|'.join(map(re.escape, names))})"),
+        before=(ids[before],) if before else (),
+        after=(ids[after],),
+    )
+
+
+def _marian(files: Files) -> PieceTokenizer:
+    """Marian: a model for each side over one vocabulary, or with `separate_vocabs` over one each.
+
+    `>>fr<<` in front of a text names the target's language.
+    """
+    specials = [_named(files, f"{name}_token", text) for name, text in _MARIAN.items()]
+    target = files.json_vocabulary("target_vocab.json") if files.flag("separate_vocabs", False) else None
+    if target is not None and "<unk>" not in target:
+        raise ConfigError(f"{files.folder.name}: target_vocab.json has no <unk>")
+    end = specials[0].content
+    found = _piece_tokenizer(files, "source.spm", files.json_vocabulary(), specials, "", end, target)
+    return replace(found, prefix=re.compile(r">>.*?<<", re.DOTALL))
+
+
+def _m2m100(files: Files) -> PieceTokenizer:
+    """M2M-100: `__LANGUAGE__ A </s>`, the languages behind vocab.json."""
+    ids = files.json_vocabulary()
+    languages = [f"__{code}__" for code in M2M100_LANGUAGES]
+    ids |= {language: len(ids) + place for place, language in enumerate(languages)}
+    names = {"eos": "</s>", "bos": "<s>", "unk": "<unk>", "pad": "<pad>"}
+    specials = [_named(files, f"{name}_token", text) for name, text in names.items()]
+    tokens = [*specials, *(AddedToken(text, special=True, normalized=False) for text in languages)]
+    source = f"__{files.text('src_lang', 'en')}__"
+    if source not in ids:
+        raise ConfigError(f"{files.folder.name}: src_lang {source.strip('_')!r} is no language of its tokenizer")
+    return _piece_tokenizer(files, "sentencepiece.bpe.model", ids, tokens, source, specials[0].content)
+
+
+# The readers of these classes, and the files that they need.
+PIECE_CLASSES: dict[str, tuple[Callable[[Files], Tokenizer | PieceTokenizer], tuple[str, ...]]] = {
+    "ByT5": (_byt5, ()),
+    "Marian": (_marian, ("source.spm", "vocab.json")),
+    "M2M100": (_m2m100, ("sentencepiece.bpe.model", "vocab.json")),
+}

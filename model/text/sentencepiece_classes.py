@@ -1,0 +1,460 @@
+"""Tokenizer classes of SentencePiece models, computed by the `tokenizers` library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from model.errors import ConfigError
+from model.text.languages import MBART50_LANGUAGES, MBART_LANGUAGES
+from model.text.sentencepiece_model import SPACE, Algorithm, Piece, PieceKind, SentencePieceModel
+from model.text.special_tokens import Token
+from model.text.tokenizer_class import (
+    Texts,
+    TokenizerClass,
+    around_cls_and_sep,
+    mask,
+    put_begin_and_end,
+    set_bpe,
+    set_template,
+)
+from model.text.tokenizer_files import Files
+
+_SPACES = normalizers.Replace(Regex(" {2,}"), " ")
+_MAX_PIECE = 512  # characters of a piece that others are merged to; those of published models have less than 130
+Vocabulary = list[tuple[str, float]]  # pieces by id, with their scores
+Dress = Callable[[Tokenizer, Files, bytes], None]
+
+
+def metaspace(scheme: str) -> Any:
+    """Write spaces as SentencePiece does, with one more in front of a text by `scheme`: always, first or never.
+
+    The library's own step puts none in front of a text that begins with a space; SentencePiece does.
+    """
+    plain = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never", split=False)
+    if scheme == "never":
+        return plain
+    in_front = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme=scheme, split=False)
+    return pre_tokenizers.Sequence([plain, in_front, plain])
+
+
+def set_words(tokenizer: Tokenizer, *, words: bool = True, scheme: str = "always") -> None:
+    """Let spaces begin pieces, and with `words` any white space separate words."""
+    step = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), step]) if words else step
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=True)
+
+
+def set_normalizers(tokenizer: Tokenizer, *steps: Any) -> None:
+    tokenizer.normalizer = normalizers.Sequence(list(steps)) if steps else None
+
+
+def precompiled(charsmap: bytes) -> list[Any]:
+    return [normalizers.Precompiled(charsmap)] if charsmap else []
+
+
+def model_tokens(files: Files) -> list[Token]:
+    """Return the pieces that are found in a text before it is split: control pieces, and the user's own.
+
+    As in `transformers`, a list of extra tokens in tokenizer_config.json replaces them; the user's own in a BPE model
+    stay, as no merge makes them.
+    """
+    model, control = files.sentencepiece, PieceKind.CONTROL
+    kinds = {control, PieceKind.USER_DEFINED}
+    if files.special_tokens.listed:
+        kinds = {PieceKind.USER_DEFINED} if model.algorithm is Algorithm.BPE else set()
+    found = (piece for piece in model.pieces if piece.kind in kinds)
+    return [AddedToken(piece.text, normalized=False, special=piece.kind is control) for piece in found]
+
+
+def scored(pieces: Sequence[Piece]) -> Vocabulary:
+    return [(piece.text, piece.score) for piece in pieces]
+
+
+def _dress_words(*, words: bool = True, charsmap: bool = True, spaces: bool = False, prefix: bool = False) -> Dress:
+    """Words of a unigram model; `spaces` joins repeated ones, `prefix` reads `add_prefix_space`."""
+
+    def dress(tokenizer: Tokenizer, files: Files, rules: bytes) -> None:
+        set_normalizers(tokenizer, *(precompiled(rules) if charsmap else ()), *([_SPACES] if spaces else ()))
+        set_words(tokenizer, words=words, scheme=_scheme(files) if prefix else "always")
+
+    return dress
+
+
+def _scheme(files: Files) -> str:
+    return "always" if files.flag("add_prefix_space", True) else "never"
+
+
+def _sentinels(files: Files) -> list[Token]:
+    return [f"<extra_id_{number}>" for number in range(files.count("extra_ids", 100))]
+
+
+def _read_t5(files: Files) -> models.Unigram:
+    """Read T5's pieces, and the sentinels `<extra_id_99>` to `<extra_id_0>` that follow them."""
+    model = files.sentencepiece
+    vocabulary = scored(model.pieces)
+    known = {text for text, _ in vocabulary}
+    vocabulary += [(text, 0.0) for text in map(str, reversed(_sentinels(files))) if text not in known]
+    return models.Unigram(vocabulary, unk_id=model.unknown_id, byte_fallback=False)
+
+
+def _around_t5(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
+    if end := texts.get("eos_token"):
+        set_template(tokenizer, f"$A {end}", f"$A {end} $B {end}", [end])
+
+
+def _read_unigram(files: Files) -> models.Unigram:
+    model = files.sentencepiece
+    return models.Unigram(scored(model.pieces), unk_id=model.unknown_id, byte_fallback=False)
+
+
+def _dress_cased(name: str, *, lower: bool) -> Dress:
+    """ALBERT's and XLNet's own normalisation, before the model's."""
+
+    def dress(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
+        steps: list[Any] = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+        if name == "XLNet" or not files.flag("keep_accents", False):
+            steps += [normalizers.NFKD(), normalizers.StripAccents()]
+        steps += [normalizers.Lowercase()] if files.flag("do_lower_case", lower) else []
+        set_normalizers(tokenizer, *steps, *precompiled(charsmap))
+        set_words(tokenizer, scheme=_scheme(files) if name == "Albert" else "always")
+
+    return dress
+
+
+def _around_xlnet(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
+    """Put `A <sep> <cls>` around texts, the class token of a segment of its own."""
+    if "cls_token" in texts and "sep_token" in texts:
+        s, c = texts["sep_token"], texts["cls_token"]
+        set_template(tokenizer, f"$A:0 {s}:0 {c}:2", f"$A:0 {s}:0 $B:1 {s}:1 {c}:2", (s, c))
+
+
+def _fairseq_first(files: Files) -> list[str]:
+    defaults = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
+    return [files.special(f"{name}_token", text) for name, text in defaults.items()]
+
+
+def _read_fairseq(languages: Sequence[str]) -> Callable[[Files], models.Unigram]:
+    """Pieces in fairseq's order: `<s> <pad> </s> <unk>`, the model's after its own first three, languages, mask."""
+
+    def read(files: Files) -> models.Unigram:
+        vocabulary: Vocabulary = [(text, 0.0) for text in _fairseq_first(files)]
+        vocabulary += scored(files.sentencepiece.pieces[3:])
+        vocabulary += [(text, 0.0) for text in (*languages, files.special("mask_token", "<mask>"))]
+        return models.Unigram(vocabulary, unk_id=3, byte_fallback=False)
+
+    return read
+
+
+def _around_fairseq(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
+    if "bos_token" in texts and "eos_token" in texts:
+        b, e = texts["bos_token"], texts["eos_token"]
+        set_template(tokenizer, f"{b} $A {e}", f"{b} $A {e} {e} $B {e}", (b, e))
+
+
+_UNUSED = ("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED")
+
+
+def _read_camembert(files: Files) -> models.Unigram:
+    """Read CamemBERT's pieces: five tokens, the model's without its own unknown one, the mask."""
+    pad, unk = files.special("pad_token", "<pad>"), files.special("unk_token", "<unk>")
+    vocabulary: Vocabulary = [(text, 0.0) for text in (_UNUSED[0], pad, _UNUSED[1], unk)]
+    vocabulary += [(_UNUSED[2], -100.0), *scored(files.sentencepiece.pieces[1:])]
+    vocabulary.append((files.special("mask_token", "<mask>"), 0.0))
+    return models.Unigram(vocabulary, unk_id=3, byte_fallback=False)
+
+
+def _dress_deberta_v2(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
+    """Normalise as the SentencePiece model says; without its rules as today's class does."""
+    steps: list[Any] = [normalizers.Lowercase()] if files.flag("do_lower_case", False) else []
+    if charsmap:
+        steps += [normalizers.Strip(), *precompiled(charsmap), _SPACES]
+    else:
+        space = normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " ")
+        steps += [space, normalizers.NFC(), normalizers.Strip(left=False, right=True)]
+    set_normalizers(tokenizer, *steps)
+    set_words(tokenizer, words=False, scheme="always" if files.flag("add_prefix_space", True) else "first")
+    if files.flag("split_by_punct", False):
+        punctuation = pre_tokenizers.Punctuation(behavior="isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([punctuation, tokenizer.pre_tokenizer])
+
+
+def _pegasus_unused(files: Files) -> list[str]:
+    return [f"<unk_{number}>" for number in range(2, files.count("offset", 103))]
+
+
+def _read_pegasus(files: Files) -> models.Unigram:
+    """Read Pegasus's pieces: `offset` tokens of its training between the first two and the model's own."""
+    model = files.sentencepiece
+    defaults = {"pad_token": "<pad>", "eos_token": "</s>", "mask_token_sent": "<mask_1>", "mask_token": "<mask_2>"}
+    first = [*(files.special(name, text) for name, text in defaults.items()), *_pegasus_unused(files)]
+    vocabulary: Vocabulary = [(text, 0.0 if place < 4 else -100.0) for place, text in enumerate(first)]
+    vocabulary += scored(model.pieces[2:])
+    return models.Unigram(vocabulary, unk_id=model.unknown_id + files.count("offset", 103), byte_fallback=False)
+
+
+def _dress_pegasus(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
+    rules = precompiled(charsmap) or [normalizers.Replace(Regex(r"\n"), " ")]
+    set_normalizers(tokenizer, *rules, _SPACES)
+    set_words(tokenizer, words=False)
+
+
+def _around_pegasus(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
+    if end := texts.get("eos_token"):
+        set_template(tokenizer, f"$A {end}", f"$A $B {end}", [end])
+
+
+def _around_xglm(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
+    if end := texts.get("eos_token"):
+        set_template(tokenizer, f"{end} $A", f"{end} $A {end} {end} $B", [end])
+
+
+def merges(pieces: Sequence[Piece], ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Return the pairs of pieces that SentencePiece's BPE joins, in the order of the scores of what they become."""
+    found: list[tuple[float, int, int, str, str]] = []
+    normal = [piece for piece in pieces if piece.kind is PieceKind.NORMAL]
+    longest = max((len(piece.text) for piece in normal), default=0)
+    if longest > _MAX_PIECE:
+        raise ConfigError(f"a piece of its SentencePiece model has {longest} characters; at most {_MAX_PIECE} are read")
+    for piece in normal:
+        for cut in range(1, len(piece.text)):
+            left, right = piece.text[:cut], piece.text[cut:]
+            if left in ids and right in ids:
+                found.append((-piece.score, ids[left], ids[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def sentencepiece_bpe(model: SentencePieceModel, ids: dict[str, int], unknown: str) -> models.BPE:
+    if model.algorithm is not Algorithm.BPE:
+        raise ConfigError("its SentencePiece model must be of the type BPE")
+    pairs = merges(model.pieces, ids)
+    return models.BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback)
+
+
+def _read_bpe(files: Files) -> models.BPE:
+    model = files.sentencepiece
+    try:
+        return sentencepiece_bpe(model, {piece.text: token for token, piece in enumerate(model.pieces)}, "<unk>")
+    except ConfigError as error:
+        raise ConfigError(f"{files.folder.name}: {error}") from None
+
+
+def set_llama_steps(tokenizer: Tokenizer, *, scheme: str, strip: bool, before: Sequence[Any] = ()) -> None:
+    """Let spaces be marks of pieces; `strip` takes the first one off an output."""
+    set_normalizers(tokenizer, *before)
+    tokenizer.pre_tokenizer = metaspace(scheme)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if strip else steps)
+
+
+def _dress_llama(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
+    """Llama's: a space in front of a text; `legacy` puts one after every special token too.
+
+    What a SentencePiece model says of spaces and characters holds, as in its own library.
+    """
+    if files.loaded is not None:
+        set_bpe(tokenizer, fuse_unk=True, byte_fallback=True)
+    model = files.sentencepiece if files.loaded is None else SentencePieceModel(remove_extra_whitespaces=False)
+    prefix = files.flag("add_prefix_space", model.add_dummy_prefix)
+    scheme = ("always" if files.flag("legacy", False) else "first") if prefix else "never"
+    before = precompiled(charsmap) if files.loaded is None else []
+    if model.remove_extra_whitespaces:
+        before += [normalizers.Replace(Regex(" +$" if prefix else "^ +| +$"), ""), _SPACES]
+    set_llama_steps(tokenizer, scheme=scheme, strip=prefix, before=before)
+    if model.remove_extra_whitespaces:  # the first space of a text is the one in front of it
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+
+
+def _dress_code_llama(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
+    if files.loaded is not None:
+        set_bpe(tokenizer, fuse_unk=True, byte_fallback=True, unk_token=files.special("unk_token", "<unk>"))
+    set_llama_steps(tokenizer, scheme="first" if files.flag("add_prefix_space", True) else "never", strip=True)
+
+
+def _dress_gemma(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
+    if files.loaded is not None:
+        set_bpe(tokenizer, fuse_unk=True, byte_fallback=True, unk_token=files.special("unk_token", "<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+def _around_llama(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
+    """Put begin and end around texts; what tokenizer.json puts there stays."""
+    if files.loaded is None:
+        put_begin_and_end(tokenizer, files, texts, begins=True)
+
+
+def _around_code_llama(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
+    """Put a begin token in front of texts, whatever tokenizer.json puts there."""
+    if files.loaded is None:
+        put_begin_and_end(tokenizer, files, texts, begins=True)
+    elif begin := texts.get("bos_token"):
+        set_template(tokenizer, f"{begin}:0 $A:0", f"{begin}:0 $A:0 {begin}:1 $B:1", [begin])
+
+
+def _read_nllb(files: Files) -> models.BPE:
+    """Read NLLB's pieces in fairseq's order, the languages and the mask after them, as published."""
+    first = _fairseq_first(files)
+    ids = {text: place for place, text in enumerate(first)}
+    for piece in files.sentencepiece.pieces:
+        ids.setdefault(piece.text, len(ids))
+    languages = files.special_tokens.extra
+    if not languages:
+        raise ConfigError(f"{files.folder.name}: additional_special_tokens must list NLLB's languages")
+    for token in (*languages, files.special("mask_token", "<mask>")):
+        ids.setdefault(str(token), len(ids))
+    return sentencepiece_bpe(files.sentencepiece, ids, first[3])
+
+
+def _dress_nllb(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
+    if files.loaded is not None:
+        set_bpe(tokenizer, fuse_unk=True, unk_token=files.special("unk_token", "<unk>"))
+    if charsmap or files.loaded is None:
+        set_normalizers(tokenizer, *precompiled(charsmap), _SPACES)
+    set_words(tokenizer, words=False)
+
+
+def _special(*texts: str) -> list[Token]:
+    return [AddedToken(text, special=True) for text in texts]
+
+
+_PREFIX = frozenset({"add_prefix_space"})
+_FAIRSEQ: dict[str, Token] = {
+    **dict.fromkeys(("bos_token", "cls_token"), "<s>"),
+    **dict.fromkeys(("eos_token", "sep_token"), "</s>"),
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
+_MASKED = _FAIRSEQ | {"mask_token": mask("<mask>")}
+_LLAMA = TokenizerClass(
+    "BPE",
+    _read_bpe,
+    _dress_llama,
+    {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    _around_llama,
+    settings=_PREFIX | {"legacy"},
+)
+_XLM_ROBERTA = TokenizerClass(
+    "Unigram",
+    _read_fairseq(()),
+    _dress_words(prefix=True),
+    _FAIRSEQ | {"mask_token": "<mask>"},
+    _around_fairseq,
+    settings=_PREFIX,
+)
+_ALBERT: dict[str, Token] = {
+    **dict.fromkeys(("bos_token", "cls_token"), "[CLS]"),
+    **dict.fromkeys(("eos_token", "sep_token"), "[SEP]"),
+    **{"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "[MASK]"},
+}
+
+_ALL = {
+    "T5": TokenizerClass(
+        "Unigram",
+        _read_t5,
+        _dress_words(),
+        {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+        _around_t5,
+        _sentinels,
+        frozenset({"extra_ids"}),
+    ),
+    "Albert": TokenizerClass(
+        "Unigram",
+        _read_unigram,
+        _dress_cased("Albert", lower=True),
+        _ALBERT,
+        around_cls_and_sep,
+        settings=_PREFIX | {"do_lower_case", "keep_accents"},
+    ),
+    "XLNet": TokenizerClass(
+        "Unigram",
+        _read_unigram,
+        _dress_cased("XLNet", lower=False),
+        _FAIRSEQ | {"sep_token": "<sep>", "cls_token": "<cls>", "mask_token": mask("<mask>")},
+        _around_xlnet,
+        lambda files: _special("<eop>", "<eod>") if files.loaded is not None else [],
+        frozenset({"do_lower_case"}),
+    ),
+    "XLMRoberta": _XLM_ROBERTA,
+    "Camembert": replace(
+        _XLM_ROBERTA,
+        read=_read_camembert,
+        specials=_FAIRSEQ | {"mask_token": mask("<mask>", special=True)},
+        extra=lambda files: _special(*_UNUSED),
+    ),
+    "DebertaV2": TokenizerClass(
+        "Unigram",
+        _read_unigram,
+        _dress_deberta_v2,
+        {
+            **dict.fromkeys(("bos_token", "cls_token"), "[CLS]"),
+            **dict.fromkeys(("eos_token", "sep_token"), "[SEP]"),
+            **{"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]"},
+        },
+        around_cls_and_sep,
+        settings=_PREFIX | {"do_lower_case", "split_by_punct"},
+    ),
+    "MBart": TokenizerClass(
+        "Unigram",
+        _read_fairseq(MBART_LANGUAGES),
+        _dress_words(charsmap=False),
+        _MASKED,
+        extra=lambda files: _special(*MBART_LANGUAGES),
+        settings=frozenset({"src_lang"}),
+    ),
+    "MBart50": TokenizerClass(
+        "Unigram",
+        _read_fairseq(MBART50_LANGUAGES),
+        _dress_words(words=False, spaces=True),
+        _MASKED,
+        extra=lambda files: _special(*MBART50_LANGUAGES),
+        settings=frozenset({"src_lang"}),
+    ),
+    "Pegasus": TokenizerClass(
+        "Unigram",
+        _read_pegasus,
+        _dress_pegasus,
+        {
+            **{"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask_2>"},
+            "mask_token_sent": "<mask_1>",
+        },
+        _around_pegasus,
+        lambda files: ["<mask_1>", *_pegasus_unused(files)],
+        frozenset({"offset"}),
+    ),
+    "XGLM": TokenizerClass(
+        "Unigram",
+        _read_unigram,
+        _dress_words(words=False, spaces=True, prefix=True),
+        _FAIRSEQ,
+        _around_xglm,
+        lambda files: [f"<madeupword{number}>" for number in range(7)],
+        _PREFIX,
+    ),
+    "Llama": _LLAMA,
+    "CodeLlama": replace(
+        _LLAMA,
+        dress=_dress_code_llama,
+        around=_around_code_llama,
+        extra=lambda files: [*map("\u2581<{}>".format, ("PRE", "MID", "SUF", "EOT")), "<FILL_ME>"],
+        settings=_PREFIX,
+    ),
+    "Gemma": replace(
+        _LLAMA,
+        dress=_dress_gemma,
+        specials={f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
+        settings=frozenset(),
+    ),
+    "Nllb": TokenizerClass(
+        "BPE",
+        _read_nllb,
+        _dress_nllb,
+        _FAIRSEQ | {"mask_token": mask("<mask>", normalized=True, special=True)},
+        settings=frozenset({"src_lang", "legacy_behaviour"}),
+    ),
+}
+CLASSES = {name: replace(kind, reads_sentencepiece=True) for name, kind in _ALL.items()}

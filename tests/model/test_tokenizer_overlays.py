@@ -1,0 +1,304 @@
+"""What a folder's other files say of its tokenizer.json, against `transformers` in the same folder."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models
+from transformers.models.auto import tokenization_auto
+
+from model.errors import ConfigError, TokenizerError
+from model.text import tokenizer_names
+from model.text.cleanup import StreamCleaner, clean_up
+from model.text.detokenizer import Detokenizer
+from model.text.tokenizer import Tokenizer
+from model.text.tokenizer_builder import CLASSES
+from model.text.tokenizer_class import HARMLESS, SERVED
+from model.text.tokenizer_files import Files
+from model.text.tokenizer_names import class_over_json
+from tests.checkpoints import byte_level_bpe
+from tests.model.tokenizer_folders import strings, write_folder
+
+_MARKS = ("<|im_start|>", "<|im_end|>")
+_TEXTS = [*strings(40), "<|im_start|>user\nHi <|im_end|>x", " <new> x<new>y ", "Ünïcödé ÀÉ 中文", "I do n ' t ."]
+_TEXTS.append("it 's . ok , n't ! ' x")
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    with TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@cache
+def saved(root: Path, name: str) -> Path:
+    """A folder with tokenizer.json, as the library saves it; "plain" has a class that changes nothing."""
+    folder = root / name
+    if name == "plain":
+        raw = byte_level_bpe(vocab_size=400)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<s>").save_pretrained(folder)
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        return folder
+    files = write_folder(name, root / f"{name}-files")
+    transformers.AutoTokenizer.from_pretrained(files).save_pretrained(folder)
+    (folder / "config.json").write_bytes((files / "config.json").read_bytes())
+    return folder
+
+
+def laid_over(source: Path, folder: Path, settings: dict[str, Any], **files: Any) -> Path:
+    """A copy of the folder with these settings, without those that are "-", and with these files."""
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    whole = json.loads((folder / "tokenizer_config.json").read_text()) | settings
+    kept = {name: value for name, value in whole.items() if value != "-"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def equal(folder: Path) -> Tokenizer:
+    """Compare ids, texts, streamed texts and special tokens with the library's."""
+    ours, reference = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours is not None
+    assert ours.vocab_size == len(reference)
+    known = reference.backend_tokenizer.get_added_tokens_decoder()
+    assert ours.special_ids == {token for token, added in known.items() if added.special}
+    for text in _TEXTS:
+        expected = reference(text).input_ids
+        assert list(ours.encode(text).ids) == expected, repr(text)
+        shown = ours.decode(expected)
+        assert shown == reference.decode(expected, skip_special_tokens=True), repr(text)
+        streamed = Detokenizer(ours)
+        assert "".join(streamed.push([token]) for token in expected) + streamed.push([], final=True) == shown
+    return ours
+
+
+def _token(text: str, *, special: bool = True) -> dict[str, Any]:
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    return {"content": text, "special": special, **flags}
+
+
+def _overlays(size: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """What tokenizer_config.json and other files say, by a name."""
+    first, last = _MARKS
+    decoder = {str(size): _token(first), str(size + 1): _token(last), str(size + 2): _token("<new>", special=False)}
+    none = {"added_tokens_decoder": "-", "extra_special_tokens": "-"}
+    older = {"eos_token": _token(last), "additional_special_tokens": [first], "pad_token": "<new>"}
+    return {
+        "added_tokens_decoder": ({"added_tokens_decoder": decoder, "eos_token": last}, {}),
+        "extra list": ({"extra_special_tokens": [*_MARKS, "<new>"]}, {}),
+        "extra object": ({"extra_special_tokens": {"image_token": first, "video_token": "<new>"}}, {}),
+        "older name": (none | {"additional_special_tokens": [*_MARKS]}, {}),
+        "names": ({"eos_token": last, "pad_token": "<new>", "image_token": first}, {}),
+        "token map": (none | {"eos_token": "<new>"}, {"special_tokens_map": older}),
+        "added_tokens.json": (none | {"eos_token": last}, {"added_tokens": {last: size, "<new>": size + 1}}),
+        "split": ({"extra_special_tokens": [*_MARKS], "split_special_tokens": True}, {}),
+        "other ids": ({"added_tokens_decoder": {str(size + 7): _token(first), "3": _token("<new>")}}, {}),
+    }
+
+
+@pytest.mark.parametrize("overlay", _overlays(0))
+@pytest.mark.parametrize("name", ["plain", "bert", "gpt2", "xlm-roberta", "gemma"])
+def test_tokens_that_stand_only_in_other_files_are_the_references(
+    name: str, overlay: str, root: Path, tmp_path: Path
+) -> None:
+    source = saved(root, name)
+    size = RawTokenizer.from_file(str(source / "tokenizer.json")).get_vocab_size()
+    settings, files = _overlays(size)[overlay]
+    equal(laid_over(source, tmp_path / "model", settings, **files))
+
+
+def test_a_chat_models_marks_are_read_and_end_an_output(root: Path, tmp_path: Path) -> None:
+    folder = laid_over(saved(root, "plain"), tmp_path / "model", {"extra_special_tokens": [*_MARKS]})
+    ours = equal(folder)
+    found = [ours.special_token_id(mark) for mark in _MARKS]
+    assert found == [ours.vocab_size - 2, ours.vocab_size - 1] and set(found) <= ours.special_ids
+    assert ours.encode("<|im_start|>user<|im_end|>", add_special_tokens=False).ids[0] == found[0]
+
+
+_FOR_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+_OVERRIDES: list[tuple[str, dict[str, Any]]] = [
+    *(("bert", {name: value}) for name in ("do_lower_case", "tokenize_chinese_chars") for value in (True, False)),
+    *(("bert", {"do_lower_case": False, "strip_accents": value}) for value in (True, False, None)),
+    ("bert", {"do_lower_case": "-"}),
+    ("mpnet", {"do_lower_case": False}),
+    ("funnel", {"strip_accents": False}),
+    ("albert", {"do_lower_case": False, "keep_accents": True}),
+    ("xlnet", {"do_lower_case": True}),
+    *((name, {"add_prefix_space": True}) for name in ("gpt2", "roberta", "blenderbot", "whisper", "qwen2")),
+    *((name, {"add_prefix_space": False}) for name in ("albert", "xlm-roberta", "camembert", "gpt-neox", "clip")),
+    *((name, {"add_bos_token": True, "add_eos_token": True}) for name in ("gpt2", "gemma", "plain")),
+    *((name, {"clean_up_tokenization_spaces": True}) for name in ("t5", "bert", "mbart", "gpt2")),
+    ("gpt2", {"clean_up_tokenization_spaces": True, _FOR_BPE: True}),
+    ("whisper", {"language": "zh", "task": "translate", "predict_timestamps": True}),
+    ("mbart", {"src_lang": "fr_XX"}),
+    ("pegasus", {}),
+    ("cohere", {}),
+    ("starcoder2", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), _OVERRIDES, ids=lambda value: str(value)[:40])
+def test_settings_do_beside_tokenizer_json_what_the_class_does(
+    name: str, settings: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
+    equal(laid_over(saved(root, name), tmp_path / "model", settings))
+
+
+@pytest.mark.parametrize(
+    ("named", "model_type", "expected"),
+    [
+        ("LlamaTokenizer", "llama", ""),  # its tokenizer.json is byte-level
+        ("GPT2Tokenizer", "granite", ""),
+        ("GPT2TokenizerFast", "smollm3", "GPT2"),
+        ("LlamaTokenizerFast", "qwen2", "Qwen2"),
+        ("ElectraTokenizer", "electra", "Bert"),
+        ("Qwen3Tokenizer", "qwen3", ""),
+        ("PreTrainedTokenizerFast", "bert", ""),
+        ("", "bert", "Bert"),
+        ("", "falcon", ""),
+    ],
+)
+def test_the_class_is_the_references(named: str, model_type: str, expected: str, root: Path, tmp_path: Path) -> None:
+    settings = {"tokenizer_class": named or "-"}
+    folder = laid_over(saved(root, "plain"), tmp_path / "model", settings, config={"model_type": model_type})
+    assert class_over_json(Files(folder)) == expected
+    if expected != "Bert":
+        equal(folder)
+
+
+def test_types_and_classes_are_the_installed_ones() -> None:
+    names = tokenization_auto.TOKENIZER_MAPPING_NAMES
+    for model_type, name in names.items():
+        made = tokenization_auto.tokenizer_class_from_name(name) if name else None
+        known = tokenizer_names._BY_TYPE.get(model_type, "")
+        if made is transformers.PreTrainedTokenizerFast:
+            assert model_type in tokenizer_names._AS_WRITTEN and not known, model_type
+        elif made is not None:
+            own = made.__name__.removesuffix("Tokenizer")
+            own = tokenizer_names._ALIASES.get(own, own)
+            assert known == (own if own in tokenizer_names._TYPES else ""), model_type
+    forced = {name for name in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if name in names}
+    assert {name for name in forced if name in tokenizer_names._BY_TYPE} == tokenizer_names._FORCED
+    for alias, name in tokenizer_names._ALIASES.items():
+        found = tokenization_auto.tokenizer_class_from_name(f"{alias}Tokenizer")
+        own = found.__name__.removesuffix("Tokenizer") if found is not None else ""
+        assert own in (name, alias), alias
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - {"Esm"}))  # which is written in Python
+def test_every_parameter_of_a_class_is_served_or_harmless(name: str) -> None:
+    made = tokenization_auto.tokenizer_class_from_name(f"{name}Tokenizer")
+    taken = {
+        parameter
+        for one in made.__mro__[: made.__mro__.index(transformers.PreTrainedTokenizerFast)]
+        for parameter in inspect.signature(one.__init__).parameters
+        if not parameter.endswith("_token") and parameter not in ("self", "args", "kwargs")
+    }
+    # A mark that is read by its name, what is ## in every published folder, and what XLNet's class does not read.
+    other = {"mask_token_sent", "wordpieces_prefix"} | ({"keep_accents"} if name == "XLNet" else set())
+    assert taken <= CLASSES[name].settings | SERVED | HARMLESS | other
+    assert CLASSES[name].settings <= taken
+
+
+def test_the_docs_have_the_table_of_settings() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    shown: dict[str, set[str]] = {}
+    for names, settings in re.findall(r"^\| ([\w, ]+) \| ((?:`\w+`(?:, )?)+|none) \|$", docs, re.MULTILINE):
+        shown |= {name: set(re.findall(r"`(\w+)`", settings)) for name in names.split(", ")}
+    assert {name: shown.get(name) for name in CLASSES} == {name: set(kind.settings) for name, kind in CLASSES.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"do_lower_case": "yes"}, "do_lower_case must be true or false, found 'yes'"),
+        ({"added_tokens_decoder": []}, "added_tokens_decoder must be an object, found list"),
+        ({"added_tokens_decoder": {"x": {}}}, "'x'. must be an id with an object"),
+        ({"added_tokens_decoder": {"1": {"content": 3}}}, "must be a text, or an object with `content`"),
+        ({"extra_special_tokens": 5}, "extra_special_tokens must be a list of tokens, found int"),
+        ({"eos_token": 5}, "eos_token must be a text, or an object"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str, root: Path, tmp_path: Path) -> None:
+    folder = laid_over(saved(root, "bert"), tmp_path / "model", settings)
+    with pytest.raises(ConfigError, match=f"model: tokenizer_config.json: .*{message}"):
+        Tokenizer.from_folder(folder)
+
+
+def _raw(**parts: Any) -> dict[str, Any]:
+    raw = RawTokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    return json.loads(raw.to_str()) | parts
+
+
+_STRIP = {"type": "Strip", "content": "a", "start": 0, "stop": 1}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({"pre_tokenizer": _split("(a+)+$")}, "a" * 5_000 + "b"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "ab"),
+        ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, _STRIP]}}, None),
+    ],
+)
+def test_a_panic_of_the_library_is_an_error_of_its_request(
+    parts: dict[str, Any], text: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_raw(**parts)))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    with pytest.raises(TokenizerError, match="the model's tokenizer gave up: "):
+        tokenizer.decode([]) if text is None else tokenizer.encode(text)
+
+
+_DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+_WORDS = {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "vocab": {"a": 0, "##a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [_DOUBLE] * 40}}, "more than 1000 times as long"),
+        ({"model": _WORDS | {"max_input_chars_per_word": 10**18}}, "max_input_chars_per_word is 10000"),
+        ({"pre_tokenizer": _split(r"(?<n>\g<n>a)")}, "never ending recursion"),
+        ({"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}, "cannot be read"),
+        ({"added_tokens": [{"id": 2**70}]}, "cannot be read"),
+    ],
+)
+def test_a_tokenizer_json_that_would_take_minutes_is_refused(
+    parts: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_raw(**parts)))
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_texts_in_parts_are_cleaned_as_whole_ones() -> None:
+    chance = random.Random(0)
+    parts = [" ", " ", "'", ".", " ,", "s", "n't", "ve", "m", "re", "!", "a", "n", "t"]
+    for _ in range(2_000):
+        text = "".join(chance.choices(parts, k=chance.randrange(30)))
+        cleaner, found, at = StreamCleaner(), "", 0
+        while at < len(text):
+            size = chance.randrange(1, 4)
+            found += cleaner.push(text[at : at + size], final=False)
+            at += size
+        assert found + cleaner.push("", final=True) == clean_up(text), text
