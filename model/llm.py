@@ -52,7 +52,7 @@ class LLM:
     def __init__(self, path: Path, engine: EngineConfig | None = None) -> None:
         engine = engine or EngineConfig()
         self.checkpoint = read_checkpoint(path, pickle=engine.pickle)
-        self.tokenizer = Tokenizer.from_folder(path)
+        self.tokenizer = Tokenizer.from_folder(self.checkpoint.network_path)
         loaded = load(ModelSpec(path.name, str(path), engine))
         self.info = loaded.info
         self._loaded = loaded

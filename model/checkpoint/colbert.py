@@ -12,7 +12,8 @@ from pathlib import Path
 from safetensors import safe_open
 
 from model.checkpoint.json_files import read_json
-from model.checkpoint.sentence_transformers import DenseConfig, LateInteraction
+from model.checkpoint.sentence_modules import DenseConfig
+from model.checkpoint.sentence_transformers import LateInteraction
 from model.checkpoint.state_dict import read_state_dict
 from model.errors import ConfigError
 
@@ -29,7 +30,7 @@ def read_colbert(path: Path, files: Iterable[Path], hidden_size: int) -> LateInt
     if len(shape) != 2 or shape[1] != hidden_size:
         raise ConfigError(f"{path.name}: {_WEIGHT} must have {hidden_size} columns, found the shape {shape}")
     metadata = read_json(path / "artifact.metadata")
-    dense = DenseConfig(file, hidden_size, shape[0], _BIAS in shapes, None, among_others=True)
+    dense = DenseConfig(file, hidden_size, shape[0], _BIAS in shapes, among_others=True)
     return LateInteraction(
         (dense,),
         query_prefix=metadata.get("query_token_id", "[unused0]"),

@@ -46,6 +46,7 @@ from model.checkpoint.processors import (
     read_processor,
     warnings_of,
 )
+from model.checkpoint.sentence_modules import network_folder
 from model.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from model.checkpoint.speech import NO_SPEECH_TOKENS, SpeechTokens, read_speech_tokens
 from model.checkpoint.stored_formats import Quantization, made_for, quantization_of
@@ -82,8 +83,14 @@ class Checkpoint:
     not_served: tuple[str, ...] = ()  # ignored settings of generation that would change outputs
     log_mel: LogMel | None = None  # how a model that hears makes features; None: the folder does not say
     speech: SpeechTokens | None = None  # how a model that hears is told what to do; None: the folder does not say
+    network: Path | None = None  # the folder of the network's files, tokenizer included; None: `path`
     wrapping: Wrapping = PLAIN  # what is left out of the names of stored tensors
     warnings: Sequence[str] = ()  # sentences on what the folder lacks, or has and is ignored
+
+    @property
+    def network_path(self) -> Path:
+        """The folder with the network's files: of a sentence-transformers folder it may be that of the first module."""
+        return self.path if self.network is None else self.network
 
     @property
     def lacks_for_speech(self) -> str:
@@ -125,7 +132,8 @@ def errors_about(where: str, *names: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {file}cannot be read: {error.strerror or error}") from None
 
 
-def _read_folder(path: Path, *, pickle: bool) -> Checkpoint:
+def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
+    path = whole / network_folder(whole)
     if not (path / "config.json").is_file():
         raise ConfigError(describe_path(path))
     if any((path / name).is_file() for name in _ADAPTERS):
@@ -147,7 +155,7 @@ def _read_folder(path: Path, *, pickle: bool) -> Checkpoint:
     config, ignored = read_settings(described, logical_names(names, layouts))
     config, warnings = within_vocabulary(config)
     config, packed = _stored_as(config, quantization, layouts, names)
-    sentences = _sentences(path, raw, config, files, pickle=pickle)
+    sentences = _sentences(whole, raw, config, files, pickle=pickle)
     if sentences.score_tokens:
         config = token_classifier(config, sentences.score_tokens)
     if sentences.pooling:
@@ -157,11 +165,13 @@ def _read_folder(path: Path, *, pickle: bool) -> Checkpoint:
     if ignored:
         warnings.append(f"keys of config.json that have no effect for this type: {listed(ignored)}")
     warnings += unknown_settings(generation, speech=config.audio is not None)
+    warnings += sentences.warnings
     warnings += _name_warnings(config, names, layouts, wrapping)
     return Checkpoint(
-        path=path,
+        path=whole,
         config=config,
         weight_files=files,
+        network=path,
         wrapping=wrapping,
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         packed=packed,

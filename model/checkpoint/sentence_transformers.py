@@ -1,8 +1,4 @@
-"""What a sentence-transformers folder says of its vectors: pooling, projections, normalisation, prompts.
-
-`modules.json` lists modules in their order, each with a folder of its own. Served are Transformer, Pooling, any number
-of Dense, Normalize, in this order; all but the first may be absent. A sparse encoder has MLMTransformer, SpladePooling.
-"""
+"""What a sentence-transformers folder says of its vectors: pooling, modules after it, prompts, truncation."""
 
 from __future__ import annotations
 
@@ -13,21 +9,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from model.api.request import Pooling
-from model.checkpoint.json_files import read_json, read_json_value
+from model.checkpoint.json_files import read_json
+from model.checkpoint.sentence_keys import KEYS, MODEL, NETWORK, key_warnings
+from model.checkpoint.sentence_modules import (
+    DenseConfig,
+    UnitLength,
+    VectorStep,
+    network_folder,
+    read_modules,
+    read_step,
+)
 from model.checkpoint.state_dict import read_state_dict
-from model.config.layer import Activation
 from model.errors import ConfigError
 
-_ORDER = (
-    *("Transformer", "MLMTransformer", "CausalTransformer"),
-    *("Pooling", "SpladePooling", "Dense", "Normalize", "LogitScore"),
-)
-_TASKS = {  # what a folder's Transformer returns, and the module that sentence-transformers had for it before
-    "feature-extraction": "Transformer",
-    "sequence-classification": "Transformer",
-    "fill-mask": "MLMTransformer",
-    "text-generation": "CausalTransformer",
-}
 _MODES = {  # by the names of `pooling_mode`, and of the switches before it
     "cls": Pooling.CLS,
     "max": Pooling.MAX,
@@ -36,14 +30,8 @@ _MODES = {  # by the names of `pooling_mode`, and of the switches before it
     "weightedmean": Pooling.WEIGHTED_MEAN,
     "lasttoken": Pooling.LAST,
 }
-_ACTIVATIONS = {
-    "Identity": None,
-    "Tanh": Activation.TANH,
-    "GELU": Activation.GELU,
-    "ReLU": Activation.RELU,
-    "SiLU": Activation.SILU,
-}
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_SPARSE, _COLBERT = "sparse_linear.pt", "colbert_linear.pt"  # of BGE-M3
+_WITHOUT_SETTINGS = ("Transformer", "MLMTransformer", "CausalTransformer", "Normalize")  # or in files of other names
 _LONGEST = 65_536  # tokens of a query, which are filled up, or of a document
 _UNBOUNDED = 10**9  # tokenizers without a length have larger ones
 
@@ -52,20 +40,6 @@ class PromptTokenizer(Protocol):
     """The part of `model.text.tokenizer.Tokenizer` that tells how long a prompt is."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DenseConfig:
-    """A projection of pooled vectors: `activation(W x + b)`, plus x itself with `residual`."""
-
-    weights: Path
-    inputs: int
-    outputs: int
-    bias: bool
-    activation: Activation | None
-    residual: bool = False
-    prefix: str = "linear."  # of its tensors' names
-    among_others: bool = False  # the file has other tensors too
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +98,9 @@ class SentenceSettings:
 
     pooling: tuple[Pooling, ...] = ()  # several are put one behind the other
     include_prompt: bool = True  # whether a prompt's tokens are pooled too
-    dense: tuple[DenseConfig, ...] = ()
-    normalize: bool = False
+    steps: tuple[VectorStep, ...] = ()  # what follows the pooling
+    normalize: bool = False  # after all steps
+    truncate_dim: int | None = None  # of the numbers that all of this leaves the first count; None: all
     max_tokens: int | None = None  # of an input, special tokens included
     lower_case: bool = False  # texts are put in lower case before they are tokenised
     prompts: dict[str, str] = field(default_factory=dict)  # put in front of texts, by name
@@ -138,6 +113,7 @@ class SentenceSettings:
     raw_scores: bool = False  # a reranker's score is its only logit, not the probability of that
     token_weight: DenseConfig | None = None  # a token's own weight in a sparse vector (BGE-M3)
     late: LateInteraction | None = None
+    warnings: tuple[str, ...] = ()  # sentences on what is not applied
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -171,7 +147,9 @@ class SentenceSettings:
 
     def output_size(self, hidden_size: int) -> int:
         """The number of dimensions of a vector by default."""
-        return self.dense[-1].outputs if self.dense else hidden_size * max(1, len(self.pooling))
+        dense = [step.outputs for step in self.steps if isinstance(step, DenseConfig)]
+        size = dense[-1] if dense else hidden_size * max(1, len(self.pooling))
+        return size if self.truncate_dim is None else min(size, self.truncate_dim)
 
 
 def read_sentence_settings(
@@ -184,99 +162,78 @@ def read_sentence_settings(
     try:
         return _read(path, raw, hidden_size, pickle)
     except (TypeError, AttributeError, KeyError) as error:
-        raise ConfigError(f"{path.name}: modules.json or a module's config.json is malformed: {error}") from None
+        raise ConfigError(f"modules.json or a module's config.json is malformed: {error}") from None
 
 
 def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) -> SentenceSettings:
-    names = read_json(path / "config_sentence_transformers.json")
-    texts = read_json(path / "sentence_bert_config.json")
+    names, network = read_json(path / MODEL), path / network_folder(path)
+    texts = read_json(network / NETWORK)
     prompts = (raw.get("task_instructions") or {}) | (names.get("prompts") or {})
     default = names.get("default_prompt_name")
     if default is not None and default not in prompts:
-        raise ConfigError(f"{path.name}: default_prompt_name {default!r} is none of its prompts")
+        raise ConfigError(f"default_prompt_name {default!r} is none of its prompts")
+    warnings = [*key_warnings(MODEL, MODEL, names), *key_warnings(NETWORK, NETWORK, texts)]
+    if not pickle:
+        refused = [name for name in (_SPARSE, _COLBERT) if (path / name).is_file()]
+        warnings += [f"{', '.join(refused)}: not read, as --no-pickle says"] if refused else []
     pooling: tuple[Pooling, ...] = ()
-    include_prompt, normalize, dense, splade = True, False, [], SpladeSettings()
+    include_prompt, steps, splade = True, list[VectorStep](), SpladeSettings()
     score_tokens: tuple[int, ...] = ()
     size = hidden_size
-    for kind, folder in _modules(path, texts):
+    for kind, folder in read_modules(path, texts, raw):
+        config = read_json(path / folder / "config.json", required=kind not in _WITHOUT_SETTINGS)
+        if kind in KEYS and Path(folder) != Path():
+            warnings += key_warnings(f"{folder}/config.json", kind, config)
         if kind == "Pooling":
-            config = read_json(path / folder / "config.json", required=True)
-            pooling, include_prompt = _pooling(config, f"{path.name}/{folder}"), config.get("include_prompt", True)
+            pooling, include_prompt = _pooling(config, folder), config.get("include_prompt", True)
             size = hidden_size * len(pooling)
-        elif kind == "Dense":
-            dense.append(_dense(path, folder, size, pickle=pickle))
-            size = dense[-1].outputs
-        elif kind == "Normalize":
-            normalize = True
+        elif kind in ("Dense", "LayerNorm", "Normalize"):
+            step = read_step(path, kind, folder, config, size, pickle=pickle)
+            steps.append(step)
+            size = step.outputs if isinstance(step, DenseConfig) else size
         elif kind == "LogitScore":
-            score_tokens = _score_tokens(
-                read_json(path / folder / "config.json", required=True), f"{path.name}/{folder}"
-            )
+            score_tokens = _score_tokens(config, folder)
         elif kind == "SpladePooling":
-            splade = _splade(read_json(path / folder / "config.json", required=True), f"{path.name}/{folder}")
+            splade = _splade(config, folder)
+    normalize = bool(steps) and isinstance(steps[-1], UnitLength)
+    while steps and isinstance(steps[-1], UnitLength):
+        steps.pop()
     return SentenceSettings(
         pooling=pooling,
         include_prompt=include_prompt,
-        dense=tuple(dense) if pooling else (),
+        steps=tuple(steps) if pooling else (),
         normalize=normalize,
-        max_tokens=texts.get("max_seq_length") or _tokenizer_length(path),
+        truncate_dim=_truncate_dim(names.get("truncate_dim")),
+        max_tokens=texts.get("max_seq_length") or _tokenizer_length(path, network),
         lower_case=bool(texts.get("do_lower_case", False)),
         prompts=dict(prompts),
         default_prompt=default,
         similarity=names.get("similarity_fn_name"),
         splade=splade,
         score_tokens=score_tokens,
-        messages=_messages(texts, f"{path.name}/sentence_bert_config.json"),
-        raw_scores=_raw_scores(names, raw, path.name),
-        token_weight=_linear(path, "sparse_linear.pt", hidden_size),
-        late=_late(path, names, tuple(dense) if not pooling else (), hidden_size),
+        messages=_messages(texts, "sentence_bert_config.json"),
+        raw_scores=_raw_scores(names, raw),
+        token_weight=_linear(path, _SPARSE, hidden_size, pickle=pickle),
+        warnings=tuple(warnings),
+        late=_late(path, names, () if pooling else tuple(steps), hidden_size, pickle=pickle),
     )
 
 
-def _tokenizer_length(path: Path) -> int | None:
+def _truncate_dim(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigError(f"config_sentence_transformers.json: truncate_dim must be from 1 on, found {value!r}")
+    return value
+
+
+def _tokenizer_length(path: Path, network: Path) -> int | None:
     """Return the length of an input that the tokenizer's settings give a folder with modules; None: they give none."""
     if not (path / "modules.json").is_file():
         return None
-    length = read_json(path / "tokenizer_config.json").get("model_max_length")
+    length = read_json(network / "tokenizer_config.json").get("model_max_length")
     return length if type(length) is int and 0 < length < _UNBOUNDED else None
 
 
-def _transformer(kind: str, texts: dict[str, Any], name: str) -> str:
-    """Name the first module by what it returns, for which sentence-transformers 6 has one class and a setting."""
-    task = texts.get("transformer_task", "feature-extraction")
-    if kind != "Transformer":
-        return kind
-    if task not in _TASKS:
-        raise ConfigError(f"{name}/sentence_bert_config.json: transformer_task {task!r} is not served")
-    return _TASKS[task]
-
-
-def _modules(path: Path, texts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The kind and folder of each module, in a served order; `texts` are the first one's settings."""
-    found = read_json_value(path / "modules.json") if (path / "modules.json").is_file() else []
-    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
-        raise ConfigError(f"{path.name}: modules.json must hold a list of objects")
-    modules = [(str(module.get("type")).rpartition(".")[2], str(module.get("path", ""))) for module in found]
-    modules = [(_transformer(kind, texts, path.name), folder) for kind, folder in modules]
-    kinds = [kind for kind, _ in modules]
-    unknown = sorted(set(kinds) - set(_ORDER))
-    if unknown:
-        raise ConfigError(f"{path.name}: modules.json has {', '.join(unknown)}; served are {', '.join(_ORDER)}")
-    if kinds != sorted(kinds, key=_ORDER.index) or any(kinds.count(kind) > 1 for kind in _ORDER if kind != "Dense"):
-        raise ConfigError(f"{path.name}: modules.json has the order {', '.join(kinds)}; served is {', '.join(_ORDER)}")
-    sparse = [kind for kind in kinds if kind in ("MLMTransformer", "SpladePooling")]
-    if sparse and kinds != ["MLMTransformer", "SpladePooling"]:
-        raise ConfigError(f"{path.name}: modules.json must have MLMTransformer, SpladePooling, has {', '.join(kinds)}")
-    scored = [kind for kind in kinds if kind in ("CausalTransformer", "LogitScore")]
-    if scored and kinds != ["CausalTransformer", "LogitScore"]:
-        raise ConfigError(f"{path.name}: modules.json must have Transformer, LogitScore, has {', '.join(kinds)}")
-    outside = [folder for _, folder in modules if Path(folder).is_absolute() or ".." in Path(folder).parts]
-    if outside:
-        raise ConfigError(f"{path.name}: modules.json names folders outside: {', '.join(outside)}")
-    return modules
-
-
-def _raw_scores(names: dict[str, Any], raw: Mapping[str, Any], where: str) -> bool:
+def _raw_scores(names: dict[str, Any], raw: Mapping[str, Any]) -> bool:
     """Return whether a cross-encoder's activation is none; its versions have written it in three places."""
     section = raw.get("sentence_transformers") or {}
     named = (
@@ -284,7 +241,7 @@ def _raw_scores(names: dict[str, Any], raw: Mapping[str, Any], where: str) -> bo
     )
     kind = (named or "Sigmoid").rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
-        raise ConfigError(f"{where}: activation_fn {named!r} is not served; served are Sigmoid, Identity")
+        raise ConfigError(f"activation_fn {named!r} is not served; served are Sigmoid, Identity")
     return kind == "Identity"
 
 
@@ -311,11 +268,14 @@ def _messages(texts: dict[str, Any], where: str) -> MessageSettings | None:
 
 
 def _late(
-    path: Path, names: dict[str, Any], dense: tuple[DenseConfig, ...], hidden_size: int
+    path: Path, names: dict[str, Any], steps: tuple[VectorStep, ...], hidden_size: int, *, pickle: bool
 ) -> LateInteraction | None:
     """Projections without a pooling before them, with the settings of pylate; or BGE-M3's matrix."""
+    dense = tuple(step for step in steps if isinstance(step, DenseConfig))
+    if len(dense) != len(steps):
+        raise ConfigError("modules.json has no Pooling: before LayerNorm and Normalize it must have one")
     if not dense:
-        found = _linear(path, "colbert_linear.pt", hidden_size)
+        found = _linear(path, _COLBERT, hidden_size, pickle=pickle)
         return None if found is None else LateInteraction((found,), skips_first=True)
     words = names.get("skiplist_words")
     return LateInteraction(
@@ -330,16 +290,19 @@ def _late(
     )
 
 
-def _linear(path: Path, name: str, hidden_size: int) -> DenseConfig | None:
-    """A projection beside the model, of a file of `torch.save` with a weight and a bias; None if it is not there."""
+def _linear(path: Path, name: str, hidden_size: int, *, pickle: bool) -> DenseConfig | None:
+    """A projection beside the model, of a file of `torch.save` with a weight and a bias; None if it is not there.
+
+    Without `pickle` the file is not read: the folder then has no such vectors.
+    """
     file = path / name
-    if not file.is_file():
+    if not pickle or not file.is_file():
         return None
     shapes = {tensor.name: tensor.shape for tensor in read_state_dict(file)}
     shape = shapes.get("weight", ())
     if len(shape) != 2 or shape[1] != hidden_size:
-        raise ConfigError(f"{path.name}: {name} must have a weight of {hidden_size} columns, found {shapes}")
-    return DenseConfig(file, hidden_size, shape[0], "bias" in shapes, None, prefix="")
+        raise ConfigError(f"{name} must have a weight of {hidden_size} columns, found {shapes}")
+    return DenseConfig(file, hidden_size, shape[0], "bias" in shapes, prefix="")
 
 
 def _splade(config: dict[str, Any], where: str) -> SpladeSettings:
@@ -363,25 +326,3 @@ def _pooling(config: dict[str, Any], where: str) -> tuple[Pooling, ...]:
         found = ", ".join(unknown) or "none"
         raise ConfigError(f"{where}: pooling must be one or more of {', '.join(_MODES)}, found {found}")
     return tuple(_MODES[mode] for mode in (modes if named is not None else _MODES) if mode in modes)
-
-
-def _dense(path: Path, folder: str, size: int, *, pickle: bool) -> DenseConfig:
-    where = f"{path.name}/{folder}"
-    config = read_json(path / folder / "config.json", required=True)
-    served = _WEIGHTS if pickle else _WEIGHTS[:1]
-    weights = next((path / folder / name for name in served if (path / folder / name).is_file()), None)
-    activation = config.get("activation_function", "torch.nn.modules.activation.Tanh").rpartition(".")[2]
-    if activation not in _ACTIVATIONS:
-        raise ConfigError(f"{where}: activation {activation!r} is not served; served are {', '.join(_ACTIVATIONS)}")
-    if config["in_features"] != size:
-        raise ConfigError(f"{where}: in_features must be {size}, found {config['in_features']}")
-    names = {config.get(f"module_{side}_name") for side in ("input", "output")} - {None, "sentence_embedding"}
-    if names:
-        raise ConfigError(f"{where}: reads or writes {', '.join(sorted(map(str, names)))}, which is not served")
-    residual = bool(config.get("use_residual", False))
-    if residual and size != config["out_features"]:
-        raise ConfigError(f"{where}: use_residual with another width is not served")
-    if weights is None:
-        raise ConfigError(f"{where}: no {' and no '.join(served)}")
-    bias = bool(config.get("bias", True))
-    return DenseConfig(weights, size, config["out_features"], bias, _ACTIVATIONS[activation], residual)

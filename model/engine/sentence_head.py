@@ -1,20 +1,23 @@
-"""The way from an input's hidden states to its vector: pooling, projections, normalisation."""
+"""The way from an input's hidden states to its vector: pooling, the modules after it, truncation."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from model.api.request import EncodeRequest, EncodeTask, Pooling
-from model.checkpoint.sentence_transformers import DenseConfig, SentenceSettings
+from model.checkpoint.sentence_modules import DenseConfig, UnitLength, VectorNorm, VectorStep
+from model.checkpoint.sentence_transformers import SentenceSettings
 from model.checkpoint.tensor_files import TensorReader, read_headers
 from model.errors import CheckpointError
-from model.network.mlp import ACTIVATIONS
 from model.network.transformer import Transformer
 
+_RESIDUAL = "residual.weight"
 _TOGETHER = frozenset({Pooling.MEAN, Pooling.LAST, Pooling.CLS, Pooling.MAX, Pooling.MEAN_SQRT_LEN})
 
 
@@ -22,12 +25,12 @@ class SentenceHead:
     """Computes one model's vectors in float32, by its settings and by what a request asks for instead."""
 
     def __init__(self, model: Transformer, settings: SentenceSettings, device: torch.device) -> None:
-        """Load the projections; raises `CheckpointError` if their tensors do not fit."""
+        """Load the modules after the pooling; raises `CheckpointError` if their tensors do not fit."""
         self.settings = settings
         self._model = model
-        self._dense = [(config, load_dense(config, device)) for config in settings.dense]
+        self._steps = [load_step(step, device) for step in settings.steps]
         late = settings.late.dense if settings.late is not None else ()
-        self._token_dense = [(config, load_dense(config, device)) for config in late]
+        self._token_steps = [load_step(step, device) for step in late]
 
     def __call__(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
         """Return the vector `[D]` of hidden states `[L, d]`, or `[L, D]` for a request for tokens' vectors.
@@ -36,7 +39,7 @@ class SentenceHead:
         """
         if request.task is EncodeTask.MULTI_VECTOR:
             counted = hidden[list(request.positions)] if request.positions else hidden
-            return nn.functional.normalize(_projected(counted, self._token_dense), dim=-1)
+            return nn.functional.normalize(_stepped(counted, self._token_steps), dim=-1)
         if request.spans:
             vectors = torch.stack([self._vector(request, hidden[start:end]) for start, end in request.spans])
         else:
@@ -48,7 +51,7 @@ class SentenceHead:
         first = requests[0]
         if first.task is not EncodeTask.EMBEDDING or any(_settings(one) != _settings(first) for one in requests):
             return False
-        if first.pooling is None and self._dense:
+        if first.pooling is None and self._steps:
             return False
         return not first.spans and _TOGETHER.issuperset(self._modes(first))
 
@@ -71,9 +74,14 @@ class SentenceHead:
 
     def _finished(self, request: EncodeRequest, vectors: Tensor) -> Tensor:
         """Return vectors `[..., d]` cut and normalised as the request wants it."""
-        if request.dimensions is not None:
-            vectors = vectors[..., : request.dimensions]
+        own = request.task is EncodeTask.EMBEDDING and request.pooling is None
+        cut = self.settings.truncate_dim if own else None
         default = self.settings.normalize and request.task is EncodeTask.EMBEDDING
+        if cut is not None and request.dimensions is None and request.normalize is None:
+            # As sentence-transformers has it: what a module normalised is cut, and is shorter then.
+            whole = nn.functional.normalize(vectors, dim=-1) if default else vectors
+            return whole[..., :cut]
+        vectors = vectors[..., : request.dimensions or cut]
         if default if request.normalize is None else request.normalize:
             vectors = nn.functional.normalize(vectors, dim=-1)
         return vectors
@@ -82,7 +90,7 @@ class SentenceHead:
         if request.pooling is not None:  # the projections were trained behind the model's own pooling
             return self._pool(hidden, request.pooling, 0)
         vector = torch.cat([self._pool(hidden, mode, request.prompt_tokens) for mode in self.settings.pooling])
-        return _projected(vector, self._dense)
+        return _stepped(vector, self._steps)
 
     def _pool(self, hidden: Tensor, mode: Pooling, skipped: int) -> Tensor:
         """Combine the tokens behind the first `skipped` ones, whose places still count in a weighted mean."""
@@ -114,34 +122,80 @@ def _pool_rows(rows: Tensor, mode: Pooling) -> Tensor:
     return rows.sum(dim=1) / rows.shape[1] ** 0.5
 
 
-def _projected(vectors: Tensor, dense: Sequence[tuple[DenseConfig, nn.Linear]]) -> Tensor:
-    """Return vectors `[..., d]` through the projections, one after the other."""
-    for config, linear in dense:
-        found = linear(vectors)
-        found = found if config.activation is None else ACTIVATIONS[config.activation](found)
-        vectors = found + vectors if config.residual else found
+def _stepped(vectors: Tensor, steps: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+    """Return vectors `[..., d]` after the steps, one after the other."""
+    for step in steps:
+        vectors = step(vectors)
     return vectors
+
+
+def load_step(step: VectorStep, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return the function of vectors `[..., d]`, weights in float32; raises `CheckpointError` if they do not fit."""
+    if isinstance(step, UnitLength):
+        return partial(nn.functional.normalize, dim=-1)
+    if isinstance(step, VectorNorm):
+        found = _loaded(step.weights, {f"norm.{name}": (step.size,) for name in ("weight", "bias")}, device)
+        weight, bias = found["norm.weight"], found["norm.bias"]
+        return lambda vectors: nn.functional.layer_norm(vectors, (step.size,), weight, bias)
+    return Projection(step, device)
+
+
+class Projection:
+    """Computes `activation(W x + b)`, plus x or a projection of x."""
+
+    def __init__(self, config: DenseConfig, device: torch.device) -> None:
+        """Load the weights; raises `CheckpointError` unless exactly its tensors are there."""
+        self._linear = load_dense(config, device)
+        self._activation: nn.Module = getattr(nn, config.activation)()
+        self._residual: Tensor | None = None
+        self._adds = config.residual
+        if projected(config):
+            self._residual = _loaded(config.weights, _tensors(config), device)[_RESIDUAL]
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        found: Tensor = self._activation(self._linear(vectors))
+        if not self._adds:
+            return found
+        return found + (vectors if self._residual is None else vectors @ self._residual.t())
+
+
+def projected(config: DenseConfig) -> bool:
+    """Return whether what is added has a matrix of its own, because the width changes."""
+    return config.residual and config.inputs != config.outputs
+
+
+def _tensors(config: DenseConfig) -> dict[str, tuple[int, ...]]:
+    wanted: dict[str, tuple[int, ...]] = {f"{config.prefix}weight": (config.outputs, config.inputs)}
+    if config.bias:
+        wanted[f"{config.prefix}bias"] = (config.outputs,)
+    if projected(config):
+        wanted[_RESIDUAL] = (config.outputs, config.inputs)
+    return wanted
 
 
 def load_dense(config: DenseConfig, device: torch.device) -> nn.Linear:
     """Load a projection with its weights in float32; raises `CheckpointError` unless exactly its tensors are there."""
-    where = f"{config.weights.parent.name}/{config.weights.name}"
-    wanted: dict[str, tuple[int, ...]] = {f"{config.prefix}weight": (config.outputs, config.inputs)}
-    if config.bias:
-        wanted[f"{config.prefix}bias"] = (config.outputs,)
-    stored = read_headers([config.weights])
-    if config.among_others:
+    tensors = _loaded(config.weights, _tensors(config), device, among_others=config.among_others)
+    with torch.device("meta"):
+        linear = nn.Linear(config.inputs, config.outputs, config.bias)
+    state = {name.removeprefix(config.prefix): tensor for name, tensor in tensors.items() if name != _RESIDUAL}
+    linear.load_state_dict(state, assign=True)
+    return linear.requires_grad_(False)
+
+
+def _loaded(
+    file: Path, wanted: Mapping[str, tuple[int, ...]], device: torch.device, *, among_others: bool = False
+) -> dict[str, Tensor]:
+    """Return the tensors of a module's file in float32; raises `CheckpointError` unless exactly these are there."""
+    stored = read_headers([file])
+    if among_others:
         stored = {name: tensor for name, tensor in stored.items() if name in wanted}
     found = {name: tensor.shape for name, tensor in stored.items()}
     if found != wanted or not all(tensor.holds(None) for tensor in stored.values()):
-        raise CheckpointError(f"{where}: expected {wanted}, found {found}")
-    state = {}
+        raise CheckpointError(f"{file.parent.name}/{file.name}: expected {wanted}, found {found}")
+    values = {}
     with TensorReader(stored) as reader:
         for name, shape in wanted.items():
             width = shape[-1] if len(shape) == 2 else 1
-            values = reader.region(name, width, slice(0, width), 0, shape[0])
-            state[name.removeprefix(config.prefix)] = values.view(shape)
-    with torch.device("meta"):
-        linear = nn.Linear(config.inputs, config.outputs, config.bias)
-    linear.load_state_dict({name: tensor.float().to(device) for name, tensor in state.items()}, assign=True)
-    return linear.requires_grad_(False)
+            values[name] = reader.region(name, width, slice(0, width), 0, shape[0]).view(shape).float().to(device)
+    return values

@@ -68,7 +68,8 @@ class RecordingBackend(ReferenceBackend):
 @torch.inference_mode()
 def attention_maps(path: Path, text: str) -> list[AttentionMap]:
     """Compute the attention maps of the checkpoint at `path` over `text`; raises `ConfigError`."""
-    checkpoint, tokenizer = read_checkpoint(path), Tokenizer.from_folder(path)
+    checkpoint = read_checkpoint(path)
+    tokenizer = Tokenizer.from_folder(checkpoint.network_path)
     if tokenizer is None or checkpoint.config.image is not None:
         raise ConfigError(f"{path.name} reads no text: the folder has no tokenizer")
     encoded = tokenizer.encode(text)

@@ -86,7 +86,8 @@ class ModelsFolder:
         """Return the real path of a sub-folder that may be a model."""
         try:
             folder = (real / name).resolve(strict=True)
-            if not (folder / "config.json").is_file() and not gguf_files(folder):
+            marks = ("config.json", "modules.json")  # the second of a folder whose network is in one of its own
+            if not any((folder / mark).is_file() for mark in marks) and not gguf_files(folder):
                 return None
         except (OSError, RuntimeError):
             return None

@@ -29,7 +29,8 @@ def read_model(spec: ModelSpec) -> ServedModel:
 
 def _read_model(spec: ModelSpec) -> ServedModel:
     folder = Path(spec.path)
-    checkpoint, tokenizer = read_checkpoint(folder, pickle=spec.engine.pickle), Tokenizer.from_folder(folder)
+    checkpoint = read_checkpoint(folder, pickle=spec.engine.pickle)
+    tokenizer = Tokenizer.from_folder(checkpoint.network_path)
     sentences, chat, problem, pairs = checkpoint.sentences, None, "", None
     if sentences.messages is not None:
         pairs = PairTemplate.from_folder(folder, sentences.messages, sentences.prompt(None))

@@ -238,11 +238,14 @@ def test_a_folder_without_modules_pools_by_its_form(plain: Path) -> None:
     [
         ({"pooling": {"pooling_mode_median_tokens": True}}, "pooling must be one or more of .*, found median"),
         ({"pooling": {}}, "found none"),
-        ({"modules": ["Normalize", "Dense"]}, "order Transformer, Pooling, Normalize, Dense; served is"),
-        ({"modules": ["LSTM"]}, r"modules\.json has LSTM; served are"),
-        ({"modules": ["Normalize", "Normalize"]}, "order"),
+        ({"modules": ["Pooling"]}, "order Transformer, Pooling, Pooling; served are"),
+        ({"modules": ["LSTM"]}, r"modules\.json has LSTM \(a recurrent network over .*\); served are"),
+        ({"modules": ["SpladePooling"]}, "must have MLMTransformer, SpladePooling, has Transformer, Pooling"),
         ({"dense": {"in_features": 31, "out_features": 4}}, "in_features must be 32, found 31"),
-        ({"dense": {"in_features": 32, "out_features": 4, "activation_function": "my.Own"}}, "'Own' is not served"),
+        (
+            {"dense": {"in_features": 32, "out_features": 4, "activation_function": "my.Own"}},
+            "activation 'my.Own' is not served",
+        ),
         ({"dense": {"in_features": 32, "out_features": 4, "module_input_name": "token_embeddings"}}, "not served"),
         ({"dense": {"in_features": 32, "out_features": 4}}, r"no model\.safetensors and no pytorch_model\.bin"),
         ({"dense": {"out_features": 4}}, r"a module's config\.json is malformed"),
@@ -284,8 +287,8 @@ def test_a_pickled_projection_is_refused_where_none_is_to_be_read(plain: Path, t
     dense = {"in_features": 32, "out_features": 20, "bias": False}
     folder = sentence_folder(plain, tmp_path / "s", MODES["mean"][0], "Dense", dense=dense)
     torch.save({"linear.weight": torch.randn(20, 32)}, folder / "2_Dense" / "pytorch_model.bin")
-    assert read_checkpoint(folder).sentences.dense[0].weights.name == "pytorch_model.bin"
-    with pytest.raises(ConfigError, match=r"2_Dense: no model\.safetensors$"):
+    assert read_checkpoint(folder).sentences.steps[0].weights.name == "pytorch_model.bin"
+    with pytest.raises(ConfigError, match=r"2_Dense: no model\.safetensors; --no-pickle refuses"):
         read_checkpoint(folder, pickle=False)
 
 

@@ -1,0 +1,188 @@
+"""The modules of a sentence-transformers folder: which there are, in which order, and what they do to a vector.
+
+`modules.json` lists them, each with a folder of its own. The network is first, in the folder itself or in one of its
+own (`0_Transformer`). After the pooling come any number of projections, norms and normalisations, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.json_files import read_json_value
+from model.errors import ConfigError, listed
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_NETWORKS = ("Transformer", "MLMTransformer", "CausalTransformer")
+_VECTORS = ("Dense", "LayerNorm", "Normalize", "Dropout")  # which change the vector of a pooling
+SERVED = (*_NETWORKS, "WeightedLayerPooling", "Pooling", "SpladePooling", *_VECTORS, "LogitScore")
+# Kinds that are known and not served, with what they are.
+REFUSED = {
+    "StaticEmbedding": "vectors of tokens without a network",
+    "WordEmbeddings": "vectors of words without a network",
+    "BoW": "counts of words",
+    "WordWeights": "weights of words",
+    "CNN": "convolutions over vectors of words",
+    "LSTM": "a recurrent network over vectors of words",
+    "CLIPModel": "a network for texts and images",
+    "Router": "another route for each kind of input",
+    "Asym": "another route for each kind of input",
+    "SparseStaticEmbedding": "weights of tokens without a network",
+    "SparseAutoEncoder": "a sparse code of a vector",
+    "MultiVectorMask": "a choice of tokens that get vectors",
+    "TokenPooling": "groups of tokens that get one vector",
+    "HierarchicalTokenPooling": "groups of tokens that get one vector",
+    "LambdaTokenPooling": "groups of tokens that get one vector",
+}
+_TASKS = {  # what a folder's Transformer returns, and the module that sentence-transformers had for it before
+    "feature-extraction": "Transformer",
+    "sequence-classification": "Transformer",
+    "fill-mask": "MLMTransformer",
+    "text-generation": "CausalTransformer",
+}
+# Functions of torch.nn without parameters that map each number by itself.
+ACTIVATIONS = frozenset(
+    """
+    CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh Identity LeakyReLU LogSigmoid Mish ReLU ReLU6 SELU SiLU
+    Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink
+    """.split()  # noqa: SIM905 (a literal would be a page)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """A projection of vectors: `activation(W x + b)`, plus x with `residual`, itself or projected to the new width."""
+
+    weights: Path
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str = "Identity"  # of torch.nn
+    residual: bool = False
+    prefix: str = "linear."  # of its tensors' names
+    among_others: bool = False  # the file has other tensors too
+
+
+@dataclass(frozen=True, slots=True)
+class VectorNorm:
+    """LayerNorm of a vector."""
+
+    weights: Path
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLength:
+    """Normalisation that other modules follow."""
+
+
+VectorStep = DenseConfig | VectorNorm | UnitLength
+
+
+def network_folder(path: Path) -> str:
+    """Return the folder within `path` that has the network: the first module's where `path` has no config.json.
+
+    Raises `ConfigError` for a first module that is no network.
+    """
+    if not (path / "modules.json").is_file():
+        return ""
+    kind, folder = ([*_listed(path), ("", "")])[0]
+    if kind in REFUSED or (kind and kind not in SERVED):
+        raise ConfigError(_unknown([kind]))
+    return "" if (path / "config.json").is_file() else folder
+
+
+def read_modules(path: Path, texts: dict[str, Any], raw: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the kind and folder of each module, in a served order; `texts` are the first one's settings.
+
+    Modules without effect are left out. Raises `ConfigError`.
+    """
+    modules = [(_transformer(kind, texts), folder) for kind, folder in _listed(path)]
+    unknown = sorted({kind for kind, _ in modules} - {*SERVED})
+    if unknown:
+        raise ConfigError(_unknown(unknown))
+    if raw.get("output_hidden_states") and any(kind == "WeightedLayerPooling" for kind, _ in modules):
+        raise ConfigError("modules.json has WeightedLayerPooling, a mean of the layers' outputs, which is not served")
+    without_effect = ("Dropout", "WeightedLayerPooling")  # the second where the network returns its last layer only
+    modules = [(kind, folder) for kind, folder in modules if kind not in without_effect]
+    _check_order([kind for kind, _ in modules])
+    return modules
+
+
+def _listed(path: Path) -> list[tuple[str, str]]:
+    found = read_json_value(path / "modules.json") if (path / "modules.json").is_file() else []
+    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
+        raise ConfigError("modules.json must hold a list of objects")
+    modules = [(str(module.get("type")).rpartition(".")[2], str(module.get("path") or "")) for module in found]
+    outside = [folder for _, folder in modules if Path(folder).is_absolute() or ".." in Path(folder).parts]
+    if outside:
+        raise ConfigError(f"modules.json names folders outside: {listed(outside)}")
+    return modules
+
+
+def _unknown(kinds: list[str]) -> str:
+    named = [f"{kind} ({REFUSED[kind]})" if kind in REFUSED else kind for kind in kinds]
+    return f"modules.json has {listed(named, longest=100)}; served are {', '.join(SERVED)}"
+
+
+def _transformer(kind: str, texts: dict[str, Any]) -> str:
+    """Name the first module by what it returns, for which sentence-transformers 6 has one class and a setting."""
+    task = texts.get("transformer_task", "feature-extraction")
+    if kind != "Transformer":
+        return kind
+    if task not in _TASKS:
+        raise ConfigError(f"sentence_bert_config.json: transformer_task {task!r} is not served")
+    return _TASKS[task]
+
+
+def _check_order(kinds: list[str]) -> None:
+    if not kinds:
+        return
+    whole = {"MLMTransformer": "SpladePooling", "CausalTransformer": "LogitScore"}
+    for network, last in whole.items():
+        if {network, last} & {*kinds} and kinds != [network, last]:
+            raise ConfigError(f"modules.json must have {network}, {last}, has {', '.join(kinds)}")
+    if kinds[0] in whole:
+        return
+    first = ["Transformer", "Pooling"] if "Pooling" in kinds else ["Transformer"]
+    rest = kinds[len(first) :]
+    if kinds[: len(first)] != first or not {*rest} <= {*_VECTORS}:
+        raise ConfigError(
+            f"modules.json has the order {', '.join(kinds)}; served are Transformer, Pooling, then any of "
+            f"{', '.join(_VECTORS)}"
+        )
+
+
+def read_step(path: Path, kind: str, folder: str, config: dict[str, Any], size: int, *, pickle: bool) -> VectorStep:
+    """Return what a module of these settings does to vectors of `size` numbers; without `pickle` by safetensors."""
+    names = {config.get(f"module_{side}_name") for side in ("input", "output")} - {None, "sentence_embedding"}
+    if names:
+        raise ConfigError(f"{folder}: reads or writes {listed(sorted(map(str, names)))}, which is not served")
+    if kind == "Normalize":
+        return UnitLength()
+    served = WEIGHTS if pickle else WEIGHTS[:1]
+    weights = next((path / folder / name for name in served if (path / folder / name).is_file()), None)
+    step = _norm(config, folder, size) if kind == "LayerNorm" else _dense(config, folder, size)
+    if weights is None:
+        refused = "; --no-pickle refuses pytorch_model.bin" if (path / folder / WEIGHTS[1]).is_file() else ""
+        raise ConfigError(f"{folder}: no {' and no '.join(served)}{refused}")
+    return step(weights)
+
+
+def _norm(config: dict[str, Any], folder: str, size: int) -> Any:
+    if config["dimension"] != size:
+        raise ConfigError(f"{folder}: dimension must be {size}, found {config['dimension']}")
+    return lambda weights: VectorNorm(weights, size)
+
+
+def _dense(config: dict[str, Any], folder: str, size: int) -> Any:
+    named = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = named.rpartition(".")[2]
+    if activation not in ACTIVATIONS or not named.startswith("torch.nn."):
+        raise ConfigError(f"{folder}: activation {named!r} is not served; served are {', '.join(sorted(ACTIVATIONS))}")
+    if config["in_features"] != size:
+        raise ConfigError(f"{folder}: in_features must be {size}, found {config['in_features']}")
+    bias, residual = bool(config.get("bias", True)), bool(config.get("use_residual", False))
+    return lambda weights: DenseConfig(weights, size, config["out_features"], bias, activation, residual)
