@@ -65,8 +65,7 @@ KEYS: Mapping[str, Mapping[str, Fate]] = {
 
 def key_warnings(where: str, kind: str, config: Mapping[str, Any]) -> list[str]:
     """Return a warning for the keys of a file that are not applied; `where` names the file."""
-    fates, off = KEYS[kind], (None, False, {}, [])
-    found = sorted(
-        key for key, value in config.items() if fates.get(key, Fate.WARNED) is Fate.WARNED and value not in off
-    )
+    fates = KEYS[kind]
+    given = [key for key, value in config.items() if value not in (None, False, {}, [])]
+    found = sorted(key for key in given if fates.get(key, Fate.WARNED) is Fate.WARNED)
     return [f"{where}: keys that are not applied: {listed(found)}"] if found else []
