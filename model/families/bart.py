@@ -1,8 +1,9 @@
 """The encoder-decoder of 2017 (Vaswani et al.) and its variants with other norms and positions.
 
 Marian (Junczys-Dowmunt et al. 2018) is the original: sinusoidal positions, post-norm. BART (Lewis et al. 2020) has
-learned positions and an embedding norm. mBART, M2M-100 (and NLLB), Pegasus and Blenderbot are pre-norm, with a final
-norm. The small Blenderbot is BART again, but that its decoder adds positions behind the norm of embeddings.
+learned positions and an embedding norm; MVP (Tang et al. 2022) and PLBART (Ahmad et al. 2021) are BARTs. mBART, M2M-100
+(and NLLB), Pegasus and Blenderbot are pre-norm, with a final norm. The small Blenderbot is BART again, but that its
+decoder adds positions behind the norm of embeddings.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 # The decoder's start token by default.
-_START = {"bart": "eos_token_id", "mbart": "eos_token_id", "m2m_100": "eos_token_id"}
+_START = {"plbart": "bos_token_id", "bart": "eos_token_id", "mbart": "eos_token_id", "m2m_100": "eos_token_id"}
 
 
 def config(
@@ -127,6 +128,18 @@ def blenderbot_small(raw: Settings, names: Collection[str] | None) -> ModelConfi
     return replace(model, decoder=replace(model.decoder, positions_last=True))
 
 
+def mvp(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build MVP, a BART; vectors that are put before a layer's keys are not served."""
+    refuse_unless(raw, use_prompt=False)
+    raw.get("prompt_length"), raw.get("prompt_mid_dim")  # of these vectors
+    return _LEARNED(raw.otherwise(decoder_start_token_id=2), names)
+
+
+def plbart(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build PLBART, a BART of programs, whose embeddings are scaled."""
+    return _LEARNED(raw.otherwise(scale_embedding=True), names)
+
+
 def rules(config: ModelConfig) -> Iterator[Rule]:
     yield TensorRule("shared.weight", "tokens.weight")
     for side, stack in config.stacks.items():
@@ -168,6 +181,8 @@ FAMILIES = {
     "bart": _FAMILY,
     "mbart": replace(_FAMILY, config=partial(_LEARNED, pre_norm=True)),
     "m2m_100": replace(_COMPUTED, config=m2m_100),
+    "mvp": replace(_FAMILY, config=mvp),
+    "plbart": replace(_FAMILY, config=plbart),
     "blenderbot": replace(_FAMILY, config=blenderbot),
     "blenderbot-small": replace(_FAMILY, config=blenderbot_small),
     "pegasus": replace(_COMPUTED, config=partial(config, pre_norm=True, float16_overflows=True)),

@@ -220,6 +220,8 @@ _ENCODER_DECODERS: Rows = {
     "marian-unscaled-relu": _marian(scale_embedding=False, activation_function="relu"),
     "marian-untied": _marian(tie_word_embeddings=False),
     "bart": random_model("BartForConditionalGeneration", BART, scale_embedding=False),
+    "mvp": random_model("MvpForConditionalGeneration", BART, scale_embedding=False),
+    "plbart": random_model("PLBartForConditionalGeneration", BART),
     "mbart": random_model("MBartForConditionalGeneration", BART),
     "m2m-100": random_model("M2M100ForConditionalGeneration", BART),
     "m2m-100-other-pad": random_model("M2M100ForConditionalGeneration", BART, pad_token_id=2, eos_token_id=1),

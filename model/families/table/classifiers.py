@@ -58,6 +58,8 @@ _SEQUENCE: dict[str, ClassifierTable] = {
     **dict.fromkeys(("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet", "jina_embeddings_v3"), _ROBERTA),
     **dict.fromkeys(("data2vec-text", "esm", "roberta-prelayernorm"), _ROBERTA),
     "mbart": _BART,
+    "mvp": _BART,
+    "plbart": _BART,
     "xlnet": ClassifierTable("logits_proj", _LAST, "sequence_summary.summary", Activation.TANH),
     "vit": ClassifierTable("classifier", _FIRST),
     "modernbert": _MODERNBERT,
