@@ -41,6 +41,7 @@ class NormSpan(StrEnum):
 
 class Activation(StrEnum):
     RELU = "relu"
+    RELU_SQUARED = "relu_squared"  # So et al. 2021: Primer
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     SILU = "silu"
@@ -59,6 +60,11 @@ class NormConfig:
     eps: float
     unit_offset: bool = False  # the gain is stored as its distance from 1 (Gemma)
     bias: bool = True  # LAYER: whether it shifts too (ModernBERT: not)
+    gain: bool = True  # LAYER: whether it multiplies, too (OLMo: neither)
+
+    def __post_init__(self) -> None:
+        if not self.gain and (self.kind is not NormKind.LAYER or self.bias or self.unit_offset):
+            raise ConfigError("a norm without gains is a LayerNorm without a bias")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import NormConfig, NormKind, Norms, NormSpan, RotaryConfig
+from model.config.layer import NormConfig, NormKind, Norms, NormSpan
 from model.config.model import ModelConfig
 from model.families import llama
 from model.families.table.bidirectional import either_way
-from model.families.table.decoders import with_attention, with_layers
+from model.families.table.decoders import turning_neighbours, with_attention, with_layers
 from model.families.table.helpers import layers_by_type, refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
@@ -31,10 +31,7 @@ def cohere(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 def _parallel(raw: Settings, names: Collection[str] | None, *, qk_norm: bool) -> ModelConfig:
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5), bias=False)
     base = llama.config(raw, names, norm=norm, head_scale=raw.get("logit_scale", 0.0625))
-    assert base.decoder is not None
-    position = base.decoder.layers[0].attention.position
-    assert isinstance(position, RotaryConfig)
-    base = with_attention(base, position=replace(position, interleaved=True))
+    base = turning_neighbours(base)
     if qk_norm:
         base = with_attention(base, qk_norm=norm, qk_norm_span=NormSpan.OWN_GAINS)
     return with_layers(base, parallel=True, one_norm=True, norms=(Norms(pre=norm), Norms()))

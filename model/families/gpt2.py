@@ -1,16 +1,21 @@
-"""GPT-2: learned positions, LayerNorm pre-norm, a tanh GELU, matrices stored transposed (Radford et al. 2019)."""
+"""GPT-2: learned positions, LayerNorm pre-norm, a tanh GELU, matrices stored transposed (Radford et al. 2019).
+
+StarCoder 1 and SantaCoder (`gpt_bigcode`, Li et al. 2023) have one head of keys and values, and matrices that are not
+transposed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.families.table.classifiers import classifier_rules
-from model.families.table.decoders import decoder_model
+from model.families.table.decoders import decoder_model, with_attention
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, split_width
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -34,6 +39,26 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return decoder_model(raw, names, decoder, raw["n_positions"])
 
 
+def bigcode(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    for unused in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "num_key_value_heads"):
+        raw.get(unused)  # of float16; what `multi_query` says
+    base = config(raw.otherwise(activation_function="gelu_pytorch_tanh"), names)
+    return with_attention(base, num_kv_heads=1) if raw.get("multi_query", True) else base
+
+
+def bigcode_rules(config: ModelConfig) -> Iterator[Rule]:
+    """Yield GPT-2's rules without transposing; with as many keys as queries q, k and v are stored head by head."""
+    assert config.decoder is not None
+    attention = config.decoder.layers[0].attention
+    stored = Interleaved(attention.num_heads) if attention.num_kv_heads == attention.num_heads > 1 else None
+    for rule in rules(config):
+        if isinstance(rule, LinearRule):
+            qkv = rule.target.endswith(".qkv")
+            yield replace(rule, transpose=False, interleaved=stored if qkv else None)
+        else:
+            yield rule
+
+
 def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.decoder is not None
     yield TensorRule("wte.weight", "tokens.weight")
@@ -54,4 +79,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 # Old checkpoints contain the causal mask as tensors.
 _DROPPED = ("h.*.attn.bias", "h.*.attn.masked_bias")
-FAMILIES = {"gpt2": Family(config, rules, "transformer.", _DROPPED, tables=("wte.weight",))}
+FAMILIES = {
+    "gpt2": Family(config, rules, "transformer.", _DROPPED, tables=("wte.weight",)),
+    "gpt_bigcode": Family(bigcode, bigcode_rules, "transformer.", _DROPPED, tables=("wte.weight",)),
+}

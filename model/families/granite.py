@@ -1,6 +1,6 @@
 """Granite: Llama with a multiplier for embeddings, scores, residual sums and logits (Granite team 2024).
 
-GraniteMoe has experts too, those of a layer in one tensor.
+GraniteMoe has experts too, those of a layer in one tensor; GraniteMoeShared one more for every token.
 """
 
 from __future__ import annotations
@@ -30,25 +30,30 @@ def moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = config(raw, names)
     assert base.decoder is not None
     count, per_token = raw.get("num_local_experts", 8), raw.get("num_experts_per_tok", 2)
-    return with_experts(base, ExpertsConfig(count, per_token, base.decoder.layers[0].mlp, renormalised=True))
+    mlp, width = base.decoder.layers[0].mlp, raw.get("shared_intermediate_size", 0)
+    shared = replace(mlp, intermediate_size=width) if width else None
+    return with_experts(base, ExpertsConfig(count, per_token, mlp, renormalised=True, shared=shared))
 
 
 _MOE = "block_sparse_moe"
-_NAMES = ExpertNames(f"{_MOE}.router.layer", f"{_MOE}.experts")
+_SHARED = ("shared_mlp.input_linear", "shared_mlp.output_linear")
+_NAMES = ExpertNames(f"{_MOE}.router.layer", f"{_MOE}.experts", shared_fused=_SHARED)
 _FUSED = (
     *_NAMES.fused(f"{_MOE}.input_linear.weight", f"{_MOE}.output_linear.weight", written=True),
     *_NAMES.fused(f"{_MOE}.experts.gate_up_proj", f"{_MOE}.experts.down_proj"),
 )
+_SPARSE = either_way(
+    Family(
+        moe,
+        partial(llama.rules, experts=_NAMES),
+        "model.",
+        llama.DROPPED,
+        fused=_FUSED,
+        spelled={f"{_MOE}.router.weight": f"{_MOE}.router.layer.weight"},
+    )
+)
 FAMILIES = {
     "granite": either_way(Family(config, llama.rules, "model.", llama.DROPPED)),
-    "granitemoe": either_way(
-        Family(
-            moe,
-            partial(llama.rules, experts=_NAMES),
-            "model.",
-            llama.DROPPED,
-            fused=_FUSED,
-            spelled={f"{_MOE}.router.weight": f"{_MOE}.router.layer.weight"},
-        )
-    ),
+    "granitemoe": _SPARSE,
+    "granitemoeshared": _SPARSE,
 }

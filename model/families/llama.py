@@ -26,6 +26,7 @@ from model.families.table.helpers import (
     repeat,
     self_attention,
     split_width,
+    switched_on,
 )
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
@@ -38,7 +39,7 @@ def config(
     raw: Settings, names: Collection[str] | None, *, norm: NormConfig | None = None, head_scale: float = 1.0
 ) -> ModelConfig:
     """Build the configuration; without a `norm` all are RMS norms."""
-    refuse_unless(raw, mlp_bias=False, pretraining_tp=1)
+    refuse_unless(raw, pretraining_tp=1)
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
     dim = raw.get("head_dim") or split_width(size, heads)
     bias = bool(raw.get("attention_bias", False))
@@ -53,7 +54,12 @@ def config(
             out_bias=bias,
             position=rotary(raw, dim),
         ),
-        feed_forward=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "silu"), gated=True, bias=False),
+        feed_forward=MLPConfig(
+            raw["intermediate_size"],
+            activation(raw, "hidden_act", "silu"),
+            gated=True,
+            bias=switched_on(raw, "mlp_bias"),
+        ),
         norms=(Norms(pre=norm),) * 2,
     )
     decoder = StackConfig(repeat(layer, raw["num_hidden_layers"]), size, causal=True, final_norm=norm)
@@ -135,14 +141,17 @@ def rules(
     assert config.decoder is not None
     yield from outside(config)
     for i, layer in enumerate(config.decoder.layers):
-        attention = layer.attention
-        here, there = f"layers.{i}", f"decoder.layers.{i}"
-        names = (f"{here}.self_attn.{part}_proj" for part in "qkvo")
-        yield from self_attention(attention, f"{there}.attn", *names)
-        yield from heads_norm(attention, f"{there}.attn", f"{here}.self_attn.q_norm", f"{here}.self_attn.k_norm")
-        if attention.sinks:
-            yield TensorRule(f"{here}.self_attn.sinks", f"{there}.attn.sinks")
+        yield from attention_rules(layer.attention, f"layers.{i}", f"decoder.layers.{i}")
         yield from rest(config, i, norms, experts)
+
+
+def attention_rules(attention: AttentionConfig, here: str, there: str) -> Iterator[Rule]:
+    """Yield the rules of a layer's attention; `here` is the layer's stored name, `there` the parameters'."""
+    names = (f"{here}.self_attn.{part}_proj" for part in "qkvo")
+    yield from self_attention(attention, f"{there}.attn", *names)
+    yield from heads_norm(attention, f"{there}.attn", f"{here}.self_attn.q_norm", f"{here}.self_attn.k_norm")
+    if attention.sinks:
+        yield TensorRule(f"{here}.self_attn.sinks", f"{there}.attn.sinks")
 
 
 def phi3_rules(config: ModelConfig) -> Iterator[Rule]:
@@ -167,14 +176,16 @@ def rest(
         assert experts is not None
         yield from experts.rules(mlp, config.decoder.hidden_size, here, f"{there}.mlp")
     else:
-        gated = dict.fromkeys((f"{here}.mlp.gate_proj", f"{here}.mlp.up_proj"), mlp.intermediate_size)
-        yield from fused(gated, f"{there}.mlp.up", bias=False)
-        yield LinearRule(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
+        parts = ("gate_proj", "up_proj") if mlp.gated else ("up_proj",)
+        sources = {f"{here}.mlp.{part}": mlp.intermediate_size for part in parts}
+        yield from fused(sources, f"{there}.mlp.up", bias=mlp.bias)
+        yield LinearRule(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=mlp.bias)
     yield from _norms(config, here, there, norms)
 
 
 def _norms(config: ModelConfig, here: str, there: str, norms: Mapping[str, str]) -> Iterator[Rule]:
-    for stored, norm in norms.items():
+    assert config.decoder is not None and config.decoder.final_norm is not None
+    for stored, norm in norms.items() if config.decoder.final_norm.gain else ():
         yield from affine(f"{here}.{stored}", f"{there}.{norm}", bias=_shifts(config))
 
 
@@ -187,7 +198,8 @@ def _shifts(config: ModelConfig) -> bool:
 def outside(config: ModelConfig) -> Iterator[Rule]:
     """Yield the rules of what is before and behind the layers."""
     yield TensorRule("embed_tokens.weight", "tokens.weight")
-    yield from affine("norm", "decoder.final_norm", bias=_shifts(config))
+    if config.decoder is not None and config.decoder.final_norm is not None and config.decoder.final_norm.gain:
+        yield from affine("norm", "decoder.final_norm", bias=_shifts(config))
     yield from classifier_rules(config)
     if config.head is not None and not config.head.tied:
         yield LinearRule("lm_head", "head", bias=False)

@@ -1,5 +1,6 @@
-"""OLMo 2 and 3: Llama with norms behind the sublayers, not before, and of all queries' and all keys' heads together.
+"""OLMo: Llama with LayerNorms that have no parameters; OLMo 2 and 3 with RMS norms behind the sublayers, not before.
 
+OLMo 1 is of Groeneveld et al. 2024. In 2 and 3 norms of all queries' and all keys' heads together are added.
 OLMo 2 (OLMo team 2025) has full attention; in OLMo 3 three of four layers have a window, and only the others stretch
 their rotary positions. OLMoE (Muennighoff et al. 2024) has experts, the same norms of heads, and Llama's of sublayers.
 """
@@ -10,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import ExpertsConfig, Norms, NormSpan
+from model.config.layer import ExpertsConfig, NormConfig, NormKind, Norms, NormSpan
 from model.config.model import ModelConfig
 from model.families import llama
 from model.families.table.bidirectional import either_way
@@ -24,6 +25,12 @@ from model.families.table.rules import Family
 # The stored names of norms behind the sublayers; EXAONE 4 has the same.
 OUTPUT_NORMS = {"post_attention_layernorm": "attn_norms.output", "post_feedforward_layernorm": "mlp_norms.output"}
 _PERIOD = 4  # every fourth layer of OLMo 3 has full attention
+
+
+def olmo(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build OLMo 1, of which some models bound queries, keys and values; these are not served."""
+    refuse_unless(raw, clip_qkv=None)
+    return llama.config(raw, names, norm=NormConfig(NormKind.LAYER, 1e-5, bias=False, gain=False))
 
 
 def olmo2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -70,6 +77,7 @@ def olmoe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 _EXPERTS = ExpertNames()
 _RULES = partial(llama.rules, norms=OUTPUT_NORMS)
 FAMILIES = {
+    "olmo": either_way(Family(olmo, llama.rules, "model.", llama.DROPPED)),
     "olmo2": either_way(Family(olmo2, _RULES, "model.", llama.DROPPED)),
     "olmoe": either_way(
         Family(olmoe, partial(llama.rules, experts=_EXPERTS), "model.", llama.DROPPED, fused=_EXPERTS.fused())

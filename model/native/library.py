@@ -46,6 +46,7 @@ ACTIVATIONS = {
     Activation.GELU_TANH: 3,
     Activation.SILU: 4,
     Activation.TANH: 5,
+    Activation.RELU_SQUARED: 8,
 }
 CLAMPED_SILU = 7  # a gated SiLU with bounds; 6 is a softcap
 

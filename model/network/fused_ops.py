@@ -77,9 +77,9 @@ def _add_rms(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
 
 
 @fused
-def _add_layer(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _add_layer(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     total = x + y
-    return total, functional.layer_norm(total, weight.shape, weight, bias, eps)
+    return total, functional.layer_norm(total, total.shape[-1:], weight, bias, eps)
 
 
 @fused

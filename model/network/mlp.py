@@ -16,6 +16,7 @@ from model.network.step_context import StepContext
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.RELU: functional.relu,
+    Activation.RELU_SQUARED: lambda x: functional.relu(x).square(),
     Activation.GELU: functional.gelu,
     Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
     Activation.SILU: functional.silu,

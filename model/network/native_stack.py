@@ -54,7 +54,7 @@ from model.network.disentangled import DisentangledBias
 from model.network.native_delta import delta_structure, fill_delta, layer_states
 from model.network.native_experts import feed_forward_structure, fill_feed_forward, unsupported_feed_forward
 from model.network.native_relative import NativePositions
-from model.network.norms import HeadsNorm, OffsetRMSNorm
+from model.network.norms import HeadsNorm, OffsetLayerNorm, OffsetRMSNorm
 from model.network.score_bias import AlibiBias, BucketBias
 
 if TYPE_CHECKING:
@@ -259,10 +259,11 @@ class NativeStack:
     def _norm(self, module: nn.Module) -> Norm:
         if isinstance(module, nn.Identity):
             return Norm()
-        assert isinstance(module, nn.LayerNorm | nn.RMSNorm | OffsetRMSNorm | HeadsNorm)
-        size = module.normalized_shape if isinstance(module, nn.RMSNorm) else ()
+        assert isinstance(module, nn.LayerNorm | nn.RMSNorm | OffsetRMSNorm | OffsetLayerNorm | HeadsNorm)
+        size = module.normalized_shape if isinstance(module, nn.RMSNorm | nn.LayerNorm) else ()
         gain = torch.ones(size) if module.weight is None else module.weight.detach().float()
-        self._kept.append((1.0 + gain if isinstance(module, OffsetRMSNorm) else gain).contiguous())
+        offset = isinstance(module, OffsetRMSNorm | OffsetLayerNorm)
+        self._kept.append((1.0 + gain if offset else gain).contiguous())
         kind = _NORM_KINDS[module.kind if isinstance(module, HeadsNorm) else _kind_of(module)]
         norm = Norm(kind=kind, eps=module.eps, weight=self._kept[-1].data_ptr())
         shift = getattr(module, "bias", None)
@@ -366,7 +367,7 @@ def _attention_structure(attention: AttentionConfig, stack: StackConfig, pool: i
 
 
 def _kind_of(module: nn.Module) -> NormKind:
-    return NormKind.LAYER if isinstance(module, nn.LayerNorm) else NormKind.RMS
+    return NormKind.LAYER if isinstance(module, nn.LayerNorm | OffsetLayerNorm) else NormKind.RMS
 
 
 def _kind(norm: NormConfig | None) -> int:

@@ -35,6 +35,22 @@ class OffsetRMSNorm(nn.Module):
         return functional.rms_norm(x.float(), self.weight.shape, self.gain, self.eps).to(x.dtype)
 
 
+class OffsetLayerNorm(nn.Module):
+    """LayerNorm whose gain is 1 + weight, computed in float32 as `OffsetRMSNorm` is (Nemotron)."""
+
+    def __init__(self, size: int, eps: float, *, bias: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return functional.layer_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), bias, self.eps).to(
+            x.dtype
+        )
+
+
 class HeadsNorm(nn.Module):
     """Norm of a token's queries or keys with gains `[heads, D]`: of each head, or of all heads together.
 
@@ -79,7 +95,9 @@ def build_norm(config: NormConfig | None, size: int) -> nn.Module:
         return OffsetRMSNorm(size, config.eps)
     if config.kind is NormKind.RMS:
         return nn.RMSNorm(size, eps=config.eps)
-    return nn.LayerNorm(size, eps=config.eps, bias=config.bias)
+    if config.unit_offset:
+        return OffsetLayerNorm(size, config.eps, bias=config.bias)
+    return nn.LayerNorm(size, eps=config.eps, elementwise_affine=config.gain, bias=config.bias)
 
 
 def head_norm(norm: nn.Module) -> HeadNorm:

@@ -49,6 +49,7 @@ _LONGROPE = dict(
     ),
 )
 _GPTJ = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, rotary_dim=4, **_IDS)
+_BIGCODE = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, **_IDS)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
 # Windows that prompts cross, gates that reach their bound, YaRN.
 _GPT_OSS: dict[str, Any] = dict(num_local_experts=5, num_experts_per_tok=3, head_dim=12, sliding_window=5)
@@ -180,6 +181,22 @@ DENSE_DECODERS: Rows = {
     "gemma4-unified": _gemma4("Gemma4UnifiedForCausalLM", _GEMMA4_UNIFIED),
     "phi3-longrope": random_model("Phi3ForCausalLM", LLAMA, **_LONGROPE),
     "granite": random_model("GraniteForCausalLM", LLAMA, **_MULTIPLIERS),
+    "granite-biases": random_model("GraniteForCausalLM", LLAMA, attention_bias=True, mlp_bias=True),
+    "seed-oss": random_model("SeedOssForCausalLM", LLAMA, head_dim=12, attention_out_bias=True, mlp_bias=True),
+    "arcee": random_model("ArceeForCausalLM", LLAMA, mlp_bias=True),
+    "nemotron": random_model("NemotronForCausalLM", LLAMA, partial_rotary_factor=0.5),
+    "glm": random_model("GlmForCausalLM", LLAMA, head_dim=12, partial_rotary_factor=0.5, attention_bias=True),
+    "glm4": random_model("Glm4ForCausalLM", LLAMA, head_dim=12, partial_rotary_factor=0.5, attention_bias=True),
+    "ernie4-5": random_model("Ernie4_5ForCausalLM", LLAMA, head_dim=12, use_bias=True),
+    "helium": random_model("HeliumForCausalLM", LLAMA, head_dim=8, attention_bias=True, mlp_bias=True),
+    "olmo": random_model("OlmoForCausalLM", LLAMA),
+    "gpt-neo": random_model(
+        "GPTNeoForCausalLM",
+        dict(vocab_size=VOCAB, hidden_size=32, num_heads=4, max_position_embeddings=128, **_IDS),
+        **dict(num_layers=3, attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=5),
+    ),
+    "gpt-bigcode": random_model("GPTBigCodeForCausalLM", _BIGCODE),
+    "gpt-bigcode-heads": random_model("GPTBigCodeForCausalLM", _BIGCODE, multi_query=False),
     "smollm3": random_model(
         "SmolLM3ForCausalLM",
         LLAMA,
@@ -224,6 +241,9 @@ DENSE_DECODERS: Rows = {
     ),
     "olmoe": random_model("OlmoeForCausalLM", LLAMA, num_experts=7, num_experts_per_tok=3),
     "granitemoe": random_model("GraniteMoeForCausalLM", LLAMA, num_local_experts=3, **_MULTIPLIERS),
+    "granitemoeshared": random_model(
+        "GraniteMoeSharedForCausalLM", LLAMA, num_local_experts=3, shared_intermediate_size=20, **_MULTIPLIERS
+    ),
     "gpt-oss": random_model("GptOssForCausalLM", LLAMA, **_GPT_OSS),
     "mixtral": random_model("MixtralForCausalLM", LLAMA, num_local_experts=5, intermediate_size=20),
     "opt-post-norm": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, enable_bias=False),

@@ -418,7 +418,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no heads": (lambda f: edit_json(f / "config.json", num_attention_heads=0, head_dim=8), "num_heads"),
     "heads do not divide": (lambda f: edit_json(f / "config.json", num_key_value_heads=3), "multiple of num_kv_heads"),
     "a key is missing": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "lacks 'hidden_size'"),
-    "mlp bias": (lambda f: edit_json(f / "config.json", mlp_bias=True), "mlp_bias = True is not served"),
+    "mlp bias": (lambda f: edit_json(f / "config.json", mlp_bias=True), r"missing: layers.0.mlp.down_proj.bias"),
 }
 
 

@@ -18,6 +18,7 @@ from tests.model.published_encoders import NOMIC, PUBLISHED_ENCODERS
 from tests.model.published_experts import PUBLISHED_EXPERTS
 from tests.model.published_gemmas import PUBLISHED_GEMMAS
 from tests.model.published_layernorm_decoders import PUBLISHED_LAYERNORM_DECODERS
+from tests.model.published_more_decoders import PUBLISHED_MORE_DECODERS
 from tests.model.published_seq2seq import PUBLISHED_SEQ2SEQ
 from tests.model.published_speech import PUBLISHED_SPEECH
 from tests.model.published_text_parts import PUBLISHED_TEXT_PARTS
@@ -30,6 +31,7 @@ PUBLISHED = {
     **PUBLISHED_SEQ2SEQ,
     **PUBLISHED_ENCODERS,
     **PUBLISHED_SPEECH,
+    **PUBLISHED_MORE_DECODERS,
     **PUBLISHED_TEXT_PARTS,
 }
 

@@ -34,6 +34,8 @@ CLASSES = (
     *("Gemma2", "Gemma3Text", "GPT2", "GPTNeoX", "Granite", "SmolLM3", "Olmo2", "Olmo3", "Exaone4", "Cohere"),
     *("Gemma4", "Gemma4Text", "Gemma4Unified", "Gemma4UnifiedText"),
     *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss"),
+    *("SeedOss", "Arcee", "Nemotron", "Glm", "Glm4", "Ernie4_5", "Helium", "Olmo", "GPTNeo", "GPTBigCode"),
+    *("GraniteMoeShared",),
     *("AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "GotOcr2", "Idefics2", "Idefics3", "InternVL"),
     *("Janus", "LightOnOcr", "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "Ovis2", "Qwen2Audio"),
     *("Qwen2VL", "Qwen2VLText", "Qwen2_5_VL", "Qwen2_5_VLText", "Qwen3VL", "Qwen3VLText", "Qwen3VLMoe"),
@@ -275,7 +277,6 @@ def test_what_is_about_training_and_bookkeeping_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("Llama", {"mlp_bias": True}),
         ("Qwen2", {"use_sliding_window": True}),
         ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}),
         ("GPT2", {"scale_attn_by_inverse_layer_idx": True}),

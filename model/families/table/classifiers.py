@@ -39,6 +39,7 @@ _SCORING = (
     "gemma3_text",
     "gemma3",
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+    *("seed_oss", "arcee", "nemotron", "glm", "glm4", "helium", "olmo", "hunyuan_v1_dense", "apertus", "phimoe"),
     *("smollm3", "olmo2", "olmo3", "exaone4", "stablelm", "starcoder2", "phi"),
 )  # their heads for tokens are called `score` too
 
@@ -63,7 +64,9 @@ _SEQUENCE: dict[str, ClassifierTable] = {
     "xlnet": ClassifierTable("logits_proj", _LAST, "sequence_summary.summary", Activation.TANH),
     "vit": ClassifierTable("classifier", _FIRST),
     "modernbert": _MODERNBERT,
-    **dict.fromkeys(("gpt2", "gpt_neox", "gptj", "falcon", "bloom", "mpt", "opt", *_SCORING), _DECODER),
+    **dict.fromkeys(
+        ("gpt2", "gpt_neo", "gpt_bigcode", "gpt_neox", "gptj", "falcon", "bloom", "mpt", "opt", *_SCORING), _DECODER
+    ),
 }
 _TOKENS: dict[str, ClassifierTable] = {"modernbert": replace(_MODERNBERT, input=ClassifierInput.EVERY)}
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from model.config.layer import RotaryConfig
 from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
 from model.families.table.classifiers import classifier
 from model.families.table.helpers import decoder_head, ids
@@ -49,3 +50,11 @@ def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
     assert config.decoder is not None
     changed = config.decoder.with_layers(lambda layer: replace(layer, mixer=replace(layer.attention, **changes)))
     return replace(config, decoder=changed)
+
+
+def turning_neighbours(config: ModelConfig) -> ModelConfig:
+    """Return a decoder-only model whose rotary positions turn pairs of neighbours."""
+    assert config.decoder is not None
+    position = config.decoder.layers[0].attention.position
+    assert isinstance(position, RotaryConfig)
+    return with_attention(config, position=replace(position, interleaved=True))

@@ -20,6 +20,7 @@ class ExpertNames:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
+    shared_fused: tuple[str, str] | None = None  # of the shared one: gate and up in one matrix, and down
 
     def rules(self, config: ExpertsConfig, hidden_size: int, here: str, there: str) -> Iterator[LinearRule]:
         """Yield the rules of a feed-forward; `here` is the layer's stored name, `there` the parameters'."""
@@ -29,7 +30,10 @@ class ExpertNames:
         inner = {f"{expert}.{part}": mlp.intermediate_size for expert in experts for part in (gate, up)}
         yield from fused(inner, f"{there}.up", bias=mlp.bias)
         yield from fused({f"{expert}.{down}": hidden_size for expert in experts}, f"{there}.down", bias=mlp.bias)
-        if config.shared is not None:
+        if config.shared is not None and self.shared_fused is not None:
+            for name, part in zip(self.shared_fused, ("up", "down"), strict=True):
+                yield LinearRule(f"{here}.{name}", f"{there}.shared.{part}", config.shared.bias)
+        elif config.shared is not None:
             columns = config.shared.intermediate_size
             gated = dict.fromkeys((f"{here}.{self.shared}.{part}" for part in (gate, up)), columns)
             yield from fused(gated, f"{there}.shared.up", bias=config.shared.bias)

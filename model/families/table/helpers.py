@@ -14,6 +14,7 @@ from model.families.table.rules import LinearRule, TensorRule
 _MAX_LAYERS = 10_000  # a larger number is an error in the file
 _ACTIVATIONS = {
     "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
@@ -29,6 +30,16 @@ def activation(raw: Mapping[str, Any], key: str, default: str) -> Activation:
     if name not in _ACTIVATIONS:
         raise ConfigError(f"{key} {name!r} is not served; served are {', '.join(sorted(_ACTIVATIONS))}")
     return _ACTIVATIONS[name]
+
+
+def switched_on(raw: Settings, key: str) -> bool:
+    """Return whether a setting is on; one that the reference's class does not know is ignored."""
+    if not raw.get(key, False):
+        return False
+    if raw.follows_class and not raw.knows(key):
+        raw.ignore(key, raw[key])
+        return False
+    return True
 
 
 def refuse_unless(raw: Mapping[str, Any], **allowed: object) -> None:

@@ -133,8 +133,11 @@ class Settings(Mapping[str, Any]):
 
     def without_effect(self, key: str) -> bool:
         """Whether the reference makes nothing of a key, as its class does not know it."""
-        known = self._known is not None and (key in self._known.defaults or key in _FORMER)
-        return not self._strict and not known
+        return not self._strict and not self.knows(key)
+
+    def knows(self, key: str) -> bool:
+        """Whether the reference's class knows a key, or once computed it."""
+        return self._known is not None and (key in self._known.defaults or key in _FORMER)
 
     @property
     def follows_class(self) -> bool:

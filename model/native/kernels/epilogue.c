@@ -58,6 +58,7 @@ INLINE void finish_as(int activation, int how, const Product *product, const Sum
 INLINE void finish_in(int how, const Product *product, const SumTile *tile, int vectors) {
     switch (product->output.activation) {
     case RELU: finish_as(RELU, how, product, tile, vectors); break;
+    case RELU_SQUARED: finish_as(RELU_SQUARED, how, product, tile, vectors); break;
     case GELU: finish_as(GELU, how, product, tile, vectors); break;
     case GELU_TANH: finish_as(GELU_TANH, how, product, tile, vectors); break;
     case SILU: finish_as(SILU, how, product, tile, vectors); break;
