@@ -4,6 +4,7 @@ ConfigError               a configuration that cannot be served (a `ValueError`)
 |- CheckpointError        tensors that do not fit their configuration
 `- MemoryShortageError    a model that does not fit into the memory that it may take
 TokenizerError            the tokenizers' library gave up on a text or on tokens
+GrammarError              a grammar, schema or pattern that no output can be held to (a `ValueError`)
 EngineError               an engine client could not do what was asked
 |- QueueFullError         refused before any work: try again after `retry_after_s` seconds
 |- ModelNotLoadedError    refused before any work: no such model is loaded, or it is being unloaded
@@ -44,6 +45,10 @@ class MemoryShortageError(ConfigError):
 
 class TokenizerError(Exception):
     """The tokenizers' library gave up on a text or on tokens, for a reason that is in the model's tokenizer."""
+
+
+class GrammarError(ValueError):
+    """A grammar is invalid, matches nothing, costs too much or is not served; the message says why and where."""
 
 
 class EngineError(Exception):

@@ -8,8 +8,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from model.engine.scheduling.sequence import SequenceState
-from model.errors import ConfigError
-from model.text.grammar import GrammarError
+from model.errors import ConfigError, GrammarError
 
 if TYPE_CHECKING:
     from model.text.grammar_matcher import Grammars, Matcher

@@ -1,57 +1,74 @@
 """Grammars for constrained decoding, written as plain text that travels with the request.
 
 The text is in llguidance's language: Lark rules around a JSON schema, a regular expression or a list of strings. Only
-what that language cannot express is refused here; `model.text.grammar_matcher` compiles the text.
+what that language cannot express, or reads otherwise, is refused here; `model.text.grammar_matcher` compiles the text.
 """
 
 from __future__ import annotations
 
 import json
-import re
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from threading import Lock
 from typing import Any
+
+from model.errors import GrammarError as GrammarError  # what this module raises
+from model.text.patterns import whole_pattern
+from model.text.schemas.translate import translated
 
 # Allow every tokenisation of a matching text, not only the tokenizer's own.
 _HEADER = '%llguidance {"no_forcing": true}\n'
-_ESCAPE = re.compile(r"\\.", re.DOTALL)
-_VERBOSE = re.compile(r"\(\?[A-Za-z]*x[A-Za-z]*(-[A-Za-z]*)?[:)]")  # the flag that ignores whitespace and comments
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # keywords with schemas
-_WITHIN = ("items", "prefixItems", "additionalProperties", "anyOf", "allOf", "oneOf", "not", "if", "then", "else")
-_ANY_NAME: tuple[object, ...] = ({}, True, {"type": "string"})
-_JSON = {"whitespace_pattern": "[ ]?"}  # between JSON tokens; without a bound a model could emit spaces forever
-
-
-class GrammarError(ValueError):
-    """A grammar is invalid, matches nothing or costs too much; the message says why."""
+_OPTIONS = {
+    "whitespace_pattern": "[ ]?",  # between JSON tokens; without a bound a model could emit spaces forever
+    # No escapes by number: they could spell the name of a property that is declared otherwise.
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+_MAX_KEPT, _MAX_KEPT_CHARACTERS = 256, 4_000_000
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of JSON that the schema accepts; properties come in the schema's order."""
+    """Return the grammar of JSON that the schema accepts; properties come in the schema's order.
+
+    Raises `GrammarError`, which names the keyword and its place, for a schema that cannot be held.
+    """
     return f"{_HEADER}start: {json_rule(schema)}\n"
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return the right side of a rule for JSON that the schema accepts."""
-    return f"%json {json.dumps({**_with_all_names(schema), 'x-guidance': _JSON})}"
-
-
-def _with_all_names(schema: Any) -> Any:
-    """Return the schema without those `propertyNames` that allow all names: some libraries write them for every object
-    of any keys, and llguidance has no `propertyNames`.
-    """
-    if isinstance(schema, list):
-        return [_with_all_names(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {}
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, dict):
-            found[key] = {name: _with_all_names(one) for name, one in value.items()}
-        elif key in _WITHIN:
-            found[key] = _with_all_names(value)
-        elif key != "propertyNames" or value not in _ANY_NAME:
-            found[key] = value
+    """Return the right side of a rule for JSON that the schema accepts. Raises `GrammarError`."""
+    text = json.dumps(schema, separators=(",", ":"))
+    found = _RULES.get(text)
+    if found is None:
+        found = f"%json {json.dumps({**translated(schema), 'x-guidance': _OPTIONS})}"
+        _RULES.put(text, found)
     return found
+
+
+class _Kept:
+    """The rules of the schemas that came last, since clients send the same ones again and again."""
+
+    def __init__(self) -> None:
+        self._rules: OrderedDict[str, str] = OrderedDict()
+        self._size = 0
+        self._lock = Lock()
+
+    def get(self, schema: str) -> str | None:
+        with self._lock:
+            if schema in self._rules:
+                self._rules.move_to_end(schema)
+            return self._rules.get(schema)
+
+    def put(self, schema: str, rule: str) -> None:
+        with self._lock:
+            if schema in self._rules:
+                return
+            self._rules[schema] = rule
+            self._size += len(schema) + len(rule)
+            while len(self._rules) > _MAX_KEPT or self._size > _MAX_KEPT_CHARACTERS:
+                self._size -= sum(map(len, self._rules.popitem(last=False)))
+
+
+_RULES = _Kept()
 
 
 def rules_grammar(rules: Mapping[str, str]) -> str:
@@ -66,27 +83,9 @@ def rules_of(grammar: str, name: str) -> str:
 
 def regex_grammar(pattern: str) -> str:
     """Return the grammar of texts that the whole pattern matches; `.` matches no line break. Raises `GrammarError`."""
-    return f"{_HEADER}start: TEXT\nTEXT: /{_escape_delimiters(pattern)}/\n"
+    return f"{_HEADER}start: TEXT\nTEXT: /{whole_pattern(pattern)}/\n"
 
 
 def choice_grammar(choices: Iterable[str]) -> str:
     """Return the grammar that matches any one of the texts."""
     return f"{_HEADER}start: TEXT\nTEXT: {' | '.join(map(json.dumps, choices))}\n"
-
-
-def _escape_delimiters(pattern: str) -> str:
-    """Escape slashes and line breaks in the pattern without changing its meaning."""
-    if ("\n" in pattern or "\r" in pattern) and _VERBOSE.search(_ESCAPE.sub("_", pattern)):
-        raise GrammarError("a line break is no text with the flag x and cannot be left out here; write it on one line")
-    escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
-    escaped_pattern = []
-    characters = iter(pattern)
-    for character in characters:
-        if character != "\\":
-            escaped_pattern.append(escapes.get(character, character))
-            continue
-        escaped = next(characters, None)
-        if escaped is None:
-            raise GrammarError("it ends with a backslash")
-        escaped_pattern.append(escapes.get(escaped, f"\\{escaped}"))
-    return "".join(escaped_pattern)

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from model.errors import ConfigError
-from model.text.grammar import GrammarError
+from model.errors import ConfigError, GrammarError
 from model.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -234,22 +233,33 @@ def compile_grammar(grammar: str, vocabulary: Vocabulary) -> Matcher:
     return Matcher(_Compiled(grammar, vocabulary)).with_stop_tokens(())
 
 
+# What llguidance says of a whole schema, and what is said instead. A translated schema meets no other of its refusals.
+_OF_SCHEMAS = {
+    "patternProperty regexes": "patternProperties whose patterns may match the same name are not served",
+    "Unsatisfiable schema": "no value is accepted by the schema",
+    "circular references with sibling keys": "$ref that leads back to itself is not served beside other keywords",
+    "Schema intersection stack": "allOf, anyOf and $ref are nested too deeply within each other",
+    "schema too large": "allOf, anyOf and $ref make the schema too large",
+    "Unable to determine if regex is empty": "pattern, format and lengths of a string take too much together",
+}
+
+
 def _redact(error: str) -> str:
     """Remove quotations of the grammar from llguidance's message; names of keywords stay."""
+    if "failed to compile JSON schema: " in error:
+        found = next((said for begin, said in _OF_SCHEMAS.items() if begin in error), None)
+        if found is not None:
+            return f"#: {found}"
     lines = [line.strip() for line in error.splitlines()]
     syntax = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
     if syntax is not None:  # of a regular expression, which the lines before quote
         return syntax
-    reason = lines[0]
+    reason, is_schema = lines[0], "failed to compile JSON schema: " in lines[0]
     for prefix in ("failed to compile JSON schema: ", "(in regex): "):
         reason = reason.rpartition(prefix)[2]
-    if reason.startswith("Resource "):
-        return "a reference leads out of the schema; none is fetched"
-    if reason.startswith(("Unimplemented keys", "Unsatisfiable schema")):
-        return reason
     for quotation in (" in regex /", " /", " '", ": ", ", got ", ". Enable "):
         reason = reason.partition(quotation)[0]
-    return reason
+    return f"#: {reason}" if is_schema else reason
 
 
 class Grammars:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.text.grammar import json_grammar
 from service.chat.call_grammar import reply_grammar
 from service.chat.formats import ToolFormat, reasoning_format, tool_format
 from service.chat.message_fit import fitted_messages, given_ids, shown_tools
@@ -18,7 +17,7 @@ from service.core.model_registry import ServedModel
 from service.core.template_traits import TemplateTraits
 from service.lifecycle.state import Service
 from service.planning.generate import ReplyShape, check_room
-from service.planning.response_format import OutputConstraint, check_schema
+from service.planning.response_format import OutputConstraint, check_schema, schema_constraint
 from service.settings.service_settings import Limits
 
 _SAID_IN_MESSAGES = TemplateTraits(tool_format="json")  # of templates that read no tools: messages ask for JSON
@@ -72,7 +71,7 @@ class Turn:
         parts: list[OutputConstraint] = [] if given is None else [given]
         for tool in self.use.callable:
             check_schema(tool.schema, tool.param, limits)
-            parts.append(OutputConstraint(json_grammar(tool.schema), tool.param))
+            parts.append(schema_constraint(tool.schema, tool.param))
         answer = "" if given is None else given.grammar
         grammar = reply_grammar(self.format, self.use, answer, self._special_id)
         return OutputConstraint(grammar, parts[0].param if len(parts) == 1 else "tools", tuple(parts))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from model.checkpoint import hub
 from model.checkpoint.folder_kind import describe_path
-from model.errors import ConfigError, EngineError
+from model.errors import ConfigError, EngineError, GrammarError
 from model.gguf.container import is_gguf
 from model.gguf.container import model_name as gguf_name
 from model.system.child_process import ENGINE, ConnectedChild
@@ -173,13 +173,13 @@ def _grammar(arguments: argparse.Namespace) -> str:
 
     if arguments.json:
         return grammar.json_grammar({"type": "object"})
-    if arguments.json_schema is not None:
-        return grammar.json_grammar(_schema(arguments.json_schema))
-    if arguments.regex is not None:
-        try:
+    try:
+        if arguments.json_schema is not None:
+            return grammar.json_grammar(_schema(arguments.json_schema))
+        if arguments.regex is not None:
             return grammar.regex_grammar(arguments.regex)
-        except grammar.GrammarError as error:
-            raise ConfigError(f"--regex is not supported: {error}") from None
+    except GrammarError as error:
+        raise ConfigError(f"{'--regex' if arguments.json_schema is None else '--json-schema'}: {error}") from None
     return grammar.choice_grammar(arguments.choice) if arguments.choice else ""
 
 

@@ -7,6 +7,7 @@ and its length against the context and the KV cache. An encoder-decoder's prompt
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from service.core.model_registry import Registry, ServedModel, Task
 from service.core.request_context import current
 from service.planning.body_limits import check_generate, check_logprobs
 from service.planning.languages import source_language, target_language
-from service.planning.response_format import GrammarChecker, OutputConstraint, constraint_of
+from service.planning.response_format import GrammarChecker, OutputConstraint, constraint_of, has_constraint
 from service.planning.sampling import num_beams, sampling_params
 from service.planning.tokenization import (
     TokenizerThreads,
@@ -136,6 +137,15 @@ class GeneratePlanner:
         self._threads = threads
         self._grammars = grammars
 
+    async def _constraint(self, body: GenerateBody, shape: ReplyShape | None) -> OutputConstraint | None:
+        """Return what the output must match. Schemas are translated in a thread, since large ones take long."""
+
+        def found() -> OutputConstraint | None:
+            own = constraint_of(body, self._limits)
+            return own if shape is None else shape.constrain(own)
+
+        return await asyncio.to_thread(found) if shape is not None or has_constraint(body) else None
+
     async def plan(
         self, body: GenerateBody, request_id: str, arrival: float, shape: ReplyShape | None = None
     ) -> GeneratePlan:
@@ -146,9 +156,7 @@ class GeneratePlanner:
             raise invalid(message, "prompt", "wrong_task")
         info = loaded_info(self._client, served)
         check_generate(body, self._limits)
-        constraint = constraint_of(body, self._limits)
-        if shape is not None:
-            constraint = shape.constrain(constraint)
+        constraint = await self._constraint(body, shape)
         if constraint is not None and body.ignore_eos:
             message = f"ignore_eos has no meaning with {constraint.field}, which says where the output ends"
             raise invalid(message, "ignore_eos")

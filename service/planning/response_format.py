@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.text.grammar import GrammarError, choice_grammar, json_grammar, regex_grammar
-from service.core.errors import ApiError, invalid, scrub, unavailable
+from model.errors import GrammarError
+from model.text.grammar import choice_grammar, json_grammar, regex_grammar
+from service.core.errors import ApiError, invalid, unavailable
 from service.core.model_registry import ServedModel
 from service.sandbox.process_pool import Worker, WorkerError, WorkerPool
 from service.schemas.bodies import GenerateBody, ResponseFormat
@@ -26,6 +27,7 @@ CONSTRAINT_FIELDS = ("response_format", "regex", "choice")
 SCHEMA_PARAM = "response_format.json_schema.schema"
 
 _WORKERS = 2
+_MAX_REASON = 480  # characters
 _MAX_CACHED = 256  # grammars with their results
 _MAX_CACHED_CHARACTERS = 4_000_000
 
@@ -45,6 +47,11 @@ class OutputConstraint:
     def field(self) -> str:
         """The name of the body's own field, without what is in it."""
         return self.param.partition(".")[0].partition("[")[0]
+
+
+def has_constraint(body: GenerateBody) -> bool:
+    """Return whether a body constrains its output."""
+    return any(getattr(body, name) is not None for name in CONSTRAINT_FIELDS)
 
 
 def constraint_of(body: GenerateBody, limits: Limits) -> OutputConstraint | None:
@@ -79,7 +86,15 @@ def _from_format(given: ResponseFormat, limits: Limits) -> OutputConstraint:
         raise invalid("response_format.json_schema is required", "response_format.json_schema", "missing_field")
     schema = given.json_schema.schema_
     check_schema(schema, SCHEMA_PARAM, limits)
-    return OutputConstraint(json_grammar(schema), SCHEMA_PARAM)
+    return schema_constraint(schema, SCHEMA_PARAM)
+
+
+def schema_constraint(schema: Mapping[str, Any], param: str) -> OutputConstraint:
+    """Return the constraint of a JSON schema; raises an `ApiError` that names `param` for one that cannot be held."""
+    try:
+        return OutputConstraint(json_grammar(schema), param)
+    except GrammarError as error:
+        raise invalid_grammar(param, str(error)) from None
 
 
 def _from_pattern(pattern: str, limits: Limits) -> OutputConstraint:
@@ -155,7 +170,7 @@ class GrammarChecker:
 
 def invalid_grammar(param: str, reason: str) -> ApiError:
     """Return the error for a grammar that does not compile, or that failed while an output was generated."""
-    return invalid(f"{param} cannot be followed: {scrub(reason)}", param, "invalid_grammar")
+    return invalid(f"{param} cannot be followed: {' '.join(reason.split())[:_MAX_REASON]}", param, "invalid_grammar")
 
 
 def _busy() -> ApiError:

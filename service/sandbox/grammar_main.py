@@ -19,7 +19,7 @@ import signal
 import socket
 import struct
 
-from model.text.grammar import GrammarError
+from model.errors import GrammarError
 from model.text.grammar_matcher import Vocabulary, compile_grammar
 from model.text.token_bytes import TokenBytes
 
@@ -28,7 +28,7 @@ _LENGTH = struct.Struct(">I")
 _MEMORY = 512 << 20
 _TRIAL_TOKENS = 64
 _TRIALS = 4
-_MESSAGE = 300
+_MESSAGE = 480
 _SPECIAL, _ANY_SPECIAL = re.compile(r"<\[\d+\]>"), 256  # a special token by its id
 
 

@@ -132,7 +132,7 @@ def test_names_of_properties_that_may_be_any() -> None:
         matcher.accept(token)
     assert matcher.is_complete
     with pytest.raises(GrammarError, match="propertyNames"):
-        compile_grammar(json_grammar({"type": "array", "items": {"propertyNames": {"maxLength": 2}}}), vocabulary)
+        json_grammar({"type": "array", "items": {"propertyNames": {"format": "email"}}})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -336,7 +336,7 @@ def test_grammar_that_no_tokens_match_ends_with_a_reason(beams: int) -> None:
     several = dict(num_beams=beams, n=beams, max_tokens=20, ignore_eos=False)
     run.engine.add(request("llama", "never", 5, grammar=regex_grammar("Z+"), **several))
     run.engine.add(request("llama", "midway", 5, grammar=regex_grammar("abZ"), **several))
-    run.engine.add(request("llama", "broken", 5, grammar=regex_grammar("(a"), **several))
+    run.engine.add(request("llama", "broken", 5, grammar=choice_grammar(["a"]).replace('"a"', "/(a/"), **several))
     run.engine.add(request("llama", "fine", 5))
     finish(run)
     for name, message in (("never", "no token"), ("midway", "no token"), ("broken", "unclosed group")):
@@ -409,7 +409,7 @@ def test_a_line_break_in_verbose_mode_is_refused(pattern: str) -> None:
         regex_grammar(pattern)
 
 
-@pytest.mark.parametrize("pattern", ["(?x)a\t# c", "a\nb", "(?-x)a\n", "(\\(?x)\n", "(?P<x>a)\n", "[(?x]\n"])
+@pytest.mark.parametrize("pattern", ["a\nb", "(?-x)a\n", "(\\(?x)\n", "(?P<x>a)\n", "[(?x]\n"])
 def test_a_line_break_elsewhere_is_text(pattern: str) -> None:
     assert "\n" not in regex_grammar(pattern).split("TEXT: ")[1][:-1]
 
@@ -423,8 +423,8 @@ def test_compiled_grammars_are_cached_up_to_a_bound() -> None:
         grammars.compile(choice_grammar([f"a{number}"])).result()
     assert grammars.compile(choice_grammar(["a"])) is not first
     assert reads == [1]
-    with pytest.raises(GrammarError, match="lookarounds"):
-        grammars.compile(regex_grammar("a$b")).result()
+    with pytest.raises(GrammarError, match="unclosed group"):
+        grammars.compile(choice_grammar(["a"]).replace('"a"', "/(a/")).result()
 
 
 def follow(matcher: Matcher, text: str) -> Matcher:

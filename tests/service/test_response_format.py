@@ -66,7 +66,7 @@ EXPONENTIAL = {
 HOSTILE: dict[str, tuple[dict[str, Any], str | None]] = {
     "multiple": (of_schema({"type": "integer", "multipleOf": 1_000_003}), AT_SCHEMA),
     "multiples": (of_schema({"anyOf": [{"type": "integer", "multipleOf": 99_991 + i} for i in range(50)]}), AT_SCHEMA),
-    "properties": (of_schema({"type": "object", "properties": {f"p{i}": {} for i in range(4_000)}}), AT_SCHEMA),
+    "properties": (of_schema({"type": "object", "properties": {f"p{i}": {} for i in range(4_000)}}), None),
     "arrays": (of_schema(nested(150, lambda v: {"type": "array", "items": v})), AT_SCHEMA),
     "all of any": (
         of_schema({"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(3)]} for i in range(14)]}),
@@ -79,7 +79,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str | None]] = {
     "string pattern": (of_schema({"type": "string", "pattern": "((a{1,999}){1,999}){1,999}b"}), None),
     "enum": (of_schema({"enum": [f"v{i * 7919}" for i in range(5_000)]}), None),
     "too large": (of_schema({"enum": ["x" * 70_000]}), AT_SCHEMA),
-    "range": (of_schema({"type": "number", "minimum": -1.23456789e300, "maximum": 9.87654321e300}), AT_SCHEMA),
+    "range": (of_schema({"type": "number", "minimum": -1.23456789e300, "maximum": 9.87654321e300}), None),
     "many items": (of_schema({"type": "array", "minItems": 10**9}), None),
     "negative items": (of_schema({"type": "array", "minItems": -1}), AT_SCHEMA),
     "repeated": ({"regex": "(a{1000}){1000}"}, None),
@@ -153,7 +153,7 @@ def test_results_of_grammars_are_cached(served: App, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trials, "_compile", counted)
 
     async def work(client: httpx.AsyncClient) -> None:
-        for pattern, status in (("[0-9]x", 200), ("(", 400)):
+        for pattern, status in (("[0-9]x", 200), (r"[^\s\S]", 400)):
             for _ in range(3):
                 assert (await client.post("/generate", json={**GOOD, "regex": pattern})).status_code == status
 

@@ -313,7 +313,11 @@ def test_refused_tools(app: App) -> None:
 
     large = {"enum": ["x" * 70_000]}
     for fields, param, code in (
-        ({"tools": strict(properties={"a": {"not": {}}})}, "tools[1].function.parameters", "invalid_grammar"),
+        (
+            {"tools": strict(properties={"a": {"not": {"required": ["b"]}}})},
+            "tools[1].function.parameters",
+            "invalid_grammar",
+        ),
         ({"tools": strict(properties={"a": large})}, "tools[1].function.parameters", "invalid_value"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos", "invalid_value"),
         ({"tools": strict(type="string")}, "tools[1].function.parameters.type", "invalid_value"),

@@ -1,0 +1,167 @@
+"""Tells whether two JSON schemas have no value in common, so that `oneOf` means what `anyOf` means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from model.errors import GrammarError
+from model.text.schemas.documents import Document, Place
+from model.text.schemas.numbers import is_number
+
+TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+_STEPS = 20_000  # of all comparisons of a schema
+_DEPTH = 6  # of properties within each other
+_LIMITS = {"number": ("minimum", "maximum"), "string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}
+
+_Parts = tuple[Place, ...]  # schemas that all hold
+
+
+class Comparison:
+    """Compares the schemas of one document, within a limited number of steps."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._steps = _STEPS
+
+    def are_disjoint(self, first: Iterable[Place], second: Iterable[Place], depth: int = _DEPTH) -> bool:
+        """Whether no value is accepted by all of `first` and all of `second`. False where that is not proven."""
+        ours, theirs = self._conjuncts(first), self._conjuncts(second)
+        return self._disjoint(ours, theirs, depth)
+
+    def _disjoint(self, ours: _Parts, theirs: _Parts, depth: int) -> bool:
+        self._steps -= 1 + len(ours) + len(theirs)
+        if self._steps < 0 or depth < 0:
+            return False
+        both = (*ours, *theirs)
+        if any(part.value is False for part in both):
+            return True
+        types = TYPES.intersection(*map(_types, both))
+        if all(self._without_common(kind, ours, theirs, depth) for kind in types):
+            return True
+        for mine, other in ((ours, theirs), (theirs, ours)):
+            for place, part in enumerate(mine):
+                for keyword in ("anyOf", "oneOf"):
+                    options = part.value.get(keyword) if isinstance(part.value, dict) else None
+                    if isinstance(options, list) and options and not _is_divided(mine, part, keyword):
+                        rest = (*mine[:place], _without(part, keyword), *mine[place + 1 :])
+                        return all(
+                            self._disjoint((*rest, *self._conjuncts([part.at(keyword, at)])), other, depth - 1)
+                            for at in range(len(options))
+                        )
+        return False
+
+    def _conjuncts(self, places: Iterable[Place]) -> _Parts:
+        """Return the schemas that these consist of: themselves, what they refer to and all of `allOf`."""
+        found, waiting, seen = list[Place](), list(places), set[int]()
+        while waiting and self._steps > 0:
+            place = waiting.pop()
+            if id(place.value) in seen and isinstance(place.value, dict):
+                continue
+            seen.add(id(place.value))
+            self._steps -= 1
+            if isinstance(place.value, dict) and "$ref" in place.value:
+                try:
+                    waiting.append(self._document.resolved(place))
+                except GrammarError:
+                    continue  # refused where it is translated
+                if self._document.draft <= 7:
+                    continue
+            found.append(place)
+            if isinstance(place.value, dict) and isinstance(every := place.value.get("allOf"), list):
+                waiting += [place.at("allOf", at) for at in range(len(every))]
+        return tuple(found)
+
+    def _without_common(self, kind: str, ours: _Parts, theirs: _Parts, depth: int) -> bool:
+        """Whether no value of this type is in both."""
+        values = [_values(part, kind) for part in (*ours, *theirs)]
+        listed = [one for one in values if one is not None]
+        if listed and not listed[0].intersection(*listed[1:]):
+            return True
+        if kind in _LIMITS and _is_empty_range((*ours, *theirs), *_LIMITS[kind]):
+            return True
+        return kind == "object" and self._differ_in_a_property(ours, theirs, depth)
+
+    def _differ_in_a_property(self, ours: _Parts, theirs: _Parts, depth: int) -> bool:
+        names = dict.fromkeys(name for part in (*ours, *theirs) for name in _required(part))
+        return any(
+            self._disjoint(
+                self._conjuncts(one for part in ours for one in _property(part, name)),
+                self._conjuncts(one for part in theirs for one in _property(part, name)),
+                depth - 1,
+            )
+            for name in names
+        )
+
+
+def _types(part: Place) -> frozenset[str]:
+    given = part.value.get("type") if isinstance(part.value, dict) else None
+    if given is None:
+        return TYPES
+    names = [given] if isinstance(given, str) else given
+    return frozenset("number" if name == "integer" else str(name) for name in names)
+
+
+def _values(part: Place, kind: str) -> frozenset[str] | None:
+    """Return the values of a type that a schema lists; None where it lists none."""
+    if not isinstance(part.value, dict):
+        return None
+    if "const" in part.value:
+        listed = [part.value["const"]]
+    elif isinstance(part.value.get("enum"), list):
+        listed = part.value["enum"]
+    else:
+        return None
+    return frozenset(_canonical(one) for one in listed if _kind(one) == kind)
+
+
+def _canonical(value: Any) -> str:
+    """Return a text that equal values share: 1.0 is 1, and keys have no order."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_canonical, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(key)}:{_canonical(value[key])}' for key in sorted(value))}}}"
+    return json.dumps(value)
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    names = {str: "string", int: "number", float: "number", list: "array", dict: "object"}
+    return names[type(value)]
+
+
+def _is_empty_range(parts: _Parts, low: str, high: str) -> bool:
+    lows = [part.value[low] for part in parts if isinstance(part.value, dict) and is_number(part.value.get(low))]
+    highs = [part.value[high] for part in parts if isinstance(part.value, dict) and is_number(part.value.get(high))]
+    return bool(lows and highs) and max(lows) > min(highs)
+
+
+def _required(part: Place) -> list[str]:
+    names = part.value.get("required") if isinstance(part.value, dict) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _property(part: Place, name: str) -> list[Place]:
+    """Return what a schema says about the value of a property, without its patterns."""
+    if not isinstance(part.value, dict):
+        return []
+    properties = part.value.get("properties")
+    if isinstance(properties, dict) and name in properties:
+        return [part.at("properties", name)]
+    if "additionalProperties" in part.value and not part.value.get("patternProperties"):
+        return [part.at("additionalProperties")]
+    return []
+
+
+def _without(part: Place, keyword: str) -> Place:
+    kept = {key: value for key, value in part.value.items() if key != keyword}
+    return Place(kept, part.trail, part.base, part.id_key)
+
+
+def _is_divided(parts: _Parts, part: Place, keyword: str) -> bool:
+    """Whether the alternatives are those of a schema that came into the parts by one of them already."""
+    return sum(one.trail == part.trail and one is not part for one in parts) > 0

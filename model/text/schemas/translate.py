@@ -1,0 +1,312 @@
+"""Rewrites a JSON schema for llguidance, which reads some keywords otherwise or refuses them without a place.
+
+What comes out is of the latest draft, and its references lead to `$defs` alone. No value that it accepts is one that
+the schema rejects. Keywords that no draft has are annotations, as JSON Schema says; what cannot be held is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+from model.errors import GrammarError
+from model.text.patterns import search_pattern
+from model.text.schemas.disjoint import TYPES, Comparison
+from model.text.schemas.documents import MAX_NODES, Document, Place, needs_number, shown
+from model.text.schemas.formats import HELD_BY_LLGUIDANCE, PATTERNS
+from model.text.schemas.numbers import bound, checked_value, multiple, whole
+from model.text.schemas.objects import ObjectKeywords
+
+Schema = dict[str, Any] | bool
+
+_NOT_SERVED = ("contains", "minContains", "maxContains", "unevaluatedItems", "$recursiveRef")
+_ANNOTATIONS = frozenset(
+    {
+        *("$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "$comment", "$defs"),
+        *(
+            "definitions",
+            "title",
+            "description",
+            "default",
+            "examples",
+            "example",
+            "deprecated",
+            "readOnly",
+            "writeOnly",
+        ),
+        *("contentMediaType", "contentEncoding", "contentSchema", "nullable", "discriminator", "externalDocs", "xml"),
+    }
+)
+_KEYWORDS = _ANNOTATIONS | frozenset(
+    {
+        *("type", "enum", "const", "format", "pattern", "minLength", "maxLength", "minimum", "maximum", "multipleOf"),
+        *("exclusiveMinimum", "exclusiveMaximum", "items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+        *("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "properties", "required"),
+        *("patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames", "minProperties"),
+        *("maxProperties", "dependencies", "dependentRequired", "dependentSchemas", "allOf", "anyOf", "oneOf", "not"),
+        *("if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef"),
+    }
+)
+_APPLIED_IN_PLACE = ("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
+
+
+def translated(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema for llguidance; raises `GrammarError`, which names the keyword and its place."""
+    try:
+        found = _Translator(Document(dict(schema))).whole()
+        json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise GrammarError("#: the schema is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise GrammarError("#: the schema has a half of a surrogate pair, which is no character") from None
+    return found
+
+
+class _Translator:
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._comparison = Comparison(document)
+        self._names: dict[int, str] = {}  # of the definitions, by the identity of what they translate
+        self._waiting: list[tuple[str, Place]] = []
+        self._count = 0
+        self._multiples: set[Decimal] = set()  # which llguidance multiplies in 32 bits
+        self._objects = ObjectKeywords(self.schema)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the translated document."""
+        root = self.schema(self._document.root)
+        definitions = {}
+        while self._waiting:
+            name, place = self._waiting.pop()
+            definitions[name] = self.schema(place)
+        if root is False:
+            raise GrammarError("#: no value is accepted by the schema")
+        found = {} if root is True else root
+        return {**found, "$defs": definitions} if definitions else found
+
+    def schema(self, place: Place) -> Schema:
+        """Return what a schema of the document becomes."""
+        value = place.value
+        self._count += 1
+        if self._count > MAX_NODES:
+            raise GrammarError(f"#: the schema has more than {MAX_NODES} parts")
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, dict):
+            raise place.error(f"a schema must be an object or a boolean, found {shown(value)}")
+        if not value.keys() - _ANNOTATIONS:
+            return {}
+        if not value.keys() & _KEYWORDS and not any(key.startswith("x-") for key in value):
+            raise place.error("none of its keys is a keyword of JSON Schema")
+        if "$ref" in value and self._document.draft <= 7:
+            return {"$ref": self._reference(self._document.resolved(place))}
+        found = self._own(place)
+        every = [one for one in self._applied(place) if one is not True]
+        if found is False or any(one is False for one in every):
+            return False
+        every = [one for one in every if one != {}]
+        if not found and len(every) == 1:
+            return every[0]
+        return {**found, "allOf": every} if every else found
+
+    def _reference(self, target: Place) -> str:
+        name = self._names.get(id(target.value)) if isinstance(target.value, dict) else None
+        if name is None:
+            name = str(len(self._names))
+            self._names[id(target.value)] = name
+            self._waiting.append((name, target))
+        return f"#/$defs/{name}"
+
+    def _own(self, place: Place) -> dict[str, Any] | Any:
+        """Return what the schema itself says about a value, without the schemas that are applied to the same value."""
+        value, found = place.value, dict[str, Any]()
+        for keyword in _NOT_SERVED:
+            if keyword in value and not _says_nothing(value, keyword):
+                raise place.refused(keyword)
+        if "type" in value:
+            found["type"] = _types(place)
+        for keyword in ("const", "enum"):
+            if keyword in value:
+                if keyword == "enum" and not isinstance(value["enum"], list):
+                    raise place.refused("enum", f"must be a list, found {shown(value['enum'])}")
+                checked_value(place.at(keyword))
+                _check_text(place.at(keyword))
+                found[keyword] = value[keyword]
+        if value.get("enum") == [] or found.get("type") == []:
+            return False
+        self._numeric(place, found)
+        self._textual(place, found)
+        self._array(place, found)
+        return False if not self._objects.add(place, found, applied=_APPLIED_IN_PLACE) else found
+
+    def _numeric(self, place: Place, found: dict[str, Any]) -> None:
+        value, integer = place.value, place.value.get("type") == "integer"
+        for side in ("Minimum", "Maximum"):
+            plain, exclusive = side.lower(), f"exclusive{side}"
+            if plain in value:
+                found[plain] = bound(place, plain, integer=integer)
+            if isinstance(value.get(exclusive), bool):  # of draft 4, about the other one
+                if value[exclusive] and plain in found:
+                    found[exclusive] = found.pop(plain)
+            elif exclusive in value:
+                found[exclusive] = bound(place, exclusive, integer=integer)
+        if "multipleOf" in value:
+            found["multipleOf"] = multiple(place)
+            self._multiples.add(Decimal(repr(found["multipleOf"])))
+            scale = max(-int(one.as_tuple().exponent) for one in self._multiples)
+            if len(self._multiples) > 1 and math.prod(one.scaleb(scale) for one in self._multiples) >= 2**32:
+                raise place.refused("multipleOf", "stands several times with numbers that are too large together")
+
+    def _textual(self, place: Place, found: dict[str, Any]) -> None:
+        value, patterns = place.value, list[str]()
+        for keyword in ("minLength", "maxLength"):
+            if keyword in value:
+                found[keyword] = whole(place, keyword)
+        if "pattern" in value:
+            patterns.append(pattern_of(place.at("pattern"), value["pattern"]))
+        if isinstance(format := value.get("format"), str):
+            if format in PATTERNS:
+                patterns.append(PATTERNS[format])
+            elif format in HELD_BY_LLGUIDANCE:
+                found["format"] = format
+        if patterns:
+            found["pattern"] = patterns[0]
+        if len(patterns) > 1:
+            found["allOf"] = [{"pattern": patterns[1]}]
+
+    def _array(self, place: Place, found: dict[str, Any]) -> None:
+        value = place.value
+        for keyword in ("minItems", "maxItems"):
+            if keyword in value:
+                found[keyword] = whole(place, keyword)
+        unique = value.get("uniqueItems", False)
+        if unique is not False and not found.get("maxItems", 2) <= 1:
+            raise place.refused("uniqueItems", "is not served: items could be repeated")
+        first, rest = ("prefixItems", "items") if "prefixItems" in value else ("items", "additionalItems")
+        if isinstance(value.get(first), list):
+            found["prefixItems"] = [self.schema(place.at(first, at)) for at in range(len(value[first]))]
+            # Of the latest draft `additionalItems` says nothing; whoever writes it means the items that follow.
+            rest = rest if rest in value else "additionalItems"
+        elif "prefixItems" in value:
+            raise place.refused("prefixItems", f"must be a list, found {shown(value['prefixItems'])}")
+        else:
+            rest = "items"
+        if rest in value:
+            found["items"] = self.schema(place.at(rest))
+        elif value.get("unevaluatedItems") is False:
+            found["items"] = False
+
+    def _applied(self, place: Place) -> list[Schema]:
+        """Return the schemas that must hold too for the same value."""
+        value, found = place.value, list[Schema]()
+        resolvers: dict[str, Callable[[Place, str], Place]] = {
+            "$ref": self._document.resolved,
+            "$dynamicRef": self._document.dynamically_resolved,
+        }
+        for keyword, resolve in resolvers.items():
+            if keyword in value:
+                found.append({"$ref": self._reference(resolve(place, keyword))})
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            if keyword in value:
+                found += self._several(place, keyword)
+        if "not" in value:
+            found.append(_complement(place))
+        if "if" in value:
+            found.append(self._condition(place))
+        found += self._objects.dependencies(place)
+        return found
+
+    def _several(self, place: Place, keyword: str) -> list[Schema]:
+        options = place.value[keyword]
+        if not isinstance(options, list) or not options:
+            raise place.refused(keyword, f"must be a list of schemas, found {shown(options)}")
+        places = [place.at(keyword, at) for at in range(len(options))]
+        if keyword == "oneOf" and len(options) > 1:
+            self._check_disjoint(place, places)
+        found = [self.schema(one) for one in places]
+        if keyword == "allOf":
+            return found
+        left = [one for one in found if one is not False]
+        if not left or True in left:
+            return [bool(left)]
+        return [left[0] if len(left) == 1 else {"anyOf": left}]
+
+    def _check_disjoint(self, place: Place, options: list[Place]) -> None:
+        around = Place({k: v for k, v in place.value.items() if k != "oneOf"}, place.trail, place.base, place.id_key)
+        for at, one in enumerate(options):
+            for other in range(at + 1, len(options)):
+                if not self._comparison.are_disjoint([around, one], [options[other]]):
+                    raise place.refused(
+                        "oneOf", f"is served where no value fits two of its schemas; {at} and {other} may overlap"
+                    )
+
+    def _condition(self, place: Place) -> Schema:
+        condition = place.value["if"]
+        branches = {
+            name: place.value[name] for name in ("then", "else") if place.value.get(name, True) not in (True, {})
+        }
+        if not branches:
+            return True
+        if condition in (True, {}, False):
+            chosen = "else" if condition is False else "then"
+            return self.schema(place.at(chosen)) if chosen in branches else True
+        raise place.refused("if")
+
+
+def pattern_of(place: Place, pattern: object) -> str:
+    """Return the expression of a pattern of a schema; raises `GrammarError` with its place."""
+    if not isinstance(pattern, str):
+        raise place.error(f"a pattern must be a string, found {shown(pattern)}")
+    try:
+        return search_pattern(pattern)
+    except GrammarError as error:
+        raise place.error(f"pattern: {error}") from None
+
+
+def _types(place: Place) -> str | list[str]:
+    given = place.value["type"]
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or any(name not in TYPES and name != "integer" for name in names):
+        known = ", ".join(sorted({*TYPES, "integer"}))
+        raise place.refused("type", f"must be of {known}; found {shown(given)}")
+    return given if isinstance(given, str) else list(names)
+
+
+def _check_text(place: Place) -> None:
+    """Refuse control characters that outputs cannot have, and names with them."""
+    waiting = [place]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one.value, str) and needs_number(one.value):
+            raise one.error(f"the control character in {shown(one.value)} is not served")
+        if isinstance(one.value, dict | list):
+            keys: list[str | int] = list(one.value) if isinstance(one.value, dict) else list(range(len(one.value)))
+            if any(isinstance(key, str) and needs_number(key) for key in keys):
+                raise one.error("a control character in a name is not served")
+            waiting += [one.at(key) for key in keys]
+
+
+def _says_nothing(value: Mapping[str, Any], keyword: str) -> bool:
+    """Whether a keyword that is not served has no effect where it stands."""
+    if keyword in ("minContains", "maxContains"):
+        return True  # `contains` is refused
+    if keyword == "contains":
+        return value.get("minContains") == 0 and "maxContains" not in value
+    if keyword == "unevaluatedItems":
+        is_alone = not any(one in value for one in (*_APPLIED_IN_PLACE, "contains"))
+        return value[keyword] in (True, {}) or (value[keyword] is False and is_alone)
+    return False
+
+
+def _complement(place: Place) -> Schema:
+    """Return what `not` leaves: nothing, all, or the other types."""
+    value = place.value["not"]
+    if isinstance(value, bool) or value == {}:
+        return value is False
+    if isinstance(value, dict) and value.keys() == {"type"} and "integer" not in value["type"]:
+        excluded = _types(place.at("not"))
+        return {"type": sorted(TYPES - ({excluded} if isinstance(excluded, str) else set(excluded)))}
+    raise place.refused("not")
