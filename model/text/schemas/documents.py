@@ -65,7 +65,7 @@ def needs_number(text: str) -> bool:
 
 def shown(value: object) -> str:
     """Return a value as a message describes it; texts are not quoted, since they may be the client's own data."""
-    kinds = {str: "a string", list: "a list", dict: "an object"}
+    kinds: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
     return kinds.get(type(value)) or _shortened(repr(value), _SHOWN)
 
 
