@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from model.checkpoint.folder_files import COLBERT_SETTINGS
 from model.checkpoint.json_files import read_json
 from model.checkpoint.sentence_modules import DenseConfig
 from model.checkpoint.sentence_transformers import LateInteraction
@@ -29,7 +30,7 @@ def read_colbert(path: Path, files: Iterable[Path], hidden_size: int) -> LateInt
     shape = shapes[_WEIGHT]
     if len(shape) != 2 or shape[1] != hidden_size:
         raise ConfigError(f"{path.name}: {_WEIGHT} must have {hidden_size} columns, found the shape {shape}")
-    metadata = read_json(path / "artifact.metadata")
+    metadata = read_json(path / COLBERT_SETTINGS)
     dense = DenseConfig(file, hidden_size, shape[0], _BIAS in shapes, among_others=True)
     return LateInteraction(
         (dense,),

@@ -14,15 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.folder_files import MODULE_PICKLES, MODULE_SAFETENSORS, PICKLES, SAFETENSORS, SETTINGS
 from model.errors import ConfigError
 
 PREFIX = "hf:"
 PROGRESS_SECONDS = 5.0  # between two log lines about a download
 _NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-_SMALL = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", "[0-9]_*/*.json", "[0-9]_*/*.safetensors")
-_MODULE_PICKLES = ("[0-9]_*/pytorch_model.bin",)  # projections of sentence-transformers
-_SAFETENSORS = ("model.safetensors", "model-*.safetensors")
-_PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin")
 _OTHERS = ("onnx/*", "openvino/*", "coreml/*", "original/*", "*/onnx/*", "*/openvino/*")
 
 logger = logging.getLogger(__name__)
@@ -56,11 +53,11 @@ def local_folder(path: str, *, pickle: bool = True, max_bytes: int | None = None
     It does so before a download of more than `max_bytes`.
     """
     repository, revision = _parts(path)
-    small = (*_SMALL, *_MODULE_PICKLES) if pickle else _SMALL
-    folder = _download(path, repository, revision, (*small, *_SAFETENSORS), max_bytes)
+    small = (*SETTINGS, *MODULE_SAFETENSORS, *(MODULE_PICKLES if pickle else ()))
+    folder = _download(path, repository, revision, (*small, *SAFETENSORS), max_bytes)
     weights = any(folder.glob("model*.safetensors"))
     if not weights and pickle:  # the commit that was found, even if the revision has moved since
-        folder = _download(path, repository, folder.name, (*small, *_PICKLES), max_bytes)
+        folder = _download(path, repository, folder.name, (*small, *PICKLES), max_bytes)
     return folder
 
 

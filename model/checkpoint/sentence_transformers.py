@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from model.api.request import Pooling
+from model.checkpoint.folder_files import COLBERT, SPARSE
 from model.checkpoint.json_files import read_json
 from model.checkpoint.sentence_keys import KEYS, MODEL, NETWORK, key_warnings
 from model.checkpoint.sentence_modules import (
@@ -30,7 +31,6 @@ _MODES = {  # by the names of `pooling_mode`, and of the switches before it
     "weightedmean": Pooling.WEIGHTED_MEAN,
     "lasttoken": Pooling.LAST,
 }
-_SPARSE, _COLBERT = "sparse_linear.pt", "colbert_linear.pt"  # of BGE-M3
 _WITHOUT_SETTINGS = ("Transformer", "MLMTransformer", "CausalTransformer", "Normalize")  # or in files of other names
 _LONGEST = 65_536  # tokens of a query, which are filled up, or of a document
 _UNBOUNDED = 10**9  # tokenizers without a length have larger ones
@@ -174,7 +174,7 @@ def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) ->
         raise ConfigError(f"default_prompt_name {default!r} is none of its prompts")
     warnings = [*key_warnings(MODEL, MODEL, names), *key_warnings(NETWORK, NETWORK, texts)]
     if not pickle:
-        refused = [name for name in (_SPARSE, _COLBERT) if (path / name).is_file()]
+        refused = [name for name in (SPARSE, COLBERT) if (path / name).is_file()]
         warnings += [f"{', '.join(refused)}: not read, as --no-pickle says"] if refused else []
     pooling: tuple[Pooling, ...] = ()
     include_prompt, steps, splade = True, list[VectorStep](), SpladeSettings()
@@ -213,7 +213,7 @@ def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) ->
         score_tokens=score_tokens,
         messages=_messages(texts, "sentence_bert_config.json"),
         raw_scores=_raw_scores(names, raw),
-        token_weight=_linear(path, _SPARSE, hidden_size, pickle=pickle),
+        token_weight=_linear(path, SPARSE, hidden_size, pickle=pickle),
         warnings=tuple(warnings),
         late=_late(path, names, () if pooling else tuple(steps), hidden_size, pickle=pickle),
     )
@@ -275,7 +275,7 @@ def _late(
     if len(dense) != len(steps):
         raise ConfigError("modules.json has no Pooling: before LayerNorm and Normalize it must have one")
     if not dense:
-        found = _linear(path, _COLBERT, hidden_size, pickle=pickle)
+        found = _linear(path, COLBERT, hidden_size, pickle=pickle)
         return None if found is None else LateInteraction((found,), skips_first=True)
     words = names.get("skiplist_words")
     return LateInteraction(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.folder import Checkpoint
+from model.checkpoint.folder_files import PICKLES, SAFETENSORS
 from model.checkpoint.json_files import read_json, read_json_value
 from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, TensorSource
 from model.errors import ConfigError
@@ -29,8 +30,9 @@ from model.quantization.projections import Projection, describe
 from model.quantization.safetensors_file import Described, SafetensorsFile
 
 SHARD_BYTES = 5_000_000_000  # of a file of weights, unless a single tensor has more
-_WEIGHTS = (  # of whichever framework, with what says how they are stored
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ot"),
+# What the new folder has in another form, or has not: the network's weights in all formats, and how they are stored.
+_REPLACED = (
+    *(*SAFETENSORS, *PICKLES, "consolidated*", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.ot"),
     *("*.index.json", "quantize_config.json", "quant_config.json", "config.json"),
 )
 
@@ -99,19 +101,21 @@ def write_folder(
         raise ConfigError(f"{out} is there already: give the name of a new folder")
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no folder, so {out.name} cannot be written there")
-    copied = _copied_files(checkpoint.path)
+    copied = _copied_files(checkpoint.path, checkpoint.network_path)
+    network = checkpoint.network_path.relative_to(checkpoint.path)
     made = None
     try:
         made = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         made.chmod(0o755)
-        report = _write_weights(made, tensors, projections, quantizer, progress)
+        (made / network).mkdir(exist_ok=True)
+        report = _write_weights(made / network, tensors, projections, quantizer, progress)
         for name, file in copied.items():
             (made / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, made / name)
-        config = read_json(checkpoint.path / "config.json", required=True)
+        config = read_json(checkpoint.network_path / "config.json", required=True)
         config.pop("compression_config", None)
         config["quantization_config"] = describe(projections, tensors, form)
-        _write_json(made / "config.json", config)
+        _write_json(made / network / "config.json", config)
         made.rename(out)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
@@ -246,18 +250,21 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def _copied_files(folder: Path) -> dict[Path, Path]:
+def _copied_files(folder: Path, network: Path) -> dict[Path, Path]:
     """What lies beside the weights, by names within the folder: the tokenizer, settings, modules, texts for people.
 
-    Raises `ConfigError` where a link or a module's path leads out of the folder: what it leads to was not meant to be
-    in the new one. A snapshot of the Hub's cache has its files beside it, in `blobs`.
+    `network` is the folder of the network's files. Raises `ConfigError` where a link or a module's path leads out of
+    the folder: what it leads to was not meant to be in the new one. A snapshot of the Hub's cache has its files beside
+    it, in `blobs`.
     """
-    others = [file for file in folder.glob("*") if not any(fnmatchcase(file.name, pattern) for pattern in _WEIGHTS)]
+    wanted = ("*", "additional_chat_templates/*.jinja")
+    beside = [file for at in {folder, network} for pattern in wanted for file in at.glob(pattern)]
+    others = [file for file in beside if not any(fnmatchcase(file.name, pattern) for pattern in _REPLACED)]
     own = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         own.append(folder.resolve().parents[1] / "blobs")
     found = {}
-    for file in sorted([*others, *_module_files(folder)]):
+    for file in sorted({*others, *_module_files(folder, network)}):
         if not file.is_file() or file.name.startswith("."):
             continue
         name = file.relative_to(folder)
@@ -267,12 +274,12 @@ def _copied_files(folder: Path) -> dict[Path, Path]:
     return found
 
 
-def _module_files(folder: Path) -> Iterator[Path]:
+def _module_files(folder: Path, network: Path) -> Iterator[Path]:
     """Yield what is in the folders of sentence-transformers' modules, weights included."""
     file = folder / "modules.json"
     names = {str(module.get("path", "")) for module in read_json_value(file)} if file.is_file() else set()
     for name in names:
-        if Path(name) != Path():  # the first module's is the folder itself
+        if folder / name != network:
             yield from (folder / name).glob("*")
 
 

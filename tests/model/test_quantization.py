@@ -190,6 +190,41 @@ def test_folders_of_modules_are_copied_whatever_they_are_called(tmp_path: Path) 
     assert read_checkpoint(tmp_path / "out").sentences.pooling == (Pooling.MAX,)
 
 
+def test_all_that_a_folder_offers_is_offered_after(tmp_path: Path) -> None:
+    original = copied("bert", tmp_path / "in")
+    torch.save({"weight": torch.randn(1, 32), "bias": torch.randn(1)}, original / "sparse_linear.pt")
+    torch.save({"weight": torch.randn(8, 32), "bias": torch.randn(8)}, original / "colbert_linear.pt")
+    offered = ("artifact.metadata", "processor_config.json", "tokenizer.model", "additional_chat_templates/use.jinja")
+    for name in offered:
+        (original / name).parent.mkdir(exist_ok=True)
+        (original / name).write_text("{}")
+    before = read_checkpoint(original).sentences
+    quantize(original, tmp_path / "out", "int8")
+    after = read_checkpoint(tmp_path / "out").sentences
+    assert before.token_weight is not None and before.late is not None
+    assert after.token_weight is not None and after.late is not None
+    assert all((tmp_path / "out" / name).is_file() for name in offered)
+
+
+def test_a_network_in_a_folder_of_its_own_stays_there(tmp_path: Path) -> None:
+    original = tmp_path / "in"
+    original.mkdir()
+    copied("bert", tmp_path).rename(original / "0_Transformer")
+    (original / "0_Transformer" / "vocab.txt").write_text("[PAD]")
+    types = {"0_Transformer": "Transformer", "1_Pooling": "Pooling"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in types.items()]
+    (original / "modules.json").write_text(json.dumps(modules))
+    (original / "1_Pooling").mkdir()
+    (original / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}')
+    quantize(original, tmp_path / "out", "int8")
+    found = read_checkpoint(tmp_path / "out")
+    assert found.sentences.pooling == (Pooling.MAX,) and found.config.stored_as
+    assert sorted(str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*.*")) == [
+        *("0_Transformer/config.json", "0_Transformer/model.safetensors", "0_Transformer/vocab.txt"),
+        *("1_Pooling/config.json", "modules.json"),
+    ]
+
+
 def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
     original, secret = copied("llama-gqa", tmp_path / "in"), tmp_path / "secret"
     secret.write_text("of somebody else")

@@ -117,6 +117,11 @@ def test_pickled_weights_are_taken_where_there_are_no_others(
     found = client.resolve_each(*asked)
     assert ["pytorch_model.bin" in there for _, there in found[:2]] == [False, True]
     assert ["2_Dense/pytorch_model.bin" in there for _, there in found[2:]] == [False, True]
+    projections = {"sparse_linear.pt": b"x", "colbert_linear.pt": b"x"}
+    served.publish("org/m3", files | projections | {"artifact.metadata": b"{}"})
+    for pickle in (False, True):
+        [(_, there)] = client.resolve_each(("hf:org/m3", pickle))
+        assert ({*projections} <= {*there}) is pickle and "artifact.metadata" in there
     served.requests.clear()
     served.publish("org/both", files | {"pytorch_model.bin": b"never read"})
     assert "pytorch_model.bin" not in client.resolve("hf:org/both")[1]
