@@ -28,6 +28,7 @@ from tests.model.gguf_files import CONVERSIONS, changed
 
 # What published folders say, and `transformers` 5 does not write.
 _PUBLISHED: dict[str, dict[str, Any]] = {
+    "eurobert": {"classifier_pooling": "mean"},
     "gpt2": {"n_ctx": 128},
     "gpt-neox": {"rotary_pct": 0.5},
     "gpt-neox-sequential": {"rotary_pct": 0.25},
@@ -56,6 +57,9 @@ def convert(kind: str, into: Path, llama_cpp: Path) -> Path:
         (folder / "tokenizer.json").write_text(json.dumps(_TOKENIZER))
         found = get_model_class(get_model_architecture(raw, ModelType.TEXT))
         plain = {"set_vocab": TextModel._set_vocab_none, "model_arch": found.model_arch}
+        for inner in vars(found).values():  # classes of models that have one name
+            if isinstance(inner, type) and issubclass(inner, TextModel):
+                inner.set_vocab = TextModel._set_vocab_none
         if hasattr(found, "no_mtp"):
             plain["no_mtp"] = True
         converter = type(found.__name__, (found,), plain)
@@ -71,6 +75,7 @@ def record(kind: str, path: Path) -> dict[str, Any]:
     reader = gguf.GGUFReader(str(path))
     stored = {name: one for file in saved(kind).path.glob("*.safetensors") for name, one in load_file(file).items()}
     raw = json.loads((saved(kind).path / "config.json").read_text())
+    raw = {**raw, **raw.get("text_config", {})}
     tensors: dict[str, Any] = {}
     for tensor in reader.tensors:
         values = torch.from_numpy(tensor.data.copy())

@@ -90,7 +90,7 @@ def test_numbers_are_those_that_ggml_computes_bit_for_bit(name: str) -> None:
 def plain(config: ModelConfig, kind: str) -> ModelConfig:
     """A configuration without what GGUF has no place for: heads of training, and one constant of Gemma's and T5's."""
     changes: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": (), "pad_token_id": None}
-    changes |= {"masked_head": None, "pooler": False, "in_order": frozenset()}
+    changes |= {"masked_head": None, "pooler": False, "in_order": frozenset(), "text_type": None}
     if kind in _READ_AS:
         changes["model_type"] = _READ_AS[kind]
     if kind == "nomic-bert":  # the conversion has a length of its own
@@ -110,7 +110,7 @@ def plain(config: ModelConfig, kind: str) -> ModelConfig:
     return replace(config, **changes)
 
 
-_READ_AS = {"mt5": "t5", "gemma4-unified": "gemma4_text", "qwen3-next-every": "qwen3_5_moe_text"}
+_READ_AS = {"mt5": "t5", "qwen2-5-vl": "qwen2", "gemma4-unified": "gemma4_text", "qwen3-next-every": "qwen3_5_moe_text"}
 
 
 def with_published_base(layer: LayerConfig) -> LayerConfig:

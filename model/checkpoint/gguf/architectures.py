@@ -63,6 +63,8 @@ _LLAMA = Architecture(
     "llama", LLAMA_KEYS, LLAMA_NAMES, rope=Rope.PLAIN, paired=("attn_q", "attn_k"), more=family_settings.llama
 )
 _QWEN2 = Architecture("qwen2", LLAMA_KEYS, LLAMA_NAMES, rope=Rope.PLAIN)
+_QWEN3 = Architecture("qwen3", LLAMA_KEYS, LLAMA_NAMES, rope=Rope.PLAIN)
+_SECTIONS = ("rope.dimension_sections", "n_deepstack_layers")
 _GEMMA = Architecture("gemma", LLAMA_KEYS, LLAMA_NAMES, rope=Rope.PLAIN, norms_plus_one=True)
 _GEMMA2 = Architecture(
     "gemma2",
@@ -128,6 +130,13 @@ _QWEN_EXPERTS = {
     **{**LLAMA_KEYS, **CHOSEN_EXPERTS, "expert_count": "num_experts"},
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_QWEN3_EXPERTS = Architecture(
+    "qwen3_moe",
+    _QWEN_EXPERTS,
+    with_experts("mlp", "gate"),
+    constants={"norm_topk_prob": True},
+    rope=Rope.PLAIN,
+)
 _GRANITE_SCALES = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -145,7 +154,7 @@ _MIXTRAL = Architecture(
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _LLAMA,
     "qwen2": _QWEN2,
-    "qwen3": Architecture("qwen3", LLAMA_KEYS, LLAMA_NAMES, rope=Rope.PLAIN),
+    "qwen3": _QWEN3,
     "phi3": Architecture(
         "phi3",
         {**LLAMA_KEYS, "attention.sliding_window": "sliding_window"},
@@ -176,13 +185,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         constants={"norm_topk_prob": False},
         rope=Rope.PLAIN,
     ),
-    "qwen3moe": Architecture(
-        "qwen3_moe",
-        _QWEN_EXPERTS,
-        with_experts("mlp", "gate"),
-        constants={"norm_topk_prob": True},
-        rope=Rope.PLAIN,
-    ),
+    "qwen3moe": _QWEN3_EXPERTS,
     "olmoe": Architecture(
         "olmoe",
         {**LLAMA_KEYS, **CHOSEN_EXPERTS, "expert_count": "num_experts"},
@@ -190,6 +193,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         constants={"norm_topk_prob": False},
         rope=Rope.PLAIN,
     ),
+    "mistral3": replace(
+        _LLAMA,
+        model_type="mistral",
+        known=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
+        more=family_settings.mistral3,
+    ),
+    # The language models of folders that read images too: positions of a text are the same in every section.
+    "qwen2vl": replace(_QWEN2, known=_SECTIONS),
+    "qwen3vl": replace(_QWEN3, known=_SECTIONS),
+    "qwen3vlmoe": replace(_QWEN3_EXPERTS, known=_SECTIONS),
+    "eurobert": replace(_QWEN2, model_type="eurobert", known=("classifier.pooling_type",), encoder=True),
     "smollm3": replace(_LLAMA, model_type="smollm3"),
     "olmo2": _OLMO2,
     "exaone4": replace(_OLMO2, model_type="exaone4"),

@@ -77,6 +77,17 @@ def t5(model: GGUFModel, raw: Raw) -> dict[str, Any]:
     return {**found, "model_type": "umt5"} if every_layer else found
 
 
+def mistral3(model: GGUFModel, raw: Raw) -> dict[str, Any]:
+    """Mistral Small 3.1 and later, or Ministral 3, whose queries grow with their position."""
+    growth = single(model, f"{model.architecture}.attention.temperature_scale")
+    if not growth:
+        return {"sliding_window": None}
+    rope = {**raw["rope_parameters"], "llama_4_scaling_beta": growth}
+    if scale := single(model, f"{model.architecture}.rope.scaling.yarn_log_multiplier"):
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    return {"model_type": "ministral3", "rope_parameters": rope}
+
+
 def gpt_oss(model: GGUFModel, raw: Raw) -> dict[str, Any]:
     """The ends of YaRN's ramp are not rounded to whole pairs."""
     rope = raw["rope_parameters"]
