@@ -65,7 +65,8 @@ def theirs(
         asked["decoder_input_ids"] = torch.tensor([decoder_prompt])
     try:
         with torch.inference_mode():
-            found = reference.generate(torch.tensor([prompt]), **asked)
+            ids = torch.tensor([prompt])  # all of it is read, also what looks like padding
+            found = reference.generate(ids, attention_mask=torch.ones_like(ids), **asked)
     finally:
         reference.generation_config = before
     encodes = reference.config.is_encoder_decoder
