@@ -88,12 +88,19 @@ class GGUFFiles(Files):
             if token is not None and 0 <= token < len(self.tokens):
                 found[name] = self.tokens[token]
         if "tokenizer.chat_template" in self.model:
-            found["chat_template"] = self.model.text("tokenizer.chat_template")
+            found["chat_template"] = self._chat_templates()
         return found
 
     @property
     def loaded(self) -> None:
         return None
+
+    def _chat_templates(self) -> str | dict[str, str]:
+        """Return the chat template, or all templates by name where there are others."""
+        key = "tokenizer.chat_template"
+        default, names = self.model.text(key), self.model.array(f"{key}s")
+        others = {str(name): self.model.text(f"{key}.{name}") for name in names if f"{key}.{name}" in self.model}
+        return {**others, "default": default} if others else default
 
     def flag(self, name: str, default: bool) -> bool:
         return self.model.flag(f"{_PREFIX}.{name}", default)

@@ -10,7 +10,7 @@ from service.chat.call_writer import written_calls
 from service.chat.formats import ToolFormat, fitting_id
 from service.chat.instructions import plain_messages
 from service.chat.tools import Json, Tool
-from service.core.chat_template import ChatTemplate
+from service.core.chat_template import ChatTemplate, in_parts
 from service.core.template_traits import CallIds, TemplateTraits
 
 
@@ -18,17 +18,18 @@ def fitted_messages(
     messages: Sequence[Json], tools: Sequence[Tool], chat: ChatTemplate, calls: ToolFormat | None
 ) -> list[Json]:
     """Return the messages for a template; `tools` are those of the conversation."""
-    traits = chat.traits
-    if traits.renders_calls or (chat.reads("tools") and calls is not None):
+    traits, reads_tools = chat.traits, chat.reads("tools")
+    if (reads_tools and (traits.renders_calls or calls is not None)) or (traits.renders_calls and not tools):
         fit = _Fit(traits, calls)
-        found = [fit.message(message) for message in messages]
+        found = [fitted for message in messages for fitted in fit.messages(message)]
     elif tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
-        found = plain_messages(messages, () if chat.reads("tools") else tools)
+        found = plain_messages(messages, () if reads_tools else tools)
     else:
         found = list(messages)
     if not traits.knows_developer:
         found = [one | {"role": "system"} if one["role"] == "developer" else one for one in found]
-    return [_with_reasoning(one, traits) for one in found]
+    found = [_with_reasoning(one, traits) for one in found]
+    return [in_parts(one) for one in found] if traits.text_in_parts else found
 
 
 def shown_tools(tools: Iterable[Tool], traits: TemplateTraits) -> list[Json]:
@@ -53,7 +54,17 @@ class _Fit:
         self._given: dict[str, tuple[str, str]] = {}  # the new id and the function's name, by the id of a call
         self._count = 0
 
-    def message(self, message: Json) -> Json:
+    def messages(self, message: Json) -> list[Json]:
+        """Return the message as the template takes it, in two where it has content and calls and they go apart."""
+        found = self._message(message)
+        if not (self._traits.calls_apart and found.get("tool_calls") and found.get("content")):
+            return [found]
+        said = {name: value for name, value in found.items() if name != "tool_calls"}
+        called = {name: value for name, value in found.items() if name != "reasoning_content"}
+        self._leave_empty(called)
+        return [said, called]
+
+    def _message(self, message: Json) -> Json:
         found = dict(message)
         if "tool_call_id" in found:
             id, name = self._given.get(found["tool_call_id"], (fitting_id(self._ids, found["tool_call_id"]), ""))

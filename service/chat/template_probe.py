@@ -22,7 +22,7 @@ from service.chat.parts import Arguments, Call, Content
 from service.chat.reasoning_probe import ReasoningProbe
 from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.tools import Tool
-from service.core.chat_template import TEST_MAX_CHARACTERS, ChatTemplate, Messages
+from service.core.chat_template import TEST_MAX_CHARACTERS, ChatTemplate, Messages, in_parts
 from service.core.errors import scrub
 from service.core.template_files import TemplateError, TemplateFiles, template_files
 from service.core.template_traits import CallIds, TemplateTraits
@@ -126,6 +126,7 @@ class _Probe:
         self._worker = worker
         self._end = time.monotonic() + _PROBE_SECONDS
         self._error = "it does not render"
+        self._in_parts = False
         self._tools = [tool.shown() for tool in _TOOLS] if template.reads("tools") else []
 
     def render(
@@ -139,6 +140,8 @@ class _Probe:
         """Return the text; None if the template does not render it."""
         if time.monotonic() > self._end:
             return None
+        if self._in_parts:
+            messages = [in_parts(message) for message in messages]
         given = tools if isinstance(tools, list) else self._tools if tools else []
         variables = self._template.variables(messages, add_generation_prompt=speak, tools=given, more=more)
         try:
@@ -151,8 +154,9 @@ class _Probe:
 
     def traits(self) -> TemplateTraits:
         """Return all that can be found out."""
+        self._in_parts = self._takes_parts_alone()
         reasoning = ReasoningProbe(self.render, self._template)
-        found: dict[str, Any] = reasoning.traits()
+        found: dict[str, Any] = {"text_in_parts": self._in_parts, **reasoning.traits()}
         found["knows_developer"] = self._knows_developer()
         self._reasoning = reasoning
         found |= self._calls()
@@ -160,12 +164,19 @@ class _Probe:
             found["describes"] = self._describes()
         return TemplateTraits(**found)
 
+    def _takes_parts_alone(self) -> bool:
+        """Return whether the template shows text that is a list of parts, and no other."""
+        texts = [self.render([_USER], tools=True), self.render([in_parts(_USER)], tools=True)]
+        shown = [text is not None and _USER["content"] in text for text in texts]
+        return shown == [False, True]
+
     def _knows_developer(self) -> bool:
         """Return whether the template writes a developer's message, and in another way than one of any role."""
-        said, role = "Rule-4", "developer"
-        known = self.render([{"role": role, "content": said}, _USER])
-        unknown = self.render([{"role": "qrole", "content": said}, _USER])
-        return known is not None and said in known and (unknown is None or unknown.replace("qrole", role) != known)
+        said = "Rule-4"
+        known, other = (self.render([{"role": role, "content": said}, _USER]) for role in ("developer", "qrole"))
+        if known is None or said not in known:
+            return False
+        return other is None or other.lower().replace("qrole", "developer") != known.lower()
 
     def _describes(self) -> bool:
         bare = json.loads(json.dumps(self._tools))
@@ -219,12 +230,20 @@ class _Probe:
         found["content_or_reasoning"] = (
             self.render([_USER, thought], tools=True) is None and self.render([_USER, said], tools=True) is not None
         )
+        found["calls_apart"] = self._leaves_calls_out(said, style.message(_CALLS[:1]))
         result = {"role": "tool", "content": "Result-6", "tool_call_id": _IDS[style.ids][0]}
         asked = [_USER, style.message(_CALLS[:1])]
         if self.render([*asked, result], tools=True) is None:
             named = self.render([*asked, {**result, "name": _CALLS[0][0]}], tools=True)
             found["names_results"] = named is not None
         return found
+
+    def _leaves_calls_out(self, both: dict[str, Any], calls: dict[str, Any]) -> bool:
+        """Return whether the template shows no calls of a message with content, but those of one after it."""
+        words = {"role": "assistant", "content": both["content"]}
+        texts = [self.render([_USER, *said], tools=True) for said in ([both], [words, calls])]
+        shown = [text is not None and str(_CALLS[0][1]["days"]) in text for text in texts]
+        return texts[0] is not None and shown == [False, True]
 
     def _reply(self, text: str) -> tuple[str, bool]:
         """Return the last reply of a rendered conversation without its reasoning, and whether its beginning is sure."""

@@ -65,8 +65,16 @@ class ChatTemplate:
         try:
             worker.render(self.source, self.variables(_HELLO, add_generation_prompt=True), TEST_MAX_CHARACTERS)
         except RenderError as error:
-            if error.kind != "raised":
+            if error.kind != "raised" and not self._takes_parts(worker):
                 raise cannot_render(folder, error) from None
+
+    def _takes_parts(self, worker: RenderWorker) -> bool:
+        """Return whether the template renders content that is a list of parts."""
+        variables = self.variables([in_parts(one) for one in _HELLO], add_generation_prompt=True)
+        try:
+            return _HELLO[0]["content"] in worker.render(self.source, variables, TEST_MAX_CHARACTERS)
+        except RenderError:
+            return False
 
     def with_traits(self, traits: TemplateTraits, tool_use: ChatTemplate | None = None) -> ChatTemplate:
         """Return the template with what was found out about it."""
@@ -129,10 +137,12 @@ class ChatTemplate:
         more: Mapping[str, Any] | None = None,
     ) -> str:
         """Render the prompt up to the end of the last message's content, so that the model continues it."""
-        content = messages[-1].get("content")
-        if not isinstance(content, str):
+        last = messages[-1]
+        content = text_of(last)
+        if content is None:
             raise invalid("continue_final_message: the last message has no content", "continue_final_message")
-        tagged = [*messages[:-1], {**messages[-1], "content": content + _TAG}]
+        tagged_last = {**last, "content": content + _TAG}
+        tagged = [*messages[:-1], tagged_last if isinstance(last["content"], str) else in_parts(tagged_last)]
         text = await self.render(pool, tagged, limit + len(_TAG), add_generation_prompt=False, tools=tools, more=more)
         before, found, after = text.rpartition(_TAG.strip())
         if not found or content.strip() not in before:
@@ -140,6 +150,20 @@ class ChatTemplate:
                 "continue_final_message: the chat template leaves the last message out", "continue_final_message"
             )
         return before if after.startswith(" ") else before.rstrip()
+
+
+def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose text is a list with one part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+
+
+def text_of(message: Mapping[str, Any]) -> str | None:
+    """Return the text of a message, also of one made by `in_parts`; None if it has none."""
+    content = message.get("content")
+    if isinstance(content, list) and content:
+        content = content[-1].get("text")
+    return content if isinstance(content, str) else None
 
 
 def cannot_render(folder: str, error: RenderError) -> TemplateError:

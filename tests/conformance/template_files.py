@@ -39,7 +39,9 @@ def published_templates(packages: Packages) -> dict[str, str]:
 
 def _templates(folder: Path) -> Iterator[tuple[str, str]]:
     for file in sorted(folder.rglob("*.jinja")):
-        yield file.stem, file.read_text(encoding="utf-8")
+        source = file.read_text(encoding="utf-8")
+        if "messages" in source:
+            yield file.stem, source
     for file in sorted(folder.rglob("*.json")):
         if file.stat().st_size < _LARGEST and "chat_template" in (text := file.read_text(errors="replace")):
             try:

@@ -244,6 +244,12 @@ def test_files_beside_win_in_a_folder(root: Path, tmp_path: Path) -> None:
         {"default": "{{ bos_token }}{{ messages[0].content }}"}, {"bos_token": "<s>"}
     )
     named.unlink()
+    vocabulary = {"ggml__model": ("STRING", "gpt2"), "ggml__tokens": ("ARRAY", ["a", "<s>"])}
+    more = {"chat_templates": ("ARRAY", ["tool_use"]), "chat_template.tool_use": ("STRING", "{{ tools }}")}
+    file_of_both = write(tmp_path / "z.gguf", **entries, **more, **vocabulary)
+    both = template_files(file_of_both)
+    assert both is not None and both.templates["tool_use"] == "{{ tools }}" and "messages" in both.templates["default"]
+    file_of_both.unlink()
     assert template_files(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "beside"}))
     assert template_files(tmp_path) == TemplateFiles(

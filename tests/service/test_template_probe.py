@@ -25,7 +25,7 @@ from service.core.template_traits import CallIds
 from service.runtimes.model_reader import read_model
 from service.sandbox.chat_pool import RenderWorker
 from tests.model.checkpoints import saved
-from tests.service.dialects.support import talker
+from tests.service.dialects.support import prompt_of, talker
 from tests.service.support import App, ask, make_app
 from tests.service.test_bad_requests import check_error
 
@@ -211,11 +211,47 @@ def test_tools_without_descriptions_get_empty_ones_where_the_template_needs_them
     assert '"description"' not in rendered(found(HERMES), [USER], (bare,))
 
 
+def test_text_goes_in_parts_where_templates_show_no_other() -> None:
+    """Templates of models that read images too, which take a string for a list of its letters."""
+    parts = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    chat = found(template("", "", content=parts))
+    assert "user\nHi<|im_end|>" in rendered(chat, [USER], ())
+    app = app_of(parts.join(("{% for m in messages %}{{ m.role }}:", "{% endfor %}")))
+    said = [USER, {"role": "assistant", "content": "So "}]
+    assert ask(app, "POST", "/v1/chat/completions", json=BODY | {"messages": said, **CONTINUES}).status_code == 200
+    assert prompt_of(app) == "user:Hiassistant:So "
+
+
+def test_content_and_calls_of_a_message_both_reach_the_prompt() -> None:
+    """Also where the template shows one of them alone, and where it reads no tools."""
+    calls = "{% for c in m.tool_calls %}<fn={{ c.function.name }}>{{ c.function.arguments | tojson }}</fn>{% endfor %}"
+    either = "{% if m.content %}{{ m.content }}{% else %}" + calls + "{% endif %}"
+    for reads_tools in ("{{ tools | tojson }}", ""):
+        chat = found(reads_tools + "{% for m in messages %}{{ m.role }}:" + either + ";{% endfor %}")
+        asked = [USER, {"role": "assistant", "content": "See.", "tool_calls": [CALL]}]
+        text = rendered(chat, asked, (TOOL,) if reads_tools else ())
+        assert text.endswith('assistant:See.;assistant:<fn=f>{"city": "Oslo"}</fn>;')
+        assert '"name": "f"' in rendered(chat, asked)  # the tools are shown in any case
+
+
+def test_results_may_come_in_parts_and_calls_as_null() -> None:
+    app = app_of(HERMES)
+    call = CALL | {"function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "call_12", "content": [{"type": "text", "text": "7"}]}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    messages += [{"role": "assistant", "content": "So.", "tool_calls": None}, USER]
+    assert (
+        ask(app, "POST", "/v1/chat/completions", json=BODY | {"messages": messages, "tools": TOOLS}).status_code == 200
+    )
+    assert "<|im_start|>tool\n7<|im_end|>" in prompt_of(app)
+
+
 def app_of(source: str) -> App:
     return make_app(talker(source), max_model_len=8_192)
 
 
 BODY = {"model": "chat", "messages": [USER], "max_tokens": 1}
+CONTINUES = {"continue_final_message": True, "add_generation_prompt": False}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 

@@ -7,9 +7,10 @@ and the grammar of a forced call must accept it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -24,8 +25,9 @@ from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.template_probe import _Probe, probed_template
 from service.chat.tools import Tool, ToolUse
 from service.core.chat_template import ChatTemplate
+from service.core.errors import ApiError
 from service.core.template_files import TemplateError, TemplateFiles
-from service.sandbox.chat_pool import RenderError, RenderWorker
+from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.conformance.template_files import published_templates
@@ -147,6 +149,7 @@ def run(report: Report, packages: Packages) -> None:
             if for_tools and not with_tools:
                 continue
             _compare(report, f"{name}: {kind}", worker, chat, messages, with_tools=with_tools, speak=speak)
+        _compare_continued(report, f"{name}: continued", worker, chat)
         reasoning[traits.reasoning_format or "none"] += 1
         if not chat.reads("tools"):
             formats["(in plain messages)"] += 1
@@ -220,6 +223,31 @@ def _compare(
         report.passes(case)
     else:
         report.fails(case, "it is refused as it is given to the template, and rendered as the client sends it")
+
+
+class _Pool(RenderPool):
+    """Renders with one worker."""
+
+    def __init__(self, worker: RenderWorker) -> None:
+        self._worker = worker
+
+    async def render(self, template: str, variables: Mapping[str, Any], limit: int) -> str:
+        return self._worker.render(template, variables, limit)
+
+
+def _compare_continued(report: Report, case: str, worker: RenderWorker, chat: ChatTemplate) -> None:
+    """Compare the text that a model is to continue with the reference's."""
+    messages = fitted_messages([_user(), _said("and then ")], (), chat, None)
+    try:
+        texts, _ = render_jinja_template([messages], chat_template=chat.source, continue_final_message=True, **TOKENS)
+        expected: str | None = texts[0]
+    except Exception:
+        expected = None
+    try:
+        text: str | None = asyncio.run(chat.continued(_Pool(worker), messages, 1_000_000))
+    except (ApiError, RenderError):
+        text = None
+    report.check(case, text == expected, f"{text!r} is not {expected!r}")
 
 
 def _read_back(
