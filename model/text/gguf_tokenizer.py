@@ -7,13 +7,14 @@ special tokens stand around a text the metadata says, else llama.cpp's defaults 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from model.errors import ConfigError
 from model.gguf.container import GGUFModel, read_gguf
@@ -32,6 +33,7 @@ from model.text.tokenizer_class import put_cls_and_sep, set_template
 from model.text.tokenizer_files import Files, library_errors
 from model.text.tokenizer_limits import check_cost
 
+_log = logging.getLogger(__name__)
 _PREFIX = "tokenizer.ggml"
 _SPECIALS = {
     "bos_token": "bos_token_id",
@@ -48,6 +50,7 @@ _USUAL = {  # what a kind has where the metadata names none, as in llama.cpp
     "t5": {"eos_token": 1, "unk_token": 2, "pad_token": 0},
     "bert": {"bos_token": 101, "sep_token": 102, "unk_token": 100, "pad_token": 0, "mask_token": 103},
     "gpt2": {},
+    "gemma4": {},
 }
 
 
@@ -158,9 +161,13 @@ def _add_tokens(tokenizer: Tokenizer, files: GGUFFiles) -> None:
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=kind is found[0]) for text, kind in named])
 
 
-def _put_around(tokenizer: Tokenizer, files: GGUFFiles, *, begin: bool, end: bool) -> Tokenizer:
-    """Put the begin and end tokens around texts, as the metadata says or else by the kind's defaults."""
-    around = [(files.flag("add_bos_token", begin), "bos_token"), (files.flag("add_eos_token", end), "eos_token")]
+def _put_around(tokenizer: Tokenizer, files: GGUFFiles, *, begin: bool, end: bool, always: bool = False) -> Tokenizer:
+    """Put the begin and end tokens around texts, as the metadata says or else by the kind's defaults.
+
+    `always`: texts begin with the token whatever the metadata says.
+    """
+    begins = always or files.flag("add_bos_token", begin)
+    around = [(begins, "bos_token"), (files.flag("add_eos_token", end), "eos_token")]
     names = [files.config[name] if wanted and name in files.config else "" for wanted, name in around]
     if not any(names):
         return tokenizer
@@ -174,12 +181,41 @@ def _put_around(tokenizer: Tokenizer, files: GGUFFiles, *, begin: bool, end: boo
 def _gpt2(files: GGUFFiles) -> Tokenizer:
     """Byte-level BPE."""
     name = files.model.text(f"{_PREFIX}.pre", "")
+    if not name:
+        _log.warning(
+            "%s: %s.pre, how texts are cut, is missing; llama.cpp's default is taken, perhaps not what it needs",
+            *(files.model.name, _PREFIX),
+        )
+        name = "default"
     if name not in PRE_TOKENIZERS:
-        found = f"{_PREFIX}.pre {name!r} is not served" if name else f"{_PREFIX}.pre, how texts are cut, is missing"
-        known = ", ".join(PRE_TOKENIZERS)
-        raise ConfigError(f"{files.model.name}: {found}; put the model's tokenizer.json beside it; served are {known}")
+        raise ConfigError(
+            f"{files.model.name}: {_PREFIX}.pre {name!r} is not served; put the model's tokenizer.json beside it; "
+            f"served are {', '.join(PRE_TOKENIZERS)}"[:600]
+        )
     rule = PRE_TOKENIZERS[name]
     ids = {text: token for token, text in enumerate(files.tokens)}
+    tokenizer = Tokenizer(models.BPE(ids, _merges(files, ids), ignore_merges=rule.ignore_merges))
+    if rule.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = rule.build()
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, files)
+    return _put_around(tokenizer, files, begin=rule.begins, end=False)
+
+
+def _gemma4(files: GGUFFiles) -> Tokenizer:
+    """BPE of characters, with byte fallback, over whole lines; spaces are marks of pieces."""
+    ids = {text: token for token, text in enumerate(files.tokens)}
+    tokenizer = Tokenizer(models.BPE(ids, _merges(files, ids), byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), behavior="isolated")
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    _add_tokens(tokenizer, files)
+    return _put_around(tokenizer, files, begin=True, end=False, always=True)
+
+
+def _merges(files: GGUFFiles, ids: dict[str, int]) -> list[tuple[str, str]]:
     merges = []
     for line in files.model.array(f"{_PREFIX}.merges"):
         cut = str(line).find(" ", 1)  # the first may be a space itself
@@ -187,13 +223,7 @@ def _gpt2(files: GGUFFiles) -> Tokenizer:
         if cut < 0 or not (left in ids and right in ids and left + right in ids):
             raise ConfigError(f"{files.model.name}: {_PREFIX}.merges must join two tokens to another, found {line!r}")
         merges.append((left, right))
-    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.ignore_merges))
-    if rule.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = rule.build()
-    tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, files)
-    return _put_around(tokenizer, files, begin=rule.begins, end=False)
+    return merges
 
 
 def _llama(files: GGUFFiles) -> Tokenizer:
@@ -263,4 +293,10 @@ def _bert(files: GGUFFiles) -> Tokenizer:
     return tokenizer
 
 
-_KINDS: dict[str, Callable[[GGUFFiles], Tokenizer]] = {"gpt2": _gpt2, "llama": _llama, "t5": _t5, "bert": _bert}
+_KINDS: dict[str, Callable[[GGUFFiles], Tokenizer]] = {
+    "gpt2": _gpt2,
+    "gemma4": _gemma4,
+    "llama": _llama,
+    "t5": _t5,
+    "bert": _bert,
+}

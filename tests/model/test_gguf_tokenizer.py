@@ -179,12 +179,59 @@ def byte_level(path: Path, pre: str) -> Path:
     )
 
 
-@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+# What llama.cpp, whose patterns know no cases of letters, does otherwise than the models' tokenizer.json.
+_PUBLISHED = {"kimi-k2", "youtu", "tiny_aya", "cohere2moe", "afmoe"}
+
+
+@pytest.mark.parametrize("pre", [name for name in PRE_TOKENIZERS if name not in {*_PUBLISHED, "superbpe"}])
 def test_texts_are_cut_as_llama_cpp_cuts_them(pre: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(byte_level(tmp_path / "x.gguf", pre))
     assert tokenizer is not None
     ids = [list(found.ids) for found in tokenizer.encode_batch(random_texts())]
     assert hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16] == pretokenizers()["digests"][pre]
+
+
+@pytest.mark.parametrize("pre", sorted(_PUBLISHED))
+def test_texts_are_cut_as_published(pre: str) -> None:
+    text = "HelloWorld it's \u6f22\u5b57\u304b\u306a 12345\n"
+    found = [piece for piece, _ in PRE_TOKENIZERS[pre].build().pre_tokenize_str(text)]
+    assert ("HelloWorld" in found) == (pre == "afmoe") and "\u010a" in found
+    digits = {"kimi-k2": ["123", "45"], "youtu": ["1", "2", "3", "4", "5"]}.get(pre, ["12", "345"])
+    assert [piece for piece in found if piece.isdecimal()] == digits
+
+
+def test_superbpe_cuts_digits_by_threes_from_the_right_and_words_not_at_all() -> None:
+    found = PRE_TOKENIZERS["superbpe"].build().pre_tokenize_str("of the 1234567 \u0663\u0664\u0665\u0666")
+    assert [piece for piece, _ in found][:4] == ["of\u0120the\u0120", "1", "234", "567"] and len(found) == 7
+
+
+def test_a_file_without_the_name_of_a_rule_has_the_default(tmp_path: Path) -> None:
+    plain, named = (Tokenizer.from_folder(byte_level(tmp_path / f"x{pre}.gguf", pre)) for pre in ("", "default"))
+    assert plain is not None and named is not None
+    texts = random_texts()
+    assert plain.encode_batch(texts) == named.encode_batch(texts)
+
+
+def test_gemma_4s_lines_are_merged_whole(tmp_path: Path) -> None:
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    merges = ["\u2581 a", "a b", "\u2581a b", "\n \n"]
+    names = ["<pad>", "<bos>", *bytes_, "\u2581", "a", "b", "\n", *(merge.replace(" ", "") for merge in merges)]
+    file = write(
+        tmp_path / "x.gguf",
+        **_ids(bos=1, eos=0),
+        ggml__model=("STRING", "gemma4"),
+        ggml__tokens=("ARRAY", names),
+        ggml__token_type=("ARRAY", [_CONTROL] * 2 + [_BYTE] * 256 + [_NORMAL] * (len(names) - 258)),
+        ggml__merges=("ARRAY", merges),
+    )
+    tokenizer = Tokenizer.from_folder(file)
+    assert tokenizer is not None
+    text = " ab  a\n\nab\u00e9"
+    ids = tokenizer.encode(text).ids
+    assert [names[token] for token in ids] == [
+        *("<bos>", "\u2581ab", "\u2581", "\u2581a", "\n\n", "ab", "<0xC3>", "<0xA9>"),
+    ]
+    assert tokenizer.decode(ids) == text
 
 
 def test_qwens_texts_are_composed(tmp_path: Path) -> None:
@@ -196,8 +243,7 @@ def test_qwens_texts_are_composed(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"ggml__pre": ("STRING", "marvellous")}, r"tokenizer\.ggml\.pre 'marvellous' is not served; put the model's"),
-        ({"ggml__pre": ("STRING", "")}, r"tokenizer\.ggml\.pre, how texts are cut, is missing"),
-        ({"ggml__model": ("STRING", "rwkv")}, r"tokenizer\.ggml\.model 'rwkv' is not served; served are gpt2, llama"),
+        ({"ggml__model": ("STRING", "rwkv")}, r"tokenizer\.ggml\.model 'rwkv' is not served; served are gpt2, gemma4"),
         ({"ggml__model": ("STRING", "llama")}, r"tokenizer\.ggml\.eos_token_id is missing"),
         ({"ggml__model": ("STRING", "bert")}, r"tokenizer\.ggml\.(unknown|seperator)_token_id is missing"),
         ({"ggml__model": ("STRING", "t5")}, r"tokenizer\.ggml\.scores has 0 of 2 entries"),
