@@ -26,6 +26,12 @@ def listed(names: Iterable[str], *, most: int = 12, longest: int = 60) -> str:
     return text if len(names) <= most else f"{text} and {len(names) - most} more"
 
 
+def shown(value: object, longest: int = 80) -> str:
+    """Return a value of a file for a message: as Python writes it, cut off where it is long."""
+    text = ascii(value)
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
 class ConfigError(ValueError):
     """A configuration cannot be served; the message names the field, its place, its value and what is expected."""
 

@@ -12,6 +12,9 @@ from model.errors import ConfigError
 
 MOST_EXPERTS = 4096  # of a layer; a larger number is an error in the file
 MOST_EXPERTS_OF_STACK = 131_072  # of all layers
+MOST = 2**31 - 1  # of any size or position: kernels in C compute with sums and products of them in 64 bits
+MOST_HEADS = 65_536
+_MOST_DISTANCE = 65_536  # of bucketed distances, which a table has one by one
 
 
 class NormKind(StrEnum):
@@ -46,12 +49,26 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_tanh"
     SILU = "silu"
     TANH = "tanh"
+    # Rare ones, which torch computes: `model.network.mlp` has their formulas.
+    QUICK_GELU = "quick_gelu"
+    CLIPPED_GELU = "clipped_gelu"
+    MISH = "mish"
+    RELU6 = "relu6"
+    LEAKY_RELU = "leaky_relu"
+    SIGMOID = "sigmoid"
+    HARD_SWISH = "hard_swish"
+    LAPLACE = "laplace"
+    SQRT_SOFTPLUS = "sqrt_softplus"
+    IDENTITY = "identity"
 
 
-def require_positive(owner: object, **sizes: float) -> None:
+def require_positive(owner: object, *, most: float = MOST, **sizes: float) -> None:
+    """Raise `ConfigError` for a size that is not above 0, or a whole number above `most`."""
     for name, value in sizes.items():
         if value <= 0:
             raise ConfigError(f"{type(owner).__name__}.{name} must be positive, found {value}")
+        if isinstance(value, int) and value > most:
+            raise ConfigError(f"{type(owner).__name__}.{name} must be at most {most}, found {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +92,7 @@ class RotaryConfig:
     theta: float = 10_000.0
     scaling: RopeScaling = RopeScaling.NONE
     factor: float = 1.0
-    original_max_positions: int = 0  # the context before stretching
+    original_max_positions: float = 0  # the context before stretching; what it was found from may round it
     length: int = 0  # DYNAMIC: the context that the base is computed for
     low_freq_factor: float = 1.0  # LLAMA3
     high_freq_factor: float = 4.0
@@ -90,7 +107,15 @@ class RotaryConfig:
     turning: int | None = None  # so many of `dim` turn, those with the shortest wavelengths (Gemma 4); None: all
 
     def __post_init__(self) -> None:
-        require_positive(self, dim=self.dim)
+        require_positive(self, dim=self.dim, theta=self.theta, factor=self.factor)
+        require_positive(self, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+        if self.scaling is RopeScaling.YARN and self.theta == 1:
+            raise ConfigError("rope_theta of rope type yarn must not be 1")
+        if self.scaling is RopeScaling.LLAMA3 and not 0 < self.low_freq_factor < self.high_freq_factor:
+            found = f"{self.low_freq_factor} and {self.high_freq_factor}"
+            raise ConfigError(f"low_freq_factor must be positive and below high_freq_factor, found {found}")
+        if self.scaling is RopeScaling.DYNAMIC and self.dim == 2:
+            raise ConfigError("rope type dynamic needs more than 2 rotary dimensions")
         if self.dim % 2:
             raise ConfigError(f"rotary dimensions come in pairs, found {self.dim}")
         if self.scaling is not RopeScaling.NONE and self.original_max_positions <= 0:
@@ -113,6 +138,8 @@ class AlibiConfig:
         """Make the slopes `2^(-max_bias k / n)` for k = 1 to n; of a number of heads that is no power of two, those
         of the power below it, then every second one of twice that power, from the first on (section 3 and the
         authors' code)."""
+        if not 0 < num_heads <= MOST_HEADS:
+            raise ConfigError(f"the number of attention heads must be from 1 to {MOST_HEADS}, found {num_heads}")
         below = 1 << (num_heads.bit_length() - 1)
         steps = [2 * k for k in range(1, below + 1)] + [2 * k + 1 for k in range(num_heads - below)]
         return cls(tuple(2.0 ** (-max_bias * step / (2 * below)) for step in steps))
@@ -130,7 +157,12 @@ class BucketBiasConfig:
     shared: bool = True  # one table for all layers of the stack; not: a table for each layer (umT5)
 
     def __post_init__(self) -> None:
-        require_positive(self, num_buckets=self.num_buckets, max_distance=self.max_distance)
+        require_positive(self, num_buckets=self.num_buckets, max_distance=self.max_distance, most=_MOST_DISTANCE)
+        if self.num_buckets < 4 or self.max_distance <= self.num_buckets // 2:
+            raise ConfigError(
+                "relative positions need 4 buckets or more, of which a half must not reach the largest distance, "
+                f"found {self.num_buckets} buckets up to distance {self.max_distance}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +223,8 @@ class AttentionConfig:
     keys_of: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own (Gemma 4)
 
     def __post_init__(self) -> None:
-        require_positive(self, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        require_positive(self, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, most=MOST_HEADS)
+        require_positive(self, head_dim=self.head_dim)
         if self.window is not None:
             require_positive(self, window=self.window)
         if self.softcap is not None:
@@ -271,7 +304,7 @@ class GatedDeltaConfig:
     eps: float  # of the norm of outputs
 
     def __post_init__(self) -> None:
-        require_positive(self, num_key_heads=self.num_key_heads, num_value_heads=self.num_value_heads)
+        require_positive(self, num_key_heads=self.num_key_heads, num_value_heads=self.num_value_heads, most=MOST_HEADS)
         require_positive(self, key_dim=self.key_dim, value_dim=self.value_dim)
         if self.kernel < 2:
             raise ConfigError(f"a recurrent layer's convolution sees 2 tokens or more, found {self.kernel}")

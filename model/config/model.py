@@ -484,7 +484,7 @@ class ModelConfig:
         What a request may come to decides for all of its tokens, so that keys in the cache keep what they were.
         """
         rotaries = self.decoder.rotaries if self.decoder is not None else ()
-        found = [one.original_max_positions for one in rotaries if one.scaling is RopeScaling.LONGROPE]
+        found = [int(one.original_max_positions) for one in rotaries if one.scaling is RopeScaling.LONGROPE]
         return min(found, default=None)
 
     def stretched(self, context: int) -> ModelConfig:

@@ -189,7 +189,8 @@ def read_settings(
     except ConfigError:
         raise
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError, AssertionError) as error:
-        raise ConfigError(f"config.json of a {raw['model_type']} has a value of the wrong kind: {error}") from None
+        message = f"has a value of the wrong kind, in or near {settings.last_read}: {str(error)[:200]}"
+        raise ConfigError(f"config.json of a {raw['model_type']} {message}") from None
     if config.decoder is None:
         settings.get("is_causal")  # which only decoders read
     settings.refuse_unread()

@@ -57,7 +57,7 @@ def config(
         extra_pos_embeddings=offset if learned else raw.get("extra_pos_embeddings"),
         decoder_vocab_size=raw["vocab_size"],
     )
-    raw.get("num_hidden_layers")  # the same as encoder_layers
+    raw.get("num_hidden_layers"), raw.get("is_decoder")  # the same as encoder_layers; of both stacks by themselves
     max_positions = raw.get("max_position_embeddings", 1024)
     position = PositionConfig(
         positions, max_positions=max_positions if learned else 0, offset=offset, inclusive=inclusive

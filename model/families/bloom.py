@@ -20,7 +20,7 @@ from model.config.layer import (
 from model.config.model import ModelConfig, StackConfig
 from model.families.table.classifiers import classifier_rules
 from model.families.table.decoders import decoder_model
-from model.families.table.helpers import affine, refuse_unless, repeat, split_width
+from model.families.table.helpers import affine, ignore_unless, refuse_unless, repeat, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
@@ -68,7 +68,7 @@ def bloom_rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 def mpt(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_unless(raw, expansion_ratio=4, no_bias=True, logit_scale=None, norm_type="low_precision_layernorm")
+    ignore_unless(raw, expansion_ratio=4, no_bias=True, logit_scale=None, norm_type="low_precision_layernorm")
     for unused in ("learned_pos_emb", "embedding_fraction", "init_device", "init_config", "tokenizer_name", "verbose"):
         raw.get(unused)  # positions are not learned where there are slopes; the rest is of training
     attention = raw.part("attn_config", raw.get("attn_config") or {}, "mpt.attn_config")

@@ -48,7 +48,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def _block(raw: Settings) -> tuple[bool, bool]:
     """Return whether the sublayers are parallel, and whether they then share a norm."""
-    grouped, parallel = raw.get("new_decoder_architecture", False), raw.get("parallel_attn", True)
+    grouped, parallel = bool(raw.get("new_decoder_architecture", False)), bool(raw.get("parallel_attn", True))
     norms = raw.get("num_ln_in_parallel_attn")
     if grouped and not parallel:
         raise ConfigError("parallel_attn = false is not served for Falcon's new decoder architecture")

@@ -28,7 +28,7 @@ def glm(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         **dict(attention_bias=True, head_dim=128, num_key_value_heads=2, rms_norm_eps=1.5625e-7),
         **dict(max_position_embeddings=131_072, partial_rotary_factor=0.5),
     )
-    return turning_neighbours(with_attention(llama.config(raw, names), out_bias=False))
+    return turning_neighbours(with_attention(llama.config(raw, names, partial=True), out_bias=False))
 
 
 def glm4(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -20,6 +20,7 @@ from model.families.table.rules import Family, Interleaved, LinearRule, Rule, Te
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    raw.get("reorder_and_upcast_attn")  # how scores are rounded in float16
     size, heads = raw["n_embd"], raw["n_head"]
     dim = split_width(size, heads)
     scale = dim**-0.5 if raw.get("scale_attn_weights", True) else 1.0

@@ -20,13 +20,15 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
     dim = split_width(size, heads)
     bias = bool(raw.get("attention_bias", True))
-    turning = rotary(raw, dim, share=raw.get("rotary_pct", 0.25), theta=raw.get("rotary_emb_base", 10_000.0))
+    raw.get("is_decoder")  # always
+    share, theta = raw.get("rotary_pct", 0.25), raw.get("rotary_emb_base", 10_000.0)
+    turning = rotary(raw, dim, share=share, theta=theta, partial=True)
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5))
     layer = LayerConfig(
         mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=bias, out_bias=bias, position=turning),
         feed_forward=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
         norms=(Norms(pre=norm),) * 2,
-        parallel=raw.get("use_parallel_residual", True),
+        parallel=bool(raw.get("use_parallel_residual", True)),
     )
     decoder = StackConfig(repeat(layer, raw["num_hidden_layers"]), size, causal=True, final_norm=norm)
     raw = raw.otherwise(tie_word_embeddings=False)

@@ -14,7 +14,7 @@ from model.config.model import ModelConfig
 from model.families import llama
 from model.families.table.decoders import with_attention
 from model.families.table.experts import ExpertNames, with_experts
-from model.families.table.helpers import layers_by_type, refuse_unless
+from model.families.table.helpers import layers_by_type
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, FusedExperts
 
@@ -24,7 +24,7 @@ _PERIOD = 2  # every second layer has full attention
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_unless(raw, hidden_act="silu")
+    raw = raw.but(hidden_act="silu")  # the gate of experts is silu, whatever the file says
     raw.get("experts_per_token"), raw.get("initial_context_length")  # said once more, as OpenAI's code calls them
     if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         raw = raw.but(rope_parameters=_ROPE)

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms, RotaryConfig
 from model.config.model import ModelConfig, StackConfig
 from model.errors import ConfigError
 from model.families.table.classifiers import classifier_rules
 from model.families.table.decoders import decoder_model
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings
-from model.families.table.rope import rotary
 from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
 _CORES = 4  # CodeGen's q, v and k are stored for each of the 4 cores that it was trained on
@@ -25,7 +24,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     if raw["model_type"] == "codegen" and heads % _CORES:
         raise ConfigError(f"heads of CodeGen come in fours, found {heads}")
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_epsilon", 1e-5))
-    position = rotary(raw, dim, share=turning / dim, interleaved=True)
+    position = RotaryConfig(turning, interleaved=True)
     layer = LayerConfig(
         mixer=AttentionConfig(heads, heads, dim, dim**-0.5, position=position),
         feed_forward=MLPConfig(raw.get("n_inner") or 4 * size, activation(raw, "activation_function", "gelu_new")),

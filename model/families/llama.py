@@ -6,7 +6,8 @@ Llama (Touvron et al. 2023), Mistral (a sliding window), Ministral (in some laye
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 from model.config.layer import AttentionConfig, ExpertsConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
@@ -36,10 +37,16 @@ _PRE_NORMS = {"input_layernorm": "attn_norms.pre", "post_attention_layernorm": "
 
 
 def config(
-    raw: Settings, names: Collection[str] | None, *, norm: NormConfig | None = None, head_scale: float = 1.0
+    raw: Settings,
+    names: Collection[str] | None,
+    *,
+    norm: NormConfig | None = None,
+    head_scale: float = 1.0,
+    partial: bool = False,
+    growing: bool = False,
 ) -> ModelConfig:
-    """Build the configuration; without a `norm` all are RMS norms."""
-    refuse_unless(raw, pretraining_tp=1)
+    """Build the configuration; without a `norm` all are RMS norms. `partial` and `growing` are for `rotary`."""
+    raw.get("pretraining_tp")  # how products were divided in training
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
     dim = raw.get("head_dim") or split_width(size, heads)
     bias = bool(raw.get("attention_bias", False))
@@ -52,7 +59,7 @@ def config(
             scale=dim**-0.5,
             qkv_bias=bias,
             out_bias=bias,
-            position=rotary(raw, dim),
+            position=rotary(raw, dim, partial=partial, growing=growing),
         ),
         feed_forward=MLPConfig(
             raw["intermediate_size"],
@@ -80,7 +87,7 @@ def ministral3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262_144, num_key_value_heads=8)
     if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
         raw = raw.but(rope_parameters=_MINISTRAL3_ROPE)
-    return with_attention(config(raw, names), window=raw.get("sliding_window"))
+    return with_attention(config(raw, names, growing=True), window=raw.get("sliding_window"))
 
 
 def ministral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -96,26 +103,33 @@ def ministral(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, count, count + 1)))
 
 
-def _full_attention(raw: Settings) -> None:
-    """Refuse Qwen's sliding windows in some of the layers."""
-    refuse_unless(raw, use_sliding_window=False)
-    raw.get("sliding_window"), raw.get("max_window_layers")  # without effect while windows are off
-    kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
-        raise ConfigError(f"layer_types {', '.join(sorted(kinds))} are not served for {raw['model_type']!r}")
-
-
-def qwen2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    _full_attention(raw)
-    raw = raw.otherwise(max_position_embeddings=32_768)
-    return with_attention(config(raw, names), qkv_bias=True, out_bias=False)
+def qwen2(
+    raw: Settings, names: Collection[str] | None, slides: Callable[[int, int], bool] = operator.ge
+) -> ModelConfig:
+    """Build Qwen2; `slides` says of a layer's index and `max_window_layers` whether the layer has a window."""
+    base = config(raw.otherwise(max_position_embeddings=32_768), names)
+    return _windowed(raw, with_attention(base, qkv_bias=True, out_bias=False), slides)
 
 
 def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    _full_attention(raw)
     base = config(raw.otherwise(head_dim=128, max_position_embeddings=32_768), names)
     assert base.decoder is not None
-    return with_attention(base, qk_norm=base.decoder.final_norm)
+    return _windowed(raw, with_attention(base, qk_norm=base.decoder.final_norm), operator.ge)
+
+
+def _windowed(raw: Settings, base: ModelConfig, slides: Callable[[int, int], bool]) -> ModelConfig:
+    """Return a Qwen with windows in the layers that `layer_types` or `slides` tells; they are off by default."""
+    assert base.decoder is not None
+    limit, window, kinds = raw.get("max_window_layers", 28), raw.get("sliding_window", 4096), raw.get("layer_types")
+    layer, count = base.decoder.layers[0], base.decoder.num_layers
+    layers = {"full_attention": layer}
+    if raw.get("use_sliding_window", False) and window is not None:
+        layers["sliding_attention"] = replace(layer, mixer=replace(layer.attention, window=window))
+        chosen = ["sliding_attention" if slides(index, limit) else "full_attention" for index in range(count)]
+        raw = raw.but(layer_types=kinds or chosen)
+    elif "sliding_attention" in (kinds or ()):
+        raise ConfigError("sliding_attention in layer_types needs use_sliding_window = true and a sliding_window")
+    return replace(base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, count, period=1)))
 
 
 def qwen2_vl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -129,9 +143,9 @@ def qwen3_vl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def phi3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False)
-    raw.get("original_max_position_embeddings")  # only used by longrope
+    raw.get("original_max_position_embeddings")  # of stretched contexts
     raw = raw.otherwise(max_position_embeddings=4096, rms_norm_eps=1e-5)
-    return with_attention(config(raw, names), window=raw.get("sliding_window"))
+    return with_attention(config(raw, names, partial=True), window=raw.get("sliding_window"))
 
 
 def rules(

@@ -32,7 +32,7 @@ def arcee(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 def nemotron(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     norm = NormConfig(NormKind.LAYER, raw.get("norm_eps", 1e-5), unit_offset=True)
     raw = raw.otherwise(hidden_act="relu2", max_position_embeddings=4096, partial_rotary_factor=0.5)
-    return _ungated(llama.config(raw, names, norm=norm))
+    return _ungated(llama.config(raw, names, norm=norm, partial=True))
 
 
 def _ungated(base: ModelConfig) -> ModelConfig:

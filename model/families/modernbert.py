@@ -30,7 +30,7 @@ _PERIOD = 3  # every third layer from the first on has full attention
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, position_embedding_type="absolute")  # what old files say of a model without such embeddings
     size, longest = raw["hidden_size"], raw.get("max_position_embeddings", 8192)
-    norm = NormConfig(NormKind.LAYER, raw.get("norm_eps", 1e-5), bias=raw.get("norm_bias", False))
+    norm = NormConfig(NormKind.LAYER, raw.get("norm_eps", 1e-5), bias=bool(raw.get("norm_bias", False)))
     for unused in _WITHOUT_EFFECT:
         raw.get(unused)
     encoder = StackConfig(_layers(raw, norm), size, causal=False, embed_norm=norm, final_norm=norm)
@@ -55,7 +55,7 @@ def _layers(raw: Settings, norm: NormConfig) -> tuple[LayerConfig, ...]:
     reach = raw.get("local_attention", 128) // 2  # tokens on each side
     window = replace(full, window=reach + 1, position=rotary(ropes["sliding_attention"], dim))
     inner, act = raw["intermediate_size"], activation(raw, "hidden_activation", "gelu")
-    mlp = MLPConfig(inner, act, gated=True, bias=raw.get("mlp_bias", False))
+    mlp = MLPConfig(inner, act, gated=True, bias=bool(raw.get("mlp_bias", False)))
     layer = LayerConfig(full, mlp, (Norms(pre=norm),) * 2)
     kinds = {"full_attention": layer, "sliding_attention": replace(layer, mixer=window)}
     count = len(repeat(layer, raw["num_hidden_layers"]))

@@ -27,7 +27,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
             scale=dim**-0.5,
             qkv_bias=True,
             out_bias=True,
-            position=rotary(raw, dim, share=0.5),
+            position=rotary(raw, dim, share=0.5, partial=True),
             qk_norm=norm if raw.get("qk_layernorm", False) else None,
         ),
         feed_forward=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu_new")),

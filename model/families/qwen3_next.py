@@ -24,7 +24,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, attn_output_gate=True, mamba_ssm_dtype="float32", hidden_act="silu")
     raw.get("mtp_num_hidden_layers"), raw.get("mtp_use_dedicated_embeddings")  # of layers that are dropped
     raw = raw.otherwise(head_dim=256, num_key_value_heads=4, max_position_embeddings=32_768, partial_rotary_factor=0.25)
-    base = llama.config(raw, names)
+    base = llama.config(raw, names, partial=True)
     assert base.decoder is not None
     norm = NormConfig(NormKind.RMS, raw.get("rms_norm_eps", 1e-6), unit_offset=True)
     full = replace(base.decoder.layers[0], norms=(Norms(pre=norm),) * 2)

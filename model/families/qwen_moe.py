@@ -36,6 +36,11 @@ def sparse(raw: Settings, base: ModelConfig, *, shared: int | None = None) -> Mo
     return with_experts(base, experts, dense)
 
 
+def _slides(index: int, limit: int) -> bool:
+    """Whether a layer of Qwen2-MoE has a window: every second one of the first `max_window_layers`."""
+    return index < limit and index % 2 == 0
+
+
 def qwen2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(
         num_experts=60,
@@ -44,7 +49,7 @@ def qwen2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         shared_expert_intermediate_size=5632,
         num_key_value_heads=16,
     )
-    base = with_attention(llama.qwen2(raw, names), qkv_bias=bool(raw.get("qkv_bias", True)))
+    base = with_attention(llama.qwen2(raw, names, _slides), qkv_bias=bool(raw.get("qkv_bias", True)))
     return sparse(raw, base, shared=raw["shared_expert_intermediate_size"])
 
 
@@ -56,7 +61,9 @@ def qwen3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         num_key_value_heads=4,
         head_dim=split_width(raw["hidden_size"], raw["num_attention_heads"]),
     )
-    return sparse(raw, llama.qwen3(raw, names))
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    full = llama.qwen3(raw.but(use_sliding_window=False, layer_types=None), names)
+    return sparse(raw, with_attention(full, window=window))  # in every layer
 
 
 def qwen3_vl(raw: Settings, names: Collection[str] | None) -> ModelConfig:

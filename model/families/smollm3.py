@@ -18,9 +18,8 @@ _KINDS = ("full_attention", "sliding_attention")
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(num_key_value_heads=4, max_position_embeddings=32_768, rope_theta=2_000_000.0)
-    for unused in ("pretraining_tp", "max_window_layers"):
-        raw.get(unused)  # how products were divided in training; of Qwen
-    base = llama.config(raw.but(pretraining_tp=1), names)
+    raw.get("max_window_layers")  # of Qwen
+    base = llama.config(raw, names)
     assert base.decoder is not None
     count, plain = base.decoder.num_layers, base.decoder.layers[0]
     interval, window = raw.get("no_rope_layer_interval", 4), raw.get("sliding_window")

@@ -18,7 +18,7 @@ from model.families.table.rules import Family, Rule, TensorRule
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5))
     raw = raw.otherwise(max_position_embeddings=4096, partial_rotary_factor=raw.get("rope_pct", 0.25))
-    base = llama.config(raw, names, norm=norm)
+    base = llama.config(raw, names, norm=norm, partial=True)
     base = with_attention(base, qkv_bias=bool(raw.get("use_qkv_bias", False)), out_bias=False)
     if raw.get("qk_layernorm", False):
         base = with_attention(base, qk_norm=replace(norm, bias=False), qk_norm_span=NormSpan.OWN_GAINS)

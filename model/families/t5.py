@@ -71,6 +71,7 @@ def _is_encoder(raw: Settings, names: Collection[str] | None) -> bool:
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     size = raw["d_model"]
+    raw.get("is_decoder")  # of both stacks by themselves
     if _is_encoder(raw, names):
         return _encoder_config(raw)
     is_tied = tied(raw, names)

@@ -22,7 +22,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     image = ImageConfig(raw.get("image_size", 224), raw.get("patch_size", 16), raw.get("num_channels", 3))
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12))
     layer = LayerConfig(
-        mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=raw.get("qkv_bias", True), out_bias=True),
+        mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=bool(raw.get("qkv_bias", True)), out_bias=True),
         feed_forward=MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu")),
         norms=(Norms(pre=norm),) * 2,
     )

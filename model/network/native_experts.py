@@ -7,7 +7,7 @@ from ctypes import pointer
 
 from torch import Tensor, nn
 
-from model.config.layer import ExpertsConfig, MLPConfig
+from model.config.layer import Activation, ExpertsConfig, MLPConfig
 from model.linear.base import Linear
 from model.linear.native import NativeLinear, packed_matrix
 from model.native.library import ACTIVATIONS, CLAMPED_SILU, Kind
@@ -21,9 +21,17 @@ Norms = Callable[[nn.Module], Norm]  # a module's norm as C reads it
 
 def unsupported_feed_forward(config: MLPConfig | ExpertsConfig) -> str | None:
     """What of a feed-forward is not computed in C; None: nothing."""
+    unit = config.mlp if isinstance(config, ExpertsConfig) else config
+    if (reason := unsupported_activation(unit.activation)) is not None:
+        return reason
     if isinstance(config, ExpertsConfig) and config.shared is not None and _unit(config.shared) != _unit(config.mlp):
         return "a shared expert with another activation"
     return None
+
+
+def unsupported_activation(activation: Activation) -> str | None:
+    """Return why C does not compute an activation; None: it does."""
+    return None if activation in ACTIVATIONS else f"the activation {activation.value}, which C does not compute"
 
 
 def feed_forward_structure(config: MLPConfig | ExpertsConfig) -> MLPLayer:

@@ -52,7 +52,12 @@ from model.native.structures import Stack as StackData
 from model.native.structures import Step as StepData
 from model.network.disentangled import DisentangledBias
 from model.network.native_delta import delta_structure, fill_delta, layer_states
-from model.network.native_experts import feed_forward_structure, fill_feed_forward, unsupported_feed_forward
+from model.network.native_experts import (
+    feed_forward_structure,
+    fill_feed_forward,
+    unsupported_activation,
+    unsupported_feed_forward,
+)
 from model.network.native_relative import NativePositions
 from model.network.norms import HeadsNorm, OffsetLayerNorm, OffsetRMSNorm
 from model.network.score_bias import AlibiBias, BucketBias
@@ -315,6 +320,8 @@ class NativeStack:
 def unsupported_layer(layer: LayerConfig) -> str | None:
     """What of a layer is not computed in C; None: nothing."""
     mixer = layer.mixer
+    if layer.embedding is not None and (reason := unsupported_activation(layer.embedding.activation)) is not None:
+        return reason
     if not isinstance(mixer, AttentionConfig):
         return unsupported_feed_forward(layer.feed_forward)
     if isinstance(mixer.position, XLNetRelativeConfig):

@@ -73,7 +73,7 @@ def _yarn(config: RotaryConfig, plain: Tensor) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.dim - 1)
     at = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
-    stretched = ((at - low) / max(high - low, 0.001)).clamp(0, 1)
+    stretched = ((at - low) / (high - low or 0.001)).clamp(0, 1)
     return stretched * plain / config.factor + (1 - stretched) * plain
 
 

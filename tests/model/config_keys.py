@@ -22,6 +22,7 @@ from model.families.wholes import WHOLES
 INNER = ("t5_gemma_module",)
 # The functions of a class that get what a file has beside the class's fields.
 _MAKERS = {"__post_init__", "convert_rope_params_to_dict"}
+_ROPE = {"rope_scaling", "rope_theta", "partial_rotary_factor"}  # which only classes with rotary positions take
 # What code that all models share reads of any configuration, with what it takes where there is none.
 _SHARED_CODE = {"is_causal": True}
 
@@ -44,8 +45,9 @@ def _of_class(one: type) -> dict[str, Any]:
     """Return the fields of a class, those among them that may be null, and its other names for them."""
     own = fields(one)  # type: ignore[arg-type]
     keys = {field.name: _default(field) for field in own}
+    spelled_before = _arguments(one) - keys.keys() - (set() if "rope_parameters" in keys else _ROPE)
     return {
-        "keys": keys | dict.fromkeys(_arguments(one) - keys.keys()),
+        "keys": keys | dict.fromkeys(sorted(spelled_before)),
         "nullable": sorted(field.name for field in own if "None" in str(field.type) or field.type is Any),
         "renamed": dict(getattr(one, "attribute_map", {})),
     }

@@ -70,7 +70,7 @@ def ours_and_theirs(kind: str, model: Transformer) -> tuple[Tensor, Tensor]:
 @torch.inference_mode()
 def hidden_states(model: Transformer) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Each input's hidden states `[L, d]`, packed with its neighbours, and the inputs as `transformers`'."""
-    inputs, theirs = _images(model.config.image) if model.config.image else _texts(model)
+    inputs, theirs = images(model.config.image) if model.config.image else _texts(model)
     if model.config.audio is not None:
         windows = sources(model.config)
         inputs, theirs = source_input(windows, CPU), [reference_input(window) for window in windows]
@@ -91,7 +91,7 @@ def _texts(model: Transformer) -> tuple[StackInput, list[dict[str, Tensor]]]:
     return inputs, theirs
 
 
-def _images(image: ImageConfig) -> tuple[StackInput, list[dict[str, Tensor]]]:
+def images(image: ImageConfig) -> tuple[StackInput, list[dict[str, Tensor]]]:
     pixels = torch.randn(3, image.channels, image.size, image.size, generator=torch.Generator().manual_seed(0))
     inputs = packed_input([range(image.num_tokens)] * len(pixels), CPU, causal=False)
     return replace(inputs, pixels=pixels), [dict(pixel_values=one[None]) for one in pixels]

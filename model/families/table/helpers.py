@@ -7,7 +7,7 @@ from typing import Any
 
 from model.config.layer import Activation, AttentionConfig, LayerConfig, NormSpan
 from model.config.model import HeadConfig
-from model.errors import ConfigError
+from model.errors import ConfigError, shown
 from model.families.table.raw_config import Settings
 from model.families.table.rules import LinearRule, TensorRule
 
@@ -16,19 +16,33 @@ _ACTIVATIONS = {
     "relu": Activation.RELU,
     "relu2": Activation.RELU_SQUARED,
     "gelu": Activation.GELU,
+    "gelu_python": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_accurate": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_python_tanh": Activation.GELU_TANH,
+    "gelu_10": Activation.CLIPPED_GELU,
+    "quick_gelu": Activation.QUICK_GELU,
     "silu": Activation.SILU,
     "swish": Activation.SILU,
+    "hardswish": Activation.HARD_SWISH,
+    "mish": Activation.MISH,
+    "relu6": Activation.RELU6,
+    "leaky_relu": Activation.LEAKY_RELU,
+    "sigmoid": Activation.SIGMOID,
     "tanh": Activation.TANH,
+    "laplace": Activation.LAPLACE,
+    "sqrtsoftplus": Activation.SQRT_SOFTPLUS,
+    "linear": Activation.IDENTITY,
 }
 
 
 def activation(raw: Mapping[str, Any], key: str, default: str) -> Activation:
     """Return the activation function that `key` names; raises `ConfigError` for an unknown name."""
     name = raw.get(key, default)
-    if name not in _ACTIVATIONS:
-        raise ConfigError(f"{key} {name!r} is not served; served are {', '.join(sorted(_ACTIVATIONS))}")
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise ConfigError(f"{key} = {shown(name)} is not served; served are {', '.join(sorted(_ACTIVATIONS))}")
     return _ACTIVATIONS[name]
 
 
@@ -53,7 +67,17 @@ def refuse_unless(raw: Mapping[str, Any], **allowed: object) -> None:
         if isinstance(raw, Settings) and raw.without_effect(key):
             raw.ignore(key, raw[key])
         else:
-            raise ConfigError(f"{key} = {raw[key]!r} is not served for {raw.get('model_type')!r}, only {value!r}")
+            raise ConfigError(f"{key} = {shown(raw[key])} is not served for {raw.get('model_type')!r}, only {value!r}")
+
+
+def ignore_unless(raw: Settings, **served: object) -> None:
+    """Ignore settings that the reference's class has and its model does not read.
+
+    A folder's own code may read them: there they must be as `served`.
+    """
+    for key, value in served.items():
+        if raw.get(key, value) not in (value, None):
+            raw.ignore(key, raw[key])
 
 
 def ids(value: object, key: str = "eos_token_id") -> tuple[int, ...]:

@@ -14,7 +14,8 @@ from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
 
-from model.errors import ConfigError, listed
+from model.config.layer import MOST, MOST_HEADS
+from model.errors import ConfigError, listed, shown
 from model.families.table.known_keys import KnownKeys, known_keys
 
 # Settings that do not change the network's results: bookkeeping, training, and generation (which
@@ -25,8 +26,8 @@ _HARMLESS = frozenset(
     architectures auto_map model_type _name_or_path name_or_path transformers_version _commit_hash torch_dtype dtype
     torchscript attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
     use_cache is_encoder_decoder finetuning_task tokenizer_class task_specific_params id2label label2id num_labels
-    _num_labels chunk_size_feed_forward chunk_size_lm_head pruned_heads tf_legacy_loss use_bfloat16 prefix n_ctx
-    sentence_transformers sbert_ce_default_activation_function
+    _num_labels problem_type chunk_size_feed_forward chunk_size_lm_head pruned_heads tf_legacy_loss use_bfloat16
+    prefix n_ctx sentence_transformers sbert_ce_default_activation_function
     language model_max_length tie_encoder_decoder tie_word_embeddings tie_weights_
     output_attentions output_hidden_states output_past return_dict keys_to_ignore_at_inference
 
@@ -51,7 +52,8 @@ _FORMER = frozenset({"position_embedding_type"})
 # Ends of names. Nothing else looks at an epsilon before a step computes with it, and sizes are computed with at once.
 _EPSILONS = ("_eps", "_epsilon")
 _SIZES = ("_size", "_heads", "_dim", "_per_tok", "coder_layers", "max_position_embeddings", "d_model", "d_ff", "d_kv")
-_COUNTS = ("num_", "n_")  # beginnings of names
+_HEADS = ("head", "heads")
+_COUNTS = ("num_", "n_", "sliding_window")  # beginnings of names
 
 
 class Settings(Mapping[str, Any]):
@@ -66,16 +68,20 @@ class Settings(Mapping[str, Any]):
     ) -> None:
         self._raw, self._known, self._place = _in_its_own_names(raw, known), known, place
         self._strict = strict or known is None
-        self._read: set[str] = set()
+        self._read: dict[str, None] = {}  # in order
         self.ignored: list[str] = []
 
     def __getitem__(self, key: str) -> Any:
-        self._read.add(key)
+        self._read.pop(key, None)
+        self._read[key] = None
         value = self._raw[key]
         if key.endswith(_EPSILONS) and not (type(value) in (int, float) and 0 <= value < math.inf):
-            raise ConfigError(f"{self._place}{key} must be a number from 0 on, found {value!r}")
+            raise ConfigError(f"{self._place}{key} must be a number from 0 on, found {shown(value)}")
         if (key.endswith(_SIZES) or key.startswith(_COUNTS)) and isinstance(value, bool | float | str):
-            raise ConfigError(f"{self._place}{key} must be a whole number, found {value!r}")
+            raise ConfigError(f"{self._place}{key} must be a whole number, found {shown(value)}")
+        most = MOST_HEADS if key.endswith(_HEADS) else MOST
+        if isinstance(value, int) and abs(value) > most:
+            raise ConfigError(f"{self._place}{key} must be at most {most}, found {shown(value)}")
         return value
 
     def __iter__(self) -> Iterator[str]:
@@ -100,7 +106,7 @@ class Settings(Mapping[str, Any]):
         What is ignored there is named here. Raises `ConfigError` where the part is no object.
         """
         if not isinstance(raw, Mapping):
-            raise ConfigError(f"{self._place}{key} must be an object, found {raw!r}")
+            raise ConfigError(f"{self._place}{key} must be an object, found {shown(raw)}")
         keys = None if self._known is None else known_keys(raw.get("model_type") or model_type)
         found = Settings({"model_type": model_type, **raw}, keys, strict=self._strict, place=f"{self._place}{key}.")
         found.ignored = self.ignored
@@ -122,12 +128,13 @@ class Settings(Mapping[str, Any]):
 
     def pass_over_known(self) -> None:
         """Let every key that the class knows count as read: nothing of it is computed."""
-        self._read |= set() if self._known is None else self._raw.keys() & self._known.defaults.keys()
+        if self._known is not None:
+            self._read.update(dict.fromkeys(self._raw.keys() & self._known.defaults.keys()))
 
     def ignore(self, key: str, value: object) -> None:
         """Note a key that the reference does not use; raises `ConfigError` where a folder's own code may use it."""
         if self._strict:
-            raise ConfigError(f"{self._place}{key} = {value!r} is not known for {self._raw.get('model_type')!r}")
+            raise ConfigError(f"{self._place}{key} = {shown(value)} is not known for {self._raw.get('model_type')!r}")
         if f"{self._place}{key}" not in self.ignored:
             self.ignored.append(f"{self._place}{key}")
 
@@ -144,11 +151,16 @@ class Settings(Mapping[str, Any]):
         """Whether a class of the reference says what the settings mean."""
         return self._known is not None
 
+    @property
+    def last_read(self) -> str:
+        """The keys that were read last, to say about where a value does not fit."""
+        return listed(list(self._read)[-3:])
+
     def refuse_unread(self) -> None:
         """Raise `ConfigError` naming every setting that was not read and might change the results."""
         known = {} if self._known is None else self._known.defaults
         refused = []
-        for key in sorted(self._raw.keys() - self._read):
+        for key in sorted(self._raw.keys() - self._read.keys()):
             value, default = self._raw[key], known.get(key)
             if _harmless(key) or value is None or value == default or not (value or default):
                 continue

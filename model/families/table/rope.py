@@ -7,100 +7,145 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from model.config.layer import RopeScaling, RotaryConfig
-from model.errors import ConfigError
-from model.families.table.helpers import refuse_unless
+from model.config.layer import MOST, RopeScaling, RotaryConfig
+from model.errors import ConfigError, shown
 from model.families.table.raw_config import Settings
 
-_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"}
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# What the library computes with, by type; it warns of other settings.
 _KNOWN = {
     "default": _COMMON,
-    "linear": _COMMON,
-    "dynamic": _COMMON | {"original_max_position_embeddings"},
-    "llama3": _COMMON | {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-    # The context stands in Ministral 3's settings too.
+    "linear": _COMMON | {"factor"},
+    "dynamic": _COMMON | {"factor"},
+    "llama3": _COMMON | {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "yarn": _COMMON
-    | {"llama_4_scaling_beta", "max_position_embeddings"}
-    | {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+    | {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
     | {"mscale", "mscale_all_dim", "truncate"},
-    "proportional": _COMMON,
-    "longrope": _COMMON | {"original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
+    "proportional": _COMMON | {"factor"},
+    "longrope": _COMMON
+    | {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }
-# Which dimensions turn by which of an image's three positions; in a text these are one and the same number.
-_OF_IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
+# Passed over without a word: published files have them, of contexts that stand elsewhere too, and of images.
+_PASSED_OVER = {"max_position_embeddings", "original_max_position_embeddings", "mrope_section", "mrope_interleaved"}
 _OLDER_LONGROPE = ("su", "yarn")  # what the first Phi-3 called it
 
 
 def rotary(
-    raw: Settings, head_dim: int, *, share: float = 1.0, theta: float = 10_000.0, interleaved: bool = False
+    raw: Settings,
+    head_dim: int,
+    *,
+    share: float = 1.0,
+    theta: float = 10_000.0,
+    interleaved: bool = False,
+    partial: bool = False,
+    growing: bool = False,
 ) -> RotaryConfig:
-    """Return the rotary settings of a raw config.json; by default `share` of a head's dimensions is rotated."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ConfigError(f"rope settings must be an object, found {scaling!r}")
-    scaling = {key: value for key, value in scaling.items() if key not in _OF_IMAGE_POSITIONS}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    kind = "default" if kind == "mrope" else kind
-    kind = "longrope" if "long_factor" in scaling and kind in _OLDER_LONGROPE else kind
-    if kind not in _KNOWN:
-        raise ConfigError(f"rope type {kind!r} is not served; served are {', '.join(_KNOWN)}")
-    unknown = sorted(scaling.keys() - _KNOWN[kind])
-    if unknown:
-        raise ConfigError(f"rope settings {', '.join(unknown)} are not known for rope type {kind!r}")
-    top_level = raw.get("partial_rotary_factor")
-    share = scaling.get("partial_rotary_factor") or top_level or share
-    dim, theta = int(head_dim * share), float(scaling.get("rope_theta") or raw.get("rope_theta") or theta)
+    """Return the rotary settings of a raw config.json; by default `share` of a head's dimensions is rotated.
+
+    `partial`: the family's model reads which share that is. `growing`: it reads `llama_4_scaling_beta`.
+    """
+    scaling, kind = _settings(raw, growing)
+    share = _share(raw, scaling, kind, share, partial=partial)
+    base = _number(scaling, "rope_theta", _number(raw, "rope_theta", theta))
     if kind == "proportional":
-        return _proportional(scaling, head_dim, share, theta)
+        return _proportional(raw, scaling, RotaryConfig(head_dim, base, turning=2 * int(share * head_dim // 2)))
+    plain = RotaryConfig(int(head_dim * share), base, interleaved=interleaved)
     if kind == "default":
-        return RotaryConfig(dim, theta, interleaved=interleaved)
+        return plain
     max_positions = raw["max_position_embeddings"]
+    original = _original(raw, scaling, max_positions)
     if kind == "longrope":
-        return _longrope(raw, scaling, RotaryConfig(dim, theta, interleaved=interleaved), max_positions)
-    original = scaling.get("original_max_position_embeddings") or max_positions
-    factor = scaling.get("factor")
-    if factor is None:
+        return _longrope(scaling, plain, max_positions, original)
+    if (kind != "yarn" and scaling.get("factor") is None) or "factor" not in scaling:
         raise ConfigError(f"rope type {kind!r} lacks its factor")
-    return RotaryConfig(
-        dim,
-        theta,
-        RopeScaling(kind),
-        factor=float(factor),
-        original_max_positions=max_positions if kind == "dynamic" else original,
+    factor = _number(scaling, "factor", max_positions / original)
+    return replace(
+        plain,
+        scaling=RopeScaling(kind),
+        factor=factor,
+        original_max_positions=max_positions if kind in ("dynamic", "linear") else original,
         length=max_positions if kind == "dynamic" else 0,
-        low_freq_factor=scaling.get("low_freq_factor", 1.0),
-        high_freq_factor=scaling.get("high_freq_factor", 4.0),
-        beta_fast=scaling.get("beta_fast") or 32.0,
-        beta_slow=scaling.get("beta_slow") or 1.0,
-        truncate=scaling.get("truncate", True),
-        attention_factor=_attention_factor(scaling, float(factor)) if kind == "yarn" else 1.0,
-        growth=float(scaling.get("llama_4_scaling_beta") or 0.0),
-        interleaved=interleaved,
+        low_freq_factor=_number(scaling, "low_freq_factor", 1.0),
+        high_freq_factor=_number(scaling, "high_freq_factor", 4.0),
+        beta_fast=_number(scaling, "beta_fast", 0.0) or 32.0,
+        beta_slow=_number(scaling, "beta_slow", 0.0) or 1.0,
+        truncate=bool(scaling.get("truncate", True)),
+        attention_factor=_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
+        growth=_number(scaling, "llama_4_scaling_beta", 0.0) if growing else 0.0,
     )
 
 
-def _proportional(scaling: Mapping[str, Any], head_dim: int, share: float, theta: float) -> RotaryConfig:
+def _settings(raw: Settings, growing: bool) -> tuple[dict[str, Any], str]:
+    """Return the settings and their type; notes those that are not used."""
+    older, newer = raw.get("rope_scaling"), raw.get("rope_parameters")
+    scaling = older or newer or {}
+    if not isinstance(scaling, dict):
+        raise ConfigError(f"rope settings must be an object, found {shown(scaling)}")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = "default" if kind == "mrope" else kind  # positions of a text are one and the same
+    kind = "longrope" if "long_factor" in scaling and kind in _OLDER_LONGROPE else kind
+    if not isinstance(kind, str) or kind not in _KNOWN:
+        raise ConfigError(f"rope type {shown(kind)} is not served; served are {', '.join(_KNOWN)}")
+    known = _KNOWN[kind] | _PASSED_OVER | ({"llama_4_scaling_beta"} if growing else set())
+    for key in sorted(scaling.keys() - known):
+        raw.ignore(f"{'rope_scaling' if older else 'rope_parameters'}.{key}", scaling[key])
+    return scaling, kind
+
+
+def _share(raw: Settings, scaling: Mapping[str, Any], kind: str, share: float, *, partial: bool) -> float:
+    """Return which share of a head's dimensions turns.
+
+    A model that does not read it turns whole heads; where its positions are stretched too, the library fails.
+    """
+    found = _number(scaling, "partial_rotary_factor", _number(raw, "partial_rotary_factor", share))
+    if not 0 < found <= 1:
+        raise ConfigError(f"partial_rotary_factor must be above 0 and at most 1, found {found}")
+    if partial or found == 1 or kind == "proportional" or not raw.follows_class:
+        return found
+    if kind != "default":
+        raise ConfigError(f"partial_rotary_factor = {found} is not served beside rope type {kind!r} here")
+    raw.ignore("partial_rotary_factor", found)
+    return share
+
+
+def _original(raw: Settings, scaling: Mapping[str, Any], max_positions: int) -> int | float:
+    """Return the context before stretching; as in `transformers` the one outside of the rope settings comes first."""
+    key = "original_max_position_embeddings"
+    found = raw.get(key) or scaling.get(key) or max_positions
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 1 <= found <= MOST:
+        raise ConfigError(f"{key} must be a number from 1 to {MOST}, found {shown(found)}")
+    return found
+
+
+def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
+    """Return a number of the settings; `default` where it is absent or null."""
+    value = settings.get(key)
+    if value is None:
+        return float(default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{key} must be a number, found {shown(value)}")
+    return float(value)
+
+
+def _proportional(raw: Settings, scaling: Mapping[str, Any], plain: RotaryConfig) -> RotaryConfig:
     """Return settings of which a share of pairs turns, at wavelengths and places of the whole head (Gemma 4)."""
-    refuse_unless(scaling, factor=1.0)
-    return RotaryConfig(head_dim, theta, turning=2 * int(share * head_dim // 2))
+    if (factor := _number(scaling, "factor", 1.0)) == 1.0:
+        return plain
+    longest = raw["max_position_embeddings"]
+    return replace(plain, scaling=RopeScaling.LINEAR, factor=factor, original_max_positions=longest)
 
 
-def _longrope(raw: Settings, scaling: Mapping[str, Any], plain: RotaryConfig, max_positions: int) -> RotaryConfig:
+def _longrope(scaling: Mapping[str, Any], plain: RotaryConfig, max_positions: int, original: float) -> RotaryConfig:
     """Return LongRoPE's settings; its temperature is `sqrt(1 + ln s / ln L)` for a context of L, stretched by s, unless
     it is set (Ding et al. 2024; the temperature is of Phi-3's code)."""
-    # As in `transformers` the one outside of the rope settings comes first.
-    original = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
-    if not original:
-        raise ConfigError("rope type 'longrope' needs original_max_position_embeddings")
-    factor, temperature = scaling.get("factor") or max_positions / original, scaling.get("attention_factor")
-    if temperature is None:
-        temperature = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factor = _number(scaling, "factor", max_positions / original)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     return replace(
         plain,
         scaling=RopeScaling.LONGROPE,
-        factor=float(factor),
+        factor=factor,
         original_max_positions=original,
-        attention_factor=float(temperature),
+        attention_factor=_number(scaling, "attention_factor", usual),
         short_factors=tuple(map(float, scaling["short_factor"])),
         long_factors=tuple(map(float, scaling["long_factor"])),
     )
@@ -115,17 +160,20 @@ def settings_by_type(raw: Settings, older: Mapping[str, Settings]) -> dict[str, 
     unknown = sorted(set(sets) - older.keys())
     if unknown:
         raise ConfigError(f"rope_parameters of types {', '.join(unknown)} are not served for {raw['model_type']!r}")
-    return {kind: settings.but(rope_parameters=sets.get(kind)) for kind, settings in older.items()}
+    found = {}
+    for kind, settings in older.items():
+        own = sets.get(kind)
+        found[kind] = settings.but(rope_parameters=own, **({"rope_scaling": None} if own else {}))
+    return found
 
 
-def _attention_factor(scaling: dict[str, Any], factor: float) -> float:
+def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     """Return YaRN's temperature, `0.1 ln(factor) + 1` unless it is set (Peng et al. 2023, section 3.3)."""
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
 
     def temperature(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
-    return temperature(1.0)
+    usual, (scale, whole) = temperature(1.0), (_number(scaling, key, 0.0) for key in ("mscale", "mscale_all_dim"))
+    if scale and whole:
+        usual = temperature(scale) / temperature(whole)
+    return _number(scaling, "attention_factor", usual)

@@ -1,0 +1,41 @@
+"""Folders whose config.json says something rare, beside `transformers` reading the same file: equal logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.config_variants import compare
+
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("falcon", {"parallel_attn": None}),
+        ("falcon", {"multi_query": None, "bias": None, "alibi": None, "new_decoder_architecture": None}),
+        ("gpt-neox", {"use_parallel_residual": False}),
+        ("gpt-neox", {"hidden_act": "gelu_10", "is_decoder": True}),
+        ("bert", {"hidden_act": "quick_gelu"}),
+        ("mpt", {"expansion_ratio": 8, "no_bias": False, "logit_scale": 0.5}),
+        ("llama-gqa", {"hidden_act": "mish", "pretraining_tp": 2, "is_llama_config": True, "sliding_window": 3}),
+        ("qwen2", {**WINDOW, "layer_types": None, "max_window_layers": 1}),
+        ("qwen3", {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("qwen2-moe", {**WINDOW, "layer_types": None, "max_window_layers": 2}),
+        ("qwen3-moe", WINDOW),
+        ("llama-gqa", {"rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 32.0, "attn_factor": 0.5}}),
+        ("llama-gqa", {"rope_parameters": {**YARN, "factor": None, "mscale": 0.7, "mscale_all_dim": 0.5}}),
+        ("llama-gqa", {"rope_parameters": YARN, "original_max_position_embeddings": 64}),
+        ("llama-gqa", {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 9.0}}),
+        ("llama-gqa", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3, "finetuned": True}}),
+        ("llama-gqa", {"partial_rotary_factor": 0.5}),
+        ("stablelm", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
+    ],
+)
+def test_what_a_file_says_is_computed_as_by_the_library(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    found = compare(kind, changes, tmp_path)
+    assert found.kind == "equal", found.reason
