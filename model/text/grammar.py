@@ -13,6 +13,8 @@ from threading import Lock
 from typing import Any
 
 from model.errors import GrammarError as GrammarError  # what this module raises
+from model.text.gbnf import gbnf_rules
+from model.text.lark import is_lark, lark_rules
 from model.text.patterns import whole_pattern
 from model.text.schemas.translate import translated
 
@@ -84,6 +86,14 @@ def rules_of(grammar: str, name: str) -> str:
 def regex_grammar(pattern: str) -> str:
     """Return the grammar of texts that the whole pattern matches; `.` matches no line break. Raises `GrammarError`."""
     return f"{_HEADER}start: TEXT\nTEXT: /{whole_pattern(pattern)}/\n"
+
+
+def written_grammar(text: str) -> str:
+    """Return the grammar of texts that a client's own grammar accepts, written as GBNF (EBNF) or as Lark.
+
+    Raises `GrammarError`, which names the line and the column.
+    """
+    return _HEADER + (lark_rules(text, json_rule) if is_lark(text) else gbnf_rules(text))
 
 
 def choice_grammar(choices: Iterable[str]) -> str:

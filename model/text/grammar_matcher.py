@@ -13,6 +13,7 @@ the beginning of an output has a second entry in llguidance's vocabulary, after 
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -244,6 +245,10 @@ _OF_SCHEMAS = {
 }
 
 
+_PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
+_LINES_BEFORE = 2  # a client's own grammar, which alone has several lines
+
+
 def _redact(error: str) -> str:
     """Remove quotations of the grammar from llguidance's message; names of keywords stay."""
     if "failed to compile JSON schema: " in error:
@@ -255,11 +260,17 @@ def _redact(error: str) -> str:
     if syntax is not None:  # of a regular expression, which the lines before quote
         return syntax
     reason, is_schema = lines[0], "failed to compile JSON schema: " in lines[0]
+    place = _PLACE.match(reason)
+    if place is not None and not is_schema:
+        reason = reason[place.end() :]
     for prefix in ("failed to compile JSON schema: ", "(in regex): "):
         reason = reason.rpartition(prefix)[2]
     for quotation in (" in regex /", " /", " '", ": ", ", got ", ". Enable "):
         reason = reason.partition(quotation)[0]
-    return f"#: {reason}" if is_schema else reason
+    if is_schema:
+        return f"#: {reason}"
+    line = int(place[1]) - _LINES_BEFORE if place is not None else 0
+    return f"{reason} (line {line})" if line > 0 else reason
 
 
 class Grammars:
