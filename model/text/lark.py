@@ -62,7 +62,8 @@ class _Rewriter:
             found.append(self._next())
         if "start" not in self._defined:
             raise GrammarError("the rule start is missing, with which a Lark grammar begins")
-        for name, self._at in self._used.items():
+        for name, at in self._used.items():
+            self._at = at
             if name not in self._defined:
                 raise self._error(f"the rule {name[:64]} is not defined")
         return f"start: g_start\n{''.join(found)}\n"

@@ -178,9 +178,22 @@ def _grammar(arguments: argparse.Namespace) -> str:
             return grammar.json_grammar(_schema(arguments.json_schema))
         if arguments.regex is not None:
             return grammar.regex_grammar(arguments.regex)
+        if arguments.grammar is not None:
+            return grammar.written_grammar(_grammar_text(arguments.grammar))
     except GrammarError as error:
-        raise ConfigError(f"{'--regex' if arguments.json_schema is None else '--json-schema'}: {error}") from None
+        flag = next(name for name in ("json_schema", "regex", "grammar") if getattr(arguments, name) is not None)
+        raise ConfigError(f"--{flag.replace('_', '-')}: {error}") from None
     return grammar.choice_grammar(arguments.choice) if arguments.choice else ""
+
+
+def _grammar_text(given: str) -> str:
+    """Return the text of a grammar, which is given or in a file."""
+    if "\n" in given or ":" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--grammar: {given} cannot be read: {error}") from None
 
 
 def _schema(given: str) -> dict[str, Any]:

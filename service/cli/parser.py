@@ -97,6 +97,7 @@ def _add_generate(commands: Any) -> None:
     structure.add_argument("--json", action="store_true", help="constrain the output to a JSON object")
     structure.add_argument("--json-schema", metavar="FILE|JSON", help="constrain the output to a JSON schema")
     structure.add_argument("--regex", metavar="PATTERN", help="constrain the output to match a regular expression")
+    structure.add_argument("--grammar", metavar="FILE|TEXT", help="constrain the output to a grammar in GBNF or Lark")
     structure.add_argument(
         "--choice", action="append", metavar="TEXT", help="constrain the output to one of these texts (repeatable)"
     )

@@ -32,6 +32,7 @@ COMPLETION_NAMES = {"include_stop": "include_stop_str_in_output", "prompt_logpro
 CHAT_NAMES = {**COMPLETION_NAMES, "prediction": "prediction.content", "prompt": "messages", "logprobs": "top_logprobs"}
 DEFAULT_MAX_TOKENS = 16  # of completions; chats have the model's default
 
+_GRAMMARS = ("guided_grammar", "grammar", "ebnf")  # of vLLM, llama.cpp and SGLang
 _SAME = (
     *("model", "timeout_s", "request_id", "stream", "top_p", "n", "stop", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos"),
@@ -160,7 +161,13 @@ def _sampling(body: Sampling, served: ServedModel) -> dict[str, Any]:
 def is_held(body: Sampling) -> bool:
     """Return whether a grammar holds the answer."""
     format = body.response_format
-    return (format is not None and format.type != "text") or body.structured_outputs is not None
+    is_formatted = format is not None and format.type != "text"
+    return is_formatted or body.structured_outputs is not None or bool(_grammars(body))
+
+
+def _grammars(body: Sampling) -> list[str]:
+    """Return the names of the fields that have a grammar."""
+    return [name for name in _GRAMMARS if getattr(body, name) is not None]
 
 
 def _structure(body: Sampling) -> Json:
@@ -168,7 +175,11 @@ def _structure(body: Sampling) -> Json:
     found: Json = {}
     if body.response_format is not None:
         found["response_format"] = _format(body.response_format)
-    vllm = body.structured_outputs
+    vllm, grammars = body.structured_outputs, _grammars(body)
+    if len(grammars) + (vllm is not None and vllm.grammar is not None) > 1:
+        raise invalid(f"{grammars[-1]} excludes the other fields for the same", grammars[-1])
+    if grammars:
+        found["grammar"] = getattr(body, grammars[0])
     if vllm is None:
         return found
     if body.response_format is not None and body.response_format.type != "text":
@@ -179,6 +190,8 @@ def _structure(body: Sampling) -> Json:
         found["response_format"] = json_format(vllm.json_, "structured_outputs.json")
     elif vllm.json_object:
         found["response_format"] = {"type": "json_object"}
+    if vllm.grammar is not None:
+        found["grammar"] = vllm.grammar
     return found | {"regex": vllm.regex, "choice": vllm.choice}
 
 
@@ -190,10 +203,12 @@ def _format(body: Format) -> Json:
 
 
 def _structure_names(body: Sampling) -> dict[str, str]:
+    grammars = _grammars(body)
+    named = {"grammar": grammars[0]} if grammars else {}
     if body.structured_outputs is None:
-        return {}
+        return named
     schema = (
         "structured_outputs.json" if body.structured_outputs.json_ is not None else "structured_outputs.json_object"
     )
-    names = {name: f"structured_outputs.{name}" for name in ("regex", "choice")}
-    return {"response_format.json_schema.schema": schema, "response_format": schema, **names}
+    names = {name: f"structured_outputs.{name}" for name in ("regex", "choice", "grammar")}
+    return {"response_format.json_schema.schema": schema, "response_format": schema, **names, **named}

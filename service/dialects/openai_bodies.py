@@ -45,7 +45,7 @@ class StructuredOutputs(DialectBody):
     regex: str | None = Field(None, description="As in /generate.", examples=["[0-9]{4}"])
     choice: list[str] | None = Field(None, description="As in /generate.", examples=[["yes", "no"]])
     json_object: bool | None = Field(None, description="Any JSON object.", examples=[True])
-    grammar: NotSupported = None
+    grammar: str | None = Field(None, description="As in /generate.", examples=['root ::= "yes" | "no"'])
     structural_tag: NotSupported = None
     whitespace_pattern: NotSupported = None
     disable_any_whitespace: NotTrue = None
@@ -91,7 +91,9 @@ class Sampling(Extended):
     guided_json: NotSupported = None
     guided_regex: NotSupported = None
     guided_choice: NotSupported = None
-    guided_grammar: NotSupported = None
+    guided_grammar: str | None = Field(None, description="`grammar`, as vLLM had it.", examples=[None])
+    grammar: str | None = Field(None, description="As in /generate, and as llama.cpp has it.", examples=[None])
+    ebnf: str | None = Field(None, description="`grammar`, as SGLang has it.", examples=[None])
     use_beam_search: NotTrue = None
     length_penalty: Annotated[Any, Refused(1, 1.0)] = None
     truncate_prompt_tokens: NotSupported = None

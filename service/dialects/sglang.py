@@ -40,6 +40,7 @@ _SAMPLING = {  # native: SGLang's
     "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
     "include_stop": "no_stop_trim",
+    "grammar": "ebnf",
     **{
         name: name
         for name in ("n", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty")
@@ -91,7 +92,7 @@ class SamplingParameters(DialectBody):
         examples=['{"type": "object"}'],
     )
     regex: str | None = Field(None, description="As in /generate.", examples=["[0-9]{4}"])
-    ebnf: NotSupported = None
+    ebnf: str | None = Field(None, description="`grammar` of /generate.", examples=[None])
     structural_tag: NotSupported = None
     custom_params: NotFilled = None
 

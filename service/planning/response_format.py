@@ -1,4 +1,4 @@
-"""Output constraints: `response_format`, `regex` or `choice` of a body becomes a grammar that is known to compile.
+"""Output constraints: `response_format`, `regex`, `choice` or `grammar` of a body becomes a grammar that compiles.
 
 Sizes are checked first. The grammar is then compiled in a process that can be killed (`service.sandbox.grammar_main`),
 and the result is cached.
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.errors import GrammarError
-from model.text.grammar import choice_grammar, json_grammar, regex_grammar
+from model.text.grammar import choice_grammar, json_grammar, regex_grammar, written_grammar
 from service.core.errors import ApiError, invalid, unavailable
 from service.core.model_registry import ServedModel
 from service.sandbox.process_pool import Worker, WorkerError, WorkerPool
 from service.schemas.bodies import GenerateBody, ResponseFormat
 from service.settings.service_settings import Limits
 
-CONSTRAINT_FIELDS = ("response_format", "regex", "choice")
+CONSTRAINT_FIELDS = ("response_format", "regex", "choice", "grammar")
 SCHEMA_PARAM = "response_format.json_schema.schema"
 
 _WORKERS = 2
@@ -67,6 +67,8 @@ def constraint_of(body: GenerateBody, limits: Limits) -> OutputConstraint | None
         return _from_format(body.response_format, limits)
     if body.regex is not None:
         return _from_pattern(body.regex, limits)
+    if body.grammar is not None:
+        return _from_grammar(body.grammar, limits)
     return _from_choices(body.choice or [], limits)
 
 
@@ -104,6 +106,16 @@ def _from_pattern(pattern: str, limits: Limits) -> OutputConstraint:
         return OutputConstraint(regex_grammar(pattern), "regex")
     except GrammarError as error:
         raise invalid_grammar("regex", str(error)) from None
+
+
+def _from_grammar(grammar: str, limits: Limits) -> OutputConstraint:
+    size = len(grammar.encode())
+    if size > limits.max_schema_bytes:
+        raise invalid(f"grammar has {size} bytes, more than {limits.max_schema_bytes}", "grammar")
+    try:
+        return OutputConstraint(written_grammar(grammar), "grammar")
+    except GrammarError as error:
+        raise invalid_grammar("grammar", str(error)) from None
 
 
 def _from_choices(choices: list[str], limits: Limits) -> OutputConstraint:

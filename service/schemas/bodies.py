@@ -197,20 +197,27 @@ class GenerateBody(Body):
     response_format: ResponseFormat | None = Field(
         None,
         description="Constrain the output to JSON; default: any text. The output ends where the JSON is complete, or "
-        "before, at `max_tokens` or a stop text. Only one of `response_format`, `regex` and `choice`.",
+        "before, at `max_tokens` or a stop text. Only one of `response_format`, `regex`, `choice` and `grammar`.",
         examples=[{"type": "json_object"}],
     )
     regex: str | None = Field(
         None,
         min_length=1,
-        description="Constrain the whole output to a regular expression of at most 4,096 characters, without "
-        "look-around, back-references and inner anchors. Default: none.",
+        description="Constrain the whole output to a regular expression of at most 4,096 characters, read as "
+        "JavaScript reads it, without look-around, back-references and inner anchors. Default: none.",
         examples=["[0-9]{4}-[0-9]{2}-[0-9]{2}"],
     )
     choice: Texts | None = Field(
         None,
         description="Constrain the output to one of at most 1,000 texts of 1 to 1,024 characters. Default: none.",
         examples=[["yes", "no"]],
+    )
+    grammar: str | None = Field(
+        None,
+        min_length=1,
+        description="Constrain the output to a grammar of at most 65,536 bytes: GBNF (EBNF), which begins with `root`, "
+        "or Lark, which begins with `start`. Default: none.",
+        examples=['root ::= "[" root "]" | [0-9]+'],
     )
     repetition_penalty: float | None = Field(
         None,
@@ -239,7 +246,7 @@ class GenerateBody(Body):
         None,
         min_length=1,
         description="Up to 300 ids: no others are generated, the end-of-sequence id neither unless it is among them. "
-        "Not with `response_format`, `regex` or `choice`. Default: all.",
+        "Not with `response_format`, `regex`, `choice` or `grammar`. Default: all.",
         examples=[[15, 16, 17]],
     )
     suppress_tokens: list[TokenId] = Field(

@@ -60,7 +60,7 @@ class Limits:
     max_stop_characters: int = _limit(256, "maximum characters of a stop string")
     max_stop_token_ids: int = _limit(128, "maximum number of stop token ids")
     max_logit_bias: int = _limit(300, "maximum entries of logit_bias, allowed_token_ids and suppress_tokens")
-    max_schema_bytes: int = _limit(65_536, "maximum bytes of a JSON schema for the output")
+    max_schema_bytes: int = _limit(65_536, "maximum bytes of a JSON schema or a grammar for the output")
     max_regex_characters: int = _limit(4_096, "maximum characters of a regular expression for the output")
     max_choices: int = _limit(1_000, "maximum number of texts in choice")
     max_choice_characters: int = _limit(1_024, "maximum characters of each text in choice")

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from model.text.grammar import choice_grammar, json_grammar, regex_grammar
+from model.text.grammar import choice_grammar, json_grammar, regex_grammar, written_grammar
 from service.settings.resolve import resolve_config
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.support import App, ask, check_accounts, events, make_app, run
@@ -194,3 +194,57 @@ def test_a_worker_imports_neither_torch_nor_the_reference_library() -> None:
     code = "import service.sandbox.grammar_main, sys; "
     code += "print(sorted({'torch', 'transformers', 'fastapi'} & sys.modules.keys()))"
     assert json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) == []
+
+
+GBNF, LARK = 'root ::= "a" root | "b"', 'start: "a" start | "b"\n'
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "grammar"),
+    [
+        ("/generate", {"prompt": "a", "grammar": GBNF}, GBNF),
+        ("/generate", {"prompt": "a", "grammar": LARK}, LARK),
+        ("/generate", {"text": "a", "sampling_params": {"ebnf": GBNF}}, GBNF),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"grammar": LARK}}, LARK),
+        ("/v1/completions", {"prompt": "a", "guided_grammar": GBNF}, GBNF),
+        ("/v1/completions", {"prompt": "a", "grammar": GBNF}, GBNF),
+        ("/v1/completions", {"prompt": "a", "ebnf": GBNF}, GBNF),
+    ],
+)
+def test_grammars_of_all_dialects(route: str, body: dict[str, Any], grammar: str) -> None:
+    app = make_app()
+    reply = ask(app, "POST", route, json={"model": "gen", **body})
+    assert reply.status_code == 200, reply.text
+    assert app.client.submitted[0].params.grammar == written_grammar(grammar)
+    check_accounts(app)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param", "message"),
+    [
+        ("/generate", {"prompt": "a", "grammar": "root ::= x"}, "grammar", "x is not defined (line 1, column 10)"),
+        ("/generate", {"prompt": "a", "grammar": "x" * 70_000}, "grammar", "has 70000 bytes, more than 65536"),
+        ("/generate", {"prompt": "a", "grammar": GBNF, "regex": "a"}, "grammar", "grammar and regex exclude"),
+        ("/generate", {"prompt": "a", "grammar": GBNF, "ignore_eos": True}, "ignore_eos", "grammar"),
+        ("/generate", {"text": "a", "sampling_params": {"ebnf": "x"}}, "sampling_params.ebnf", "'::=' is expected"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "structured_outputs": {"grammar": "x"}},
+            "structured_outputs.grammar",
+            "'::='",
+        ),
+        ("/v1/completions", {"prompt": "a", "ebnf": "x"}, "ebnf", "'::=' is expected"),
+        ("/v1/completions", {"prompt": "a", "ebnf": GBNF, "grammar": GBNF}, "ebnf", "excludes the other"),
+        (
+            "/generate",
+            {"prompt": "a", **of_schema({"items": {"uniqueItems": True}})},
+            AT_SCHEMA,
+            "#/items/uniqueItems: ",
+        ),
+        ("/generate", {"prompt": "a", "regex": "a(?=b)"}, "regex", "a lookahead, (?=, is not served (character 2)"),
+    ],
+)
+def test_refusals_name_the_place(route: str, body: dict[str, Any], param: str, message: str) -> None:
+    app = make_app()
+    error = check_error(ask(app, "POST", route, json={"model": "gen", **body}), 400, param)
+    assert message in error["message"] and len(error["message"]) <= 600, error

@@ -1,0 +1,83 @@
+"""Grammars that clients write, in GBNF and in Lark: which texts they accept, and how mistakes are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from model.errors import GrammarError
+from model.text.grammar import written_grammar
+from tests.model.test_json_schemas import allows
+
+ACCEPTED: list[tuple[str, list[str], list[str]]] = [
+    ('root ::= "a" b\nb ::= [0-9]+ | "(" b ")" # a comment\n', ["a12", "a((1))"], ["a", "a(1", "a)"]),
+    ('root ::= item ("," item)*\nitem ::= "x" |\n  "y"\n', ["x", "x,y,x"], ["x,", ""]),
+    ('root::=root "a"|"b"', ["b", "baa"], ["a", "ab"]),
+    ('root ::= "\\"\\n\\x41\\u00e9\\U0001F600" [^a-c\\]\\-] .', ['"\nAé😀d\n'], ['"\nAé😀ax', '"\nAé😀]x']),
+    ('root ::= "a"{2} "b"{1,} "c"{0,2} "d"?', ["aab", "aabbccd"], ["ab", "aabccc"]),
+    ("root ::= (a-b | c_d)\na-b ::= \"1\"\nc_d ::= '2'".replace("'", '"'), ["1", "2"], ["3"]),
+    ('root ::= "é" [あ-ん]', ["éい"], ["éx"]),
+    ("root ::= [[:a-z]+ (\n  [ ] )*", [":[ "], ["A"]),
+    ('start: "a" b\nb: /[0-9]+/ | "(" b ")" // a comment\n', ["a12", "a((1))"], ["a", "a(1"]),
+    ('%llguidance {}\n?start: A [b] c~2..3\nA: "x"i\nb: "b"\nc: "c" -> named\n', ["Xbcc", "xccc"], ["xc", "bcc"]),
+    ('start: "a" INT\n%import common.INT\n%ignore " "\n', ["a12", "a 12"], ["ab"]),
+    (
+        'start: j "!"\nj: %json {"type": "object",\n "properties": {"a": {"const": 1}}}\n',
+        ['{"a":1}!'],
+        ['{"a":2}!', '{"\\u0061":2}!'],
+    ),
+    ("start: /[a[bc]]/ /x/i", ["a]X", "[]x"], ["ax"]),
+    ('start: call "(" FREE ")"\ncall: "f"\nFREE: /[a-z]*/\n', ["f(x)", "f()"], ["f"]),  # names of this service's own
+]
+
+
+@pytest.mark.parametrize(("grammar", "right", "wrong"), ACCEPTED)
+def test_texts_that_a_grammar_accepts(grammar: str, right: list[str], wrong: list[str]) -> None:
+    written = written_grammar(grammar)
+    assert [text for text in right if not allows(written, text)] == []
+    assert [text for text in wrong if allows(written, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ('root ::= "a"\n  missing', r"the rule missing is not defined \(line 2, column 3\)"),
+        ('root ::= "a', r"the string has no end \(line 1, column 10\)"),
+        ('root ::= "a\n"', r"the string has no end \(line 1, column 10\)"),
+        ('root ::= ("a"\n', r"the group has no '\)' \(line 1, column 10\)"),
+        ('root ::= "a")', r"'\)' is not expected here \(line 1, column 13\)"),
+        ("root ::= [z-a]", "out of order"),
+        ("root ::= [a", "the class has no end"),
+        ("root ::= []", "the class is empty"),
+        ('root ::= "\\q"', r"the escape is not known \(line 1, column 12\)"),
+        ('root ::= "a"{3,2}', "greater minimum"),
+        ('root ::= "a"{99999}', "a count may be 10000 at most"),
+        ('root ::= "a"{x}', "a count is expected"),
+        ('root ::= "a"\nroot ::= "b"', r"the rule root stands twice \(line 2, column 1\)"),
+        ('rule ::= "a"', "the rule root is missing"),
+        ("hello", r"'::=' is expected after the name of a rule, hello \(line 1, column 6\)"),
+        ("root ::= <think>", "tokens, as in <...>, are not served"),
+        ("root ::= " + "(" * 200, "nested more than 100 deep"),
+        ("".join(f'r{at} ::= "a"\n' for at in range(3_000)), "more than 2000 rules"),
+        ('start: "a"\n  missing\n', r"the rule missing is not defined \(line 2, column 3\)"),
+        ('start: "a"\nstart: "b"\n', r"the rule start stands twice \(line 2, column 1\)"),
+        ("a: <think>\n", r"tokens, as in <...>, are not served \(line 1, column 4\)"),
+        ("start: @other\n", "other grammars"),
+        ('start[max_tokens=3]: "a"\n', "only lazy is served"),
+        ('start: "\\q"\n', "the string has an escape"),
+        ("start: /a(?=b)/\n", r"an expression cannot be followed: a lookahead.*line 1, column 8"),
+        ('start: %json {"uniqueItems": true}\n', "%json cannot be followed: #/uniqueItems: "),
+        ("start: %json [\n", "%json needs an object of JSON"),
+        ('%llguidance {"no_initial_skip": true}\nstart: "a"\n', "options of %llguidance"),
+        ('%declare A\nstart: "a"\n', "%declare is not served"),
+        ('a: "b"\n', "the rule start is missing"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line_and_column(grammar: str, message: str) -> None:
+    with pytest.raises(GrammarError, match=message) as refusal:
+        written_grammar(grammar)
+    assert len(str(refusal.value)) < 300
+
+
+def test_what_only_the_library_finds_is_told_with_its_line() -> None:
+    with pytest.raises(GrammarError, match=r"\(line 3\)"):
+        allows(written_grammar('start: "a"\n\nb: "x" )\n'), "a")
