@@ -213,8 +213,12 @@ def _around_xglm(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
 
 
 def merges(pieces: Sequence[Piece], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the pairs of pieces that SentencePiece's BPE joins, in the order of the scores of what they become."""
-    found: list[tuple[float, int, int, str, str]] = []
+    """Return the pairs of pieces that SentencePiece's BPE joins, in the order of the scores of what they become.
+
+    Of equal scores, which Mistral's runs of spaces have, it joins the leftmost first: a run grows from its beginning.
+    Pairs with a longer left half in front of others do the same.
+    """
+    found: list[tuple[float, int, int, int, int, str, str]] = []
     normal = [piece for piece in pieces if piece.kind is PieceKind.NORMAL]
     longest = max((len(piece.text) for piece in normal), default=0)
     if longest > _MAX_PIECE:
@@ -223,7 +227,7 @@ def merges(pieces: Sequence[Piece], ids: dict[str, int]) -> list[tuple[str, str]
         for cut in range(1, len(piece.text)):
             left, right = piece.text[:cut], piece.text[cut:]
             if left in ids and right in ids:
-                found.append((-piece.score, ids[left], ids[right], left, right))
+                found.append((-piece.score, -len(left), -len(right), ids[left], ids[right], left, right))
     return [(left, right) for *_, left, right in sorted(found)]
 
 

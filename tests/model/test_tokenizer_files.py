@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import sentencepiece
 import transformers
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import processors
 from transformers.convert_slow_tokenizer import DebertaV2Converter
 
@@ -24,7 +25,7 @@ from model.text.tokenizer import Tokenizer
 from tests.checkpoints import byte_level_bpe
 from tests.model.tokenizer_folders import FOLDERS, NLLB_LANGUAGES, strings, write_folder, write_nllb
 
-_FIRST_SPACE = re.compile("(^|</?s>|<unk>)[ \u2581]")
+FIRST_SPACE = re.compile("(^|</?s>|<unk>)[ \u2581]")
 _LEFT_OUT = {"marian", "m2m-100"}  # what is stripped of a whole text there is no streamed text's
 
 
@@ -66,7 +67,7 @@ def converted(folder: Path) -> Any:
 def texts_for(name: str, count: int) -> list[str]:
     """Without what `transformers` reads otherwise than SentencePiece's own library: the first space of a text."""
     found = [*strings(count), "", " ", "\n"]
-    return [text for text in found if not (name.startswith("llama") and _FIRST_SPACE.search(text))]
+    return [text for text in found if not (name.startswith("llama") and FIRST_SPACE.search(text))]
 
 
 def compare(root: Path, name: str, count: int) -> None:
@@ -110,6 +111,25 @@ def test_spaces_are_those_of_sentencepieces_own_library(root: Path, name: str) -
         assert ours.decode(expected) == library.decode(expected), repr(text)
     plain, spaced = (ours.encode(text, add_special_tokens=False).ids for text in ("the", " the"))
     assert name == "gemma" or len(spaced) - len(plain) == (name != "llama-joined")
+
+
+def test_runs_of_spaces_of_equal_scores_grow_from_their_beginning(root: Path, tmp_path: Path) -> None:
+    """As in Mistral's models, whose runs all have one score and lack some lengths."""
+    source = (made(root, "llama") / "tokenizer.model").read_bytes()
+    model = sentencepiece_model_pb2.ModelProto.FromString(source)
+    for length in (2, 3, 4, 5, 6, 8):
+        model.pieces.add(piece="\u2581" * length, score=-1e9)
+    known = [piece for piece in model.pieces if set(piece.piece) == {"\u2581"}]
+    for piece in known:
+        piece.score = -1e9
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    ours = Tokenizer.from_folder(tmp_path)
+    library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert ours is not None
+    for count in range(30):
+        for text in (" " * count, f"a{' ' * count}b"):
+            assert list(ours.encode(text, add_special_tokens=False).ids) == library.encode(text), repr(text)
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def _token(text: str, *, special: bool = True) -> dict[str, Any]:
     return {"content": text, "special": special, **flags}
 
 
-def _overlays(size: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def overlays(size: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """What tokenizer_config.json and other files say, by a name."""
     first, last = _MARKS
     decoder = {str(size): _token(first), str(size + 1): _token(last), str(size + 2): _token("<new>", special=False)}
@@ -110,14 +110,14 @@ def _overlays(size: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("overlay", _overlays(0))
+@pytest.mark.parametrize("overlay", overlays(0))
 @pytest.mark.parametrize("name", ["plain", "bert", "gpt2", "xlm-roberta", "gemma"])
 def test_tokens_that_stand_only_in_other_files_are_the_references(
     name: str, overlay: str, root: Path, tmp_path: Path
 ) -> None:
     source = saved(root, name)
     size = RawTokenizer.from_file(str(source / "tokenizer.json")).get_vocab_size()
-    settings, files = _overlays(size)[overlay]
+    settings, files = overlays(size)[overlay]
     equal(laid_over(source, tmp_path / "model", settings, **files))
 
 
