@@ -18,11 +18,10 @@ from model.checkpoint.generation_config import (
     GENERATION,
     GenerationTask,
     generation_tasks,
-    not_served,
+    generation_warnings,
     read_generation,
     sampling_defaults,
     settings_of,
-    unknown_settings,
     without_generation,
 )
 from model.checkpoint.gguf.layout import gguf_config, origins
@@ -80,7 +79,6 @@ class Checkpoint:
     sentences: SentenceSettings = field(default_factory=SentenceSettings)
     images: ImageProcessing | None = None
     tasks: dict[str, GenerationTask] = field(default_factory=dict)  # whose settings a request can ask for by name
-    not_served: tuple[str, ...] = ()  # ignored settings of generation that would change outputs
     log_mel: LogMel | None = None  # how a model that hears makes features; None: the folder does not say
     speech: SpeechTokens | None = None  # how a model that hears is told what to do; None: the folder does not say
     network: Path | None = None  # the folder of the network's files, tokenizer included; None: `path`
@@ -151,9 +149,11 @@ def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
     if quantization.layouts and wrapping:
         raise ConfigError(f"names of packed tensors have {wrapping}, which is not served: save the model without it")
     layouts = find_layouts(quantization.layouts, names, files) if quantization.layouts else {}
-    described = without_generation(raw) | generation.token_rules()
-    config, ignored = read_settings(described, logical_names(names, layouts))
-    config, warnings = within_vocabulary(config)
+    config, ignored = read_settings(without_generation(raw) | generation.token_rules(), logical_names(names, layouts))
+    if config.can_generate:
+        config, warnings = within_vocabulary(config)
+    else:  # its classifier or its positions may depend on ids of config.json
+        (config, ignored), warnings = read_settings(raw, logical_names(names, layouts)), []
     config, packed = _stored_as(config, quantization, layouts, names)
     sentences = _sentences(whole, raw, config, files, pickle=pickle)
     if sentences.score_tokens:
@@ -164,7 +164,8 @@ def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
         sentences = replace(sentences, pooling=(_default_pooling(config),))
     if ignored:
         warnings.append(f"keys of config.json that have no effect for this type: {listed(ignored)}")
-    warnings += unknown_settings(generation, speech=config.audio is not None)
+    if config.can_generate:
+        warnings += generation_warnings(raw, generation, speech=config.audio is not None)
     warnings += sentences.warnings
     warnings += _name_warnings(config, names, layouts, wrapping)
     return Checkpoint(
@@ -176,11 +177,10 @@ def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         packed=packed,
         quantization=made_for(settings),
-        sampling_defaults=sampling_defaults(generation),
+        sampling_defaults=sampling_defaults(generation) if config.can_generate else {},
         sentences=sentences,
         images=_images(path, config, warnings),
         tasks=generation_tasks(raw, generation) if config.can_generate else {},
-        not_served=not_served(raw, generation) if config.can_generate else (),
         log_mel=_log_mel(path, config, warnings),
         speech=read_speech_tokens(path, raw, generation.values, config, warnings) if config.audio is not None else None,
         warnings=warnings,
@@ -273,8 +273,7 @@ def _read_gguf(path: Path, file: Path) -> Checkpoint:
         dtype=model.dtype,
         sampling_defaults=sampling_defaults(generation),
         sentences=SentenceSettings(pooling=(pooled or _default_pooling(config),), normalize=pooled is not None),
-        not_served=not_served(raw, generation) if config.can_generate else (),
-        warnings=[*warnings, *unknown_settings(generation, speech=False)],
+        warnings=[*warnings, *(generation_warnings({}, generation, speech=False) if config.can_generate else ())],
     )
 
 

@@ -19,7 +19,7 @@ from model.families.table.token_rules import generation_rules, only_token
 
 GENERATION = "generation_config.json"
 _CONFIG = "config.json"
-_IDENTITIES = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_IDENTITIES = ("bos_token_id", "eos_token_id", "decoder_start_token_id")
 _RULES = (
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "sequence_bias"),
@@ -50,6 +50,7 @@ SETTINGS = table(
         # What is returned, which a request says.
         *("num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
         *("return_dict_in_generate", "transformers_version"),
+        "pad_token_id",  # of batches; that of config.json may be part of the network's positions
     ),
     neutral={"guidance_scale": (1,), "num_beam_groups": (1,)},
 )
@@ -95,7 +96,7 @@ class GenerationSettings:
         found = {name: self.values[name] for name in (*_IDENTITIES, *_RULES) if name in self.values}
         try:
             generation_rules(found)
-            one = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
+            one = ("bos_token_id", "decoder_start_token_id")
             return found | {name: only_token(found, name) for name in one if name in found}
         except ConfigError as error:
             raise ConfigError(f"{self.file}: {error}") from None
@@ -104,7 +105,7 @@ class GenerationSettings:
 def read_generation(path: Path, config: Mapping[str, Any]) -> GenerationSettings:
     """Return the settings of the folder `path`, of generation_config.json alone where it is there.
 
-    `config` is config.json. Its ids of begin, end and padding hold where the newer file has none.
+    `config` is config.json. Its ids of begin and end hold where the newer file has none.
     """
     file = path / GENERATION
     if file.is_file():
@@ -217,22 +218,26 @@ def generation_tasks(config: Mapping[str, Any], settings: GenerationSettings) ->
     return tasks
 
 
-def not_served(config: Mapping[str, Any], settings: GenerationSettings) -> tuple[str, ...]:
-    """Return the names of settings that would change outputs and are ignored, a task's after its name."""
+def generation_warnings(config: Mapping[str, Any], settings: GenerationSettings, *, speech: bool) -> list[str]:
+    """Return sentences that name what would change outputs and is ignored, and what the reference does not know.
+
+    A task's settings are named after it. `config` is config.json; `speech`: the model writes down speech.
+    """
     names = _ignored(settings.values)
     for task, own in _task_settings(config).items():
-        changed = {name: value for name, value in own.items() if value != settings.values.get(name)}
-        ignored = _ignored(changed | {name: own[name] for name in ("do_sample", "num_beams") if name in own})
-        ignored += [name for name in (*_IDENTITIES, *_RULES) if changed.get(name)]  # they hold for all requests
-        ignored += unknown(changed, {**SETTINGS, "prefix": SETTINGS["max_length"]})
-        names += [f"{task}.{name}" for name in sorted(set(ignored))]
-    return tuple(names)
+        names += [f"{task}.{name}" for name in _ignored_of_task(own, settings)]
+    others = unknown(settings.values, SETTINGS if not speech else {**SETTINGS, **SPEECH_SETTINGS})
+    found = [f"settings of generation that are not served: {listed(names)}"] if names else []
+    return found + ([f"{settings.file}: unknown settings are ignored: {listed(others)}"] if others else [])
 
 
-def unknown_settings(settings: GenerationSettings, *, speech: bool) -> list[str]:
-    """Return a sentence that names the keys that the reference does not know either; none where there are none."""
-    names = unknown(settings.values, SETTINGS if not speech else {**SETTINGS, **SPEECH_SETTINGS})
-    return [f"{settings.file}: unknown settings are ignored: {listed(names)}"] if names else []
+def _ignored_of_task(own: Mapping[str, Any], settings: GenerationSettings) -> list[str]:
+    """Return which settings of a task differ from the folder's and are ignored, in order."""
+    changed = {name: value for name, value in own.items() if value != settings.values.get(name)}
+    ignored = _ignored(changed | {name: own[name] for name in ("do_sample", "num_beams") if name in own})
+    ignored += [name for name in (*_IDENTITIES, *_RULES) if changed.get(name)]  # they hold for all requests
+    ignored += [name for name in unknown(changed, SETTINGS) if name != "prefix"]
+    return sorted(set(ignored))
 
 
 def _ignored(values: Mapping[str, Any]) -> list[str]:

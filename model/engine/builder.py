@@ -108,10 +108,6 @@ def _load(spec: ModelSpec) -> LoadedModel:
     draft = plan_draft(spec.name, asked, checkpoint, device, limits, most)
     unrecorded = unrecordable(spec.engine, checkpoint.config.decoder, selection.backend, dtype, device)
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, unrecorded, device))  # before a weight is read
-    if checkpoint.not_served:
-        logger.warning(
-            "%s: its settings of generation ask for what is not served: %s", spec.name, ", ".join(checkpoint.not_served)
-        )
     for warning in checkpoint.warnings:
         logger.warning("%s: %s", spec.name, warning)
     linear = linears_of(spec.engine, checkpoint.config, selection, dtype, device)

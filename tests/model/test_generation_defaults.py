@@ -11,7 +11,7 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.checkpoint.folder import read_checkpoint
+from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.checkpoint.generation_config import SETTINGS, SPEECH_SETTINGS, GenerationTask
 from model.config.model import GenerationRules
 from model.engine.builder import load
@@ -54,10 +54,17 @@ def test_settings_that_would_change_outputs_and_are_not_served_are_told(
     neutral = {"encoder_no_repeat_ngram_size": 0, "guidance_scale": None, "num_beam_groups": 1, "sequence_bias": {}}
     edit = {"guidance_scale": 1.2, "stop_strings": ["x"]}
     (folder / "generation_config.json").write_text(json.dumps(neutral))
-    assert read_checkpoint(folder).not_served == ()
+    assert read_checkpoint(folder).warnings == []
     (folder / "generation_config.json").write_text(json.dumps(neutral | edit))
     load(ModelSpec("mine", str(folder), EngineConfig(kv_cache_memory=1 << 18)))
-    assert "mine: its settings of generation ask for what is not served: guidance_scale, stop_str" in caplog.text
+    assert "mine: settings of generation that are not served: guidance_scale, stop_strings" in caplog.text
+
+
+def not_served(found: Checkpoint) -> tuple[str, ...]:
+    """What a folder's only warning names; nothing without one."""
+    assert len(found.warnings) < 2
+    said = "".join(found.warnings).removeprefix("settings of generation that are not served: ")
+    return tuple(said.split(", ")) if said else ()
 
 
 # As T5 and BART's summarizer have them.
@@ -88,7 +95,7 @@ def test_tasks_have_their_settings_over_those_of_generation(tmp_path: Path) -> N
         "text2text-generation": GenerationTask(" ", {**everywhere, "max_length": 20, "num_beams": 2}),
     }
     told = ("bad_words_ids", "diversity_penalty")
-    assert found.not_served == ("diversity_penalty", *(f"text2text-generation.{name}" for name in told))
+    assert not_served(found) == ("diversity_penalty", *(f"text2text-generation.{name}" for name in told))
 
 
 def test_a_minimum_that_counts_the_prompt_is_a_default(tmp_path: Path) -> None:
@@ -100,7 +107,7 @@ def test_a_minimum_that_counts_the_prompt_is_a_default(tmp_path: Path) -> None:
     found = read_checkpoint(folder)
     sampled = {"temperature": 1.0, "top_k": 50}
     assert found.tasks["text-generation"].sampling_defaults == {**sampled, "max_length": 50, "min_length": 9}
-    assert found.not_served == ()
+    assert not_served(found) == ()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +190,7 @@ def test_what_is_not_served_is_told(generation: dict[str, object], told: tuple[s
     folder = copied("llama", tmp_path)
     (folder / "generation_config.json").write_text(json.dumps(generation))
     found = read_checkpoint(folder)
-    assert (found.not_served, found.warnings) == (told, [])
+    assert not_served(found) == told
 
 
 def test_unknown_settings_are_named_once(tmp_path: Path) -> None:
@@ -297,3 +304,21 @@ def test_config_json_is_asked_only_without_the_newer_file(tmp_path: Path) -> Non
     lengths = {name: value for name, value in LEFT.items() if name != "forced_eos_token_id"}
     assert {name: found.sampling_defaults.get(name) for name in lengths} == lengths
     assert (found.config.generation.forced_last, found.config.generation.suppressed) == (7, (5, 6))
+
+
+def test_padding_of_batches_is_no_part_of_the_network(tmp_path: Path) -> None:
+    """M2M-100 counts positions from its padding token, which is config.json's, as in the reference."""
+    folder = copied("m2m-100", tmp_path)
+    before = read_checkpoint(folder).config
+    own = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(own | {"pad_token_id": 7}))
+    assert read_checkpoint(folder).config == before
+
+
+def test_a_model_that_generates_nothing_has_no_settings_of_generation(tmp_path: Path) -> None:
+    folder = copied("roberta", tmp_path)
+    before = read_checkpoint(folder)
+    settings = {"pad_token_id": 7, "eos_token_id": [3, 500], "suppress_tokens": "no", "unknown": 1, "num_beams": 4}
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"suppress_tokens": [4]}))
+    found = read_checkpoint(folder)
+    assert (found.config, found.sampling_defaults, found.warnings) == (before.config, {}, before.warnings)
