@@ -10,7 +10,7 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.hub import _SMALL
+from model.checkpoint.folder_files import is_read
 from model.checkpoint.processors import (
     AUDIO_PARTS,
     AUDIO_SETTINGS,
@@ -134,7 +134,4 @@ def test_the_tables_have_every_setting_of_the_installed_classes() -> None:
 
 
 def test_the_files_are_downloaded() -> None:
-    from fnmatch import fnmatch
-
-    for name in (PROCESSOR, PREPROCESSOR, "generation_config.json"):
-        assert any(fnmatch(name, pattern) for pattern in _SMALL)
+    assert all(map(is_read, (PROCESSOR, PREPROCESSOR, "generation_config.json")))
