@@ -95,6 +95,9 @@ class ReasoningProbe:
         """Return the format whose marks the template opens a reply with, takes out of content, or explains."""
         switched = [{name: value} for name in self._switches for value in (True, False)]
         prompts = [self._render([_USER], speak=True, **more) or "" for more in ({}, *switched)]
+        prompts.append(
+            self._render([_USER, {"role": "assistant", "content": _SAID}]) or ""
+        )  # with marks around nothing
         for format in REASONING_FORMATS.values():
             opening, closing = format.opening.strip(), format.closing
             if not closing:
@@ -104,7 +107,8 @@ class ReasoningProbe:
             ):
                 return {"reasoning_format": format.name}
             content = f"{format.opening}\n{_THOUGHT}\n{closing}\n\n{_SAID}"
-            text = self._render([_USER, {"role": "assistant", "content": content}, _USER])
+            said = [{"role": "assistant", "content": one} for one in (content, _SAID)]
+            text = self._render([_USER, said[0], _USER, said[1], _USER])
             if text is not None and _SAID in text and _THOUGHT not in text:
                 return {"reasoning_format": format.name}
         return {}

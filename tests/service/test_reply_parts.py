@@ -200,6 +200,11 @@ def test_the_time_of_parting_grows_with_the_text_alone() -> None:
         ("hermes", '<tool_call>{"arguments": "'),
         ("hermes", '<tool_call>{"name": "f", "id": 1'),
         ("mistral", "[TOOL_CALLS]"),
+        ("lfm2", '<|tool_call_start|>[f(a="'),
+        ("lfm2", "<|tool_call_start|>["),
+        ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>"),
+        ("glm", "<tool_call>"),
+        ("functionary_v32", ""),
     ):
         parser = ReplyParser(format_of(name))
         for piece in (text, *["1111"] * 10_000):

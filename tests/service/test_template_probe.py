@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import struct
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from service.core.template_files import TemplateFiles
 from service.core.template_traits import CallIds
 from service.runtimes.model_reader import read_model
 from service.sandbox.chat_pool import RenderWorker
-from tests.model.checkpoints import saved
 from tests.service.dialects.support import prompt_of, talker
 from tests.service.support import App, ask, make_app
 from tests.service.test_bad_requests import check_error
@@ -117,6 +116,15 @@ def test_the_format_is_the_one_that_gives_a_rendered_call_again(kind: str) -> No
         assert [(call.name, json.loads(call.arguments)) for call in reply.calls] == calls and not reply.content
 
 
+def test_calls_go_into_content_where_a_template_asks_for_them_and_leaves_them_out() -> None:
+    """LFM2 and Granite 3: the template shows the tools, and expects calls in the words of the model."""
+    shows = "{% if tools %}<|tool_list_start|>{{ tools | tojson }}<|tool_list_end|>{% endif %}"
+    chat = found(template("", "").replace("{{ tools | tojson if tools }}", shows).replace(PLAIN, "{{ m.content }}"))
+    assert tool_format(chat.traits).name == "lfm2"  # type: ignore[union-attr]
+    text = rendered(chat, [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}])
+    assert text.endswith('assistant\n<|tool_call_start|>[f(city="Oslo")]<|tool_call_end|><|im_end|>\n')
+
+
 def test_a_mark_in_a_comment_decides_nothing() -> None:
     """Formats of calls and of reasoning, and the role `developer`."""
     words = "{# <tool_call> to=functions. </think> developer <|channel|>analysis reasoning_content #}"
@@ -158,7 +166,8 @@ def test_reasoning_is_found_where_a_template_opens_removes_or_switches_it() -> N
     removes = template("", "", content="{{ m.content.split('</think>')[-1] }}")
     switch = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>{% endif %}{% endif %}"
     switches = template("", "").removesuffix("{% endif %}") + switch
-    for source in (opens, removes, switches):
+    empty = template("", "", content="{% if m.role == 'assistant' %}<think></think>{% endif %}" + PLAIN)
+    for source in (opens, removes, switches, empty):
         assert reasoning_format(found(source).traits) == reasoning_format(found(opens).traits) is not None
 
 
@@ -276,7 +285,18 @@ def test_tools_are_refused_where_no_call_can_be_read_back() -> None:
 
 
 def test_a_model_whose_template_cannot_be_used_serves_all_else(tmp_path: Path) -> None:
-    folder = shutil.copytree(saved("llama-gqa").path, tmp_path / "folder")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 9,
+    }
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, **sizes}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")  # which is not read here
     (folder / "chat_template.jinja").write_text("{{ nothing.x.y }}")
     read = read_model(ModelSpec("chat", str(folder)))
     problem = read.chat_problem
