@@ -25,6 +25,9 @@ ACCEPTED: list[tuple[str, list[str], list[str]]] = [
         ['{"a":1}!'],
         ['{"a":2}!', '{"\\u0061":2}!'],
     ),
+    ('root ::= (num "\\n")+\nnum ::= [0-9]+ ws | "(" num ")"\nws ::= [ \\n]*', ["1\n", "1 \n2\n\n"], ["1", "\n"]),
+    ('root ::= [a-z]+ "x" | "(" root ")"', ["abx", "(xx)"], ["ab", "(x)"]),
+    ('root ::= word root | "."\nword ::= [a-z]+ "x"?', ["abx.", "."], ["ab"]),
     ("start: /[a[bc]]/ /x/i", ["a]X", "[]x"], ["ax"]),
     ('start: call "(" FREE ")"\ncall: "f"\nFREE: /[a-z]*/\n', ["f(x)", "f()"], ["f"]),  # names of this service's own
 ]
@@ -56,6 +59,7 @@ def test_texts_that_a_grammar_accepts(grammar: str, right: list[str], wrong: lis
         ('rule ::= "a"', "the rule root is missing"),
         ("hello", r"'::=' is expected after the name of a rule, hello \(line 1, column 6\)"),
         ("root ::= <think>", "tokens, as in <...>, are not served"),
+        ("root ::= r0\n" + "".join(f"r{at} ::= r{at + 1}\n" for at in range(1_500)) + 'r1500 ::= "a"', "too deeply"),
         ("root ::= " + "(" * 200, "nested more than 100 deep"),
         ("".join(f'r{at} ::= "a"\n' for at in range(3_000)), "more than 2000 rules"),
         ('start: "a"\n  missing\n', r"the rule missing is not defined \(line 2, column 3\)"),
