@@ -353,6 +353,26 @@ class MLPConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceConfig:
+    """How a router chooses experts where the largest logits alone do not decide (DeepSeek-AI 2024: DeepSeek-V3).
+
+    Scores are the sigmoid of each logit, or the softmax of all. A learned bias of each expert is added to its score for
+    the choice alone. Experts are in groups, and a token chooses within the groups whose two best experts are the best.
+    """
+
+    sigmoid: bool = True
+    groups: int = 1
+    groups_per_token: int = 1
+    factor: float = 1.0  # of the chosen scores in the end
+    least: float = 1e-20  # what renormalised scores are divided by at least
+
+    def __post_init__(self) -> None:
+        require_positive(self, groups=self.groups, groups_per_token=self.groups_per_token, least=self.least)
+        if self.groups_per_token > self.groups:
+            raise ConfigError(f"a token cannot choose {self.groups_per_token} of {self.groups} groups of experts")
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """A mixture of experts: of `count` MLPs a router chooses `per_token` for each token (Shazeer et al. 2017).
 
@@ -372,6 +392,7 @@ class ExpertsConfig:
     own_norms: NormConfig | None = None
     router_scale: float = 1.0
     expert_scales: bool = False  # what an expert counts is multiplied by a learned number of it (Gemma 4)
+    choice: ChoiceConfig | None = None  # None: the largest logits, and their softmax
 
     def __post_init__(self) -> None:
         require_positive(self, per_token=self.per_token)
@@ -379,6 +400,12 @@ class ExpertsConfig:
             raise ConfigError(f"a token cannot choose {self.per_token} of {self.count} experts")
         if self.count > MOST_EXPERTS:
             raise ConfigError(f"a layer has at most {MOST_EXPERTS} experts, found {self.count}")
+        if self.choice is not None and self.choice.groups > 1:
+            size, odd = divmod(self.count, self.choice.groups)
+            if odd or size < 2 or self.choice.groups_per_token * size < self.per_token:
+                raise ConfigError(
+                    f"{self.count} experts in {self.choice.groups} groups are too few for {self.per_token} of a token"
+                )
         if self.shared_gate and self.shared is None:
             raise ConfigError("a gate of shared experts needs them")
         if self.own_norms is not None and (self.shared is None or self.shared_gate):

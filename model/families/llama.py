@@ -216,7 +216,9 @@ def outside(config: ModelConfig) -> Iterator[Rule]:
         yield from affine("norm", "decoder.final_norm", bias=_shifts(config))
     yield from classifier_rules(config)
     if config.head is not None and not config.head.tied:
-        yield LinearRule("lm_head", "head", bias=False)
+        yield LinearRule("lm_head", "head", bias=config.head.bias)
+    elif config.head is not None and config.head.bias:
+        yield TensorRule("lm_head.bias", "head.bias")
 
 
 # A head is of no use to an embedder or a classifier.

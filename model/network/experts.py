@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.config.layer import ExpertsConfig, MLPConfig, Norms
+from model.config.layer import ChoiceConfig, ExpertsConfig, MLPConfig, Norms
 from model.linear.base import LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.network.fused_ops import weighted_sums
@@ -32,14 +32,21 @@ class Routes:
     starts: Tensor  # [E + 1] int32, where in it each expert's rows begin
 
 
-def routes(config: ExpertsConfig, logits: Tensor, scales: Tensor | None = None) -> Routes:
-    """Choose the experts of tokens by the logits `[T, E]` of their router; `scales` `[E]` are learned factors."""
+def routes(config: ExpertsConfig, logits: Tensor, scales: Tensor | None = None, biases: Tensor | None = None) -> Routes:
+    """Choose the experts of tokens by the logits `[T, E]` of their router.
+
+    `scales` `[E]` are learned factors, `biases` `[E]` of a `ChoiceConfig`.
+    """
     logits = logits.float()
-    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, : config.per_token]  # [T, k]
-    chosen = logits.gather(1, experts)
-    weights = torch.softmax(chosen, dim=-1)
-    if not config.renormalised:
-        weights = torch.exp(chosen - logits.logsumexp(dim=-1, keepdim=True))
+    if config.choice is not None:
+        assert biases is not None
+        experts, weights = _chosen(config, config.choice, logits, biases.float())
+    else:
+        experts = _largest(logits, config.per_token)
+        chosen = logits.gather(1, experts)
+        weights = torch.softmax(chosen, dim=-1)
+        if not config.renormalised:
+            weights = torch.exp(chosen - logits.logsumexp(dim=-1, keepdim=True))
     if scales is not None:
         weights = weights * scales.float()[experts]
     flat = experts.flatten()
@@ -48,6 +55,27 @@ def routes(config: ExpertsConfig, logits: Tensor, scales: Tensor | None = None) 
     bounds = torch.arange(config.count + 1, device=order.device)
     starts = torch.searchsorted(flat[order], bounds).int()
     return Routes(weights, order // config.per_token, places.view_as(experts), starts)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """The columns of each row's largest values, `[T, count]`, of equal ones the first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _chosen(config: ExpertsConfig, choice: ChoiceConfig, logits: Tensor, biases: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts of tokens, and what each counts, `[T, k]` each."""
+    scores = logits.sigmoid() if choice.sigmoid else logits.softmax(dim=-1)
+    wanted = scores + biases
+    if choice.groups > 1:
+        groups = wanted.unflatten(-1, (choice.groups, -1))  # [T, groups, E / groups]
+        best = _largest(groups.topk(2, dim=-1).values.sum(dim=-1), choice.groups_per_token)
+        taken = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        wanted = groups.masked_fill(~taken[..., None], -torch.inf).flatten(1)
+    experts = _largest(wanted, config.per_token)
+    weights = scores.gather(1, experts)
+    if config.renormalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=choice.least)
+    return experts, weights * choice.factor
 
 
 class Experts(nn.Module):
@@ -65,13 +93,14 @@ class Experts(nn.Module):
         if config.shared_gate:
             self.shared_gate = linear(LinearSpec("shared_gate", hidden_size, (Part(1),), bias=False, exact=True))
         self.scales = nn.Parameter(torch.empty(config.count)) if config.expert_scales else None
+        self.biases = nn.Parameter(torch.empty(config.count)) if config.choice is not None else None
         own = Norms(pre=config.own_norms, output=config.own_norms)
         self.norms, self.shared_norms = SublayerNorms(own, hidden_size), SublayerNorms(own, hidden_size)
         self.router_norm = build_norm(config.own_norms, hidden_size)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:  # [T, d] -> [T, d]
         rows, scale = self.router_norm(x), self.config.router_scale
-        chosen = routes(self.config, self.router(rows if scale == 1.0 else rows * scale), self.scales)
+        chosen = routes(self.config, self.router(rows if scale == 1.0 else rows * scale), self.scales, self.biases)
         read = self.norms.pre(x)
         hidden = activated(self.config.mlp, self.up.of_experts(read[chosen.tokens], chosen.starts))
         y = weighted_sums(self.down.of_experts(hidden, chosen.starts), chosen.places, chosen.weights)

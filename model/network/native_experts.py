@@ -24,6 +24,8 @@ def unsupported_feed_forward(config: MLPConfig | ExpertsConfig) -> str | None:
     unit = config.mlp if isinstance(config, ExpertsConfig) else config
     if (reason := unsupported_activation(unit.activation)) is not None:
         return reason
+    if isinstance(config, ExpertsConfig) and config.choice is not None:
+        return "a router with biases of its choice"
     if isinstance(config, ExpertsConfig) and config.shared is not None and _unit(config.shared) != _unit(config.mlp):
         return "a shared expert with another activation"
     return None

@@ -161,6 +161,22 @@ def _gemma4(architecture: str, settings: dict[str, Any], **changes: Any) -> Call
     return make
 
 
+def _chosen_by_scores(architecture: str, **changes: Any) -> Callable[[], Any]:
+    """With biases of the router's choice, which would be all 0 as they are no parameters."""
+
+    def make() -> Any:
+        model = random_model(architecture, LLAMA, num_hidden_layers=3, moe_intermediate_size=20, **changes)()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.5, 0.5)
+        return model
+
+    return make
+
+
+_GROUPS: dict[str, Any] = dict(n_routed_experts=6, num_experts_per_tok=2, n_group=3, topk_group=2, norm_topk_prob=True)
+_GROUPS |= dict(first_k_dense_replace=1, n_shared_experts=2, routed_scaling_factor=1.5)
+
 DENSE_DECODERS: Rows = {
     "ministral": random_model("MinistralForCausalLM", LLAMA, **_FOUR, head_dim=12, **_ROPE),
     "ministral3": random_model("Ministral3ForCausalLM", LLAMA, head_dim=12, **_MINISTRAL3),
@@ -241,6 +257,15 @@ DENSE_DECODERS: Rows = {
     ),
     "olmoe": random_model("OlmoeForCausalLM", LLAMA, num_experts=7, num_experts_per_tok=3),
     "granitemoe": random_model("GraniteMoeForCausalLM", LLAMA, num_local_experts=3, **_MULTIPLIERS),
+    "glm4-moe": _chosen_by_scores("Glm4MoeForCausalLM", **_GROUPS, head_dim=16, use_qk_norm=True, attention_bias=True),
+    "dots1": _chosen_by_scores(
+        "Dots1ForCausalLM",
+        **_GROUPS,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        sliding_window=5,
+    ),
+    "ernie4-5-moe": _chosen_by_scores("Ernie4_5_MoeForCausalLM", moe_num_experts=5, moe_k=2, use_bias=True),
+    "minimax-m2": _chosen_by_scores("MiniMaxM2ForCausalLM", num_local_experts=5, num_experts_per_tok=2, head_dim=12),
     "granitemoeshared": random_model(
         "GraniteMoeSharedForCausalLM", LLAMA, num_local_experts=3, shared_intermediate_size=20, **_MULTIPLIERS
     ),

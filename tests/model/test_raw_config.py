@@ -35,7 +35,7 @@ CLASSES = (
     *("Gemma4", "Gemma4Text", "Gemma4Unified", "Gemma4UnifiedText"),
     *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss"),
     *("SeedOss", "Arcee", "Nemotron", "Glm", "Glm4", "Ernie4_5", "Helium", "Olmo", "GPTNeo", "GPTBigCode"),
-    *("GraniteMoeShared",),
+    *("GraniteMoeShared", "Glm4Moe", "Ernie4_5_Moe", "MiniMaxM2"),
     *("AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "GotOcr2", "Idefics2", "Idefics3", "InternVL"),
     *("Janus", "LightOnOcr", "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "Ovis2", "Qwen2Audio"),
     *("Qwen2VL", "Qwen2VLText", "Qwen2_5_VL", "Qwen2_5_VLText", "Qwen3VL", "Qwen3VLText", "Qwen3VLMoe"),
@@ -98,9 +98,9 @@ def test_what_a_folder_does_not_say_is_as_in_transformers_or_refused(name: str) 
 
 
 def test_these_are_all_the_types_that_are_served() -> None:
-    # torch.nn.Transformer's and Alibaba's GTE, which the library has no such types for; it needs timm for the others.
+    # torch.nn.Transformer's and Alibaba's GTE, which the library has no such types for; it needs timm for two more.
     own = {"transformer", "new", "fast_vlm", "perception_lm"}
-    own |= {"esm"}  # whose class has neither a vocabulary nor a padding id of its own
+    own |= {"esm", "dots1"}  # whose classes have no vocabulary, or no number of experts, of their own
     assert {defaults(name)["model_type"] for name in CLASSES} | own == {*FAMILIES, *WHOLES}
 
 

@@ -38,7 +38,7 @@ _SCORING = (
     "gemma2",
     "gemma3_text",
     "gemma3",
-    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+    *("mixtral", "minimax_m2", "qwen2_moe", "qwen3_moe", "gpt_oss"),
     *("seed_oss", "arcee", "nemotron", "glm", "glm4", "helium", "olmo", "hunyuan_v1_dense", "apertus", "phimoe"),
     *("smollm3", "olmo2", "olmo3", "exaone4", "stablelm", "starcoder2", "phi"),
 )  # their heads for tokens are called `score` too

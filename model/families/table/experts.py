@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from model.config.layer import ExpertsConfig
 from model.config.model import ModelConfig
 from model.families.table.helpers import fused
-from model.families.table.rules import FusedExperts, LinearRule
+from model.families.table.rules import FusedExperts, LinearRule, Rule, TensorRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,16 @@ class ExpertNames:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
+    choice: str = "mlp.gate.e_score_correction_bias"  # where the router's choice has biases
+    choice_shape: tuple[int, ...] = ()  # of more dimensions in front of these
     shared_fused: tuple[str, str] | None = None  # of the shared one: gate and up in one matrix, and down
 
-    def rules(self, config: ExpertsConfig, hidden_size: int, here: str, there: str) -> Iterator[LinearRule]:
+    def rules(self, config: ExpertsConfig, hidden_size: int, here: str, there: str) -> Iterator[Rule]:
         """Yield the rules of a feed-forward; `here` is the layer's stored name, `there` the parameters'."""
         mlp, (gate, up, down) = config.mlp, self.parts
         yield LinearRule(f"{here}.{self.router}", f"{there}.router", config.router_bias)
+        if config.choice is not None:
+            yield TensorRule(f"{here}.{self.choice}", f"{there}.biases", shape=(*self.choice_shape, config.count))
         experts = [f"{here}.{self.experts}.{expert}" for expert in range(config.count)]
         inner = {f"{expert}.{part}": mlp.intermediate_size for expert in experts for part in (gate, up)}
         yield from fused(inner, f"{there}.up", bias=mlp.bias)
