@@ -14,6 +14,7 @@ _JSON_START = re.compile(r"""[\[{]\s*[\[{"]|["'\[{(]|$""")
 _WORD = re.compile(r"[\w.:\-]*")
 _KIND = re.compile(r"([a-z]+)")
 _LAST_TAG = re.compile(r"\s*(<[^<>\s]+>)\s*$")
+_TAG = re.compile(r"<[^<>\s]+>")
 _LEAST_TRIGGER = 3
 
 
@@ -170,6 +171,8 @@ def _trigger(head: str) -> str:
     first = re.match(rf"[^\s{''.join(VARYING)}]*", head)
     assert first is not None
     text = first[0]
+    if (tag := _TAG.match(text)) is not None:
+        return tag[0]
     if not text.startswith("["):
         found = _JSON_START.search(text)
         text = text[: found.start()] if found is not None else text

@@ -38,7 +38,8 @@ class MarkedCalls:
             before = _ENVELOPE.search(syntax.before)
             self._next = syntax.before[: before.start()] if before is not None else ""
             self._after = _CLOSED.sub("", syntax.after, count=1)
-            self._closing = syntax.closing.lstrip().removeprefix("]")
+            in_array = head.startswith("[", found.start())
+            self._closing = syntax.closing.lstrip().removeprefix("]") if in_array else syntax.closing
         else:
             self._first, self._next, self._after, self._closing = head, syntax.before, syntax.after, syntax.closing
         self._first = self._first.removeprefix(syntax.trigger)

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 
 from model.api.messages import ModelSpec
+from model.text.grammar_matcher import Vocabulary, compile_grammar
+from model.text.token_bytes import TokenBytes
 from service.chat.abilities import chat_abilities
+from service.chat.call_grammar import reply_grammar
 from service.chat.call_writer import written_calls
 from service.chat.formats import TOOL_FORMATS, reasoning_format, tool_format
 from service.chat.message_fit import fitted_messages, shown_tools
 from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.template_probe import probed_template
-from service.chat.tools import Tool
+from service.chat.tools import Tool, ToolUse
 from service.core.chat_template import ChatTemplate
 from service.core.model_registry import ServedModel
 from service.core.template_files import TemplateFiles
@@ -28,6 +31,8 @@ from tests.service.dialects.support import prompt_of, talker
 from tests.service.support import App, ask, make_app
 from tests.service.test_bad_requests import check_error
 
+_TEXTS = tuple(bytes([byte]) for byte in range(256))
+BYTES = Vocabulary(TokenBytes(_TEXTS, _TEXTS))
 USER = {"role": "user", "content": "Hi"}
 TOOL = Tool("f", "Tells it.", {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}})
 JSON = "{{ f.arguments | tojson }}"
@@ -84,6 +89,11 @@ CALLS = {
         ),
         "template",
     ),
+    "whole messages' calls": (template("<tools>[", "{{ c | tojson }}", ", ", "]</tools>"), "template"),
+    "tags within tags": (
+        template("<calls>", "<call>{{ f.name + '\n```json\n' }}" + JSON + "{{ '\n```' }}</call>", "", "</calls>"),
+        "template",
+    ),
     "a key for a name": (template("<|calls|>[", '{"{{ f.name }}": ' + JSON + "}", ", ", "]<|end_calls|>"), "template"),
     "a tag for a name": (template("", "<fn={{ f.name }}>" + JSON + "</fn>"), "template"),
     "ids": (template("", "<|call|>{{ c.id }}<|name|>{{ f.name }}<|args|>" + JSON + "<|end_call|>"), "template"),
@@ -114,6 +124,13 @@ def test_the_format_is_the_one_that_gives_a_rendered_call_again(kind: str) -> No
         parser = ReplyParser(ReplyFormat(calls=format, tools={"f": TOOL}))
         reply = parser.whole(written_calls(format.syntax, calls))
         assert [(call.name, json.loads(call.arguments)) for call in reply.calls] == calls and not reply.content
+        assert not format.syntax.one or kind == "one call alone"
+        held = ReplyFormat(calls=format, tools={"f": TOOL}, is_held=True)
+        matcher = compile_grammar(reply_grammar(held, ToolUse((TOOL,), "required"), "", lambda _: None), BYTES)
+        for byte in written_calls(format.syntax, calls).encode():
+            assert matcher.tokens[byte]
+            matcher.accept(byte)
+        assert matcher.is_complete
 
 
 def test_calls_go_into_content_where_a_template_asks_for_them_and_leaves_them_out() -> None:
@@ -294,7 +311,7 @@ def test_a_model_whose_template_cannot_be_used_serves_all_else(tmp_path: Path) -
         "num_attention_heads": 1,
         "vocab_size": 9,
     }
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, **sizes}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 9, **sizes}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")  # which is not read here
     (folder / "chat_template.jinja").write_text("{{ nothing.x.y }}")
