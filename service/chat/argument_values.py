@@ -13,6 +13,7 @@ from service.chat.tools import Tool
 
 _NOTES = {"type", "title", "description", "default", "examples", "example", "deprecated", "$comment", "enum", "const"}
 _CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
+_MOST_PYTHON = 1 << 16  # characters of a literal, which is read at once
 _PYTHON = re.compile(r"\s*([\[{(]|(True|False|None)\s*$)")
 
 
@@ -52,7 +53,9 @@ def value_json(text: str, schema: object, *, is_string: bool | None = None) -> s
 
 
 def python_json(text: str) -> str | None:
-    """Return the JSON of a Python literal; None if it is none, or no value of JSON."""
+    """Return the JSON of a Python literal; None if it is none, or no value of JSON, or very long."""
+    if len(text) > _MOST_PYTHON:
+        return None
     try:
         shown = json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
         shown.encode()  # raises for half of a surrogate pair

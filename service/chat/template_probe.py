@@ -22,13 +22,14 @@ from service.chat.parts import Arguments, Call, Content
 from service.chat.reasoning_probe import ReasoningProbe
 from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.tools import Tool
-from service.core.chat_template import TEST_MAX_CHARACTERS, ChatTemplate, Messages, in_parts
+from service.core.chat_template import ChatTemplate, Messages, in_parts
 from service.core.errors import scrub
 from service.core.template_files import TemplateError, TemplateFiles, template_files
 from service.core.template_traits import CallIds, TemplateTraits
 from service.sandbox.chat_pool import RenderError, RenderWorker
 
 _RENDER_SECONDS, _PROBE_SECONDS = 5.0, 20.0
+_MOST_RENDERED, _MOST_REPLY = 200_000, 20_000  # characters
 _USER = {"role": "user", "content": "Question-3"}
 _SAID = "Answer-5"
 _TOOLS = tuple(
@@ -145,7 +146,7 @@ class _Probe:
         given = tools if isinstance(tools, list) else self._tools if tools else []
         variables = self._template.variables(messages, add_generation_prompt=speak, tools=given, more=more)
         try:
-            return self._worker.render(self._template.source, variables, TEST_MAX_CHARACTERS)
+            return self._worker.render(self._template.source, variables, _MOST_RENDERED)
         except RenderError as error:
             self._error = f"{error.kind}: {scrub(str(error))}"
             if error.kind in ("time", "crashed", "memory"):
@@ -255,7 +256,7 @@ class _Probe:
             tag = max(text.rfind("<", 0, begin), text.rfind("[", 0, begin))
             if tag > max(text.rfind(">", 0, begin), text.rfind("]", 0, begin)):
                 begin = tag  # the texts part within a tag
-        return self._reasoning.without(text[begin:]), is_sure
+        return self._reasoning.without(text[begin : begin + _MOST_REPLY]), is_sure
 
     def _read_back(self, text: str, style: _Style) -> dict[str, Any] | None:
         """Return the traits of the format that gives the call again; None if there is none."""

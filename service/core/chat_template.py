@@ -35,7 +35,7 @@ _GIVEN = frozenset(
     }
 )  # names that no request may set
 _HELLO = ({"role": "user", "content": "Hello"},)
-TEST_MAX_CHARACTERS = 1_000_000
+_TEST_MAX_CHARACTERS = 1_000_000
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # whether its space survives shows whether the template strips content
 
 
@@ -63,7 +63,7 @@ class ChatTemplate:
     def test(self, folder: str, worker: RenderWorker) -> None:
         """Render a short conversation, which the template may refuse by `raise_exception`; raises `TemplateError`."""
         try:
-            worker.render(self.source, self.variables(_HELLO, add_generation_prompt=True), TEST_MAX_CHARACTERS)
+            worker.render(self.source, self.variables(_HELLO, add_generation_prompt=True), _TEST_MAX_CHARACTERS)
         except RenderError as error:
             if error.kind != "raised" and not self._takes_parts(worker):
                 raise cannot_render(folder, error) from None
@@ -72,7 +72,7 @@ class ChatTemplate:
         """Return whether the template renders content that is a list of parts."""
         variables = self.variables([in_parts(one) for one in _HELLO], add_generation_prompt=True)
         try:
-            return _HELLO[0]["content"] in worker.render(self.source, variables, TEST_MAX_CHARACTERS)
+            return _HELLO[0]["content"] in worker.render(self.source, variables, _TEST_MAX_CHARACTERS)
         except RenderError:
             return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from model.api.messages import ModelSpec
 from model.text.grammar_matcher import Vocabulary, compile_grammar
 from model.text.token_bytes import TokenBytes
+from service.chat import template_probe
 from service.chat.abilities import chat_abilities
 from service.chat.call_grammar import reply_grammar
 from service.chat.call_writer import written_calls
@@ -27,7 +29,7 @@ from service.core.template_files import TemplateFiles
 from service.core.template_traits import CallIds
 from service.runtimes.model_reader import read_model
 from service.sandbox.chat_pool import RenderWorker
-from tests.service.dialects.support import prompt_of, talker
+from tests.service.dialects.support import prompt_of, says, talker
 from tests.service.support import App, ask, make_app
 from tests.service.test_bad_requests import check_error
 
@@ -258,6 +260,24 @@ def test_content_and_calls_of_a_message_both_reach_the_prompt() -> None:
         text = rendered(chat, asked, (TOOL,) if reads_tools else ())
         assert text.endswith('assistant:See.;assistant:<fn=f>{"city": "Oslo"}</fn>;')
         assert '"name": "f"' in rendered(chat, asked)  # the tools are shown in any case
+
+
+def test_content_with_a_mark_of_its_own_is_parted_without_tools_too() -> None:
+    app = app_of(CALLS["text joined to arguments"][0])
+    says(app, "all\nHello")
+    reply = ask(app, "POST", "/v1/chat/completions", json=BODY | {"max_tokens": 20}).json()
+    assert reply["choices"][0]["message"]["content"] == "Hello"
+
+
+def test_probing_a_hostile_template_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts full of marks, and renderings that take long: nothing is found out, and the model is served."""
+    began = time.monotonic()
+    marks = "{% if messages | length > 1 %}{{ '<tool_call>{' * 15000 }}{% endif %}{{ tools }}{{ messages[0].content }}"
+    assert found(marks).traits.tools_problem
+    monkeypatch.setattr(template_probe, "_RENDER_SECONDS", 0.5)
+    slow = "{% if tools %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    assert found(slow + "{{ messages[0].content }}").traits.tools_problem
+    assert time.monotonic() - began < 20
 
 
 def test_results_may_come_in_parts_and_calls_as_null() -> None:
