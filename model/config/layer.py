@@ -215,6 +215,7 @@ class AttentionConfig:
     softcap: float | None = None  # scores stay between -softcap and softcap
     qk_norm: NormConfig | None = None  # of queries and of keys, before they turn
     qk_norm_span: NormSpan = NormSpan.HEAD
+    turns_first: bool = False  # queries and keys turn before their norms (HunYuan)
     query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
     sinks: bool = False  # a learned score of each head takes part in its softmax, without a value (gpt-oss)
     output_gate: bool = False  # outputs are multiplied by the sigmoid of a projection of their size (Qwen3-Next)
@@ -236,6 +237,8 @@ class AttentionConfig:
         grows = isinstance(self.position, RotaryConfig) and self.position.growth
         if grows and self.qk_norm is not None and self.qk_norm_span is NormSpan.HEAD:
             raise ConfigError("queries that grow with their position have no norm of each head")
+        if self.turns_first and (self.qk_norm is None or self.qk_norm_span is not NormSpan.HEAD or self.keys_of):
+            raise ConfigError("queries and keys that turn first have norms of each head")
         if self.value_norm is not None and self.value_norm.kind is not NormKind.RMS:
             raise ConfigError("norms of values are RMS norms")
         if self.keys_of is not None and (self.keys_as_values or self.value_norm is not None):
@@ -345,9 +348,12 @@ class MLPConfig:
     bias: bool = True
     down_bias: bool | None = None  # of the last projection; None: as `bias` (GTE: it alone has one)
     clamp: GateClamp | None = None  # of a gated SiLU
+    xielu: bool = False  # the activation is xIELU, which has learned numbers (Huang & Schlag 2024; Apertus)
 
     def __post_init__(self) -> None:
         require_positive(self, intermediate_size=self.intermediate_size)
+        if self.xielu and (self.gated or self.activation is not Activation.IDENTITY):
+            raise ConfigError("an MLP with xIELU has no gate and no other activation")
         if self.clamp is not None and not (self.gated and self.activation is Activation.SILU):
             raise ConfigError("bounds of a gated unit are those of a gated SiLU")
 

@@ -1,21 +1,23 @@
-"""Llama with other biases or a plain MLP: Seed-OSS (ByteDance 2025), AFM (Arcee 2025) and Nemotron (NVIDIA 2024).
+"""Llama with other biases, another MLP or norms of queries and keys.
 
-AFM and Nemotron have one projection up and a squared ReLU instead of a gate. Nemotron's norms are LayerNorms whose
-gains are stored as their distance from 1, and half of each head's dimensions turn.
+Seed-OSS (ByteDance 2025); AFM (Arcee 2025) and Nemotron (NVIDIA 2024), which have a squared ReLU and no gate; HunYuan
+(Tencent 2025); Apertus (Swiss AI 2025) with xIELU. Nemotron's norms are LayerNorms whose gains are stored as their
+distance from 1, and half of each head's dimensions turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.layer import NormConfig, NormKind
+from model.config.layer import Activation, MLPConfig, NormConfig, NormKind
 from model.config.model import ModelConfig
 from model.families import llama
 from model.families.table.bidirectional import either_way
 from model.families.table.decoders import with_attention, with_layers
+from model.families.table.helpers import refuse_unless
 from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from model.families.table.rules import Family, Rule, TensorRule
 
 
 def seed_oss(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -35,6 +37,51 @@ def nemotron(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return _ungated(llama.config(raw, names, norm=norm, partial=True))
 
 
+def hunyuan(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build HunYuan, whose queries and keys are normalised after they turn."""
+    raw.get("eod_token_id"), raw.get("pretraining_tp")  # of training
+    raw = raw.otherwise(rms_norm_eps=1e-5).but(pretraining_tp=1)
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind, alpha = scaling.get("rope_type", scaling.get("type")), scaling.get("alpha")
+    if kind == "dynamic" and alpha:  # a base that is stretched once and for all
+        dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+        theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0
+        raw = raw.but(rope_parameters=None, rope_scaling=None, rope_theta=theta * alpha ** (dim / (dim - 2)))
+    base = llama.config(raw, names)
+    assert base.decoder is not None
+    return with_attention(base, qk_norm=base.decoder.final_norm, turns_first=True)
+
+
+def apertus(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, hidden_act="xielu")
+    if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+        raw = raw.but(rope_parameters=_APERTUS_ROPE)
+    raw = raw.otherwise(max_position_embeddings=65_536, rms_norm_eps=1e-5)
+    base = llama.config(raw.but(hidden_act="silu"), names)
+    assert base.decoder is not None
+    mlp = MLPConfig(raw["intermediate_size"], Activation.IDENTITY, bias=False, xielu=True)
+    return with_attention(with_layers(base, feed_forward=mlp), qk_norm=base.decoder.final_norm)
+
+
+def apertus_rules(config: ModelConfig) -> Iterator[Rule]:
+    """Yield Llama's rules, and those of the numbers of xIELU, of which two are stored without dimensions.
+
+    Its `beta` is called a bias by then, as those of old norms are.
+    """
+    assert config.decoder is not None
+    norms = {"attention_layernorm": "attn_norms.pre", "feedforward_layernorm": "mlp_norms.pre"}
+    yield from llama.rules(config, norms=norms)
+    shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "bias": (), "eps": ()}
+    for i in range(config.decoder.num_layers):
+        for place, (name, shape) in enumerate(shapes.items()):
+            target = f"decoder.layers.{i}.mlp.xielu"
+            yield TensorRule(f"layers.{i}.mlp.act_fn.{name}", target, (place, place + 1), shape=shape)
+
+
+_APERTUS_ROPE = dict(rope_type="llama3", rope_theta=12e6, factor=8.0, original_max_position_embeddings=8192)
+_APERTUS_ROPE |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+
+
 def _ungated(base: ModelConfig) -> ModelConfig:
     """Return the model with one projection up in every layer."""
     assert base.decoder is not None
@@ -45,4 +92,14 @@ FAMILIES = {
     "seed_oss": either_way(Family(seed_oss, llama.rules, "model.", llama.DROPPED)),
     "arcee": either_way(Family(arcee, llama.rules, "model.", llama.DROPPED)),
     "nemotron": either_way(Family(nemotron, llama.rules, "model.", llama.DROPPED)),
+    "hunyuan_v1_dense": either_way(
+        Family(
+            hunyuan,
+            llama.rules,
+            "model.",
+            llama.DROPPED,
+            spelled={".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."},
+        )
+    ),
+    "apertus": either_way(Family(apertus, apertus_rules, "model.", llama.DROPPED)),
 }

@@ -68,12 +68,14 @@ class SelfAttention(nn.Module):
         if isinstance(backend, PreparingBackend) and (preparation := self._preparation(step, cache)) is not None:
             mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias, self.sinks)
             return step.project(self.out, self._gated(mixed.flatten(1), gate))
-        if config.qk_norm is not None and not self.norms_first:
+        if config.qk_norm is not None and not self.norms_first and not config.turns_first:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.offset is not None:
             q = q + self.offset
         if isinstance(config.position, RotaryConfig):
             q, k = rotate_both(q, k, *step.rotary(config.position), config.position.interleaved)
+        if config.turns_first:
+            q, k = self.q_norm(q), self.k_norm(k)
         if (read := step.inputs.read_rows) is not None:
             k, v = k[read], v[read]
         if cache is None and step.layer in step.key_owners:
@@ -103,6 +105,8 @@ class SelfAttention(nn.Module):
         turns = isinstance(position, RotaryConfig)
         norms = config.qk_norm is not None and not self.norms_first
         if self.offset is not None or step.inputs.read_rows is not None or not (turns or norms):
+            return None
+        if config.turns_first:
             return None
         if cache is None and step.layer in step.key_owners:  # later layers want these keys as they are read
             return None

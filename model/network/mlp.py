@@ -42,9 +42,12 @@ class MLP(nn.Module):
         self.config = config
         up, down = projections(config, hidden_size)
         self.up, self.down = linear(up), linear(down)
+        self.xielu = nn.Parameter(torch.empty(4)) if config.xielu else None
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:  # [T, d] -> [T, d]
-        return step.project(self.down, activated(self.config, step.project(self.up, x)))
+        inner = step.project(self.up, x)
+        inner = activated(self.config, inner) if self.xielu is None else xielu(inner, self.xielu)
+        return step.project(self.down, inner)
 
 
 def projections(config: MLPConfig, hidden_size: int, experts: int = 1) -> tuple[LinearSpec, LinearSpec]:
@@ -54,6 +57,17 @@ def projections(config: MLPConfig, hidden_size: int, experts: int = 1) -> tuple[
     bias = config.bias if config.down_bias is None else config.down_bias
     size = (Part(hidden_size),)
     return up, LinearSpec("down", config.intermediate_size, size, bias, Split.INPUTS, experts=experts)
+
+
+def xielu(x: Tensor, learned: Tensor) -> Tensor:
+    """xIELU of `[T, f]`: `a x^2 + b x` above 0, `c (e^min(x, eps) - 1 - x) + b x` below (Huang & Schlag 2024).
+
+    `learned` are the logarithms of e^a - 1 and of e^(c - b) - 1, then b and eps.
+    """
+    first, second, linear, eps = learned.float().unbind()
+    wide, above, below = x.float(), functional.softplus(first), linear + functional.softplus(second)
+    bent = torch.where(wide > 0, above * wide * wide, (torch.expm1(torch.minimum(wide, eps)) - wide) * below)
+    return (bent + linear * wide).to(x.dtype)
 
 
 def activated(config: MLPConfig, hidden: Tensor) -> Tensor:

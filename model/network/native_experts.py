@@ -22,6 +22,8 @@ Norms = Callable[[nn.Module], Norm]  # a module's norm as C reads it
 def unsupported_feed_forward(config: MLPConfig | ExpertsConfig) -> str | None:
     """What of a feed-forward is not computed in C; None: nothing."""
     unit = config.mlp if isinstance(config, ExpertsConfig) else config
+    if unit.xielu:
+        return "xIELU"
     if (reason := unsupported_activation(unit.activation)) is not None:
         return reason
     if isinstance(config, ExpertsConfig) and config.choice is not None:

@@ -328,6 +328,8 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
         return "XLNet's relative positions"
     if isinstance(mixer.position, DisentangledConfig) and mixer.window is not None:
         return "a window beside disentangled positions"
+    if mixer.turns_first:
+        return "norms of queries and keys after they turn"
     return unsupported_feed_forward(layer.feed_forward)
 
 

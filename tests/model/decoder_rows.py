@@ -201,6 +201,13 @@ DENSE_DECODERS: Rows = {
     "seed-oss": random_model("SeedOssForCausalLM", LLAMA, head_dim=12, attention_out_bias=True, mlp_bias=True),
     "arcee": random_model("ArceeForCausalLM", LLAMA, mlp_bias=True),
     "nemotron": random_model("NemotronForCausalLM", LLAMA, partial_rotary_factor=0.5),
+    "hunyuan": random_model(
+        "HunYuanDenseV1ForCausalLM",
+        LLAMA,
+        head_dim=12,
+        rope_parameters=dict(rope_type="dynamic", alpha=50.0, factor=1.0, rope_theta=500.0),
+    ),
+    "apertus": random_model("ApertusForCausalLM", LLAMA, head_dim=12),
     "glm": random_model("GlmForCausalLM", LLAMA, head_dim=12, partial_rotary_factor=0.5, attention_bias=True),
     "glm4": random_model("Glm4ForCausalLM", LLAMA, head_dim=12, partial_rotary_factor=0.5, attention_bias=True),
     "ernie4-5": random_model("Ernie4_5ForCausalLM", LLAMA, head_dim=12, use_bias=True),
