@@ -23,7 +23,14 @@ from model.errors import ConfigError
 from model.text.detokenizer import Detokenizer
 from model.text.tokenizer import Tokenizer
 from tests.checkpoints import byte_level_bpe
-from tests.model.tokenizer_folders import FOLDERS, NLLB_LANGUAGES, strings, write_folder, write_nllb
+from tests.model.tokenizer_folders import (
+    FOLDERS,
+    NLLB_LANGUAGES,
+    marian_apart,
+    strings,
+    write_folder,
+    write_nllb,
+)
 
 FIRST_SPACE = re.compile("(^|</?s>|<unk>)[ \u2581]")
 _LEFT_OUT = {"marian", "m2m-100"}  # what is stripped of a whole text there is no streamed text's
@@ -242,6 +249,25 @@ def test_other_tokenizers_mark_no_language(root: Path) -> None:
     for name in ("marian", "t5", "bart", "xlm-roberta"):
         tokenizer = Tokenizer.from_folder(made(root, name))
         assert tokenizer is not None and tokenizer.source_languages is None
+
+
+def test_marian_with_two_vocabularies_reads_one_and_writes_the_other(tmp_path: Path) -> None:
+    write_folder("marian", tmp_path / "model")
+    marian_apart(tmp_path / "model")
+    settings = {"tokenizer_class": "MarianTokenizer", "separate_vocabs": True}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = Tokenizer.from_folder(tmp_path / "model")
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert ours is not None
+    names = json.loads((tmp_path / "model" / "target_vocab.json").read_text())
+    for text in [*strings(150), ">>fr<< Good morning", ""]:
+        assert list(ours.encode(text).ids) == reference(text).input_ids, repr(text)
+        target = [token for token in reference(text_target=text).input_ids if token > 1]
+        assert ours.decode([*target, 0]).strip() == reference.decode(target, skip_special_tokens=True), repr(text)
+    assert ours.vocab_size == len(names) and ours.token_id("<pad>") == names["<pad>"]
+    (tmp_path / "model" / "target_vocab.json").unlink()
+    with pytest.raises(ConfigError, match=r"its tokenizer needs target_vocab\.json"):
+        Tokenizer.from_folder(tmp_path / "model")
 
 
 def spoiled(root: Path, name: str, into: Path) -> Path:

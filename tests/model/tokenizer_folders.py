@@ -198,6 +198,15 @@ def _marian(folder: Path) -> None:
     (folder / "vocab.json").write_text(json.dumps(ids))
 
 
+def marian_apart(folder: Path) -> None:
+    """Two models, each over a vocabulary of its own, as in OPUS-MT's larger models."""
+    _sentencepiece(folder / "source.spm", "unigram")
+    _sentencepiece(folder / "target.spm", "unigram", vocab_size=700, character_coverage=0.99)
+    for model, name in (("source.spm", "vocab.json"), ("target.spm", "target_vocab.json")):
+        found = ["</s>", "<unk>", *sorted(set(_pieces(folder / model))), ">>fr<<", "<pad>"]
+        (folder / name).write_text(json.dumps({piece: place for place, piece in enumerate(found)}))
+
+
 def _m2m100(folder: Path) -> None:
     _fairseq(folder)
     ids = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
