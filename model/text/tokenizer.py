@@ -266,11 +266,11 @@ class Tokenizer:
 
 
 def _asked(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Call the tokenizers' library; where it gives up, which is no `Exception` there, raise a `TokenizerError`."""
+    """Call the tokenizers' library; where it gives up, raise a `TokenizerError`. Its panics are no `Exception`."""
     try:
         return function(*args, **options)
     except BaseException as error:
-        if not is_panic(error):
+        if type(error) is not Exception and not is_panic(error):  # it raises nothing narrower
             raise
         raise TokenizerError(f"the model's tokenizer gave up: {error!s:.300}") from None
 

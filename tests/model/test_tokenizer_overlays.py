@@ -256,6 +256,7 @@ def _split(pattern: str) -> dict[str, Any]:
     [
         ({"pre_tokenizer": _split("(a+)+$")}, "a" * 5_000 + "b"),
         ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "ab"),
+        ({"model": {"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0]]}}, "b"),
         ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, _STRIP]}}, None),
     ],
 )
