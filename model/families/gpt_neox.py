@@ -56,4 +56,5 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 _DROPPED = ("layers.*.attention.bias", "layers.*.attention.masked_bias", "layers.*.attention.rotary_emb.inv_freq")
 _TABLES = ("embed_in.weight",)
-FAMILIES = {"gpt_neox": Family(config, rules, "gpt_neox.", _DROPPED, tables=_TABLES, heads=(_HEAD,))}
+_RENAMED = {"lm_head": "embed_out"}  # as `transformers` 5 calls it in memory
+FAMILIES = {"gpt_neox": Family(config, rules, "gpt_neox.", _DROPPED, _RENAMED, tables=_TABLES, heads=(_HEAD,))}
