@@ -135,7 +135,7 @@ def without_generation(config: Mapping[str, Any]) -> dict[str, Any]:
 def sampling_defaults(settings: GenerationSettings, where: str | None = None) -> dict[str, Any]:
     """Return defaults for fields of `SamplingParams` that a request omits: greedy unless `do_sample` is true.
 
-    `max_length` and `min_length` stay: they count what an output begins behind, which a request says.
+    `max_length` and `min_length` stay as they are: they count tokens before the output, which a request knows.
     """
     given, where = settings.values, where or settings.file
     sampling = given.get("do_sample") is True

@@ -1,6 +1,6 @@
 """What is done with each key of a settings file: a table for each file, which the docs show.
 
-A reader asks its table for the keys that change results and are not computed, and for those that nobody knows.
+A reader asks its table for the keys that change results and are not computed, and for those that are not in the table.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class _Reader:
             yield text, token
 
     def check_timestamps(self, no_timestamps: int) -> None:
-        """Raise `ConfigError` unless timestamps follow behind `no_timestamps`, up to the end of the vocabulary."""
+        """Raise `ConfigError` unless timestamps follow after `no_timestamps`, up to the end of the vocabulary."""
         zero = self._added.get("<|0.00|>", no_timestamps + 1)
         if zero != no_timestamps + 1 or zero >= self._vocab_size:
             raise ConfigError(

@@ -22,7 +22,7 @@ class SpeechOptions:
 
     language: str | None = None  # its code or English name; None: the folder's, else it is found out
     task: str | None = None  # None: the folder's, else to transcribe
-    timestamps: bool | None = None  # segments are wanted, also where the audio is one window; None: nobody asks
+    timestamps: bool | None = None  # segments are wanted, also where the audio is one window; None: not asked for
     writes_timestamps: bool = False  # outputs have them, by `completed`
     words: bool = False  # with times of their own
     parallel: bool = False  # all windows at once, as chunks that overlap

@@ -48,7 +48,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Merge the client's fields over the checkpoint's defaults, and those over greedy decoding.
 
-    `start` tokens are what the output begins behind, which `min_length` counts.
+    `start` tokens come before the output; `min_length` counts them.
     """
     defaults = served.checkpoint.sampling_defaults
     chosen = {name: defaults.get(name) for name in (*_SAMPLING_FIELDS, *_CHECKPOINT_FIELDS)}

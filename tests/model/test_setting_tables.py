@@ -12,10 +12,10 @@ from model.checkpoint.setting_tables import Table, Use
 
 DOCS = Path(__file__).parents[2] / "docs"
 TABLES = {
-    "`generation_config.json`": ("checkpoints.md", SETTINGS),
-    "an image processor": ("checkpoints.md", IMAGE_SETTINGS),
-    "Whisper's `generation_config.json`, besides": ("speech.md", SPEECH_SETTINGS),
-    "a feature extractor": ("speech.md", AUDIO_SETTINGS),
+    "keys of `generation_config.json`": ("checkpoints.md", SETTINGS),
+    "keys of an image processor": ("checkpoints.md", IMAGE_SETTINGS),
+    "further keys of Whisper's `generation_config.json`": ("speech.md", SPEECH_SETTINGS),
+    "keys of a feature extractor": ("speech.md", AUDIO_SETTINGS),
 }
 
 
@@ -23,7 +23,7 @@ def rows(title: str, table: Table) -> str:
     """The table as the docs have it: a row for each use."""
     keys = {use: ", ".join(f"`{key}`" for key in sorted(table) if table[key].use is use) for use in Use}
     lines = [f"| {use} | {names} |" for use, names in keys.items() if names]
-    return "\n".join([f"| keys of {title} | |", "|---|---|", *lines, ""])
+    return "\n".join([f"| {title} | |", "|---|---|", *lines, ""])
 
 
 @pytest.mark.parametrize("title", TABLES)
