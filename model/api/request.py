@@ -66,6 +66,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0  # tokens below this probability are not drawn
+    eta_cutoff: float = 0.0  # the same, with a bound that falls with the entropy (Hewitt et al. 2022)
     seed: int = 0
     n: int = 1
     num_beams: int = 1  # above 1: beam search, which returns the n best hypotheses when it ends

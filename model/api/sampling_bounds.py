@@ -19,6 +19,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_k": (0, _MAX_INT),
     "min_p": (0, 1),
+    "epsilon_cutoff": (0, 1),
+    "eta_cutoff": (0, 1),
     "seed": (0, 2**63 - 1),
     "n": (1, _MAX_INT),
     "num_beams": (1, _MAX_INT),

@@ -24,14 +24,14 @@ _RULES = (
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "sequence_bias"),
 )
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # used with do_sample
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")  # with do_sample
 _DEFAULT_TOP_K = 50  # of the reference, where a folder samples and sets none; 0 is off
 _OTHERS = (
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
     *("num_beams", "length_penalty", "early_stopping", "renormalize_logits", "exponential_decay_length_penalty"),
 )
 _LENGTHS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens")
-_SAMPLED_ONLY = ("top_h", "epsilon_cutoff", "eta_cutoff")
+_SAMPLED_ONLY = ("top_h",)
 SETTINGS = table(
     served=(*_IDENTITIES, *_RULES, *_SAMPLING, *_OTHERS, *_LENGTHS, "do_sample"),
     warned=(
@@ -174,6 +174,8 @@ def _value(given: Mapping[str, Any], name: str, where: str) -> Any:
             raise ConfigError(f"{where}: {name} must be a whole number, found {value!r}")
         value = int(value)
     if name in ("top_p", "typical_p") and value >= 1:
+        return None
+    if name in ("epsilon_cutoff", "eta_cutoff") and not 0 < value < 1:
         return None
     if name == "top_p" and value == 0:
         return 1e-9  # the likeliest token alone, as there

@@ -1,10 +1,11 @@
-"""Random sampling of tokens with temperature and truncation: top-k, top-p, min-p, typical-p.
+"""Random sampling of tokens with temperature and truncation: top-k, top-p, min-p, typical-p, cutoffs.
 
 Each row is sampled from one uniform number by inversion of its cumulative distribution, in the vocabulary's order
 (Devroye 1986, section II.2), so the result of a row depends only on that row. Top-k, top-p and min-p keep the tokens
 whose score reaches a threshold, ties included. The threshold is nearly always found in the H highest scores (the head);
 otherwise a longer head is taken, and at last all scores are sorted. On a GPU one Triton kernel does all of this for
-all rows (`model.sampling.triton_sampling`). This module is its reference, and samples rows with typical-p everywhere.
+all rows (`model.sampling.triton_sampling`). This module is its reference, and samples rows with typical-p or cutoffs
+everywhere.
 
 Shapes: B rows, V tokens, H tokens of the head.
 """
@@ -99,6 +100,14 @@ def _sample_chunk(logits: Tensor, params: Sequence[SamplingParams], uniforms: Se
     if typical:
         at = device_tensor(typical, device, torch.int64)
         weights[at] = _truncate_typical(weights[at], _column([params[i].typical_p for i in typical], device))
+    cut = [i for i, p in enumerate(params) if p.epsilon_cutoff or p.eta_cutoff]
+    if cut:
+        at = device_tensor(cut, device, torch.int64)
+        bounds = (
+            _column([params[i].epsilon_cutoff for i in cut], device),
+            _column([params[i].eta_cutoff for i in cut], device),
+        )
+        weights[at] = _cut_off(weights[at], *bounds)
     return _invert(weights, _column(uniforms, device))
 
 
@@ -198,6 +207,19 @@ def sorted_top(scores: Tensor, size: int) -> Tensor:
 def _split_blocks(rows: Tensor, size: int, fill: float) -> Tensor:
     """Reshape rows `[B, V]` to `[B, blocks, size]`, padded with `fill`."""
     return pad(rows, (0, -rows.shape[1] % size), value=fill).unflatten(1, (-1, size))
+
+
+def _cut_off(weights: Tensor, epsilon: Tensor, eta: Tensor) -> Tensor:
+    """Remove tokens below `epsilon`, then those below what `eta` allows at the entropy that is left (0: off).
+
+    The likeliest token stays.
+    """
+    probs = weights.double() / weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    weights = weights.masked_fill((probs < epsilon) & (probs < probs.amax(dim=-1, keepdim=True)), 0.0)
+    probs = weights.double() / weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    entropy = -(probs * probs.log()).nansum(dim=-1, keepdim=True)
+    least = torch.minimum(eta, eta.sqrt() * (-entropy).exp())
+    return weights.masked_fill((probs < least) & (probs < probs.amax(dim=-1, keepdim=True)), 0.0)
 
 
 def _truncate_typical(weights: Tensor, typical_p: Tensor) -> Tensor:

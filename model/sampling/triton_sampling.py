@@ -180,8 +180,8 @@ def sampling_kernel(
 
 
 def covers(params: SamplingParams) -> bool:
-    """Return whether the kernel implements these parameters: all but typical-p, whose order is not by probability."""
-    return params.typical_p >= 1.0
+    """Return whether the kernel implements these parameters: all but typical-p and the cutoffs after it."""
+    return params.typical_p >= 1.0 and not params.epsilon_cutoff and not params.eta_cutoff
 
 
 def launch_sampling(

@@ -23,6 +23,8 @@ _SAMPLING_FIELDS = (
     "min_tokens",
 )
 _CHECKPOINT_FIELDS = (  # that only a checkpoint sets
+    "epsilon_cutoff",
+    "eta_cutoff",
     "encoder_no_repeat_ngram_size",
     "encoder_repetition_penalty",
     "exponential_decay_length_penalty",

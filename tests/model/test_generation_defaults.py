@@ -30,7 +30,11 @@ BEAMS = {"num_beams": 4, "early_stopping": True, "max_length": 2**31 - 1}
         ({"do_sample": True, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}),
         ({"do_sample": True, "top_k": 0, "top_p": 1.0, "typical_p": 1}, {"temperature": 1.0}),
         ({"do_sample": True, "top_k": None, "top_p": 0.0}, {"temperature": 1.0, "top_k": 50, "top_p": 1e-9}),
-        ({"do_sample": 1, "temperature": 0.7}, {}),
+        ({"do_sample": 1, "temperature": 0.7, "eta_cutoff": 0.1}, {}),
+        (
+            {"do_sample": True, "top_k": 0, "epsilon_cutoff": 0.01, "eta_cutoff": 1.5},
+            {"temperature": 1.0, "epsilon_cutoff": 0.01},
+        ),
         ({"min_new_tokens": 0, "min_length": 7}, {"min_tokens": 0}),
         ({"num_beams": 4.0, "early_stopping": 1, "max_length": 1e20}, BEAMS),
         ({"renormalize_logits": True, "encoder_no_repeat_ngram_size": 3}, None),
@@ -181,7 +185,7 @@ def test_every_key_that_whisper_reads_has_an_entry() -> None:
     [
         ({"do_sample": True, "num_beams": 4}, ("do_sample with num_beams",)),
         ({"do_sample": True, "num_beams": 1, "top_h": 0.4}, ("top_h",)),
-        ({"top_h": 0.4, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "num_beam_groups": 1}, ()),
+        ({"top_h": 0.4, "num_beam_groups": 1}, ()),
         ({"max_time": 3, "penalty_alpha": 0.6, "token_healing": True}, ("max_time", "penalty_alpha", "token_healing")),
         ({"cache_implementation": "static", "num_return_sequences": 4, "output_scores": True}, ()),
     ],

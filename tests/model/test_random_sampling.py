@@ -78,6 +78,23 @@ def test_rows_of_all_kinds_in_one_batch_draw_as_they_do_alone() -> None:
     assert together == [int(sample_rows(rows[i : i + 1], [kinds[i]], [uniforms[i]])) for i in range(50)]
 
 
+@pytest.mark.parametrize(("epsilon", "eta"), [(0.002, 0.0), (0.0, 0.004), (0.001, 0.01), (0.9, 0.0), (0.0, 0.9)])
+@pytest.mark.parametrize("spread", [0.3, 3.0, 8.0])
+def test_cutoffs_leave_what_they_leave_in_transformers(epsilon: float, eta: float, spread: float) -> None:
+    from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper, TopKLogitsWarper
+
+    row, ids = scores(300, spread), torch.tensor([[1]])
+    theirs = TopKLogitsWarper(200)(ids, row)
+    theirs = EpsilonLogitsWarper(epsilon)(ids, theirs) if epsilon else theirs
+    theirs = EtaLogitsWarper(eta)(ids, theirs) if eta else theirs
+    left = set(theirs[0].isfinite().nonzero()[:, 0].tolist())
+    params = SamplingParams(temperature=1.0, top_k=200, epsilon_cutoff=epsilon, eta_cutoff=eta)
+    points = theirs[0].softmax(-1).double().cumsum(-1)[sorted(left)]  # where each token's part ends
+    middles = (points - theirs[0].softmax(-1).double()[sorted(left)] / 2).tolist()
+    assert sample_rows(row.expand(len(left), -1), [params] * len(left), middles).tolist() == sorted(left)
+    assert len(left) < 200 or spread < 1
+
+
 def test_tokens_as_likely_as_the_last_one_kept_stay() -> None:
     row = torch.zeros(1, 3_000)
     row[0, 100:110] = 5.0

@@ -66,8 +66,18 @@ SAMPLED: dict[str, list[Any]] = {
     "top_p": [0.5, 1.0],
     "min_p": [0.2],
     "typical_p": [0.4, 1.0],
+    "epsilon_cutoff": [0.01],
+    "eta_cutoff": [0.02],
 }
-NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
 
 
 def run(report: Report, packages: Packages) -> None:
