@@ -58,7 +58,7 @@ from model.families import family_for, find_family, read_settings
 from model.families.table.classifiers import token_classifier
 from model.families.table.token_rules import within_vocabulary
 from model.gguf.container import gguf_path, read_gguf
-from model.media.images import ImageProcessing, read_image_processing
+from model.media.images import ImageProcessing, prepared_size, read_image_processing
 from model.media.log_mel import LogMel, read_log_mel
 
 _MOST_CHARACTERS = 600  # of a message about a folder
@@ -168,6 +168,7 @@ def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
         warnings += generation_warnings(raw, generation, speech=config.audio is not None)
     warnings += sentences.warnings
     warnings += _name_warnings(config, names, layouts, wrapping)
+    config, images = _with_images(path, config, warnings)
     return Checkpoint(
         path=whole,
         config=config,
@@ -179,7 +180,7 @@ def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
         quantization=made_for(settings),
         sampling_defaults=sampling_defaults(generation) if config.can_generate else {},
         sentences=sentences,
-        images=_images(path, config, warnings),
+        images=images,
         tasks=generation_tasks(raw, generation) if config.can_generate else {},
         log_mel=_log_mel(path, config, warnings),
         speech=read_speech_tokens(path, raw, generation.values, config, warnings) if config.audio is not None else None,
@@ -213,15 +214,20 @@ def _log_mel(path: Path, config: ModelConfig, warnings: list[str]) -> LogMel | N
     return found
 
 
-def _images(path: Path, config: ModelConfig, warnings: list[str]) -> ImageProcessing | None:
-    """Return how images become pixels, as the encoder reads them; by ViT's settings where the folder does not say."""
+def _with_images(path: Path, config: ModelConfig, warnings: list[str]) -> tuple[ModelConfig, ImageProcessing | None]:
+    """Return the network at the size of its images, and how these become pixels.
+
+    By ViT's settings where the folder does not say.
+    """
     if config.image is None:
-        return None
+        return config, None
     if (processor := read_processor(path, IMAGE_PARTS)) is None:
         warnings.append(f"{MISSING}: images are prepared with the usual settings of ViT")
-        return read_image_processing({}, config.image)
+        return config, read_image_processing({}, config.image)
     warnings += warnings_of(processor, IMAGE_SETTINGS)
-    return read_image_processing(processor.settings, config.image, processor.where)
+    config = config.at_image_size(prepared_size(processor.settings, processor.where) or config.image.size)
+    assert config.image is not None
+    return config, read_image_processing(processor.settings, config.image, processor.where)
 
 
 def _quantization_settings(path: Path, raw: dict[str, Any]) -> Any:

@@ -464,6 +464,7 @@ class LayerConfig:
     parallel: bool = False
     one_norm: bool = False  # of a parallel layer
     residual_scale: float = 1.0  # of what each sublayer adds to x (Granite)
+    channel_scales: bool = False  # of the same, a learned number for each channel (LayerScale, Touvron et al. 2021)
     embedding: LayerEmbeddingConfig | None = None  # a vector of each token for this layer
     scaled: bool = False  # x is multiplied by a learned number in the end (Gemma 4)
     shares_weights_with: int | None = None  # the earlier layer that has this one's weights (ALBERT); None: its own
@@ -478,6 +479,8 @@ class LayerConfig:
             raise ConfigError("a parallel layer has neither cross attention nor norms behind its sum")
         if self.one_norm and not (self.parallel and self.norms[0].pre and not self.norms[1].pre):
             raise ConfigError("one norm for both sublayers is the mixer's, in a parallel layer")
+        if self.channel_scales and (self.cross is not None or any(norms.post or norms.output for norms in self.norms)):
+            raise ConfigError("a layer with scales of channels is pre-norm, without cross attention")
         if self.residual_scale != 1.0 and any(norms.output for norms in self.norms):
             raise ConfigError("a layer with output norms scales nothing behind them")
         if (self.embedding is not None or self.scaled) and (self.parallel or any(norms.post for norms in self.norms)):

@@ -67,11 +67,19 @@ class EmbeddingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """An image as a sequence: square patches in rows, behind one classifier token (Dosovitskiy et al. 2021)."""
+    """An image as a sequence: square patches in rows, after one classifier token (Dosovitskiy et al. 2021).
+
+    After that token there may be one of distillation, or registers, which have no positions (Darcet et al. 2024).
+    """
 
     size: int  # pixels a side
     patch: int
     channels: int = 3
+    distilled: bool = False  # there is a token of distillation (DeiT)
+    registers: int = 0
+    # Patches a side that positions are stored of, and stretched from to those of `size`; None: of as many (ViT).
+    grid: int | None = None
+    antialias: bool = False  # of the stretching, which is bicubic
 
     def __post_init__(self) -> None:
         require_positive(self, size=self.size, patch=self.patch, channels=self.channels)
@@ -79,8 +87,18 @@ class ImageConfig:
             raise ConfigError(f"image size {self.size} is not a multiple of the patch size {self.patch}")
 
     @property
+    def side(self) -> int:
+        """Patches a side."""
+        return self.size // self.patch
+
+    @property
+    def first_tokens(self) -> int:
+        """The learned tokens before the patches."""
+        return 1 + self.distilled + self.registers
+
+    @property
     def num_tokens(self) -> int:
-        return (self.size // self.patch) ** 2 + 1
+        return self.side**2 + self.first_tokens
 
     @property
     def patch_elements(self) -> int:
@@ -347,6 +365,8 @@ class ClassifierInput(StrEnum):
     MEAN = "mean"  # of all tokens
     EVERY = "every"  # one decision a token
     ALL = "all"  # the mean of every token's scores
+    FIRST_AND_MEAN = "first and mean"  # side by side: of an image's first token, and the mean of its patches (DINOv2)
+    FIRST_TWO = "first two"  # the mean of two decisions, each of one token (DeiT with a teacher)
     EOS = "eos"  # of an encoder-decoder that reads the source twice: the decoder's at its last end of sequence (BART)
 
 
@@ -499,6 +519,13 @@ class ModelConfig:
             return replace(layer, mixer=replace(mixer, position=replace(rotary, length=context)))
 
         return self if self.decoder is None else replace(self, decoder=self.decoder.with_layers(stretch))
+
+    def at_image_size(self, size: int) -> ModelConfig:
+        """For images of so many pixels a side, to which positions are stretched."""
+        if self.image is None or self.image.grid is None:
+            return self
+        image = replace(self.image, size=size)
+        return replace(self, image=image, max_positions=image.num_tokens)
 
     @property
     def can_generate(self) -> bool:

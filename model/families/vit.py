@@ -1,11 +1,24 @@
-"""ViT: an image is a sequence of patches; LayerNorm pre-norm, learned positions (Dosovitskiy et al. 2021)."""
+"""ViT: an image is a sequence of patches; LayerNorm pre-norm, learned positions (Dosovitskiy et al. 2021).
+
+DeiT (Touvron et al. 2021) has a second learned token. DINOv2 (Oquab et al. 2023) scales the channels of what sublayers
+add, and stretches its positions to the size of images.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
-from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import EmbeddingConfig, ImageConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
+from model.config.model import (
+    ClassifierInput,
+    EmbeddingConfig,
+    ImageConfig,
+    ModelConfig,
+    PositionConfig,
+    PositionKind,
+    StackConfig,
+)
 from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
@@ -17,7 +30,9 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, pooler_act="tanh")
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
     if raw.get("pooler_output_size", size) != size:
-        raise ConfigError(f"pooler_output_size = {raw['pooler_output_size']} is not served for 'vit', only {size}")
+        raise ConfigError(
+            f"pooler_output_size = {raw['pooler_output_size']} is not served for {raw['model_type']!r}, only {size}"
+        )
     dim = split_width(size, heads)
     image = ImageConfig(raw.get("image_size", 224), raw.get("patch_size", 16), raw.get("num_channels", 3))
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12))
@@ -35,7 +50,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
     labels = classifier(raw, names)
     return ModelConfig(
-        model_type="vit",
+        model_type=raw["model_type"],
         embedding=EmbeddingConfig(0, size),
         encoder=encoder,
         image=image,
@@ -45,30 +60,114 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     )
 
 
+def deit(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build DeiT; trained with a teacher, it decides by both of its learned tokens."""
+    base = config(raw, names)
+    assert base.image is not None and base.encoder is not None
+    image = replace(base.image, distilled=True)
+    position = replace(base.encoder.position, max_positions=image.num_tokens)
+    labels = base.classifier
+    if ((raw.get("architectures") or [""])[0] or "").endswith("ForImageClassificationWithTeacher"):
+        one = classifier(raw.but(architectures=["DeiTForImageClassification"]), None)
+        labels = one and replace(one, input=ClassifierInput.FIRST_TWO)
+    return replace(
+        base,
+        image=image,
+        encoder=replace(base.encoder, position=position),
+        classifier=labels,
+        pooler=base.pooler and labels is None,
+        max_positions=image.num_tokens,
+    )
+
+
+# Of training, and of what is given to other networks.
+_UNUSED = (
+    *("layerscale_value", "drop_path_rate", "apply_layernorm", "reshape_hidden_states", "use_mask_token"),
+    *("out_features", "out_indices", "stage_names", "num_register_tokens"),
+)
+
+
+def dinov2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    for unused in _UNUSED:
+        raw.get(unused)
+    size = raw["hidden_size"]
+    inner, gated = int(size * raw.get("mlp_ratio", 4)), bool(raw.get("use_swiglu_ffn", False))
+    has_registers = raw["model_type"] == "dinov2_with_registers"
+    raw = raw.otherwise(intermediate_size=inner, patch_size=16 if has_registers else 14, layer_norm_eps=1e-6)
+    base = config(raw, names)
+    assert base.image is not None and base.encoder is not None
+    layer = replace(base.encoder.layers[0], channel_scales=True)
+    if gated:  # two thirds of the width, as a multiple of 8
+        layer = replace(layer, feed_forward=MLPConfig((int(inner * 2 / 3) + 7) // 8 * 8, Activation.SILU, gated=True))
+    image = replace(
+        base.image,
+        grid=base.image.side,
+        registers=raw.get("num_register_tokens", 4) if has_registers else 0,
+        antialias=has_registers,
+    )
+    encoder = replace(base.encoder, layers=repeat(layer, base.encoder.num_layers), position=PositionConfig())
+    return replace(base, image=image, encoder=encoder, pooler=False, max_positions=image.num_tokens)
+
+
+_VIT_NAMES = {
+    "layernorm_before": "attn_norms.pre",
+    "layernorm_after": "mlp_norms.pre",
+}
+_DINO_NAMES = {"norm1": "attn_norms.pre", "norm2": "mlp_norms.pre"}
+
+
 def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.encoder is not None
     assert config.image is not None
-    size, image = config.encoder.hidden_size, config.image
-    patch = (size, image.channels, image.patch, image.patch)
-    yield TensorRule("embeddings.cls_token", "patches.first", shape=(1, 1, size))
-    yield TensorRule("embeddings.patch_embeddings.projection.weight", "patches.project.weight", shape=patch)
-    yield TensorRule("embeddings.patch_embeddings.projection.bias", "patches.project.bias")
-    positions = (1, image.num_tokens, size)
-    yield TensorRule("embeddings.position_embeddings", "encoder.positions.weight", shape=positions)
+    yield from _embeddings(config.image, config.encoder.hidden_size)
     for i, layer in enumerate(config.encoder.layers):
         here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
         parts = ("attention.query", "attention.key", "attention.value", "output.dense")
         names = (f"{here}.attention.{part}" for part in parts)
         yield from self_attention(layer.attention, f"{there}.attn", *names)
-        yield from affine(f"{here}.layernorm_before", f"{there}.attn_norms.pre")
-        yield from affine(f"{here}.layernorm_after", f"{there}.mlp_norms.pre")
-        yield LinearRule(f"{here}.intermediate.dense", f"{there}.mlp.up")
-        yield LinearRule(f"{here}.output.dense", f"{there}.mlp.down")
+        for stored, norm in (_DINO_NAMES if layer.channel_scales else _VIT_NAMES).items():
+            yield from affine(f"{here}.{stored}", f"{there}.{norm}")
+        yield from _mlp(layer, here, there)
     yield from affine("layernorm", "encoder.final_norm")
     if config.pooler:
         yield LinearRule("pooler.dense", "pooler")
-    yield from classifier_rules(config)
+    if config.classifier is not None and config.classifier.input is ClassifierInput.FIRST_TWO:
+        yield LinearRule("cls_classifier", "classifier.out")
+        yield LinearRule("distillation_classifier", "classifier.second")
+    else:
+        yield from classifier_rules(config)
+
+
+def _embeddings(image: ImageConfig, size: int) -> Iterator[Rule]:
+    patch = (size, image.channels, image.patch, image.patch)
+    yield TensorRule("embeddings.cls_token", "patches.first", shape=(1, 1, size))
+    if image.distilled:
+        yield TensorRule("embeddings.distillation_token", "patches.distillation", shape=(1, 1, size))
+    if image.registers:
+        yield TensorRule("embeddings.register_tokens", "patches.registers", shape=(1, image.registers, size))
+    yield TensorRule("embeddings.patch_embeddings.projection.weight", "patches.project.weight", shape=patch)
+    yield TensorRule("embeddings.patch_embeddings.projection.bias", "patches.project.bias")
+    target, rows = "encoder.positions.weight", image.num_tokens
+    if image.grid is not None:
+        target, rows = "patches.positions", image.grid**2 + 1
+    yield TensorRule("embeddings.position_embeddings", target, shape=(1, rows, size))
+
+
+def _mlp(layer: LayerConfig, here: str, there: str) -> Iterator[Rule]:
+    up, down = "intermediate.dense", "output.dense"
+    if layer.channel_scales:
+        up, down = ("mlp.weights_in", "mlp.weights_out") if layer.mlp.gated else ("mlp.fc1", "mlp.fc2")
+        yield TensorRule(f"{here}.layer_scale1.lambda1", f"{there}.attn_scale")
+        yield TensorRule(f"{here}.layer_scale2.lambda1", f"{there}.mlp_scale")
+    yield LinearRule(f"{here}.{up}", f"{there}.mlp.up")
+    yield LinearRule(f"{here}.{down}", f"{there}.mlp.down")
 
 
 _PATCHES = ("embeddings.patch_embeddings.projection.weight",)  # in the place of a token table
-FAMILIES = {"vit": Family(config, rules, "vit.", tables=_PATCHES)}
+_MASK = ("embeddings.mask_token",)  # of training
+FAMILIES = {
+    "vit": Family(config, rules, "vit.", tables=_PATCHES),
+    "deit": Family(deit, rules, "deit.", _MASK, tables=_PATCHES),
+    "dinov2": Family(dinov2, rules, "dinov2.", _MASK, tables=_PATCHES),
+    "dinov2_with_registers": Family(dinov2, rules, "dinov2_with_registers.", _MASK, tables=_PATCHES),
+}

@@ -101,6 +101,16 @@ def decode(data: bytes) -> Image.Image:
         raise ImageError("the image file is broken") from None
 
 
+def prepared_size(raw: Mapping[str, Any], where: str) -> int | None:
+    """Return the pixels a side that an image processor makes; None: it keeps proportions, or does not say."""
+    crops = raw.get("do_center_crop", False)
+    size = raw.get("crop_size") if crops else raw.get("size") if raw.get("do_resize", True) else None
+    if size is None or (isinstance(size, Mapping) and "shortest_edge" in size):
+        return None
+    height, width = _sides(size, f"{where}: {'crop_size' if crops else 'size'}")
+    return height if height == width else None
+
+
 def read_image_processing(
     raw: Mapping[str, Any], image: ImageConfig, where: str = "preprocessor_config.json"
 ) -> ImageProcessing:

@@ -91,18 +91,43 @@ def without_masked(vectors: Tensor, inputs: StackInput, dropout: MaskDropout) ->
 
 
 class PatchEmbedding(nn.Module):
-    """Images to token vectors: one matrix over the flattened patches, behind a learned first token."""
+    """Images to token vectors: one matrix over the flattened patches, after learned tokens.
+
+    Positions that are stretched are its own; others are the stack's.
+    """
 
     def __init__(self, config: ImageConfig, size: int, linear: LinearFactory) -> None:
         super().__init__()
-        self.patch = config.patch
+        self.config = config
         self.first = nn.Parameter(torch.empty(size))
+        self.distillation = nn.Parameter(torch.empty(size)) if config.distilled else None
+        self.registers = nn.Parameter(torch.empty(config.registers, size)) if config.registers else None
+        self.positions = None if config.grid is None else nn.Parameter(torch.empty(1 + config.grid**2, size))
         self.project = linear(LinearSpec("project", config.patch_elements, (Part(size),)))
 
-    def forward(self, pixels: Tensor) -> Tensor:  # [B, C, S, S] -> [B * (1 + patches), E]
-        patches = nn.functional.unfold(pixels, self.patch, stride=self.patch).transpose(1, 2)  # [B, N, C * P * P]
-        first = self.first.expand(len(pixels), 1, -1)
-        return torch.cat((first, self.project(patches)), dim=1).flatten(0, 1)
+    def forward(self, pixels: Tensor) -> Tensor:  # [B, C, S, S] -> [B * tokens, E]
+        patch = self.config.patch
+        patches = nn.functional.unfold(pixels, patch, stride=patch).transpose(1, 2)  # [B, N, C * P * P]
+        first, projected = self.first[None], self.project(patches)
+        if self.positions is not None:
+            positions = self._stretched(self.positions)
+            first, projected = first + positions[:1], projected + positions[1:]
+        more = [one for one in (self.distillation, self.registers) if one is not None]
+        before = torch.cat((first, *(one.view(-1, first.shape[1]) for one in more)))
+        return torch.cat((before.expand(len(pixels), -1, -1), projected), dim=1).flatten(0, 1)
+
+    def _stretched(self, positions: Tensor) -> Tensor:  # [1 + grid^2, E] -> [1 + side^2, E]
+        """Positions of the first token, and of patches at the size of images; interpolated in float32."""
+        config = self.config
+        assert config.grid is not None
+        if config.grid == config.side:
+            return positions
+        table = positions[1:].float().view(1, config.grid, config.grid, -1).permute(0, 3, 1, 2)
+        size = (config.side, config.side)
+        table = nn.functional.interpolate(
+            table, size=size, mode="bicubic", align_corners=False, antialias=config.antialias
+        )
+        return torch.cat((positions[:1], table.to(positions.dtype).permute(0, 2, 3, 1).flatten(0, 2)))
 
 
 class AudioEmbedding(nn.Module):

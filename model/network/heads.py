@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from model.config.model import ClassifierConfig, MaskedHeadConfig
-from model.linear.base import LinearSpec, Part, Split
+from model.config.model import ClassifierConfig, ClassifierInput, MaskedHeadConfig
+from model.linear.base import Linear, LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.mlp import ACTIVATIONS
 from model.network.norms import build_norm
@@ -24,12 +24,18 @@ class Classifier(nn.Module):
             self.activation = ACTIVATIONS[config.dense]
         self.norm = build_norm(config.norm, hidden_size)
         self.compares = len(config.tokens) == 2
-        outputs = len(config.tokens) or len(config.labels)
-        self.out = linear(LinearSpec("out", hidden_size, (Part(outputs),), config.bias))
+        outputs = (Part(len(config.tokens) or len(config.labels)),)
+        width = hidden_size * (2 if config.input is ClassifierInput.FIRST_AND_MEAN else 1)
+        self.out = linear(LinearSpec("out", width, outputs, config.bias))
+        self.second: Linear | None = None
+        if config.input is ClassifierInput.FIRST_TWO:
+            self.second = linear(LinearSpec("second", hidden_size, outputs, config.bias))
 
     def forward(self, x: Tensor) -> Tensor:  # [N, d] -> [N, labels]
         if self.dense is not None and self.activation is not None:
             x = self.norm(self.activation(self.dense(x)))
+        if self.second is not None:
+            return (self.out(x[:1]) + self.second(x[1:])) / 2
         scores: Tensor = self.out(x)
         return scores[:, :1] - scores[:, 1:] if self.compares else scores
 

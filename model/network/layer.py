@@ -86,6 +86,8 @@ class Layer(nn.Module):
         if config.embedding is not None:
             self.embedding = VectorGate(config.embedding, hidden_size, linear.within("embedding"))
         self.scale = nn.Parameter(torch.empty(1)) if config.scaled else None
+        scales = (torch.empty(hidden_size) if config.channel_scales else None for _ in range(2))
+        self.attn_scale, self.mlp_scale = (None if one is None else nn.Parameter(one) for one in scales)
 
     def _set_mixer(self, linear: LinearFactory, *, causal: bool) -> None:
         mixer, hidden_size = self.config.mixer, self.hidden_size
@@ -110,10 +112,10 @@ class Layer(nn.Module):
         """As `forward`, but with sums left open: whatever norm comes next is computed with them."""
         attn, mlp = self.attn_norms, self.mlp_norms
         x, read = residual.normed(attn.pre)
-        mixed = self._scaled(self._mixed(read, step, cache))
+        mixed = self._scaled(self._mixed(read, step, cache), self.attn_scale)
         if self.config.parallel:
             mixed = attn.output(mixed) if attn.has_output else mixed
-            inner = self._scaled(self.mlp(read if self.config.one_norm else mlp.pre(x), step))
+            inner = self._scaled(self.mlp(read if self.config.one_norm else mlp.pre(x), step), self.mlp_scale)
             return Residual(x + mixed, Update(inner, mlp.output if mlp.has_output else None))
         if self.cross is None:
             x, read = _join(x, mixed, attn, mlp.pre)
@@ -121,7 +123,7 @@ class Layer(nn.Module):
             x, read = _join(x, mixed, attn, self.cross_norms.pre)
             assert not isinstance(cache, StateCache)
             x, read = _join(x, self._scaled(self.cross(read, step, cache)), self.cross_norms, mlp.pre)
-        last = Update(self._scaled(self.mlp(read, step)), mlp.output if mlp.has_output else None)
+        last = Update(self._scaled(self.mlp(read, step), self.mlp_scale), mlp.output if mlp.has_output else None)
         if not isinstance(mlp.post, nn.Identity):
             return Residual(add_norm(x, last.rows, mlp.post, last.norm)[1])
         if self.embedding is None and self.scale is None:
@@ -142,9 +144,10 @@ class Layer(nn.Module):
             mixed = self.delta(x, step, cache)
         return mixed
 
-    def _scaled(self, rows: Tensor) -> Tensor:
+    def _scaled(self, rows: Tensor, channels: Tensor | None = None) -> Tensor:
         """What a sublayer adds to the residual stream."""
         scale = self.config.residual_scale
+        rows = rows if channels is None else rows * channels
         return rows if scale == 1.0 else rows * scale
 
     def _score_bias(self, step: StepContext) -> ScoreBias | None:

@@ -322,6 +322,8 @@ def unsupported_layer(layer: LayerConfig) -> str | None:
     mixer = layer.mixer
     if layer.embedding is not None and (reason := unsupported_activation(layer.embedding.activation)) is not None:
         return reason
+    if layer.channel_scales:
+        return "learned scales of channels"
     if not isinstance(mixer, AttentionConfig):
         return unsupported_feed_forward(layer.feed_forward)
     if isinstance(mixer.position, XLNetRelativeConfig):

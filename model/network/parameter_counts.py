@@ -16,7 +16,7 @@ _SUBLAYERS = {
     "cross": "cross attention",
     "mlp": "MLP",
     "embedding": "layer embeddings",
-    "scale": "norms",
+    **dict.fromkeys(("scale", "attn_scale", "mlp_scale"), "norms"),
     "bias": "position bias",
 }
 _BESIDE = {  # the layers

@@ -198,5 +198,11 @@ class Transformer(nn.Module):
             return self.classifier(hidden).mean(dim=0, keepdim=True)
         if source is ClassifierInput.MEAN:
             return self.classifier(hidden.mean(dim=0, keepdim=True))
+        if source is ClassifierInput.FIRST_TWO:
+            return self.classifier(hidden[:2])
+        if source is ClassifierInput.FIRST_AND_MEAN:
+            assert self.config.image is not None
+            patches = hidden[self.config.image.first_tokens :].mean(dim=0, keepdim=True)
+            return self.classifier(torch.cat((hidden[:1], patches), dim=1))
         vector = hidden[-1:] if source in (ClassifierInput.LAST, ClassifierInput.EOS) else hidden[:1]
         return self.classifier(self.pool(vector) if source is ClassifierInput.POOLER else vector)

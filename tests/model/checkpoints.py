@@ -135,6 +135,7 @@ XLNET = dict(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=4, d_inner=48)
 VIT = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8
 )
+DINOV2 = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8, mlp_ratio=2)
 BART = dict(
     vocab_size=VOCAB,
     d_model=32,
@@ -284,6 +285,10 @@ _ENCODERS: Rows = {
     "deberta-v2-convolution": random_model("DebertaV2Model", DEBERTA_V2, **_CONVOLVED, pos_att_type="c2p"),
     "deberta-v2-unshared": random_model("DebertaV2Model", DEBERTA_V2, **_UNSHARED),
     "vit": random_model("ViTModel", VIT),
+    "deit": random_model("DeiTModel", VIT),
+    "dinov2": random_model("Dinov2Model", DINOV2),
+    "dinov2-gated": random_model("Dinov2Model", DINOV2, use_swiglu_ffn=True),
+    "dinov2-registers": random_model("Dinov2WithRegistersModel", DINOV2, num_register_tokens=3),
 }
 _LABELS = dict(num_labels=3)
 _CLASSIFIERS: Rows = {
@@ -334,6 +339,12 @@ _CLASSIFIERS: Rows = {
     "gpt-neox-token": random_model("GPTNeoXForTokenClassification", NEOX, **_LABELS),
     "phi-sequence": random_model("PhiForSequenceClassification", LLAMA, num_key_value_heads=4, **_LABELS),
     "bloom-token": random_model("BloomForTokenClassification", BLOOM, **_LABELS),
+    "deit-image": random_model("DeiTForImageClassification", VIT, **_LABELS),
+    "deit-teacher": random_model("DeiTForImageClassificationWithTeacher", VIT, **_LABELS),
+    "dinov2-image": random_model("Dinov2ForImageClassification", DINOV2, **_LABELS),
+    "dinov2-registers-image": random_model(
+        "Dinov2WithRegistersForImageClassification", DINOV2, num_register_tokens=3, **_LABELS
+    ),
     "vit-image": random_model("ViTForImageClassification", VIT, **_LABELS),
 }
 _VERDICTS = ("contradiction", "neutral", "ENTAILMENT")

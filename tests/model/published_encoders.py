@@ -35,6 +35,25 @@ def _deberta(**changes: object) -> str:
     return json.dumps(base | changes)
 
 
+_DEIT = json.loads(
+    """{"attention_probs_dropout_prob": 0.0, "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 768,
+    "image_size": 224, "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-12,
+    "num_attention_heads": 12, "num_channels": 3, "num_hidden_layers": 12, "patch_size": 16}"""
+)
+
+
+def _dinov2(**changes: object) -> str:
+    base = json.loads(
+        """{"apply_layernorm": true, "architectures": ["Dinov2Model"], "attention_probs_dropout_prob": 0.0,
+        "drop_path_rate": 0.0, "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 768,
+        "image_size": 518, "initializer_range": 0.02, "layer_norm_eps": 1e-06, "layerscale_value": 1.0,
+        "mlp_ratio": 4, "model_type": "dinov2", "num_attention_heads": 12, "num_channels": 3,
+        "num_hidden_layers": 12, "out_features": ["stage12"], "out_indices": [12], "patch_size": 14,
+        "qkv_bias": true, "reshape_hidden_states": true, "torch_dtype": "float32", "use_swiglu_ffn": false}"""
+    )
+    return json.dumps(base | changes)
+
+
 def _modernbert(**changes: object) -> str:
     base = json.loads(
         """{"architectures": ["ModernBertForMaskedLM"], "attention_bias": false, "attention_dropout": 0.0,
@@ -274,6 +293,23 @@ PUBLISHED_ENCODERS = {
             summary_use_proj=True,
         ),
         256 * 256 + 256,  # a pooler, which the folder has not (nor has `transformers`' base model)
+    ),
+    "deit-base-distilled-patch16-224": Published(
+        87_338_192,
+        json.dumps(
+            {
+                **_DEIT,
+                **dict(model_type="deit", architectures=["DeiTForImageClassificationWithTeacher"]),
+                "id2label": {str(label): f"class {label}" for label in range(1000)},
+            }
+        ),
+    ),
+    # Without the vector of masked patches.
+    "dinov2-base": Published(86_580_480, _dinov2(), not_ours=768),
+    "dinov2-giant": Published(
+        1_136_480_768,
+        _dinov2(hidden_size=1536, num_attention_heads=24, num_hidden_layers=40, use_swiglu_ffn=True),
+        not_ours=1536,
     ),
     "vit-base-patch16-224": Published(
         86_567_656,

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from contextlib import suppress
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint.folder import read_checkpoint
 from model.config.model import ImageConfig
 from model.errors import ConfigError
 from model.media.images import MAX_PIXELS, ImageError, decode, read_image_processing
+from model.network.weights import load_model
+from tests.model.checkpoints import copied, saved
+from tests.model.parity import difference, hidden_states
 
 CONFIG = ImageConfig(size=32, patch=8)
 SQUARE = {"size": {"height": 32, "width": 32}}
@@ -162,3 +170,19 @@ def test_a_thin_line_does_not_become_a_huge_strip() -> None:
 def test_an_image_that_is_not_resized_must_fit() -> None:
     with pytest.raises(ImageError, match="50 x 70 pixels, the model reads 32"):
         read_image_processing({"do_resize": False}, CONFIG).prepare(file(picture(50, 70)))
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "dinov2-registers"])
+@pytest.mark.parametrize("size", [24, 48])
+def test_positions_are_stretched_to_the_size_of_prepared_images(kind: str, size: int, tmp_path: Path) -> None:
+    """DINOv2 is published with positions for 518 pixels a side, and a processor that makes 224."""
+    folder = copied(kind, tmp_path)
+    crop = {"do_center_crop": True, "crop_size": {"height": size, "width": size}, "size": {"shortest_edge": 2 * size}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(crop))
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.images is not None and checkpoint.images.size == size
+    ours, inputs = hidden_states(load_model(checkpoint, SdpaBackend()))
+    assert inputs[0]["pixel_values"].shape[-1] == size
+    with torch.inference_mode():
+        theirs = torch.cat([saved(kind).reference(**given).last_hidden_state[0] for given in inputs])
+    assert difference(torch.cat(ours), theirs) < 1e-4

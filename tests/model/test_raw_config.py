@@ -47,13 +47,16 @@ CLASSES = (
     *("Camembert", "XLMRoberta", "XLMRobertaXL", "MPNet", "Electra", "DistilBert", "Albert", "XLNet", "ViT"),
     *("Data2VecText", "RobertaPreLayerNorm", "RemBert", "MegatronBert", "Ernie", "Mvp", "PLBart"),
     *("ModernBert", "Deberta", "DebertaV2", "EuroBert", "NomicBert", "Gte", "JinaEmbeddingsV3"),
+    *("Esm", "Data2VecText", "MegatronBert", "RobertaPreLayerNorm", "RemBert", "Ernie", "Mvp", "PLBart"),
+    *("DeiT", "Dinov2", "Dinov2WithRegisters"),
 )
 
 
 def defaults(name: str) -> dict[str, Any]:
     import transformers
 
-    found: dict[str, Any] = getattr(transformers, f"{name}Config")().to_dict()
+    needed = {"Esm": dict(vocab_size=33, pad_token_id=1)}  # which the class has no defaults of
+    found: dict[str, Any] = getattr(transformers, f"{name}Config")(**needed.get(name, {})).to_dict()
     return found
 
 

@@ -62,7 +62,8 @@ _SEQUENCE: dict[str, ClassifierTable] = {
     "mvp": _BART,
     "plbart": _BART,
     "xlnet": ClassifierTable("logits_proj", _LAST, "sequence_summary.summary", Activation.TANH),
-    "vit": ClassifierTable("classifier", _FIRST),
+    **dict.fromkeys(("vit", "deit"), ClassifierTable("classifier", _FIRST)),
+    **dict.fromkeys(("dinov2", "dinov2_with_registers"), ClassifierTable("classifier", ClassifierInput.FIRST_AND_MEAN)),
     "modernbert": _MODERNBERT,
     **dict.fromkeys(
         ("gpt2", "gpt_neo", "gpt_bigcode", "gpt_neox", "gptj", "falcon", "bloom", "mpt", "opt", *_SCORING), _DECODER
