@@ -81,6 +81,11 @@ HELD: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "whole float": ({"type": "array", "minItems": 2.0, "maxItems": 2.0}, ["[1,2]"], ["[1]", "[1,2,3]"]),
     "format": ({"type": "string", "format": "marvellous"}, ['"x"'], ["1"]),
     "spelling": ({"$schema": "https://json-schema.org/draft-07/schema", "type": "null"}, ["null"], ["1"]),
+    "short spelling": (
+        {"$schema": "draft-07", "$ref": "#/definitions/x", "definitions": {"x": {"type": "null"}}},
+        ["null"],
+        ["1"],
+    ),
     "latest": ({"$schema": "http://json-schema.org/schema#", "type": "null"}, ["null"], ["1"]),
     "beside a reference": (
         {
@@ -171,6 +176,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"minLength": -1}, "#/minLength: minLength must be a whole number"),
     ({"$ref": "#/nowhere"}, "#/\\$ref: \\$ref '#/nowhere' leads to nothing"),
     ({"$ref": "other.json"}, "#/\\$ref: .* none is fetched"),
+    ({"$schema": "http://x.org/draft-07/own.json"}, "#/\\$schema: .* is no draft .* none is fetched"),
     ({"$schema": "http://json-schema.org/draft-03/schema#"}, "#/\\$schema: \\$schema is draft 3"),
     ({"properties": {"a": {"pattern": "(?=a)b"}}}, "#/properties/a/pattern: pattern: a lookahead"),
     ({"patternProperties": {"[[:alpha:]]": {}}}, "#/patternProperties/.*: patternProperties: .:alpha:. is not served"),

@@ -159,7 +159,7 @@ def _property(part: Place, name: str) -> list[Place]:
 
 def _without(part: Place, keyword: str) -> Place:
     kept = {key: value for key, value in part.value.items() if key != keyword}
-    return Place(kept, part.trail, part.base, part.id_key)
+    return Place(kept, part.trail, part.base, part.draft)
 
 
 def _is_divided(parts: _Parts, part: Place, keyword: str) -> bool:

@@ -30,7 +30,7 @@ class Place:
     value: Any
     trail: _Trail
     base: str
-    id_key: str  # the keyword that gives a schema an address of its own
+    draft: int
 
     @property
     def pointer(self) -> str:
@@ -46,8 +46,8 @@ class Place:
         value, trail, base = self.value, self.trail, self.base
         for step in steps:
             value, trail = value[step], (trail, step)
-            base = _base(value, base, self.id_key)
-        return Place(value, trail, base, self.id_key)
+            base = _base(value, base, self.draft)
+        return Place(value, trail, base, self.draft)
 
     def error(self, reason: str) -> GrammarError:
         """Return the error that names this place."""
@@ -78,11 +78,16 @@ def _shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 3 :]}"
 
 
-def _base(value: Any, base: str, id_key: str) -> str:
+def id_key(draft: int) -> str:
+    """Return the keyword that gives a schema an address of its own."""
+    return "id" if draft == 4 else "$id"
+
+
+def _base(value: Any, base: str, draft: int) -> str:
     """Return the address from which references in `value` go: some schemas have one of their own."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or (draft <= 7 and "$ref" in value):  # whose siblings say nothing in old drafts
         return base
-    own = value.get(id_key)
+    own = value.get(id_key(draft))
     if not isinstance(own, str) or own.startswith("#"):
         return base
     return _joined(base, own).partition("#")[0]
@@ -99,9 +104,8 @@ class Document:
     """A whole JSON schema."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
-        self.draft = _draft(Place(schema, None, "", "$id"))
-        id_key = "id" if self.draft == 4 else "$id"
-        self.root = Place(schema, None, _base(schema, "", id_key), id_key)
+        self.draft = _draft(Place(schema, None, "", LATEST))
+        self.root = Place(schema, None, _base(schema, "", self.draft), self.draft)
         self._addresses: dict[str, Place] = {"": self.root, self.root.base: self.root}
         self._anchors: dict[str, Place] = {}
         self._dynamic: Counter[str] = Counter()
@@ -123,7 +127,7 @@ class Document:
             waiting += [place.at(key) for key in keys if isinstance(place.value[key], dict | list)]
 
     def _index(self, place: Place) -> None:
-        own = place.value.get(place.id_key)
+        own = place.value.get(id_key(self.draft)) if self.draft > 7 or "$ref" not in place.value else None
         if isinstance(own, str) and own.startswith("#"):
             self._anchors.setdefault(place.base + own, place)
         elif isinstance(own, str):
@@ -177,7 +181,8 @@ def _draft(root: Place) -> int:
     given = root.value.get("$schema")
     if given is None or given == "":
         return LATEST
-    found = _DRAFTS.search(given.lower()) if isinstance(given, str) else None
+    is_known = isinstance(given, str) and ("json-schema.org/" in given.lower() or "/" not in given.strip("/#"))
+    found = _DRAFTS.search(given.lower()) if is_known else None
     if found is not None:
         if found[1] == "3":
             raise root.refused("$schema", "is draft 3, which is not served; draft 4 and later are")

@@ -235,7 +235,7 @@ class _Translator:
         return [left[0] if len(left) == 1 else {"anyOf": left}]
 
     def _check_disjoint(self, place: Place, options: list[Place]) -> None:
-        around = Place({k: v for k, v in place.value.items() if k != "oneOf"}, place.trail, place.base, place.id_key)
+        around = Place({k: v for k, v in place.value.items() if k != "oneOf"}, place.trail, place.base, place.draft)
         for at, one in enumerate(options):
             for other in range(at + 1, len(options)):
                 if not self._comparison.are_disjoint([around, one], [options[other]]):
