@@ -463,6 +463,9 @@ class LayerConfig:
     cross: AttentionConfig | None = None
     parallel: bool = False
     one_norm: bool = False  # of a parallel layer
+    normed_residual: bool = (
+        False  # x = pre(x) + sublayer(pre(x)): what a sublayer gives is added to what it read (BLOOM)
+    )
     residual_scale: float = 1.0  # of what each sublayer adds to x (Granite)
     channel_scales: bool = False  # of the same, a learned number for each channel (LayerScale, Touvron et al. 2021)
     embedding: LayerEmbeddingConfig | None = None  # a vector of each token for this layer
@@ -481,6 +484,10 @@ class LayerConfig:
             raise ConfigError("one norm for both sublayers is the mixer's, in a parallel layer")
         if self.channel_scales and (self.cross is not None or any(norms.post or norms.output for norms in self.norms)):
             raise ConfigError("a layer with scales of channels is pre-norm, without cross attention")
+        if self.normed_residual and (self.parallel or self.cross is not None):
+            raise ConfigError(
+                "sums with what sublayers read are of layers that are neither parallel nor cross-attending"
+            )
         if self.residual_scale != 1.0 and any(norms.output for norms in self.norms):
             raise ConfigError("a layer with output norms scales nothing behind them")
         if (self.embedding is not None or self.scaled) and (self.parallel or any(norms.post for norms in self.norms)):

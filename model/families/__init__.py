@@ -54,6 +54,7 @@ from model.families import (
     t5gemma,
     vit,
     whisper,
+    xglm,
     xlnet,
 )
 from model.families.table.known_keys import known_keys
@@ -107,6 +108,7 @@ _TABLES = (
     t5gemma,
     vit,
     whisper,
+    xglm,
     xlnet,
 )
 FAMILIES: dict[str, Family] = {name: family for table in _TABLES for name, family in table.FAMILIES.items()}

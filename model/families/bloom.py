@@ -33,7 +33,6 @@ _UNUSED = (
 
 
 def bloom(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_unless(raw, apply_residual_connection_post_layernorm=False)
     for unused in _UNUSED:
         raw.get(unused)
     raw = raw.otherwise(**{name: raw[older] for name, older in _OLDER.items() if older in raw})
@@ -44,6 +43,7 @@ def bloom(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True, position=position),
         feed_forward=MLPConfig(4 * size, Activation.GELU_TANH),
         norms=(Norms(pre=norm),) * 2,
+        normed_residual=bool(raw.get("apply_residual_connection_post_layernorm", False)),
     )
     layers = repeat(layer, raw["n_layer"])
     # Slopes have no end; it was trained with 2,048 tokens.

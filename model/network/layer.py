@@ -112,6 +112,7 @@ class Layer(nn.Module):
         """As `forward`, but with sums left open: whatever norm comes next is computed with them."""
         attn, mlp = self.attn_norms, self.mlp_norms
         x, read = residual.normed(attn.pre)
+        x = read if self.config.normed_residual else x
         mixed = self._scaled(self._mixed(read, step, cache), self.attn_scale)
         if self.config.parallel:
             mixed = attn.output(mixed) if attn.has_output else mixed
@@ -119,6 +120,7 @@ class Layer(nn.Module):
             return Residual(x + mixed, Update(inner, mlp.output if mlp.has_output else None))
         if self.cross is None:
             x, read = _join(x, mixed, attn, mlp.pre)
+            x = read if self.config.normed_residual else x
         else:
             x, read = _join(x, mixed, attn, self.cross_norms.pre)
             assert not isinstance(cache, StateCache)

@@ -319,6 +319,8 @@ class NativeStack:
 
 def unsupported_layer(layer: LayerConfig) -> str | None:
     """What of a layer is not computed in C; None: nothing."""
+    if layer.normed_residual:
+        return "sums with what its sublayers read"
     mixer = layer.mixer
     if layer.embedding is not None and (reason := unsupported_activation(layer.embedding.activation)) is not None:
         return reason

@@ -250,6 +250,11 @@ DENSE_DECODERS: Rows = {
     ),
     "bloom": random_model("BloomForCausalLM", BLOOM),
     "mpt": random_model("MptForCausalLM", dict(vocab_size=VOCAB, d_model=36, n_layers=2, n_heads=6, **_IDS)),
+    "bloom-normed-residual": random_model("BloomForCausalLM", BLOOM, apply_residual_connection_post_layernorm=True),
+    "xglm": random_model(
+        "XGLMForCausalLM",
+        dict(vocab_size=VOCAB, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, **_IDS | dict(pad_token_id=1)),
+    ),
     "opt": random_model("OPTForCausalLM", _OPT),
     "qwen2-moe": random_model(
         "Qwen2MoeForCausalLM",

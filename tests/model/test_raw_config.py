@@ -35,7 +35,7 @@ CLASSES = (
     *("Gemma4", "Gemma4Text", "Gemma4Unified", "Gemma4UnifiedText"),
     *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss"),
     *("SeedOss", "Arcee", "Nemotron", "Glm", "Glm4", "Ernie4_5", "Helium", "Olmo", "GPTNeo", "GPTBigCode"),
-    *("GraniteMoeShared", "HunYuanDenseV1", "Apertus", "Ernie4_5_Moe", "MiniMaxM2"),
+    *("GraniteMoeShared", "HunYuanDenseV1", "Apertus", "XGLM", "Ernie4_5_Moe", "MiniMaxM2"),
     *("AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "GotOcr2", "Idefics2", "Idefics3", "InternVL"),
     *("Janus", "LightOnOcr", "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "Ovis2", "Qwen2Audio"),
     *("Qwen2VL", "Qwen2VLText", "Qwen2_5_VL", "Qwen2_5_VLText", "Qwen3VL", "Qwen3VLText", "Qwen3VLMoe"),
