@@ -5,8 +5,9 @@ A stack is a tuple of these (`model.config.model.StackConfig`), and no two of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
+from typing import Any
 
 from model.errors import ConfigError
 
@@ -69,6 +70,20 @@ def require_positive(owner: object, *, most: float = MOST, **sizes: float) -> No
             raise ConfigError(f"{type(owner).__name__}.{name} must be positive, found {value}")
         if isinstance(value, int) and value > most:
             raise ConfigError(f"{type(owner).__name__}.{name} must be at most {most}, found {value}")
+
+
+def require_whole(config: Any, seen: set[int] | None = None) -> None:
+    """Raise `ConfigError` for a field, at any depth, that is declared as a whole number and holds something else."""
+    seen = set() if seen is None else seen
+    if id(config) in seen or not is_dataclass(config):
+        return
+    seen.add(id(config))  # the layers of a stack are often one object
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if one.type in ("int", "int | None") and value is not None and type(value) is not int:
+            raise ConfigError(f"{type(config).__name__}.{one.name} must be a whole number, found {str(value)[:40]}")
+        for part in value if isinstance(value, tuple) else (value,):
+            require_whole(part, seen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from model.config.layer import (
     RotaryConfig,
     XLNetRelativeConfig,
     require_positive,
+    require_whole,
 )
 from model.errors import ConfigError
 
@@ -188,6 +189,8 @@ class StackConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, layers=len(self.layers), hidden_size=self.hidden_size)
+        if self.token_types < 0:
+            raise ConfigError(f"the number of token types must not be negative, found {self.token_types}")
         for index, layer in enumerate(self.layers):
             self._check_sharing(index, layer)
             self._check_keys(index, layer)
@@ -441,6 +444,7 @@ class ModelConfig:
     in_order: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        require_whole(self)
         if self.encoder is None and self.decoder is None:
             raise ConfigError("a model needs an encoder, a decoder or both")
         if (self.embedding.vocab_size == 0) != (self.image is not None):

@@ -164,3 +164,9 @@ def test_what_differs_is_said_of_the_layers_that_have_it() -> None:
     assert describe_stack(stack(*DIFFERENT[2:4]))["norms"] == (
         "rms pre-norm (layer 0); rms and layer pre and output and post-norm (layer 1), final norm"
     )
+
+
+def test_numbers_that_must_be_whole_are_refused_at_any_depth() -> None:
+    broken = replace(LAYER, mixer=replace(ATTENTION, window=2.5))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"AttentionConfig\.window must be a whole number, found 2\.5"):
+        ModelConfig("llama", EmbeddingConfig(VOCAB, SIZE), decoder=StackConfig((LAYER, broken), SIZE, causal=True))

@@ -1,0 +1,28 @@
+"""Checkpoints with one changed value in a JSON file are refused at load in one line, or answer; other models go on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+KINDS = ("llama-yarn", "t5-relu", "bert-sequence", "whisper")
+
+
+def _fuzz(*arguments: str, seconds: float) -> None:
+    command = [sys.executable, "-m", "tests.engine.file_fuzz", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_changed_values_are_refused_or_answered() -> None:
+    _fuzz("--seed", "1", "--most", "40", *KINDS, seconds=300)
+
+
+@pytest.mark.slow
+def test_many_changed_values_are_refused_or_answered() -> None:
+    _fuzz("--seed", "2", "--seconds", "300", seconds=900)
