@@ -338,7 +338,7 @@ class LLM:
 
     def _checked(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Return token ids as integers; raises `ConfigError` for the first that the vocabulary does not have."""
-        size = self.checkpoint.config.embedding.vocab_size
+        size = self.checkpoint.config.source_vocab_size
         for place, id in enumerate(ids):
             if isinstance(id, bool) or not hasattr(id, "__index__") or not 0 <= id < size:
                 raise ConfigError(f"token {place} of a prompt must be an id from 0 to {size - 1}, found {id!r}"[:200])

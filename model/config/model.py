@@ -451,8 +451,6 @@ class ModelConfig:
             raise ConfigError("a model reads either tokens or images")
         if self.audio is not None and self.form != "encoder-decoder":
             raise ConfigError("a model that reads sound is an encoder-decoder")
-        if self.source_embedding is not None and self.source_embedding.vocab_size != self.embedding.vocab_size:
-            raise ConfigError("both token tables of a model have the same vocabulary")
         if self.form == "encoder-decoder" and self.decoder_start_token_id is None:
             raise ConfigError("an encoder-decoder needs decoder_start_token_id")
         if self.max_positions is not None and self.max_positions < 1:
@@ -468,6 +466,11 @@ class ModelConfig:
     def is_tied(self) -> bool:
         """Whether no output has a matrix of its own beside the token table."""
         return all(head is None or head.tied for head in (self.head, self.masked_head))
+
+    @property
+    def source_vocab_size(self) -> int:
+        """The vocabulary of what the first stack reads, which is another than that of outputs in some Marian models."""
+        return (self.source_embedding or self.embedding).vocab_size
 
     @property
     def stacks(self) -> dict[str, StackConfig]:

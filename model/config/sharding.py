@@ -24,7 +24,7 @@ from model.config.layer import (
     MLPConfig,
     NormSpan,
 )
-from model.config.model import ModelConfig
+from model.config.model import EmbeddingConfig, ModelConfig
 from model.errors import ConfigError
 
 Shape = tuple[int, ...]
@@ -45,7 +45,7 @@ _SPLITS: tuple[tuple[str, int, str], ...] = (
     ("*.relative.segments", 1, "heads"),
     ("tokens.weight", 0, "vocabulary"),
     ("*.layer_embeddings.tokens.weight", 0, "vocabulary"),
-    ("source_tokens.weight", 0, "vocabulary"),
+    ("source_tokens.weight", 0, "source vocabulary"),
 )
 
 
@@ -92,14 +92,17 @@ class Shard:
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The network that this rank holds."""
-        first, last = self.shard_range(whole.embedding.vocab_size)
         return replace(
             whole,
-            embedding=replace(whole.embedding, vocab_size=last - first),
-            source_embedding=whole.source_embedding and replace(whole.source_embedding, vocab_size=last - first),
+            embedding=self._embedding(whole.embedding),
+            source_embedding=whole.source_embedding and self._embedding(whole.source_embedding),
             encoder=whole.encoder and whole.encoder.with_layers(self._layer),
             decoder=whole.decoder and whole.decoder.with_layers(self._layer),
         )
+
+    def _embedding(self, whole: EmbeddingConfig) -> EmbeddingConfig:
+        first, last = self.shard_range(whole.vocab_size)
+        return replace(whole, vocab_size=last - first)
 
     def shard_range(self, count: int) -> Range:
         """This rank's of `count` things, as even as they come; fewer than ranks are held by several ranks each."""
@@ -112,6 +115,8 @@ class Shard:
         if found is None or self.size == 1:
             return None
         dim, things = found
+        if things == "source vocabulary":
+            return ShardSlice(dim, (self.shard_range(config.source_vocab_size),))
         if things == "vocabulary":
             return ShardSlice(dim, (self.shard_range(config.embedding.vocab_size),))
         mixer = _layer_of(config, name).mixer

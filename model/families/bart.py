@@ -106,6 +106,16 @@ def _stack(raw: Settings, side: str, position: PositionConfig, *, pre_norm: bool
     )
 
 
+def marian(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build Marian, whose two sides may have vocabularies of their own."""
+    shared, target = raw.get("share_encoder_decoder_embeddings", True), raw.get("decoder_vocab_size")
+    model = config(raw.but(share_encoder_decoder_embeddings=True, decoder_vocab_size=None), names)
+    if shared:
+        return model
+    own = replace(model.embedding, vocab_size=target or model.embedding.vocab_size)
+    return replace(model, source_embedding=model.embedding, embedding=own)
+
+
 def m2m_100(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     """Build M2M-100: positions start at the padding id + 1; the sinusoids' longest wavelength is exactly 10000."""
     raw = raw.otherwise(pad_token_id=1, scale_embedding=True, activation_function="relu")
@@ -141,9 +151,13 @@ def plbart(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
-    yield TensorRule("shared.weight", "tokens.weight")
+    # Of two tables, the encoder's has the name of the first that is stored.
+    yield TensorRule("shared.weight", "tokens.weight" if config.source_embedding is None else "source_tokens.weight")
+    if config.source_embedding is not None:
+        yield TensorRule("decoder.embed_tokens.weight", "tokens.weight")
     for side, stack in config.stacks.items():
-        yield TensorRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
+        if config.source_embedding is None:
+            yield TensorRule(f"{side}.embed_tokens.weight", "tokens.weight", duplicate=True)
         if stack.position.kind is PositionKind.LEARNED:
             yield TensorRule(f"{side}.embed_positions.weight", f"{side}.positions.weight")
         if stack.embed_norm:
@@ -177,7 +191,7 @@ _SHARED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens
 _FAMILY = Family(_LEARNED, rules, "model.", _DROPPED, tables=_SHARED)
 _COMPUTED = replace(_FAMILY, dropped=_TABLES)
 FAMILIES = {
-    "marian": replace(_COMPUTED, config=config),
+    "marian": replace(_COMPUTED, config=marian),
     "bart": _FAMILY,
     "mbart": replace(_FAMILY, config=partial(_LEARNED, pre_norm=True)),
     "m2m_100": replace(_COMPUTED, config=m2m_100),

@@ -22,7 +22,9 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     bias = bool(raw.get("attention_bias", True))
     raw.get("is_decoder")  # always
     share, theta = raw.get("rotary_pct", 0.25), raw.get("rotary_emb_base", 10_000.0)
-    turning = rotary(raw, dim, share=share, theta=theta, partial=True)
+    # Its class has these two by other names, and does not read the usual ones outside of the rotary settings.
+    own = raw.but(rope_theta=None, partial_rotary_factor=None) if raw.follows_class else raw
+    turning = rotary(own, dim, share=share, theta=theta, partial=True)
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5))
     layer = LayerConfig(
         mixer=AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=bias, out_bias=bias, position=turning),

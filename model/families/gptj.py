@@ -55,7 +55,9 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield LinearRule(f"{here}.mlp.fc_out", f"{there}.mlp.down")
     yield from affine("ln_f", "decoder.final_norm")
     yield from classifier_rules(config)
-    if config.head is not None:
+    if config.head is not None and config.head.tied:
+        yield TensorRule("lm_head.bias", "head.bias")
+    elif config.head is not None:
         yield LinearRule("lm_head", "head")
 
 

@@ -54,7 +54,9 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield LinearRule(f"{here}.mlp.fc2", f"{there}.mlp.down")
     yield from affine("final_layernorm", "decoder.final_norm")
     yield from classifier_rules(config)
-    if config.head is not None:
+    if config.head is not None and config.head.tied:
+        yield TensorRule("lm_head.bias", "head.bias")
+    elif config.head is not None:
         yield LinearRule("lm_head", "head")
 
 

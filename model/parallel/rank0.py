@@ -44,12 +44,12 @@ class Rank0Transformer(Transformer):
         self.gpu_memory: list[tuple[int, int]] = []  # (free, total) bytes of each other rank's GPU
 
     def encode(self, inputs: StackInput) -> Tensor:
-        self._check_ids(inputs)
+        self._check_ids(inputs, self.config.source_vocab_size)
         with self.rank_processes.call("encode", inputs):
             return super().encode(inputs)
 
     def decode(self, inputs: StackInput, cache: KVCache | None = None, cross: CrossInput | None = None) -> Tensor:
-        self._check_ids(inputs)
+        self._check_ids(inputs, self.config.embedding.vocab_size)
         with self.rank_processes.call("decode", inputs, cache is not None, cross):
             return super().decode(inputs, cache, cross)
 
@@ -61,12 +61,12 @@ class Rank0Transformer(Transformer):
         with self.rank_processes.call("masked_logits", hidden):
             return super().masked_logits(hidden)
 
-    def _check_ids(self, inputs: StackInput) -> None:
+    def _check_ids(self, inputs: StackInput, size: int) -> None:
         """Raise `IndexError` for an invalid token id before the call, which would break the group.
 
         On a GPU this is not checked: it would cost a synchronisation.
         """
-        ids, size = inputs.input_ids, self.config.embedding.vocab_size
+        ids = inputs.input_ids
         if inputs.pixels is None and ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             raise IndexError(f"a token id is outside the vocabulary of {size}")
 

@@ -49,6 +49,11 @@ class ServedModel:
         return self.config.embedding.vocab_size
 
     @property
+    def source_vocab_size(self) -> int:
+        """The vocabulary of prompts and texts that are read, which is not that of outputs in some translators."""
+        return self.config.source_vocab_size
+
+    @property
     def is_encoder_decoder(self) -> bool:
         return self.config.encoder is not None and self.config.decoder is not None
 

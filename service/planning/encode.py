@@ -325,7 +325,7 @@ def _fit_one(one: EncodeInput, served: ServedModel, limit: int, side: Side | Non
     encoded = _encode(one, served)
     if not encoded.ids:
         raise invalid(f"{one.param} is empty: it has no tokens", one.param, "empty_prompt")
-    check_vocabulary(encoded.ids, served.vocab_size, one.param)
+    check_vocabulary(encoded.ids, served.source_vocab_size, one.param)
     if len(encoded.ids) <= limit:
         return encoded, False
     if side is None:
@@ -367,7 +367,7 @@ def _check_size(body: EncodeBody, served: ServedModel, info: ModelInfo) -> None:
 def _whole(one: EncodeInput, served: ServedModel, limit: int) -> Located:
     """Return the tokens of a text with their places; raises a 400 if there are too many."""
     located = served.require_tokenizer(one.param).locate(one.text)
-    check_vocabulary(located.ids, served.vocab_size, one.param)
+    check_vocabulary(located.ids, served.source_vocab_size, one.param)
     if len(located.ids) > limit:
         message = f"{one.param} has {len(located.ids)} tokens, more than the {limit} that model {served.name} takes"
         raise invalid(message, one.param, "context_length_exceeded")
@@ -380,7 +380,7 @@ def _windows(one: EncodeInput, served: ServedModel, limit: int, stride: int | No
     Of a pair the second text is divided; special tokens and the first text are in every window.
     """
     located = served.require_tokenizer(one.param).locate(one.text, one.pair)
-    check_vocabulary(located.ids, served.vocab_size, one.param)
+    check_vocabulary(located.ids, served.source_vocab_size, one.param)
     if len(located.ids) <= limit:
         if not any(of is not None for of in located.texts):
             raise invalid(f"{one.param} is empty: it has no tokens", one.param, "empty_prompt")

@@ -259,7 +259,7 @@ class GeneratePlanner:
         for prompt, ids in zip(prompts, found, strict=True):
             if not ids:
                 raise invalid(f"{prompt.param} is empty: it has no tokens", prompt.param, "empty_prompt")
-            check_vocabulary(ids, served.vocab_size, prompt.param)
+            check_vocabulary(ids, served.source_vocab_size, prompt.param)
         return found
 
     async def _prediction(self, body: GenerateBody, served: ServedModel, info: ModelInfo) -> tuple[int, ...]:

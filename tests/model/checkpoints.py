@@ -74,6 +74,11 @@ def _marian(**changes: Any) -> Callable[[], Any]:
     return make
 
 
+def _marian_two() -> Callable[[], Any]:
+    apart = dict(share_encoder_decoder_embeddings=False, vocab_size=VOCAB + 12, decoder_vocab_size=VOCAB)
+    return random_model("MarianMTModel", {**BART, "activation_function": "silu"}, **apart)
+
+
 def _t5_untied(architecture: str, **changes: Any) -> Callable[[], Any]:
     """The library ties whatever the configuration says; published untied folders hold a matrix of their own."""
 
@@ -218,6 +223,8 @@ _DECODERS: Rows = {
 }
 _ENCODER_DECODERS: Rows = {
     "marian": _marian(),
+    # Sides with vocabularies of their own (opus-mt-tc-big).
+    "marian-two-vocabularies": _marian_two(),
     "marian-unscaled-relu": _marian(scale_embedding=False, activation_function="relu"),
     "marian-untied": _marian(tie_word_embeddings=False),
     "bart": random_model("BartForConditionalGeneration", BART, scale_embedding=False),

