@@ -95,6 +95,17 @@ _GEMMA3 = Architecture(
     norms_plus_one=True,
     more=family_settings.gemma,
 )
+_SEED_OSS_NAMES = {
+    **LLAMA_NAMES,
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+}
+_GLM4_NAMES = {
+    **_PHI3_NAMES,
+    **layers("model.layers.{}", ATTENTION),
+    "blk.{}.post_attention_norm": "model.layers.{}.post_self_attn_layernorm",
+    "blk.{}.post_ffw_norm": "model.layers.{}.post_mlp_layernorm",
+}
+del _GLM4_NAMES["blk.{}.attn_qkv"]  # which is read as three where it is there
 _WINDOWS = ("rope.freq_base_swa", "attention.sliding_window", "attention.sliding_window_pattern")
 _LAYER_NORM_KEYS = {key: name for key, name in LLAMA_KEYS.items() if name != "rms_norm_eps"}
 _COHERE_KEYS = {
@@ -204,6 +215,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3vl": replace(_QWEN3, known=_SECTIONS),
     "qwen3vlmoe": replace(_QWEN3_EXPERTS, known=_SECTIONS),
     "eurobert": replace(_QWEN2, model_type="eurobert", known=("classifier.pooling_type",), encoder=True),
+    "seed_oss": replace(_QWEN2, model_type="seed_oss", names=_SEED_OSS_NAMES, more=family_settings.biases),
+    "arcee": replace(_LLAMA, model_type="arcee", more=family_settings.biases),
+    "ernie4_5": replace(_QWEN2, model_type="ernie4_5", more=family_settings.ernie),
+    "glm4": replace(_QWEN2, model_type="glm4", names=_GLM4_NAMES, more=family_settings.biases),
+    "nemotron": Architecture(
+        "nemotron",
+        {**_LAYER_NORM_KEYS, "attention.layer_norm_epsilon": "norm_eps"},
+        LLAMA_NAMES,
+        known=("attention.layer_norm_rms_epsilon",),
+        rope=Rope.PLAIN,
+        norms_plus_one=True,
+        more=family_settings.biases,
+    ),
     "smollm3": replace(_LLAMA, model_type="smollm3"),
     "olmo2": _OLMO2,
     "exaone4": replace(_OLMO2, model_type="exaone4"),

@@ -77,6 +77,19 @@ def t5(model: GGUFModel, raw: Raw) -> dict[str, Any]:
     return {**found, "model_type": "umt5"} if every_layer else found
 
 
+def biases(model: GGUFModel, raw: Raw) -> dict[str, Any]:
+    """Which projections have biases, by their tensors."""
+    return {
+        "attention_bias": has(model, ".attn_q.bias"),
+        **({"attention_out_bias": has(model, ".attn_output.bias")} if raw["model_type"] == "seed_oss" else {}),
+        **({"mlp_bias": has(model, ".ffn_up.bias")} if raw["model_type"] != "glm4" else {}),
+    }
+
+
+def ernie(model: GGUFModel, raw: Raw) -> dict[str, Any]:
+    return {"use_bias": has(model, ".attn_q.bias")}
+
+
 def mistral3(model: GGUFModel, raw: Raw) -> dict[str, Any]:
     """Mistral Small 3.1 and later, or Ministral 3, whose queries grow with their position."""
     growth = single(model, f"{model.architecture}.attention.temperature_scale")
