@@ -108,7 +108,7 @@ _GGUF = {
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     root = tmp_path_factory.mktemp("tokenizers")
     models = [f"m{at}={write_model(name, root)}" for at, name in enumerate(NAMES)]
-    options = ["--runtime", "local", "--kv-cache-memory", "4MiB"]
+    options = ["--runtime", "local", "--kv-cache-memory", "4MiB", "--tool-format", "hermes"]
     with running([*options, *models]) as service, httpx.Client(base_url=service.url, timeout=60) as client:
         yield client
 
