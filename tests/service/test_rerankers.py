@@ -168,7 +168,7 @@ def client(folders: dict[str, Path]) -> Iterator[Client]:
 def rendered(folder: Path, document: str) -> list[int]:
     """The ids of a pair, by transformers."""
     kind = KINDS[folder.name]
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     variables = dict.fromkeys(kind.variables, True)
     messages = kind.messages(QUERY, document)
     text = tokenizer.apply_chat_template(messages, chat_template=kind.template, tokenize=False, **variables)
@@ -224,7 +224,7 @@ def test_a_long_document_loses_its_end_and_not_what_stands_behind_it(
 def test_a_cross_encoder_without_modules(client: Client, folders: dict[str, Path], name: str) -> None:
     """Scores are those of `CrossEncoder.predict`: of the folder's activation, else probabilities; TEI has its own."""
     query, texts = "the cat", [TEXT, "a mat", "Ada Lovelace in London"]
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folders[name] / "tokenizer.json"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders[name])
     model = transformers.BertForSequenceClassification.from_pretrained(folders[name]).eval()
     logits = []
     for text in texts:
