@@ -107,7 +107,8 @@ class Transformer(nn.Module):
         """What the network computes in; of quantised matrices, what their rows come and go in."""
         others = ("tokens.weight", "weight_scale")
         floats = (parameter for name, parameter in self.named_parameters() if not name.endswith(others))
-        return next(parameter.dtype for parameter in floats if parameter.dtype is not torch.float8_e4m3fn)
+        wide = (parameter.dtype for parameter in floats if parameter.dtype is not torch.float8_e4m3fn)
+        return next(wide, self.linear.dtype)  # OLMo has no parameters but packed matrices
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         assert self.tokens is not None

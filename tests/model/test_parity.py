@@ -163,6 +163,12 @@ def test_the_pooler_equals_transformers(kind: str) -> None:
     assert difference(ours, theirs) < 1e-5
 
 
+@pytest.mark.parametrize("backend", native_backends(), ids=lambda backend: backend.name)
+def test_a_network_whose_parameters_are_all_packed_has_a_number_format(backend: NativeBackend) -> None:
+    """OLMo's norms have no gains."""
+    assert loaded("olmo", backend, torch.bfloat16).dtype is torch.bfloat16
+
+
 def test_the_shards_are_several_files() -> None:
     assert len(read_checkpoint(saved("llama-sharded").path).weight_files) > 1
 
