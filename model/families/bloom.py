@@ -24,7 +24,7 @@ from model.families.table.helpers import affine, ignore_unless, refuse_unless, r
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
-_OLDER = {"hidden_size": "n_embed", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+_OLDER = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
 # Of training, or of kernels that are as good as others.
 _UNUSED = (
     *("pretraining_tp", "slow_but_exact", "seq_length", "offset_alibi", "attention_softmax_in_fp32"),
@@ -36,6 +36,7 @@ def bloom(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     for unused in _UNUSED:
         raw.get(unused)
     raw = raw.otherwise(**{name: raw[older] for name, older in _OLDER.items() if older in raw})
+    raw = raw.but(hidden_size=raw.get("n_embed") or raw["hidden_size"])  # the former name wins
     size, heads = raw["hidden_size"], raw["n_head"]
     norm, dim = NormConfig(NormKind.LAYER, raw.get("layer_norm_epsilon", 1e-5)), split_width(size, heads)
     position = AlibiConfig.of_heads(heads)

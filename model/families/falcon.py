@@ -30,6 +30,7 @@ from model.families.table.rules import Family, Interleaved, LinearRule, Rule, Te
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, apply_residual_connection_post_layernorm=False, ff_factor=4)
+    raw = raw.but(hidden_size=raw.get("n_embed") or raw["hidden_size"])  # the former name wins
     size, bias = raw["hidden_size"], bool(raw.get("bias", False))
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_epsilon", 1e-5))
     parallel, one_norm = _block(raw)

@@ -25,6 +25,8 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
         ("gptj", {"tie_word_embeddings": True}),
         ("phi", {"tie_word_embeddings": True}),
         ("marian", {"decoder_vocab_size": 11}),
+        ("bloom", {"n_embed": 48}),
+        ("falcon", {"n_embed": 96}),
         ("mpt", {"expansion_ratio": 8, "no_bias": False, "logit_scale": 0.5}),
         ("llama-gqa", {"hidden_act": "mish", "pretraining_tp": 2, "is_llama_config": True, "sliding_window": 3}),
         ("qwen2", {**WINDOW, "layer_types": None, "max_window_layers": 1}),
