@@ -240,8 +240,8 @@ def test_generate_holds_the_output_to(flags: tuple[str, ...], pattern: str) -> N
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--regex", "("), "the output cannot match: unclosed group"),
-        (("--regex", "a\\"), "--regex is not supported: it ends with a backslash"),
+        (("--regex", "("), "--regex: the group has no ')' (character 1)"),
+        (("--regex", "a\\"), "--regex: the pattern ends with a backslash (character 2)"),
         (("--json-schema", "[]"), "--json-schema []: No such file"),
         (("--json-schema", "{"), "--json-schema: expected a JSON object"),
         (("--json", "--regex", "a"), "not allowed with argument --json"),

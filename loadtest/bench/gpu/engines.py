@@ -20,11 +20,12 @@ from loadtest.bench.models import config_of, random_model
 from loadtest.bench.roofline import Costs, Roofline
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import Request, SamplingParams, TokenOutput
+from model.api.request import Pooling, Request, SamplingParams, TokenOutput
 from model.api.source import Source, audio_source, token_source
 from model.api.stats import StepStats
 from model.attention.selection import Selection, select_backend, select_layers
 from model.checkpoint.folder import Checkpoint
+from model.checkpoint.sentence_transformers import SentenceSettings
 from model.engine import builder, generate_builder
 from model.engine.builder import LoadedModel
 from model.engine.execution.model_runner import ModelRunner
@@ -136,7 +137,8 @@ def load(
 
 def build_engines(name: str, model: Transformer, selection: Selection, config: EngineConfig) -> BenchModel:
     """Build the engines of a network, timing the recording of graphs and the warm-up."""
-    checkpoint = Checkpoint(Path(name), model.config, (), str(model.dtype).removeprefix("torch."))
+    sentences = SentenceSettings(pooling=(Pooling.MEAN,))
+    checkpoint = Checkpoint(Path(name), model.config, (), str(model.dtype).removeprefix("torch."), sentences=sentences)
     began, timers = time.perf_counter(), Timers()
     places = {"pool_memory": generate_builder, "recorded": generate_builder, "warm_up": builder}
     parts = [(module, name, f"{name}_s") for name, module in places.items()]
