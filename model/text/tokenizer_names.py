@@ -64,6 +64,9 @@ _AS_WRITTEN = frozenset(
 # Types whose published folders name a wrong class: the type's own is taken.
 _FORCED = frozenset(("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "hyperclovax_vision_v2"))
 
+# Names that say nothing of a class.
+_GENERIC = frozenset(("PreTrained", "TokenizersBackend", "PythonBackend", "SentencePieceBackend", "Auto"))
+
 _ALIASES = {
     **dict.fromkeys(("DistilBert", "Electra", "MobileBert", "SqueezeBert", "LayoutLM", "Lxmert", "ConvBert"), "Bert"),
     **dict.fromkeys(("DPRContextEncoder", "DPRQuestionEncoder", "DPRReader"), "Bert"),
@@ -88,7 +91,13 @@ def class_over_json(files: Files) -> str:
 
 
 def class_of_older_files(files: Files) -> str:
-    """Return the class that tells which other files a folder has instead of tokenizer.json; "" if none is known."""
+    """Return the class that tells which other files a folder has instead of tokenizer.json; "" if none is known.
+
+    A class that the folder names and that is not built here (BertJapanese, which needs a dictionary of words) is not
+    replaced by the usual one of the model's type: ids would be wrong.
+    """
     named = files.tokenizer_class
     known = _ALIASES.get(named, named if named in _TYPES else "")
+    if named and not known and named not in _GENERIC and files.model_type not in _FORCED:
+        return ""
     return known or _BY_TYPE.get(files.model_type, "") or _OLDER_TYPES.get(files.model_type, "")
