@@ -292,7 +292,7 @@ def spoiled(root: Path, name: str, into: Path) -> Path:
         ("gpt2", "merges.txt", b"q qqqq\n", r"vocab\.json and merges\.txt do not fit"),
         ("gpt2", "vocab.json", b'{"a": "b"}', r"vocab\.json must map tokens to ids"),
         ("bert", "vocab.txt", b"\xff\xfe", r"vocab\.txt is not UTF-8"),
-        ("bert", "tokenizer_config.json", b'{"tokenizer_class": "CTRLTokenizer"}', r"of class 'CTRL' needs tokenizer\.json"),
+        ("bert", "tokenizer_config.json", b'{"tokenizer_class": "CTRLTokenizer"}', "of class 'CTRL' needs tokenizer"),
         ("bert", "tokenizer_config.json", b"{", r"tokenizer_config\.json is not valid JSON"),
         ("llama", "config.json", b'{"model_type": "new"}', None),
     ],
@@ -322,7 +322,7 @@ def test_a_named_class_is_not_replaced_by_that_of_the_models_type(tmp_path: Path
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
     assert Tokenizer.from_folder(tmp_path) is not None
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertJapaneseTokenizer"}')
-    with pytest.raises(ConfigError, match="'BertJapanese' needs tokenizer.json"):
+    with pytest.raises(ConfigError, match="'BertJapanese' needs tokenizer"):
         Tokenizer.from_folder(tmp_path)
 
 
