@@ -1,0 +1,22 @@
+"""The docs' list of often downloaded models says what the families say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from model.families import FAMILIES, WHOLES
+
+DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+
+
+def test_served_types_are_those_that_the_list_calls_served() -> None:
+    text = DOCS.read_text().partition("## The most downloaded models")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| `(.+?)` \| (.+?) \|$", text, re.MULTILINE)
+    assert sum(len(names.split(", ")) for names, _, _ in rows) >= 100
+    for names, model_type, verdict in rows:
+        assert verdict.startswith(("served", "refused: ", "refused by ")), names
+        if verdict.startswith("served"):
+            assert model_type in FAMILIES or model_type in WHOLES, names
+        elif model_type in FAMILIES:
+            assert re.search("tokenizer|position_embedding_type|own code", verdict), f"{names}: its type is served"
