@@ -112,7 +112,10 @@ def _unread(rules: Iterable[TensorRule]) -> list[str]:
 
 
 def _raise_all(problems: Mapping[str, list[str]], hint: str) -> None:
-    found = [f"{kind}: {few(sorted(names))}" for kind, names in problems.items() if names]
+    longest = {"misshaped": 140}  # a name and two shapes
+    found = [
+        f"{kind}: {few(sorted(set(names)), longest=longest.get(kind, 80))}" for kind, names in problems.items() if names
+    ]
     if found:
         raise CheckpointError(f"the tensors do not fit config.json; {'; '.join(found)}{hint}")
 

@@ -118,7 +118,7 @@ def run_of(url: str, out: Path) -> tuple[str, ...]:
         (["offline", "--dtype", "fp9"], "--dtype: invalid choice: 'fp9'"),
         (["offline", "--models", "N1", "--json", "not/there.json"], "--json: not/there.json: No such file"),
         (["quality", "--pairs", "0"], "--pairs: found '0', expected a whole number above 0"),
-        (["overhead", "--model", "nope"], "--model: nope: no such folder"),
+        (["overhead", "--model", "nope"], "--model: bench: nope: no such folder"),
         (["overhead", "--streams", "0"], "--streams: found '0', expected a whole number above 0"),
         (["requests", "--rounds", "0"], "--rounds: found '0', expected a whole number above 0"),
         (["faults", "--write", "not/there.md"], "--write: not/there.md: No such file"),

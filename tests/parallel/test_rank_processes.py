@@ -165,21 +165,34 @@ async def check_blame(engine: AsyncEngine) -> None:
 
 
 async def check_death(engine: AsyncEngine) -> None:
-    """A follower is killed in the middle of work."""
+    """Check that a model whose follower is killed is lost alone, and that the last model takes its engine with it."""
     transport = engine.transport
     assert isinstance(transport, ProcessTransport) and transport.pid is not None
-    first, *_ = rank_processes = ranks(engine)
-    os.kill(first, signal.SIGSTOP)  # so that no call ends before it is killed
-    streams = [engine.submit([request("llama-gqa", f"lost{i}", 30, i, max_tokens=60)]) for i in range(3)]
-    await asyncio.sleep(0.2)
-    os.kill(first, signal.SIGKILL)
-    began = time.monotonic()
-    failures = await asyncio.gather(*map(collect, streams), return_exceptions=True)
-    assert time.monotonic() - began < 20.0  # and not when the others' calls time out
-    assert all(isinstance(failure, EngineDeadError) for failure in failures)
-    assert {str(failure) for failure in failures} == {"rank 1 of llama-gqa ended by signal SIGKILL"}
+    rank_processes = ranks(engine)
+    lost = await killed(engine, "llama-gqa", rank_processes[0])
+    assert {outputs[-1].finish_reason for outputs in lost if isinstance(outputs, list)} == {FinishReason.ERROR}
+    await until(lambda: list(engine.models) == ["bart", "whisper"])
+    check_same(await collect(engine.submit(work("bart"))), alone("bart", work("bart")))
+    assert engine.health().ready and engine.restarts == 0
+    await engine.unload("bart")
+    failures = await killed(engine, "whisper", rank_processes[2])
+    assert {(type(one), str(one)) for one in failures} == {
+        (EngineDeadError, "rank 1 of whisper ended by signal SIGKILL")
+    }
     assert not engine.health().ready
     await gone([transport.pid, *rank_processes])
+
+
+async def killed(engine: AsyncEngine, kind: str, rank: int) -> list[list[TokenOutput] | BaseException]:
+    """Kill a rank of a model while three requests run; return what came of them."""
+    os.kill(rank, signal.SIGSTOP)  # so that no call ends before it is killed
+    streams = [engine.submit([request(kind, f"{kind}{i}", 30, i, max_tokens=60)]) for i in range(3)]
+    await asyncio.sleep(0.2)
+    os.kill(rank, signal.SIGKILL)
+    began = time.monotonic()
+    found = await asyncio.gather(*map(collect, streams), return_exceptions=True)
+    assert time.monotonic() - began < 20.0  # and not when the others' calls time out
+    return found
 
 
 OFFLINE = """

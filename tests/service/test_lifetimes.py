@@ -70,7 +70,7 @@ def test_an_interrupt_that_drained_is_still_an_interrupt(models: list[str]) -> N
 def test_a_model_that_does_not_load_is_one_line_and_exit_code_2(models: list[str], runtime: str) -> None:
     service = ServiceProcess([*models, *RUNTIMES[runtime], "--max-model-len", "99999"])
     assert service.wait() == 2, service.output
-    assert service.output.splitlines()[-1] == "triptych: max_model_len 99999 is beyond the model's 2048 positions"
+    assert service.output.splitlines()[-1] == "triptych: gen: max_model_len 99999 is beyond the model's 2048 positions"
 
 
 @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.slow)])

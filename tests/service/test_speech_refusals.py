@@ -64,8 +64,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (SpeechOptions(language="de"), "no language 'de'"),
-            (SpeechOptions(task="translate"), "no task 'translate'"),
+            (SpeechOptions(language="de"), "language: the model has no 'de'; it has en"),
+            (SpeechOptions(task="translate"), "task: the model transcribes and does not translate"),
             (SpeechOptions(words=True), "no alignment_heads"),
         ],
     )
