@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
 import sys
 import time
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("area", nargs="*", choices=[[], *names], help="areas to run; all of them without any")
     parser.add_argument("-v", "--verbose", action="store_true", help="print each refusal and each failure")
     options = parser.parse_args()
+    os.environ |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     known, packages, unexpected = read_known(), Packages(), list[str]()
     print(f"{'area':<24}{'passed':>8}{'refused':>9}{'failed':>8}{'seconds':>9}")
     for name in options.area or names:
