@@ -80,6 +80,28 @@ def test_settings_of_the_language_model_may_stand_next_to_those_of_images(tmp_pa
     assert read_settings({**flat, "tilt": 1})[1] == ("tilt",)
 
 
+@pytest.mark.parametrize("kind", ["mistral3", "internvl"])
+def test_a_whole_that_says_nothing_of_its_output_ties_it_as_its_class_does(kind: str, tmp_path: Path) -> None:
+    """The class of the language model alone ties nothing."""
+    import transformers
+
+    name, text, vision = {
+        "mistral3": ("Mistral3", "mistral", dict(CLIP, model_type="pixtral", head_dim=8)),
+        "internvl": ("InternVL", "qwen2", dict(CLIP, model_type="", patch_size=[8, 8], image_size=[16, 16])),
+    }[kind]
+    said = _text(text)
+    del said["tie_word_embeddings"]
+    config = getattr(transformers, f"{name}Config")(text_config=said, vision_config=vision)
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw.pop("tie_word_embeddings"), raw["text_config"].pop("tie_word_embeddings")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert _compared(model, tmp_path) < 1e-4
+
+
 def test_experts_may_have_their_inputs_first(tmp_path: Path) -> None:
     """As the published folders of Qwen3-VL have them, which `transformers` tells by the sizes."""
     folder = copied("qwen3-vl-moe", tmp_path)

@@ -59,6 +59,9 @@ class Whole:
                 raw.get(key)  # the reference reads it there alone
             text = raw.part("text_config", raw["text_config"], kind)
             text = text.but(**{key: raw[key] for key in _SHARED if key in raw})
+            tied = raw.class_defaults().get("tie_word_embeddings")  # of the whole: Mistral 3 ties, Mistral does not
+            if tied is not None:
+                text = text.otherwise(tie_word_embeddings=tied)
         return text.otherwise(**text.class_defaults())
 
 
