@@ -215,7 +215,8 @@ class LLM:
 
     def _encode_request(self, position: int, text: Prompt, skipped: int, adapter: int | None) -> EncodeRequest:
         ids, types = self._ids(text)
-        self._check_length(ids, self.info.max_model_len)
+        made_for = self.checkpoint.sentences.max_tokens
+        self._check_length(ids, min(self.info.max_model_len, made_for or self.info.max_model_len))
         return EncodeRequest(
             str(position),
             self.info.name,

@@ -66,6 +66,15 @@ def test_offline_encoding_gives_one_vector_an_input() -> None:
     assert vectors.dtype == np.float32
 
 
+def test_an_input_longer_than_the_folder_allows_is_refused_offline(tmp_path: Path) -> None:
+    folder = copied("bert", tmp_path)
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 6}')
+    llm = LLM(folder, EngineConfig(dtype="float32"))
+    assert llm.encode([prompt(6)]).shape == (1, 32)
+    with pytest.raises(ConfigError, match="takes 1 to 6 tokens, found 7"):
+        llm.encode([prompt(7)])
+
+
 def test_what_never_fits_is_refused_offline() -> None:
     llm = LLM(saved("llama").path, EngineConfig(**SMALL))
     with pytest.raises(ConfigError, match="1 to 127"):
