@@ -80,7 +80,7 @@ class SamplingParams:
     no_repeat_ngram_size: int = 0  # 0: off; else no n-gram of this size occurs twice
     encoder_no_repeat_ngram_size: int = 0  # 0: off; else no n-gram of the source (or prompt) of this size occurs
     encoder_repetition_penalty: float = 1.0  # above 1 makes the source's (or prompt's) tokens likelier
-    exponential_decay_length_penalty: tuple[int, float] | None = None  # after so many tokens an end grows likelier
+    exponential_decay_length_penalty: tuple[int, float] | None = None  # (start, factor): an end grows likelier
     renormalize_logits: bool = False  # a beam's scores are log-probabilities again after bans and penalties
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # the checkpoint's EOS ids are added by the engine unless ignore_eos

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-SPARSE, COLBERT = "sparse_linear.pt", "colbert_linear.pt"  # BGE-M3's projections, beside the network
+SPARSE, COLBERT = "sparse_linear.pt", "colbert_linear.pt"  # BGE-M3's projections
 COLBERT_SETTINGS = "artifact.metadata"
 SETTINGS = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", COLBERT_SETTINGS)
 SAFETENSORS = ("model.safetensors", "model-*.safetensors")

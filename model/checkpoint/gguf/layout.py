@@ -124,7 +124,7 @@ def _projected_sizes(model: GGUFModel, raw: Mapping[str, Any], name: str, tensor
 
 
 def _rows_of(tensor: GGUFTensor, sizes: Iterable[int]) -> Iterator[GGUFTensor]:
-    """Yield so many rows, one part after the other."""
+    """Yield the given numbers of rows, one part after the other."""
     offset, row = tensor.offset, tensor.nbytes // tensor.shape[0]
     for size in sizes:
         yield replace(tensor, shape=(size, *tensor.shape[1:]), offset=offset)
@@ -156,7 +156,7 @@ def _origin(
 
 
 def _pairs(raw: Mapping[str, Any], part: str, name: str, tensor: GGUFTensor) -> Order:
-    """Return the order of rows of heads, the two halves of which are in turns."""
+    """Return the order of rows of heads whose two halves are stored in turns."""
     heads = "num_attention_heads" if part == "attn_q" else "num_key_value_heads"
     count = raw.get(heads) or raw.get("num_attention_heads")
     if type(count) is not int or count < 1 or tensor.shape[0] % (2 * count):

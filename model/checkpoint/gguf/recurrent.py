@@ -89,7 +89,7 @@ def _changes(raw: Mapping[str, Any], *, in_turns: bool) -> dict[str, Change]:
     keys, shared, key_dim, value_dim = _sizes(raw)
     before = 2 * keys * key_dim  # rows of queries and keys
     convolution = (before + keys * shared * value_dim, 1, raw["linear_conv_kernel_dim"])
-    if not in_turns:  # of each key head so many rates, then decays
+    if not in_turns:  # for each key head its rates, then its decays
         rates = {
             name: Change(rows=Order((keys, shared), (2 * shared, 1), offset))
             for name, offset in (("ssm_beta", 0), ("ssm_alpha", shared))
