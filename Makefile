@@ -77,17 +77,17 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 
 bench: .venv/.service
-	$(BIN)/python -m loadtest offline $(ARGS)
+	$(BIN)/python -m lab offline $(ARGS)
 
 load: ARGS = run --model code
 load: .venv/.service
 	$(BIN)/python -m loadtest $(ARGS)
 
 faults: .venv/.service
-	$(BIN)/python -m loadtest faults $(ARGS)
+	$(BIN)/python -m lab faults $(ARGS)
 
 pretrained: .venv/.dev
-	$(BIN)/python -m model.pretrained $(ARGS)
+	$(BIN)/python -m lab.training $(ARGS)
 
 # New pins from the ranges of pyproject.toml, resolved in a fresh environment.
 lock:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("model", "service", "loadtest")
+PACKAGES = ("model", "service", "loadtest", "lab")
 
 # A row is a folder, or a single module, and what it may import besides itself: only rows above it, so that there are no
 # circles. A module belongs to the most specific row. Names are relative to their package, or begin with another one's.
@@ -48,8 +48,6 @@ MODEL = """
     llm                 : errors api text media checkpoint speech network engine llm_speech
     quantization        : errors api native gguf checkpoint families families/table linear attention network engine llm
     pretrained
-    pretrained/training : errors config api text media families families/table attention network llm pretrained
-    pretrained/__main__ : pretrained pretrained/training
 """
 SERVICE = """
     settings            : model/errors model/api model/pretrained
@@ -89,18 +87,26 @@ LOADTEST = """
     generator           : settings records workload
     server              : errors settings records workload results generator
     runs                : errors settings records workload results generator server
-    faults              : errors settings records results generator server runs
-                          model/api model/pretrained service/settings service/runtimes/ray_serve
-    bench               : model/config model/api model/system model/families model/families/table model/native
+    commands            : errors settings records results generator server runs
+    __main__            : commands
+"""
+LAB = """
+    training            : model/errors model/config model/api model/text model/media model/families
+                          model/families/table model/attention model/network model/llm model/pretrained
+    faults              : loadtest/errors loadtest/settings loadtest/records loadtest/results loadtest/generator
+                          loadtest/server loadtest/runs model/api model/pretrained service/settings
+                          service/runtimes/ray_serve
+    bench               : training model/config model/api model/system model/families model/families/table model/native
                           model/checkpoint model/linear model/cache model/attention model/network
-                          model/engine/scheduling model/engine/execution model/engine model/pretrained/training
+                          model/engine/scheduling model/engine/execution model/engine
     bench/peers         : bench model/api model/system model/checkpoint
-    bench/gpu           : results bench bench/peers model/config model/api model/system model/checkpoint model/linear
-                          model/cache model/attention model/network model/engine/execution model/engine
+    bench/gpu           : loadtest/results bench bench/peers model/config model/api model/system model/checkpoint
+                          model/linear model/cache model/attention model/network model/engine/execution model/engine
     paced_engine        : model/api model/system
-    commands            : errors settings records results generator server runs faults bench bench/peers paced_engine
-                          model/errors model/api model/system model/llm model/quantization model/pretrained
-                          model/pretrained/training
+    commands            : training faults bench bench/peers paced_engine loadtest/errors loadtest/settings
+                          loadtest/records loadtest/results loadtest/generator loadtest/server loadtest/runs
+                          loadtest/commands model/errors model/api model/system model/llm model/quantization
+                          model/pretrained
     __main__            : commands
 """
 
@@ -125,7 +131,7 @@ def table(**packages: str) -> dict[str, set[str]]:
     return rows
 
 
-TABLE = table(model=MODEL, service=SERVICE, loadtest=LOADTEST)
+TABLE = table(model=MODEL, service=SERVICE, loadtest=LOADTEST, lab=LAB)
 
 
 def imported_modules(source: str, known: Iterable[str]) -> Iterator[str]:

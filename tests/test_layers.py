@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = {str(f.relative_to(ROOT)): f for part in ("model", "service") for f in sorted((ROOT / part).rglob("*.py"))}
-WEB = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "ray", "httpx", "service", "loadtest"}
+WEB = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "ray", "httpx", "service", "loadtest", "lab"}
 _TIME_OF_DAY = (
     "time.time",
     "time.time_ns",
@@ -90,8 +90,6 @@ def test_a_file_imports_only_what_its_layer_may() -> None:
             assert not used & WEB, name
         if name.startswith("model/families/"):
             assert not used & {"torch", "safetensors", "tokenizers"}, name
-        if not name.startswith("model/pretrained/"):
-            assert not any(imported.startswith("model.pretrained.training.trainer") for imported in imports(file)), name
 
 
 def test_families_define_no_class() -> None:
@@ -101,8 +99,8 @@ def test_families_define_no_class() -> None:
 
 
 def test_nothing_is_unpickled() -> None:
-    for name in (name for name in FILES if not name.startswith("model/pretrained/")):
-        for node in nodes(FILES[name]):
+    for name, file in FILES.items():
+        for node in nodes(file):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
                 assert node.attr not in ("load", "save"), f"{name}:{node.lineno}"
 
@@ -124,7 +122,7 @@ def test_only_monotonic_clocks_decide_anything() -> None:
         "service/sandbox/chat_main.py",
         "service/observability/tracing.py",
     }
-    assert {name for name in readers if not name.startswith("model/pretrained/")} == shown
+    assert readers == shown
 
 
 def imported_by(modules: str, among: set[str]) -> set[str]:
@@ -143,9 +141,9 @@ WITH_TORCH = """
 import sys
 import model.llm, model.engine.thread_transport
 print(*sys.modules)
-from loadtest.bench.gpu import check, child, peer, sweep, tests, workloads
+from lab.bench.gpu import check, child, peer, sweep, tests, workloads
 print(*sys.modules)
-from loadtest.bench.models import CONFIGS
+from lab.bench.models import CONFIGS
 from model.attention.sdpa import SdpaBackend
 from model.families import config_from_raw
 from model.network.weights import build_model
@@ -166,7 +164,7 @@ def test_the_engine_needs_neither_web_nor_ray(with_torch: list[set[str]]) -> Non
 
 
 def test_a_bare_gpu_machine_runs_the_gpu_bench(with_torch: list[set[str]]) -> None:
-    absent = {*WEB, "PIL", "msgspec", "llguidance", "rich", "httpx"} - {"loadtest"}
+    absent = {*WEB, "PIL", "msgspec", "llguidance", "rich", "httpx"} - {"loadtest", "lab"}
     assert with_torch[1] & {*absent, "torch"} == {"torch"}
 
 

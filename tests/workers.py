@@ -20,7 +20,7 @@ RAY = frozenset(
     {"tests/service/test_runtimes.py", "tests/service/test_lifetimes.py", "tests/service/test_deployment.py"}
 )
 _LONG = frozenset(  # of single tests or fixtures that take long: begun late they would be waited for
-    {"tests/test_gpu_bench.py", "tests/engine/test_process_transport.py", "tests/service/test_openapi.py"}
+    {"tests/lab/test_gpu_bench.py", "tests/engine/test_process_transport.py", "tests/service/test_openapi.py"}
 )
 _PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
 

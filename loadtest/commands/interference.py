@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.commands.parser import api_key
 from loadtest.results import machine, statistics, tables
 from loadtest.results.statistics import Sample
 from loadtest.runs import flags, mix, output, plan
@@ -90,8 +91,6 @@ def add_command(commands: Any) -> None:
 
 
 def _command(options: argparse.Namespace) -> int:
-    from loadtest.commands.main import api_key
-
     what = plan.read(options.plan, options)
     progress = Progress(quiet=options.quiet)
     found: dict[tuple[str, str], list[Figures]] = {}

@@ -7,87 +7,37 @@ interrupted run writes its results so far and exits 130.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from loadtest.errors import ServerError, UsageError
+from loadtest.commands.parser import Parser, api_key, run_command
+from loadtest.errors import UsageError
 from loadtest.results.slo import Limit
 from loadtest.runs import flags
 from loadtest.settings import Settings
-
-PROG = "python -m loadtest"
-_APART = (
-    ("interference", "loadtest.commands.interference", "what workloads cost each other"),
-    ("offline", "loadtest.commands.offline", "engines without a server"),
-    ("speculation", "loadtest.commands.speculation", "what drafts gain and cost"),
-    ("quality", "loadtest.commands.quality", "what narrow numbers cost"),
-    ("overhead", "loadtest.commands.overhead", "what the service adds to the engine"),
-    ("front", "loadtest.commands.front", "what the service costs a token, at any rate"),
-    ("requests", "loadtest.commands.requests", "what a request costs the service"),
-    ("faults", "loadtest.faults.command", "what clients see when something goes wrong"),
-)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line, and shows defaults in the help."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**{"formatter_class": _Help, **arguments})
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults except None, which the help text explains."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default in (None, "", False, [])
-        return action.help if silent else super()._get_help_string(action)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    try:
-        arguments = _parser(argv).parse_args(argv)
-        code = arguments.command(arguments) or 0
-    except UsageError as error:
-        print(f"loadtest: {error}", file=sys.stderr)
-        code = 2
-    except ServerError as error:
-        print(f"loadtest: {error}", file=sys.stderr)
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    sys.exit(code)
+    run_command("loadtest", lambda: _parser(argv).parse_args(argv))
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = _Parser(prog=PROG, description="Measure engines and services.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    parser = Parser(prog="python -m loadtest", description="Apply load to a service.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     _add_run(commands)
     _add_sweep(commands)
     _add_compare(commands)
     _add_report(commands)
-    _add_engine_commands(commands, argv)
+    if "interference" in argv[:1]:  # its module reads a plan
+        import_module("loadtest.commands.interference").add_command(commands)
+    else:
+        commands.add_parser("interference", help="what workloads cost each other")
     return parser
-
-
-def _add_engine_commands(commands: Any, argv: Sequence[str]) -> None:
-    """Add the commands whose modules import torch or Ray."""
-    for name, module, text in _APART:
-        if name in argv[:1]:
-            import_module(module).add_command(commands)
-        else:
-            commands.add_parser(name, help=text)
 
 
 def _add_run(commands: Any) -> None:
@@ -136,11 +86,6 @@ def _add_report(commands: Any) -> None:
     parser.add_argument("result", metavar="FILE", help="run.json, sweep.json or mix.json")
     parser.add_argument("--out", default="report.html", metavar="FILE", help="path of the page")
     parser.set_defaults(command=_report)
-
-
-def api_key(arguments: argparse.Namespace) -> str:
-    """Return the key of the flag, or of the environment."""
-    return str(arguments.api_key or os.environ.get("TRIPTYCH_API_KEY", ""))
 
 
 def _prepare(arguments: argparse.Namespace) -> tuple[Settings, list[Limit], str, Path | None]:

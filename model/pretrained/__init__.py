@@ -1,4 +1,4 @@
-"""The embedded default models, `assistant`, which calls tools, and their training (`python -m model.pretrained`).
+"""The embedded default models, `assistant`, which calls tools, and their training (`python -m lab.training`).
 
 Serving reads only the folders that `embedded_models` returns; it never imports the training code.
 """

@@ -11,8 +11,8 @@ import jsonschema
 import openai
 import pytest
 
+from lab.training.conversations import Conversation, held_out_conversations
 from model.pretrained import CHECKPOINTS
-from model.pretrained.training.conversations import Conversation, held_out_conversations
 from tests.service.processes import running
 
 WEATHER: Any = {

@@ -17,12 +17,12 @@ import openai
 import pytest
 from huggingface_hub import InferenceClient
 
+from lab.training import corpus, pairs
+from lab.training.evaluate import pieces
 from model.api.engine_config import EngineConfig
 from model.llm import LLM
 from model.native.library import Library, native
 from model.pretrained import CHECKPOINTS, embedded_models
-from model.pretrained.training import corpus, pairs
-from model.pretrained.training.evaluate import pieces
 from model.system.devices import has_fast_bf16
 from tests.service.processes import running
 

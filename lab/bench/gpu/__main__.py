@@ -1,0 +1,3 @@
+from lab.bench.gpu.cli import main
+
+main()

@@ -1,3 +1,0 @@
-from loadtest.bench.gpu.cli import main
-
-main()
