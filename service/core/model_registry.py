@@ -140,6 +140,10 @@ class Registry:
         """Return a model that requests may name."""
         return self._models.get(name) or self._available.get(name)
 
+    def knows(self, name: str) -> bool:
+        """Return whether a model has this name, be it one that does not serve now or that is served elsewhere."""
+        return self.candidate(name) is not None or name in self._refused or name in self.elsewhere
+
     def add(self, model: ServedModel) -> None:
         """Serve a model that has been loaded."""
         self.remove(model.name)

@@ -18,6 +18,7 @@ from starlette.types import Receive
 from service.core.errors import ApiError, client_gone, from_validation, invalid
 from service.core.request_context import RequestContext, current
 from service.http.connection_loss import LOSS, ConnectionLoss
+from service.lifecycle.state import service_of
 from service.schemas.types import TextPair
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ def _list_of_array(value: object) -> object:
 
 
 JSON: Final = "application/json"
+# What clients send as the model where they know no name: InferenceClient, and the documentation of TGI, TEI and SGLang.
+PLACEHOLDERS: Final = frozenset({"", "dummy", "tgi", "tei", "text-embeddings-inference", "default"})
 _json = msgspec.json.Encoder(enc_hook=_list_of_array)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -50,12 +53,12 @@ def context_of_request() -> RequestContext:
 
 async def read_body(request: Request, model: type[B]) -> B:
     """Parse the body as `model`; raises a 400 that names the field. A `request_id` in it becomes the request's."""
-    return parsed(await raw_body(request), model)
+    return with_model(request, parsed(await raw_body(request), model))
 
 
 async def read_one_of(request: Request, default: type[B], keys: Mapping[str, type[B]]) -> B:
     """Parse the body as the model of the one of `keys` that it has, else as `default`; a 400 if it has keys of two."""
-    return parsed_as_one_of(await raw_body(request), default, keys)
+    return with_model(request, parsed_as_one_of(await raw_body(request), default, keys))
 
 
 def parsed_as_one_of(raw: bytes, default: type[B], keys: Mapping[str, type[B]]) -> B:
@@ -68,14 +71,23 @@ def parsed_as_one_of(raw: bytes, default: type[B], keys: Mapping[str, type[B]]) 
     return parsed(raw, keys[known[0]] if known else default)
 
 
-def with_model_of_query(request: Request, body: B) -> B:
-    """Fill in the model from the URL (`?model=`) if the body names none."""
-    if not request.scope["query_string"]:
+def with_model(request: Request, body: B) -> B:
+    """Return a body with the model that `named_model` finds, if bodies of its kind name one."""
+    if "model" not in type(body).model_fields:
         return body
-    name = request.query_params.get("model")
-    if name is None or getattr(body, "model", None) is not None:
-        return body
-    return body.model_copy(update={"model": name})
+    given: str | None = getattr(body, "model", None)
+    found = named_model(request, given)
+    return body if found == given else body.model_copy(update={"model": found})
+
+
+def named_model(request: Request, given: str | None) -> str | None:
+    """Return the model that a request names: `given` by its body, else by its URL (`?model=`); None: it names none.
+
+    A placeholder names none, unless a model is served by that name.
+    """
+    if given is not None and (given not in PLACEHOLDERS or service_of(request).registry.knows(given)):
+        return given
+    return request.query_params.get("model") if request.scope["query_string"] else None
 
 
 async def raw_body(request: Request, counted: Callable[[int], None] | None = None) -> bytes:

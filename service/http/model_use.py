@@ -25,6 +25,20 @@ async def hold_model(request: Request, name: str | None, task: Task, timeout_s: 
         await cancel_on_disconnect(request, service.holder.hold(name, task, context, deadline))
 
 
+async def chat_model(request: Request, name: str | None, timeout_s: float | None = None) -> ServedModel:
+    """Hold and return the model called `name`, or the only one that has a chat template, if any generating one has."""
+    registry = service_of(request).registry
+    if name is None and any(map(_chats, registry.candidates)):
+        name = registry.only_one(_chats, "has a chat template")
+    await hold_model(request, name, Task.GENERATE, timeout_s)
+    return registry.resolve(name, Task.GENERATE)
+
+
+def _chats(served: ServedModel) -> bool:
+    """Return whether a model has a chat template; one that is not loaded, whether it may."""
+    return served.config.can_generate and (served.chat is not None or not served.loaded) and served.reads_text
+
+
 async def choose_model(
     request: Request,
     name: str | None,

@@ -16,7 +16,15 @@ from service.core.model_registry import Task
 from service.dialects import audio
 from service.dialects.audio_bodies import AudioForm, SpeechBody, TranscriptionForm, TranslationForm
 from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
-from service.http.bodies import cancel_on_disconnect, context_of_request, parsed, raw_body, whole_body
+from service.http.bodies import (
+    cancel_on_disconnect,
+    context_of_request,
+    named_model,
+    parsed,
+    raw_body,
+    whole_body,
+    with_model,
+)
 from service.http.model_use import choose_model
 from service.http.multipart import boundary_of, read_form
 from service.http.sse import EventStream
@@ -91,7 +99,7 @@ async def translations(request: Request) -> Response:
 async def automatic_speech_recognition(request: Request) -> Response:
     """The body is the file, or JSON with the file as base64 and parameters."""
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    model = request.query_params.get("model")
+    model = named_model(request, None)
     body: SpeechBody | None = None
     if declared.endswith("json"):
         held = _enter(request)
@@ -104,7 +112,7 @@ async def automatic_speech_recognition(request: Request) -> Response:
         held = _enter(request)
         held.put(await whole_body(request.receive, held.hold))
     with naming_errors(audio.HUGGINGFACE_NAMES):
-        found = audio.huggingface(body, model if body is None else body.model or model)
+        found = audio.huggingface(body, model if body is None else named_model(request, body.model))
         return await answer(request, found, held, audio.SpeechReply, audio.HUGGINGFACE_NAMES)
 
 
@@ -122,7 +130,7 @@ async def _form_answer(request: Request, kind: type[AudioForm], task: str) -> Re
     held = _enter(request)
     form = _from_form(await whole_body(request.receive, held.hold), boundary, kind, held)
     with naming_errors(audio.FORM_NAMES):
-        found = audio.transcribe(form, task=task)
+        found = audio.transcribe(with_model(request, form), task=task)
         return await answer(
             request, found, held, lambda running, job: audio.AudioReply(running, job, form), audio.FORM_NAMES
         )

@@ -23,7 +23,6 @@ from service.http.bodies import (
     context_of_request,
     json_response,
     read_one_of,
-    with_model_of_query,
 )
 from service.http.json_replies import Json, encode_reply
 from service.http.model_use import choose_model, hold_model
@@ -70,7 +69,7 @@ async def encode(request: Request) -> Response:
 
     A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's; the reply has that API's shape.
     """
-    body = with_model_of_query(request, await read_one_of(request, EncodeBody, _BODIES))
+    body = await read_one_of(request, EncodeBody, _BODIES)
     if isinstance(body, EmbedBody):
         return await huggingface_answer(request, body)
     if isinstance(body, SglangEncodeBody):

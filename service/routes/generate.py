@@ -26,7 +26,7 @@ from service.http.bodies import (
     parsed,
     parsed_as_one_of,
     raw_body,
-    with_model_of_query,
+    with_model,
 )
 from service.http.early_refusal import refuse_if_full
 from service.http.json_replies import Generation, Json, NativeRendering, Render
@@ -87,8 +87,8 @@ async def generate(request: Request) -> Response:
     raw = await raw_body(request)
     refuse_if_full(request, raw)
     if has_key(raw, "audio"):
-        return await audio.native_answer(request, with_model_of_query(request, parsed(raw, TranscribeBody)))
-    body = with_model_of_query(request, parsed_as_one_of(raw, GenerateBody, _BODIES))
+        return await audio.native_answer(request, with_model(request, parsed(raw, TranscribeBody)))
+    body = with_model(request, parsed_as_one_of(raw, GenerateBody, _BODIES))
     if isinstance(body, TextGenerationBody):
         return await huggingface_answer(request, body)
     if isinstance(body, SglangGenerateBody):

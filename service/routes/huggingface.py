@@ -14,7 +14,7 @@ from service.dialects import huggingface
 from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.dialects.ranking_bodies import RankBody
-from service.http.bodies import read_body, read_one_of, with_model_of_query
+from service.http.bodies import read_body, read_one_of
 from service.lifecycle.state import Service, service_of
 from service.routes import encode, generate, ranking
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
@@ -49,7 +49,7 @@ _RERANK_BODIES: dict[str, type[BaseModel]] = {"texts": RerankBody, "documents": 
 async def root(request: Request) -> Response:
     """Generates text, or embeds it if the model of the URL, or every model, can only encode."""
     kind: type[BaseModel] = TextGenerationBody if _can_generate(service_of(request), request) else EmbedBody
-    body = with_model_of_query(request, await read_body(request, kind))
+    body = await read_body(request, kind)
     if isinstance(body, EmbedBody):
         return await encode.huggingface_answer(request, body)
     assert isinstance(body, TextGenerationBody)
@@ -65,7 +65,7 @@ async def root(request: Request) -> Response:
 )
 async def generate_stream(request: Request) -> Response:
     """Streams tokens. The last event has `generated_text` and `details`; nothing follows it."""
-    body = with_model_of_query(request, await read_body(request, TextGenerationBody))
+    body = await read_body(request, TextGenerationBody)
     return await generate.huggingface_answer(request, body, stream=True)
 
 
@@ -78,7 +78,7 @@ async def generate_stream(request: Request) -> Response:
 )
 async def embed(request: Request) -> Response:
     """Returns a list of vectors, of length 1 unless `normalize` is false."""
-    return await encode.huggingface_answer(request, with_model_of_query(request, await read_body(request, EmbedBody)))
+    return await encode.huggingface_answer(request, await read_body(request, EmbedBody))
 
 
 @router.post(
@@ -93,7 +93,7 @@ async def embed(request: Request) -> Response:
 )
 async def rerank(request: Request) -> Response:
     """Requires a model that classifies pairs of texts. A body with `documents` is Cohere's: see /v1/rerank."""
-    read = with_model_of_query(request, await read_one_of(request, RerankBody, _RERANK_BODIES))
+    read = await read_one_of(request, RerankBody, _RERANK_BODIES)
     if isinstance(read, RankBody):
         return await ranking.rank(request, read)
     assert isinstance(read, RerankBody)
@@ -114,7 +114,7 @@ async def rerank(request: Request) -> Response:
 )
 async def predict(request: Request) -> Response:
     """Requires a model that classifies texts."""
-    read = with_model_of_query(request, await read_body(request, PredictBody))
+    read = await read_body(request, PredictBody)
     body = read.model_copy(update={"model": (await ranking.classifier_of(request, read)).name})
     with naming_errors(huggingface.ENCODE_NAMES):
         return await encode.answer(request, huggingface.predict(body), huggingface.predict_reply(body))

@@ -7,12 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.chat.conversation import take_turn
-from service.core.model_registry import Task
 from service.dialects import messages
 from service.dialects.common import naming_errors
 from service.dialects.messages_bodies import CountBody, MessagesBody
 from service.http.bodies import context_of_request, json_response, read_body
-from service.http.model_use import hold_model
+from service.http.model_use import chat_model
 from service.lifecycle.state import service_of
 from service.planning.generate import output_room
 from service.routes import generate
@@ -41,8 +40,8 @@ async def create(request: Request) -> Response:
     """
     body = await read_body(request, MessagesBody)
     service = service_of(request)
-    await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
-    served = service.registry.resolve(body.model, Task.GENERATE)
+    served = await chat_model(request, body.model, body.timeout_s)
+    body = body.model_copy(update={"model": served.name})
     with service.handling(), naming_errors(messages.NAMES):
         conversation = messages.conversation(body, served)
         turn = await take_turn(service, served, conversation, answer_is_held=messages.is_held(body))
@@ -71,8 +70,8 @@ async def count_tokens(request: Request) -> Response:
     """Returns the number of tokens of the prompt that the same body of /v1/messages has."""
     body = await read_body(request, CountBody)
     service, context = service_of(request), context_of_request()
-    await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
-    served = service.registry.resolve(body.model, Task.GENERATE)
+    served = await chat_model(request, body.model, body.timeout_s)
+    body = body.model_copy(update={"model": served.name})
     with service.handling(), naming_errors(messages.NAMES):
         turn = await take_turn(service, served, messages.conversation(body, served), answer_is_held=False)
     context.model, context.tokens_in = served.name, len(turn.ids)

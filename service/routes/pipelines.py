@@ -23,7 +23,7 @@ from service.dialects.pipeline_bodies import (
     SimilarityBody,
     ZeroShotBody,
 )
-from service.http.bodies import read_body, with_model_of_query
+from service.http.bodies import read_body
 from service.routes import encode
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.routes.ranking import classifier_of
@@ -53,7 +53,7 @@ _SENTENCES = {
 )
 async def embed_all(request: Request) -> Response:
     """Returns hidden states, without pooling and projections."""
-    body = with_model_of_query(request, await read_body(request, EmbedAllBody))
+    body = await read_body(request, EmbedAllBody)
     with naming_errors(pipelines.CLASS_NAMES):
         return await encode.answer(request, pipelines.embed_all(body, "tokens"), pipelines.embed_all_reply)
 
@@ -70,13 +70,13 @@ async def embed_all(request: Request) -> Response:
 )
 async def embed_sparse(request: Request) -> Response:
     """Requires a model with the output `sparse`."""
-    body = with_model_of_query(request, await read_body(request, EmbedSparseBody))
+    body = await read_body(request, EmbedSparseBody)
     with naming_errors(pipelines.CLASS_NAMES):
         return await encode.answer(request, pipelines.embed_all(body, "sparse"), pipelines.embed_sparse_reply)
 
 
 async def _similarity(request: Request) -> Response:
-    body = with_model_of_query(request, await read_body(request, SimilarityBody))
+    body = await read_body(request, SimilarityBody)
     with naming_errors(pipelines.SIMILARITY_NAMES):
         return await encode.answer(request, pipelines.similarity(body), pipelines.similarity_reply)
 
@@ -114,7 +114,7 @@ async def sentence_similarity(request: Request) -> Response:
 )
 async def feature_extraction(request: Request) -> Response:
     """The same as /embed."""
-    return await encode.huggingface_answer(request, with_model_of_query(request, await read_body(request, EmbedBody)))
+    return await encode.huggingface_answer(request, await read_body(request, EmbedBody))
 
 
 @router.post(
@@ -129,7 +129,7 @@ async def feature_extraction(request: Request) -> Response:
 )
 async def fill_mask(request: Request) -> Response:
     """Requires a model with the output `fill_mask`."""
-    body = with_model_of_query(request, await read_body(request, FillMaskBody))
+    body = await read_body(request, FillMaskBody)
     with naming_errors(pipelines.FILL_NAMES):
         return await encode.answer(request, pipelines.fill_mask(body), pipelines.fill_mask_reply(body))
 
@@ -146,7 +146,7 @@ async def fill_mask(request: Request) -> Response:
 )
 async def question_answering(request: Request) -> Response:
     """Requires a model with the output `question_answering`."""
-    body = with_model_of_query(request, await read_body(request, QuestionBody))
+    body = await read_body(request, QuestionBody)
     with naming_errors(pipelines.QUESTION_NAMES):
         return await encode.answer(request, pipelines.question(body), pipelines.question_reply(body))
 
@@ -163,7 +163,7 @@ async def question_answering(request: Request) -> Response:
 )
 async def token_classification(request: Request) -> Response:
     """Requires a model with the output `token_classification`. Neighbours of one label are joined by default."""
-    body = with_model_of_query(request, await read_body(request, EntityBody))
+    body = await read_body(request, EntityBody)
     with naming_errors(pipelines.ENTITY_NAMES):
         return await encode.answer(request, pipelines.entities(body), pipelines.entities_reply(body))
 
@@ -177,7 +177,7 @@ async def token_classification(request: Request) -> Response:
 )
 async def zero_shot_classification(request: Request) -> Response:
     """Requires a model with the output `zero_shot`."""
-    body = with_model_of_query(request, await read_body(request, ZeroShotBody))
+    body = await read_body(request, ZeroShotBody)
     with naming_errors(pipelines.ZERO_SHOT_NAMES):
         return await encode.answer(request, pipelines.zero_shot(body), pipelines.zero_shot_reply)
 
@@ -194,7 +194,7 @@ async def zero_shot_classification(request: Request) -> Response:
 )
 async def text_classification(request: Request) -> Response:
     """Requires a model that classifies texts."""
-    body = with_model_of_query(request, await read_body(request, ClassBody))
+    body = await read_body(request, ClassBody)
     served = await classifier_of(request, body)
     body = body.model_copy(update={"model": served.name})
     with naming_errors(pipelines.CLASS_NAMES):

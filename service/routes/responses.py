@@ -11,13 +11,12 @@ from starlette.responses import Response
 
 from service.chat.conversation import take_turn
 from service.core.errors import invalid, shorten
-from service.core.model_registry import Task
 from service.dialects import responses
 from service.dialects.common import naming_errors
 from service.dialects.responses_bodies import ResponsesBody
 from service.http.bodies import context_of_request, read_body
 from service.http.json_replies import Json
-from service.http.model_use import hold_model
+from service.http.model_use import chat_model
 from service.lifecycle.state import Service, service_of
 from service.routes import generate
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
@@ -43,8 +42,8 @@ async def create(request: Request) -> Response:
     """
     body = await read_body(request, ResponsesBody)
     service = service_of(request)
-    await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
-    served = service.registry.resolve(body.model, Task.GENERATE)
+    served = await chat_model(request, body.model, body.timeout_s)
+    body = body.model_copy(update={"model": served.name})
     with service.handling(), naming_errors(responses.NAMES):
         before = _previous(service, body)
         conversation = responses.conversation(body, served, before)

@@ -1,0 +1,73 @@
+"""Names that clients send where they know no model: they count as none, unless a model is served by that name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from huggingface_hub import InferenceClient
+
+from service.http.bodies import PLACEHOLDERS
+from tests.service.dialects.support import chat_app, talker, template
+from tests.service.support import App, ask, byte_tokenizer, live, make_app, served
+from tests.service.test_bad_requests import check_error
+
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/generate": {"prompt": "ab"},
+    "/v1/completions": {"prompt": "ab"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/v1/responses": {"input": "hi"},
+    "/v1/embeddings": {"input": "ab"},
+    "/encode": {"input": "ab"},
+    "/embed": {"inputs": "ab"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/embed": {"texts": ["ab"]},
+    "/generate_stream": {"inputs": "ab"},
+    "/tokenize": {"text": "ab"},
+    "/detokenize": {"token_ids": [1]},
+}
+
+
+def lone_chat() -> App:
+    """An application that serves one model, which can chat."""
+    return make_app(talker(), alone=True)
+
+
+@pytest.mark.usefixtures("hub_client")
+def test_a_chat_by_url() -> None:
+    with live(chat_app()) as url:
+        asked = dict(messages=MESSAGES, max_tokens=3)
+        assert InferenceClient(model=url, token="any").chat_completion(**asked).model == "chat"
+        assert InferenceClient(model=f"{url}/?model=chat", token="any").chat_completion(**asked).model == "chat"
+        assert InferenceClient(base_url=f"{url}/v1", api_key="any").chat_completion(**asked).model == "chat"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", sorted(PLACEHOLDERS))
+def test_a_placeholder_names_no_model(path: str, name: str) -> None:
+    app = lone_chat()
+    assert ask(app, "POST", path, json=BODIES[path] | {"model": name}).status_code == 200, path
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_placeholder_leaves_the_choice_to_the_url(path: str) -> None:
+    reply = ask(chat_app(), "POST", f"{path}?model=nothing", json=BODIES[path] | {"model": "dummy"})
+    assert reply.status_code == 404 and "nothing" in reply.text
+
+
+@pytest.mark.parametrize("name", ["gpt-4", "Dummy", "tgi-2", "http://localhost"])
+def test_other_names_are_unknown(name: str) -> None:
+    reply = ask(lone_chat(), "POST", "/v1/chat/completions", json={"messages": MESSAGES, "model": name})
+    check_error(reply, 404, "model", "model_not_found")
+
+
+def test_a_model_may_have_such_a_name() -> None:
+    plain = served("default", "decoder-only", byte_tokenizer())
+    app = make_app(type(plain)("default", plain.checkpoint, plain.tokenizer, chat=template("x")), talker())
+    body = {"messages": MESSAGES, "model": "default", "max_tokens": 1}
+    assert ask(app, "POST", "/v1/chat/completions", json=body).json()["model"] == "default"
+    check_error(ask(app, "POST", "/v1/chat/completions", json=body | {"model": "tgi"}), 400, "model", "missing_field")
