@@ -72,11 +72,9 @@ SERVICE = """
     runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
                           observability lifecycle chat http app
     runtimes/ray_serve  : model/errors model/api model/checkpoint settings core observability lifecycle http runtimes
-    runtimes/fronts     : model/errors model/api model/system model/checkpoint model/client settings core observability
-                          planning lifecycle http app runtimes
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
                           model/inspection model/speech model/engine model/llm model/quantization settings
-                          observability lifecycle chat runtimes runtimes/ray_serve runtimes/fronts
+                          observability lifecycle chat runtimes runtimes/ray_serve
 """
 LOADTEST = """
     errors

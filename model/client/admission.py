@@ -6,30 +6,30 @@ A request's tokens count as waiting until its first output; sequences beyond `ma
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping
 
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.stats import Demand, EngineStats
-from model.client.counts import Counts, LocalCounts
 from model.errors import QueueFullError
 
 _MAX_RETRY_SECONDS = 60.0
+_RATE_WINDOW = 64  # ends of requests from which their rate is computed
 
 
 class Admission:
-    """Counts the requests and tokens that one model has admitted and not yet finished.
+    """Counts the requests and tokens that one model has admitted and not yet finished."""
 
-    The totals are in `counts`, which several front processes may share (`model.client.counts`): limits hold for all of
-    them together.
-    """
-
-    def __init__(self, config: EngineConfig, counts: Counts | None = None) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         """Uses the limits for a CPU until `set_limits` brings those of the loaded model."""
         self._block_size = config.block_size
         self.set_limits(config.limits())
-        self._counts = counts or LocalCounts()
-        self._sequences: dict[str, int] = {}  # number of sequences, by id of every unfinished request of this process
-        self._waiting_tokens: dict[str, int] = {}  # by id of every such request without an output
+        self._sequences: dict[str, int] = {}  # number of sequences, by id of every unfinished request
+        self._waiting: dict[str, int] = {}  # tokens, by id of every such request without an output
+        self._num_sequences = 0  # the sum of `_sequences`
+        self._waiting_tokens = 0  # the sum of `_waiting`
+        self._ends: deque[float] = deque(maxlen=_RATE_WINDOW)  # times at which requests ended
 
     def set_limits(self, limits: BatchLimits) -> None:
         """Replace the limits; some depend on the device, which is known once the model is loaded."""
@@ -43,11 +43,11 @@ class Admission:
         With no unfinished request any number of sequences is admitted, so that no request is refused forever.
         """
         number = sequences or dict.fromkeys(tokens, 1)
-        with self._counts.locked():
-            self.check_room(sum(number.values()))
-            self._counts.add(sum(number.values()), sum(tokens.values()))
+        self.check_room(sum(number.values()))
+        self._num_sequences += sum(number.values())
+        self._waiting_tokens += sum(tokens.values())
         self._sequences.update(number)
-        self._waiting_tokens.update(tokens)
+        self._waiting.update(tokens)
 
     def check_room(self, sequences: int = 1) -> None:
         """Raise `QueueFullError` where `admit` would refuse this number of sequences.
@@ -55,7 +55,7 @@ class Admission:
         The token bound looks at the tokens that wait already, not at the new prompt's. So the answer is known before
         tokenisation, and long prompts are admitted as often as short ones; the last one may exceed the bound.
         """
-        admitted = self._counts.sequences
+        admitted = self._num_sequences
         if admitted and admitted + sequences > self._max_sequences:
             raise QueueFullError("queue_requests", self._retry_after(sequences))
         if self.waiting_tokens >= self._max_waiting_tokens:
@@ -63,13 +63,13 @@ class Admission:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request that this process admitted has not ended."""
+        """Whether any admitted request has not ended."""
         return bool(self._sequences)
 
     @property
     def waiting_tokens(self) -> int:
         """The tokens of prompts and inputs that have no output yet."""
-        return self._counts.waiting_tokens
+        return self._waiting_tokens
 
     def demand(self, stats: EngineStats) -> Demand:
         return Demand(self.saturation(stats), self.waiting_tokens)
@@ -84,23 +84,23 @@ class Admission:
         if not stats.total_blocks:
             return tokens / self._max_waiting_tokens
         token_load = stats.used_blocks / stats.total_blocks + tokens / (stats.total_blocks * self._block_size)
-        return max(token_load, *stats.window_usage.values(), self._counts.sequences / self._max_running)
+        return max(token_load, *stats.window_usage.values(), self._num_sequences / self._max_running)
 
     def mark_started(self, request_id: str) -> None:
         """Stop counting a request's tokens as waiting: it has an output."""
-        tokens = self._waiting_tokens.pop(request_id, 0)
-        if tokens:
-            self._counts.add(0, -tokens)
+        self._waiting_tokens -= self._waiting.pop(request_id, 0)
 
     def release(self, request_id: str) -> None:
         """Stop counting a finished request; an unknown id is ignored."""
         self.mark_started(request_id)
         sequences = self._sequences.pop(request_id, None)
         if sequences is not None:
-            self._counts.add(-sequences, 0)
-            self._counts.record_end()
+            self._num_sequences -= sequences
+            self._ends.append(time.monotonic())
 
     def _retry_after(self, sequences: int) -> float:
         """Estimate the seconds until this number of sequences fits, from the rate at which requests finished lately."""
-        rate = self._counts.end_rate()
-        return min(_MAX_RETRY_SECONDS, max(1.0, sequences / rate)) if rate else 1.0
+        if len(self._ends) < 2:
+            return 1.0
+        rate = len(self._ends) / max(time.monotonic() - self._ends[0], 1e-3)
+        return min(_MAX_RETRY_SECONDS, max(1.0, sequences / rate))

@@ -24,7 +24,6 @@ from typing import Protocol
 from model.api.messages import Abort, Commands, Events, ModelSpec
 from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
 from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
-from model.client.counts import Counts
 from model.client.delivery import Delivery
 from model.client.generation_stream import GenerationStream
 from model.client.model_table import FrontModel, ModelTable
@@ -84,12 +83,11 @@ class AsyncEngine:
         stall_seconds: float = 30.0,
         max_unread_bytes: int = 1 << 20,
         stream_interval: float = 0.0,
-        counts: Callable[[str], Counts | None] = lambda _: None,
     ) -> None:
         """`stall_seconds`: a loop that sends no frame for this long counts as hung and is replaced.
         `max_unread_bytes`: bound on the output buffered for one stream. `stream_interval`: seconds between deliveries
-        of a stream (`Delivery`). `counts`: as of `ModelTable`."""
-        self._table = ModelTable(specs, tokenizers, counts)
+        of a stream (`Delivery`)."""
+        self._table = ModelTable(specs, tokenizers)
         self._new_transport = transport
         self._transport: Transport | None = None
         self._stall_seconds = stall_seconds

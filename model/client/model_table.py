@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from model.api.messages import FailureKind, LoadFailure, ModelSpec
 from model.api.stats import EngineStats, ModelInfo
 from model.client.admission import Admission
-from model.client.counts import Counts
 from model.errors import ConfigError, EngineDeadError, LoadFailedError, MemoryShortageError, ModelNotLoadedError
 from model.text.tokenizer import Tokenizer
 
@@ -45,14 +44,7 @@ class FrontModel:
 class ModelTable:
     """Models by name, and who waits for them to come or go."""
 
-    def __init__(
-        self,
-        specs: Sequence[ModelSpec],
-        tokenizers: Mapping[str, Tokenizer | None],
-        counts: Callable[[str], Counts | None],
-    ) -> None:
-        """`counts` gives what counts the requests of a model by its name, where other processes count with this one."""
-        self._counts = counts
+    def __init__(self, specs: Sequence[ModelSpec], tokenizers: Mapping[str, Tokenizer | None]) -> None:
         self.served = {
             spec.name: self._model(spec, tokenizers.get(spec.name), optional=False) for spec in specs
         }  # also while their engine is started
@@ -60,8 +52,7 @@ class ModelTable:
         self._unloading: dict[str, tuple[FrontModel, asyncio.Future[None]]] = {}
 
     def _model(self, spec: ModelSpec, tokenizer: Tokenizer | None, *, optional: bool) -> FrontModel:
-        admission = Admission(spec.engine, self._counts(spec.name))
-        return FrontModel(spec, tokenizer, admission, EngineStats(spec.name), optional)
+        return FrontModel(spec, tokenizer, Admission(spec.engine), EngineStats(spec.name), optional)
 
     def __getitem__(self, name: str) -> FrontModel:
         """Return a model that takes requests; raises `ModelNotLoadedError`."""
@@ -101,12 +92,6 @@ class ModelTable:
         """Return once no model of this name is being unloaded; then it can be loaded."""
         while name in self._unloading:
             await asyncio.shield(self._unloading[name][1])
-
-    def adopt(self, spec: ModelSpec, tokenizer: Tokenizer | None, info: ModelInfo | None) -> None:
-        """Serve a model that another process has loaded; `info` once that is done."""
-        self.served[spec.name] = self._model(spec, tokenizer, optional=True)
-        if info is not None:
-            self.loaded(info)
 
     def begin_unload(self, name: str) -> tuple[FrontModel, asyncio.Future[None]]:
         """Take no more requests for a model; the future ends once it is gone. Raises `ModelNotLoadedError`."""

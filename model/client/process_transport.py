@@ -28,11 +28,9 @@ _CLOSE_SECONDS = 5.0  # for the child to end by itself
 class ProcessTransport:
     """Starts the engine process and turns its frames into calls on the front's event loop."""
 
-    def __init__(self, child: ConnectedChild | None = None, frames: type[Events] = Events) -> None:
-        """`child` is an engine process that was started before, which has got no command yet. `frames`: the type that
-        its frames are decoded to, of which parts may stay as they came (`model.client.relay`)."""
+    def __init__(self, child: ConnectedChild | None = None) -> None:
+        """`child` is an engine process that was started before, which has got no command yet."""
         self._child = child
-        self._frames = frames
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._read_task: asyncio.Task[None] | None = None
@@ -80,7 +78,7 @@ class ProcessTransport:
     async def _read(
         self, reader: asyncio.StreamReader, on_events: Callable[[Events], None], on_lost: Callable[[str], None]
     ) -> None:
-        decoder = msgspec.msgpack.Decoder(self._frames)
+        decoder = msgspec.msgpack.Decoder(Events)
         try:
             while True:
                 (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))

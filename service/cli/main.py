@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from model.gguf.container import is_gguf
 from model.gguf.container import model_name as gguf_name
 from model.system.child_process import ENGINE, ConnectedChild
 from service.cli.parser import SAMPLING, make_parser
-from service.observability.metrics_folder import shared_folder
 from service.settings import sources
 from service.settings.option_table import BY_NAME, OPTIONS, Option
 from service.settings.parsers import byte_size
@@ -81,12 +79,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     served = models or models_or_embedded(content.models, settings)
     if settings.get("runtime") != "local":
         return _run(served, settings, groups, None)
-    with shared_folder() if settings.get("front_processes", 1) > 1 else nullcontext():
-        engine = ConnectedChild(ENGINE)  # it imports torch meanwhile
-        try:
-            return _run(served, settings, groups, engine)
-        finally:
-            engine.close()
+    engine = ConnectedChild(ENGINE)  # it imports torch meanwhile
+    try:
+        return _run(served, settings, groups, engine)
+    finally:
+        engine.close()
 
 
 def _run(

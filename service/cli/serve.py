@@ -53,10 +53,6 @@ def run(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = 
     from service.runtimes.assembly import pin_models
 
     config = pin_models(config)
-    if config.runtime == "local" and config.settings.front_processes > 1:
-        from service.runtimes.fronts.run import run_fronts
-
-        return run_fronts(config, on_ready, engine)
     if config.runtime == "local":
         from service.runtimes.local import run_local
 

@@ -58,7 +58,7 @@ class FullQueue(NamedTuple):
         Raises a 503 instead while the service drains. A model that is being unloaded is waited for.
         """
         service.check_ready()
-        if not service.holder.hold_loaded(self.model, Task.GENERATE, context):
+        if not service.models.hold_loaded(self.model, Task.GENERATE, context):
             return False
         context.request_id = self.request_id or context.request_id
         context.model = self.model

@@ -18,11 +18,11 @@ async def hold_model(request: Request, name: str | None, task: Task, timeout_s: 
     when the client disconnects. Raises `ApiError` as `ModelManager.hold` does, 503 while the service is not ready.
     """
     service, context = service_of(request), context_of_request()
-    if service.holder.hold_loaded(name, task, context):
+    if service.models.hold_loaded(name, task, context):
         return
     deadline = context.started + (timeout_s or service.limits.request_timeout_s)
     with service.handling():
-        await cancel_on_disconnect(request, service.holder.hold(name, task, context, deadline))
+        await cancel_on_disconnect(request, service.models.hold(name, task, context, deadline))
 
 
 async def chat_model(request: Request, name: str | None, timeout_s: float | None = None) -> ServedModel:

@@ -68,9 +68,6 @@ class ModelManager:
         self._waiting = 0
         self._names: set[str] = set()
         self.find_new: Callable[[], Awaitable[None]] | None = None  # called when a request names an unknown model
-        # Set where other processes hold models too: returns once none can begin to hold this one, and all have told
-        # how many requests do.
-        self.settle: Callable[[str], Awaitable[None]] | None = None
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(list(self._slots.values()))
@@ -330,10 +327,6 @@ class ModelManager:
         return slot.task
 
     async def _unload(self, slot: Slot, served: ServedModel, reason: str, drain_s: float) -> None:
-        if self.settle is not None:
-            await self.settle(slot.name)
-            if slot.users and reason != "request":  # they came while it was decided; they are waited for
-                drain_s = self._drain_s
         try:
             async with asyncio.timeout(drain_s):
                 await slot.unused.wait()

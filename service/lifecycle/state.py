@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from importlib import metadata
-from typing import Protocol
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -16,10 +15,9 @@ from model.api.stats import ModelInfo
 from service.core.embed_cache import CachingClient
 from service.core.engine_client import EngineClient
 from service.core.errors import draining, scrub, unavailable
-from service.core.model_registry import Registry, Task
+from service.core.model_registry import Registry
 from service.core.model_source import ModelReader
 from service.core.models_folder import ModelsFolder
-from service.core.request_context import RequestContext
 from service.core.response_store import ResponseStore
 from service.core.write_batch import WriteBatch
 from service.lifecycle.fleet import Fleet, LocalFleet
@@ -39,14 +37,6 @@ from service.sandbox.chat_pool import RenderPool
 from service.settings.service_settings import ServiceSettings
 
 _MODELS_SECONDS = 1.0  # between looks for idle models
-
-
-class ModelHolder(Protocol):
-    """Makes requests hold the models that they use (`ModelManager`, which says how)."""
-
-    def hold_loaded(self, name: str | None, task: Task, context: RequestContext) -> bool: ...
-
-    async def hold(self, name: str | None, task: Task, context: RequestContext, deadline: float) -> None: ...
 
 
 class Service:
@@ -80,11 +70,9 @@ class Service:
         self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
         self.decoders = AudioPool(self.limits.audio_decode_s, audio_limits(self.limits))
         self.speech_planner = SpeechPlanner(registry, client, self.limits, self.threads, self.decoders)
-        # Several front processes, each with its own, would find a response only now and then.
-        self.responses = ResponseStore(settings.response_store_bytes if settings.front_processes == 1 else 0)
+        self.responses = ResponseStore(settings.response_store_bytes)
         self.created = int(time.time())
         self.models = ModelManager(client, registry, reader, settings, metrics, self.version)
-        self.holder: ModelHolder = self.models  # a worker of several front processes sets another one
         watched = settings.models.models_dir if reader is not None else ""
         folder = ModelsFolder(watched, pickle=settings.models.engine.pickle) if watched else None
         self.orders = ModelOrders(self.models, registry, settings.models, folder)
@@ -96,8 +84,6 @@ class Service:
         # Set by a runtime with replicas: cancels a request on the others and returns how many ended. Raises
         # TimeoutError if a replica may have missed it.
         self.cancel_elsewhere: Callable[[str], Awaitable[int]] | None = None
-        # Set by a runtime with several front processes: the bytes and entries of the other ones' caches.
-        self.cached_elsewhere: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._draining = False
 
     async def start(self) -> None:

@@ -23,17 +23,12 @@ _QUIET = frozenset({"/livez", "/readyz", "/metrics"})  # polled: logged only at 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
-def setup(
-    log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbose: bool = False, front: int = 0
-) -> None:
-    """Send all logging to `stream` (stderr) in one format, and disable uvicorn's own access log.
-
-    `front`: the number of this process among several front processes, which its lines have; 0: there is one.
-    """
+def setup(log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbose: bool = False) -> None:
+    """Send all logging to `stream` (stderr) in one format, and disable uvicorn's own access log."""
     stream = stream or sys.stderr
     as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter(front) if as_json else PlainFormatter(front))
+    handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
@@ -80,9 +75,8 @@ class _SafeFormatter(logging.Formatter):
 class PlainFormatter(_SafeFormatter):
     """Formats lines such as `12:00:00 INFO triptych.access [id] POST /generate 200 12.3 ms`."""
 
-    def __init__(self, front: int = 0) -> None:
-        process = f"front-{front} " if front else ""
-        super().__init__(f"%(asctime)s %(levelname)s {process}%(name)s %(request)s%(message)s", "%H:%M:%S")
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(request)s%(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         context = current()
@@ -93,10 +87,6 @@ class PlainFormatter(_SafeFormatter):
 class JsonFormatter(_SafeFormatter):
     """Formats a record as one JSON object: ts, level, logger, message, request_id and the record's `fields`."""
 
-    def __init__(self, front: int = 0) -> None:
-        super().__init__()
-        self._process = {"front": front} if front else {}
-
     def format(self, record: logging.LogRecord) -> str:
         context = current()
         line: dict[str, Any] = {
@@ -104,7 +94,6 @@ class JsonFormatter(_SafeFormatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
-            **self._process,
         }
         if context is not None:
             line["request_id"] = context.request_id

@@ -1,9 +1,8 @@
 """Prometheus metrics. Each application has one `Metrics` object with its own registry.
 
-If `PROMETHEUS_MULTIPROC_DIR` is set (`service.runtimes.ray_serve.environment` sets it for replicas, `service.cli.main`
-for several front processes), every process writes its values to files in that folder, and each process reports the
-values of all: counters and histograms summed, also those of ended processes, since a counter must not fall; gauges only
-of running processes.
+If `PROMETHEUS_MULTIPROC_DIR` is set (`service.runtimes.ray_serve.environment` sets it for replicas), every process
+writes its values to files in that folder, and each process reports the values of all: counters and histograms summed,
+also those of ended processes, since a counter must not fall; gauges only of running processes.
 
 Invariants: every request to a model's route counts once as received, then once as rejected (by reason) or accepted; an
 accepted request counts once in `triptych_requests_total`, by its outcome. Labels are names of loaded models and fixed
@@ -92,10 +91,6 @@ class Metrics:
         if context.task == "generate":
             self._ttft.labels(model).observe(timings.ttft_ms / 1000)
             self._decode.labels(model).observe(timings.decode_ms / 1000)
-
-    def lost(self, model: str, task: Task) -> None:
-        """Count an accepted request as failed that ended with the front process that answered it."""
-        self._requests.labels(model, task, FinishReason.ERROR.value).inc()
 
     def generated(self, model: str) -> TokenTally:
         """Return the tally of the tokens that `model` generates; it is flushed when a request ends, and at a scrape."""

@@ -8,7 +8,6 @@ and its length against the context and the KV cache. An encoder-decoder's prompt
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -36,7 +35,6 @@ from service.schemas.bodies import GenerateBody
 from service.settings.service_settings import Limits
 
 _numbers = count(1)
-_PROCESS = f"{os.getpid():x}"  # several front processes may share an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class GeneratePlan:
 
 def engine_id(request_id: str) -> str:
     """Return a request id for the engines that is unique, even if clients repeat theirs."""
-    return f"{request_id}#{_PROCESS}.{next(_numbers)}"
+    return f"{request_id}#{next(_numbers)}"
 
 
 def public_id(engine_request: str) -> str:

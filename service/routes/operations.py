@@ -79,7 +79,6 @@ async def info(request: Request) -> Response:
             ),
         ],
         "elsewhere": service.registry.elsewhere,
-        "front_processes": service.settings.front_processes,
         "asks_for_key": service.settings.asks_for_key,
         "embed_cache": _embed_cache(service),
         "limits": asdict(service.limits),
@@ -153,8 +152,8 @@ def _embed_cache(service: Service) -> Json | None:
     """Return how much of the cache of results is used; None without one."""
     if service.embed_cache is None:
         return None
-    store, (size, entries) = service.embed_cache.store, service.cached_elsewhere()
-    return {"max_bytes": store.max_bytes, "bytes": store.size + size, "entries": len(store) + entries}
+    store = service.embed_cache.store
+    return {"max_bytes": store.max_bytes, "bytes": store.size, "entries": len(store)}
 
 
 def _model(service: Service, served: ServedModel) -> Json:

@@ -195,7 +195,6 @@ class InfoReply(Reply):
         description="Models of other groups, and the route below which each is served.", examples=[{"chat": "/chat"}]
     )
     embed_cache: EmbedCacheInfo | None = Field(description="The cache of results of /encode; null without one.")
-    front_processes: int = Field(description="Processes of this replica that serve HTTP.", examples=[1])
     asks_for_key: bool = Field(description="Whether requests must carry a key.", examples=[False])
     limits: dict[str, float] = Field(description="The limits on one request.", examples=[{"max_n": 8}])
 

@@ -71,12 +71,6 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "runtime", one_of("ray", "local"), "ray", "ray: Ray Serve; local: uvicorn, on this machine alone", "ray|local"
     ),
-    Option(
-        "front_processes",
-        int,
-        _SERVICE.front_processes,
-        "number of processes of the local runtime that serve HTTP; they share the port and the engine",
-    ),
     Option("replicas", replicas, 1, "number of Ray Serve replicas; a range is scaled automatically", "N|MIN-MAX"),
     Option(
         "scale_target",
@@ -403,7 +397,7 @@ OPTIONS: tuple[Option, ...] = (
         _SERVICE.response_store_bytes,
         "memory of a replica for conversations that previous_response_id of /v1/responses may name; 0: none are kept",
         "SIZE",
-        "64MiB; none with several front processes",
+        "64MiB",
     ),
     Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "number of tokenizer threads"),
     Option(

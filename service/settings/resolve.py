@@ -25,7 +25,7 @@ _SERVICE_FIELDS = {  # by option name
         name: name
         for name in (
             *("host", "port", "api_keys", "api_key_file", "admin_keys", "admin_key_file"),
-            *("log_format", "tokenizer_threads", "otlp_endpoint", "front_processes", "tool_format", "reasoning_format"),
+            *("log_format", "tokenizer_threads", "otlp_endpoint", "tool_format", "reasoning_format"),
         )
     },
     "drain_timeout": "drain_timeout_s",

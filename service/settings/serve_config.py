@@ -35,11 +35,6 @@ class ServeConfig:
         if self.scaling.max_replicas > 1 and self.runtime == "local":
             found = self.scaling.max_replicas
             raise ConfigError(f"replicas must be 1 with the local runtime, found {found}; use --runtime ray")
-        if self.settings.front_processes > 1 and self.runtime == "ray":
-            found = self.settings.front_processes
-            raise ConfigError(
-                f"front_processes must be 1 with the Ray runtime, found {found}; use --replicas, or --runtime local"
-            )
         if self.groups and self.runtime == "local":
             raise ConfigError("groups of models need --runtime ray")
         routes = [one.route for one in self.applications]

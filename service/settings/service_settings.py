@@ -15,7 +15,6 @@ from service.settings.model_settings import ModelSettings
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100  # of a request; smaller is served first
 _MAX_STREAM_INTERVAL = 10.0  # seconds
-_MAX_FRONT_PROCESSES = 64
 
 TOOL_FORMATS = (
     *("auto", "hermes", "qwen3_coder", "llama3", "mistral", "mistral_args", "gemma", "functiongemma", "harmony"),
@@ -107,7 +106,6 @@ class ServiceSettings:
     api_key_file: str = ""  # more keys, one a line, read again when it changes; without any key, requests need none
     admin_keys: tuple[str, ...] = field(default=(), repr=False)  # of the routes that load and unload models
     admin_key_file: str = ""  # more of them; without any, these routes are off
-    front_processes: int = 1  # of the local runtime; several share the port and the engine
     limits: Limits = field(default_factory=Limits)
     models: ModelSettings = field(default_factory=ModelSettings)
     drain_timeout_s: float = 30.0  # how long running requests may continue after `begin_drain`
@@ -143,9 +141,6 @@ class ServiceSettings:
         if not 0 <= self.stream_interval_s <= _MAX_STREAM_INTERVAL:
             found = self.stream_interval_s
             raise ConfigError(f"stream_interval_s must be 0 to {_MAX_STREAM_INTERVAL:g}, found {found}")
-        if not 1 <= self.front_processes <= _MAX_FRONT_PROCESSES:
-            found = self.front_processes
-            raise ConfigError(f"front_processes must be 1 to {_MAX_FRONT_PROCESSES}, found {found}")
         for name in ("embed_cache_bytes", "response_store_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, found {getattr(self, name)}")

@@ -18,7 +18,6 @@ from model.pretrained import CHECKPOINTS
 
 RUNTIMES = {
     "local": ["--runtime", "local"],
-    "fronts": ["--runtime", "local", "--front-processes", "2"],
     "ray": ["--runtime", "ray"],
     "ray-default-proxy": ["--runtime", "ray", "--haproxy", "off"],
 }

@@ -1,4 +1,4 @@
-"""`assistant`, which calls tools, behind two front processes, by the clients of OpenAI and Anthropic."""
+"""`assistant`, which calls tools, by the clients of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ANSWER = "It is 12 degrees and cloudy in Oslo."
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    options = ["--runtime", "local", "--front-processes", "2", "--dtype", "float32"]
+    options = ["--runtime", "local", "--dtype", "float32"]
     with running([*options, str(CHECKPOINTS / "assistant")]) as service:
         yield service.url
 

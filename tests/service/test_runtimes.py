@@ -40,7 +40,6 @@ from tests.service.processes import ServiceProcess, eventually, running
     scope="module",
     params=[
         "local",
-        pytest.param("fronts", marks=pytest.mark.slow),
         "ray",
         pytest.param("ray-default-proxy", marks=pytest.mark.slow),
     ],

@@ -241,12 +241,11 @@ def test_the_store_is_bounded_can_be_off_and_is_each_keys_own() -> None:
     assert [store.get("t", id) is not None for id in "abc"] == [False, True, True]
     store.put("t", "d", [{"content": "x" * 1_000}])
     assert store.get("t", "d") is None and store.get("t", "c") is not None and store.get("u", "c") is None
-    for settings in (ServiceSettings(response_store_bytes=0), ServiceSettings(front_processes=2)):
-        app = chat_app(settings=settings)
-        good = ask(app, "POST", RESPONSES, json=GOOD[RESPONSES])
-        assert good.status_code == 200 and good.json()["store"] is False
-        for fields, param in (({"store": True}, "store"), ({"previous_response_id": "x"}, "previous_response_id")):
-            check_error(ask(app, "POST", RESPONSES, json=GOOD[RESPONSES] | fields), 400, param, NO)
+    app = chat_app(settings=ServiceSettings(response_store_bytes=0))
+    good = ask(app, "POST", RESPONSES, json=GOOD[RESPONSES])
+    assert good.status_code == 200 and good.json()["store"] is False
+    for fields, param in (({"store": True}, "store"), ({"previous_response_id": "x"}, "previous_response_id")):
+        check_error(ask(app, "POST", RESPONSES, json=GOOD[RESPONSES] | fields), 400, param, NO)
     keys = calling_app(settings=ServiceSettings(api_keys=("one", "two")))
 
     async def work(client: httpx.AsyncClient) -> None:

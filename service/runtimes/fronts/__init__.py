@@ -1,1 +1,0 @@
-"""Several front processes: a hub that owns the engine, and workers that serve HTTP on one port."""
