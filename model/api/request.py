@@ -41,7 +41,8 @@ class EncodeTask(StrEnum):
 
     EMBEDDING = "embedding"  # one pooled vector
     TOKENS = "tokens"  # one vector a token
-    LOGITS = "logits"  # a score for each label, of the input or of each token
+    LOGITS = "logits"  # a number for each label, of the input or of each token
+    SCORES = "scores"  # the same after the classifier's activation
     FILL_MASK = "fill_mask"  # the likeliest tokens at some positions
     MULTI_VECTOR = "multi_vector"  # one projected vector a token, for late interaction
     SPARSE = "sparse"  # a weight for each vocabulary entry that the input is about

@@ -158,6 +158,8 @@ def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
     sentences = _sentences(whole, raw, config, files, pickle=pickle)
     if sentences.score_tokens:
         config = token_classifier(config, sentences.score_tokens)
+    if config.classifier is not None:
+        config = replace(config, classifier=config.classifier.scored_by(sentences.activation))
     if sentences.pooling:
         config = _without_head(config)
     else:

@@ -49,6 +49,7 @@ ACTIVATIONS = frozenset(
     Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink
     """.split()  # noqa: SIM905 (a literal would be a page)
 )
+SCORE_ACTIVATIONS = ACTIVATIONS | {"LogSoftmax", "Softmax", "Softmin"}  # the others read all logits of an input
 
 
 @dataclass(frozen=True, slots=True)

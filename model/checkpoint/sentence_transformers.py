@@ -13,6 +13,7 @@ from model.checkpoint.folder_files import COLBERT, SPARSE
 from model.checkpoint.json_files import read_json
 from model.checkpoint.sentence_keys import KEYS, MODEL, NETWORK, key_warnings
 from model.checkpoint.sentence_modules import (
+    SCORE_ACTIVATIONS,
     DenseConfig,
     UnitLength,
     VectorStep,
@@ -110,7 +111,7 @@ class SentenceSettings:
     splade: SpladeSettings = SpladeSettings()
     score_tokens: tuple[int, ...] = ()  # of a reranker made of a language model: "yes", and "no" if there is one
     messages: MessageSettings | None = None  # how a pair becomes a text of the chat template; None: it does not
-    raw_scores: bool = False  # a reranker's score is its only logit, not the probability of that
+    activation: str | None = None  # of torch.nn: a cross-encoder's logits to scores; None: the folder names none
     token_weight: DenseConfig | None = None  # a token's own weight in a sparse vector (BGE-M3)
     late: LateInteraction | None = None
     warnings: tuple[str, ...] = ()  # sentences on what is not applied
@@ -212,7 +213,7 @@ def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) ->
         splade=splade,
         score_tokens=score_tokens,
         messages=_messages(texts, "sentence_bert_config.json"),
-        raw_scores=_raw_scores(names, raw),
+        activation=_activation(names, raw),
         token_weight=_linear(path, SPARSE, hidden_size, pickle=pickle),
         warnings=tuple(warnings),
         late=_late(path, names, () if pooling else tuple(steps), hidden_size, pickle=pickle),
@@ -233,16 +234,19 @@ def _tokenizer_length(path: Path, network: Path) -> int | None:
     return length if type(length) is int and 0 < length < _UNBOUNDED else None
 
 
-def _raw_scores(names: dict[str, Any], raw: Mapping[str, Any]) -> bool:
-    """Return whether a cross-encoder's activation is none; its versions have written it in three places."""
+def _activation(names: dict[str, Any], raw: Mapping[str, Any]) -> str | None:
+    """Return a cross-encoder's activation; its versions have written it in three places."""
     section = raw.get("sentence_transformers") or {}
     named = (
         names.get("activation_fn") or section.get("activation_fn") or raw.get("sbert_ce_default_activation_function")
     )
-    kind = (named or "Sigmoid").rpartition(".")[2]
-    if kind not in ("Sigmoid", "Identity"):
-        raise ConfigError(f"activation_fn {named!r} is not served; served are Sigmoid, Identity")
-    return kind == "Identity"
+    if named is None:
+        return None
+    module, _, kind = str(named).rpartition(".")
+    if kind not in SCORE_ACTIVATIONS or not module.startswith("torch.nn"):
+        served = ", ".join(sorted(SCORE_ACTIVATIONS))
+        raise ConfigError(f"activation_fn {str(named)[:100]!r} is not served; served are torch.nn's {served}")
+    return kind
 
 
 def _score_tokens(config: dict[str, Any], where: str) -> tuple[int, ...]:

@@ -381,7 +381,7 @@ class ClassifierConfig:
     input: ClassifierInput
     dense: Activation | None = None  # of a layer of the hidden width in between; None: there is none
     bias: bool = True  # of the last layer
-    multi_label: bool = False  # labels do not exclude each other
+    activation: str = "Softmax"  # of torch.nn: logits to scores; labels that do not exclude each other have Sigmoid
     dense_bias: bool = True
     norm: NormConfig | None = None  # behind the dense layer (ModernBERT)
     spans: bool = False  # its two labels are the first and the last token of an answer
@@ -395,6 +395,15 @@ class ClassifierConfig:
     @property
     def per_token(self) -> bool:
         return self.input is ClassifierInput.EVERY
+
+    def scored_by(self, activation: str | None) -> ClassifierConfig:
+        """Return the head with a cross-encoder's own activation; None: the folder names none.
+
+        Of several labels Identity is what sentence-transformers writes where nobody chose, so it replaces nothing.
+        """
+        if activation is None or (activation == "Identity" and len(self.labels) > 1):
+            return self
+        return replace(self, activation=activation)
 
 
 @dataclass(frozen=True, slots=True)

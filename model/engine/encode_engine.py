@@ -8,13 +8,14 @@ cache is used. `SentenceHead` and `VocabularyHead` turn hidden states into what 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.api.request import (
     EncodeOutput,
@@ -41,6 +42,8 @@ from model.network.inputs import CrossInput, StackInput, packed_input, with_unre
 from model.network.stack import StackPass
 from model.network.transformer import Transformer
 from model.system.transfer import to_host
+
+_OF_LABELS = (EncodeTask.LOGITS, EncodeTask.SCORES)
 
 
 @dataclass(slots=True)
@@ -75,6 +78,7 @@ class EncodeEngine:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._head = SentenceHead(model, sentences, device)
         self._vocabulary = VocabularyHead(model, sentences, device)
+        self._activation = _activation(model)
         self._images = images
         self._adapters = adapters
         self._waiting: deque[EncodeRequest] = deque()
@@ -273,7 +277,7 @@ class EncodeEngine:
     def _reads_decoder(self, request: EncodeRequest) -> bool:
         classifier = self.model.config.classifier
         of_end = classifier is not None and classifier.input is ClassifierInput.EOS
-        return of_end and request.task is EncodeTask.LOGITS
+        return of_end and request.task in _OF_LABELS
 
     def _decoder_input(
         self, requests: Sequence[EncodeRequest], hidden: Sequence[Tensor]
@@ -322,12 +326,23 @@ class EncodeEngine:
 
     def _postprocess(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
         """Turn one input's hidden states `[L, d]` into vectors or scores."""
-        if request.task is EncodeTask.LOGITS:
+        if request.task in _OF_LABELS:
             if self._reads_decoder(request):
                 hidden = hidden[: _behind_end(request.source.token_ids, self.model.config.eos_token_ids)]
             scores = self.model.classify(hidden).float()
+            if request.task is EncodeTask.SCORES:
+                scores = self._activation(scores)
             return scores if self.model.config.classifies_tokens else scores[0]
         return self._head(request, hidden.float())
+
+
+def _activation(model: Transformer) -> nn.Module:
+    """Return what makes scores `[..., labels]` of a classifier's logits."""
+    head = model.config.classifier
+    kind = getattr(nn, "Identity" if head is None else head.activation)
+    over_labels = {"dim": -1} if "dim" in inspect.signature(kind).parameters else {}
+    found: nn.Module = kind(**over_labels)
+    return found
 
 
 def _path(request: EncodeRequest) -> tuple[bool, bool]:

@@ -7,7 +7,6 @@ servers, the output includes the stop text, and decoding is greedy unless a fiel
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -172,7 +171,7 @@ def embed_reply(plan: EncodePlan, reply: Json) -> object:
 def rerank(body: RerankBody) -> EncodeBody:
     """Translate a reranking body: each text is classified together with the query."""
     pairs = [{"text": body.query, "text_pair": text} for text in body.texts]
-    return native(EncodeBody, encode_fields(body) | {"input": pairs, "output": "logits"})
+    return native(EncodeBody, encode_fields(body) | {"input": pairs, "output": _output(body)})
 
 
 def rerank_reply(body: RerankBody) -> Callable[[EncodePlan, Json], object]:
@@ -181,9 +180,8 @@ def rerank_reply(body: RerankBody) -> Callable[[EncodePlan, Json], object]:
     def show(plan: EncodePlan, reply: Json) -> object:
         found = []
         for item, text in zip(reply["data"], body.texts, strict=True):
-            scores = item["scores"] if body.raw_scores else probabilities(item["scores"])
             named = {"text": text} if body.return_text else {}
-            found.append({"index": item["index"], "score": scores[-1], **named})
+            found.append({"index": item["index"], "score": item["scores"][-1], **named})
         return sorted(found, key=lambda one: -one["score"])
 
     return show
@@ -194,38 +192,21 @@ def predict(body: PredictBody) -> EncodeBody:
     several = body.inputs if _is_batch(body) else [body.inputs]
     pairs = [[one] if isinstance(one, str) else one for one in several]
     inputs = [{"text": pair[0], "text_pair": pair[1] if len(pair) == 2 else None} for pair in pairs]
-    return native(EncodeBody, encode_fields(body) | {"input": inputs, "output": "logits"})
+    return native(EncodeBody, encode_fields(body) | {"input": inputs, "output": _output(body)})
 
 
 def predict_reply(body: PredictBody) -> Callable[[EncodePlan, Json], object]:
     """Return each input's classes by descending score; for a single input without an outer list."""
 
     def show(plan: EncodePlan, reply: Json) -> object:
-        head = plan.served.config.classifier
-        scored = _scores if body.raw_scores else logistic if head is not None and head.multi_label else probabilities
-        found = [_classes(scored(item["scores"]), reply["labels"]) for item in reply["data"]]
+        found = [_classes(item["scores"], reply["labels"]) for item in reply["data"]]
         return found if _is_batch(body) else found[0]
 
     return show
 
 
-def probabilities(logits: Sequence[float]) -> list[float]:
-    """Return probabilities from logits: the logistic function for one class, softmax for several."""
-    if len(logits) == 1:
-        return logistic(logits)
-    top = max(logits)
-    weights = [math.exp(one - top) for one in logits]
-    total = sum(weights)
-    return [weight / total for weight in weights]
-
-
-def logistic(logits: Sequence[float]) -> list[float]:
-    """Return the probabilities of labels that do not exclude each other, by the logistic function."""
-    return [1 / (1 + math.exp(-logit)) if logit > -700 else 0.0 for logit in logits]
-
-
-def _scores(logits: Sequence[float]) -> Sequence[float]:
-    return logits
+def _output(body: RerankBody | PredictBody) -> str:
+    return "logits" if body.raw_scores else "scores"
 
 
 def _classes(scores: Sequence[float], labels: Sequence[str]) -> list[Json]:

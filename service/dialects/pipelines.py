@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from service.dialects.common import Extended, native
-from service.dialects.huggingface import encode_fields, logistic, probabilities
+from service.dialects.huggingface import encode_fields
 from service.dialects.pipeline_bodies import (
     ClassBody,
     EmbedAllBody,
@@ -156,7 +156,9 @@ def zero_shot_reply(plan: EncodePlan, reply: Json) -> object:
 
 
 def classes(body: ClassBody) -> EncodeBody:
-    return native(EncodeBody, _common(body) | {"input": body.inputs, "output": "logits"})
+    """Translate texts to classify: scores are the model's own, or what a named function makes of its logits."""
+    named = body.parameters is not None and body.parameters.function_to_apply is not None
+    return native(EncodeBody, _common(body) | {"input": body.inputs, "output": "logits" if named else "scores"})
 
 
 def classes_reply(body: ClassBody) -> Show:
@@ -166,9 +168,7 @@ def classes_reply(body: ClassBody) -> Show:
     top_k = parameters.top_k if parameters is not None else None
 
     def show(plan: EncodePlan, reply: Json) -> object:
-        head = plan.served.config.classifier
-        independent = head is not None and head.multi_label
-        scored = _FUNCTIONS[function] if function is not None else logistic if independent else probabilities
+        scored = _FUNCTIONS[function or "none"]
         found = []
         for item in reply["data"]:
             pairs = zip(scored(item["scores"]), reply["labels"], strict=True)
@@ -179,6 +179,10 @@ def classes_reply(body: ClassBody) -> Show:
     return show
 
 
+def _sigmoid(logits: Sequence[float]) -> list[float]:
+    return [1 / (1 + math.exp(-logit)) if logit > -700 else 0.0 for logit in logits]
+
+
 def _softmax(logits: Sequence[float]) -> list[float]:
     """Return probabilities, also of a single class."""
     weights = [math.exp(one - max(logits)) for one in logits]
@@ -187,7 +191,7 @@ def _softmax(logits: Sequence[float]) -> list[float]:
 
 _FUNCTIONS: dict[str, Callable[[Sequence[float]], Sequence[float]]] = {
     "none": list,
-    "sigmoid": logistic,
+    "sigmoid": _sigmoid,
     "softmax": _softmax,
 }
 

@@ -1,7 +1,7 @@
 """Reranking, scores and classes as Cohere, Jina and vLLM have them.
 
-A classifier of texts reads a pair as one input; its last class means relevant, as a probability, or as the logit where
-the folder of a cross-encoder says so. Any other model embeds the texts, and the score is the cosine of the vectors.
+A classifier of texts reads a pair as one input; its last class means relevant, and scores are by the activation that
+its folder says. Any other model embeds the texts, and the score is the cosine of the vectors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import numpy as np
 from service.core.errors import invalid
 from service.core.model_registry import ServedModel
 from service.dialects.common import native
-from service.dialects.huggingface import probabilities
 from service.dialects.ranking_bodies import ClassifyBody, RankBody, ScoreBody
 from service.http.json_replies import Json
 from service.planning.encode import EncodePlan
@@ -37,7 +36,6 @@ class Judgement:
 
     def __init__(self, served: ServedModel, firsts: Sequence[str], seconds: Sequence[str]) -> None:
         self._pairs = judges_pairs(served)
-        self._raw = served.checkpoint.sentences.raw_scores
         self._firsts = firsts
         self._seconds = seconds
 
@@ -46,15 +44,13 @@ class Judgement:
         if self._pairs:
             firsts = self._firsts if len(self._firsts) > 1 else [*self._firsts] * len(self._seconds)
             pairs = [{"text": one, "text_pair": other} for one, other in zip(firsts, self._seconds, strict=True)]
-            return native(EncodeBody, fields | {"input": pairs, "output": "logits"})
+            return native(EncodeBody, fields | {"input": pairs, "output": "scores"})
         return native(EncodeBody, fields | {"input": [*self._seconds, *self._firsts], "normalize": True})
 
     def scores(self, reply: Json) -> list[float]:
         """Return a score for each of `seconds`."""
         if self._pairs:
-            logits = [item["scores"] for item in reply["data"]]
-            raw = self._raw and len(logits[0]) == 1
-            return [one[0] if raw else probabilities(one)[-1] for one in logits]
+            return [item["scores"][-1] for item in reply["data"]]
         vectors = np.array([item["embedding"] for item in reply["data"]])
         seconds, firsts = vectors[: len(self._seconds)], vectors[len(self._seconds) :]
         scores: list[float] = (seconds * firsts).sum(axis=-1).tolist()
@@ -104,14 +100,14 @@ def score(body: ScoreBody, served: ServedModel) -> tuple[EncodeBody, Show]:
 
 def classify(body: ClassifyBody) -> EncodeBody:
     """Translate a body of texts to classify."""
-    return native(EncodeBody, _common(body) | {"input": body.input, "output": "logits"})
+    return native(EncodeBody, _common(body) | {"input": body.input, "output": "scores"})
 
 
 def classify_reply(plan: EncodePlan, reply: Json) -> Json:
-    """Return each text's most likely class, and the probabilities of all."""
+    """Return each text's most likely class, and the scores of all."""
     data = []
     for item in reply["data"]:
-        probs = probabilities(item["scores"])
+        probs = item["scores"]
         label = reply["labels"][max(range(len(probs)), key=probs.__getitem__)]
         data.append({"index": item["index"], "label": label, "probs": probs, "num_classes": len(probs)})
     return _listed(reply, data)

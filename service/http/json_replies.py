@@ -249,7 +249,7 @@ def _join(deltas: Sequence[Json]) -> Json:
 def encode_reply(plan: EncodePlan, items: Sequence[Json], job: Job) -> Json:
     """Return the reply of /encode, with the plan's items."""
     classifier = plan.served.config.classifier
-    labels = {"labels": list(classifier.labels)} if classifier and plan.output.name == "logits" else {}
+    labels = {"labels": list(classifier.labels)} if classifier and plan.output.labelled else {}
     return {
         "id": job.request_id,
         "model": plan.served.name,

@@ -217,7 +217,7 @@ class EncodePlanner:
                     raise invalid(f"{one.param}: output '{output.name}' needs text, not token ids", one.param)
                 continue
             served.require_tokenizer(one.param)
-            if one.pair is None and served.pairs is not None and output.name == "logits":
+            if one.pair is None and served.pairs is not None and output.labelled:
                 raise invalid(f"{one.param}: model {served.name} scores pairs: send text and text_pair", one.param)
             if one.pair is not None and served.config.encoder is None and served.pairs is None:
                 raise invalid(f"{one.param}.text_pair: model {served.name} reads one text", f"{one.param}.text_pair")

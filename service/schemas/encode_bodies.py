@@ -15,6 +15,7 @@ OutputName = Literal[
     "embedding",
     "tokens",
     "logits",
+    "scores",
     "sparse",
     "multi_vector",
     "fill_mask",
@@ -35,9 +36,9 @@ class EncodeBody(Body):
     output: OutputName = Field(
         "embedding",
         description="One vector for each input (`embedding`), one for each token (`tokens`), a classifier's logits "
-        "over the reply's `labels` (`logits`), weights of vocabulary entries (`sparse`), vectors of tokens for late "
-        "interaction (`multi_vector`), candidates for mask tokens "
-        "(`fill_mask`), entities with their places (`token_classification`), answers with their places "
+        "over the reply's `labels` (`logits`), or its scores by the activation that its folder says (`scores`), "
+        "weights of vocabulary entries (`sparse`), vectors of tokens for late interaction (`multi_vector`), candidates "
+        "for mask tokens (`fill_mask`), entities with their places (`token_classification`), answers with their places "
         "(`question_answering`: `text` is the question, `text_pair` the context), or scores of any `labels` by a model "
         "of entailment (`zero_shot`). /info lists what each model has.",
         examples=["embedding", "fill_mask"],

@@ -272,9 +272,9 @@ def test_info_lists_the_outputs_of_each_model(client: Client) -> None:
     vectors: Sequence[str] = ("embedding", "tokens")
     assert shown["bert"] == [*vectors]
     assert shown["bert-masked"] == [*vectors, "sparse", "fill_mask"]
-    assert shown["bert-entities"] == [*vectors, "logits", "token_classification"]
+    assert shown["bert-entities"] == [*vectors, "logits", "scores", "token_classification"]
     assert shown["bert-answers"] == [*vectors, "logits", "question_answering"]
-    assert shown["bart-nli"] == [*vectors, "logits", "zero_shot"]
+    assert shown["bart-nli"] == [*vectors, "logits", "scores", "zero_shot"]
 
 
 @pytest.mark.parametrize(
@@ -309,4 +309,4 @@ def test_every_request_of_the_docs_is_answered(client: Client) -> None:
         reply = client.post(path, **{**body, **normalized, "model": names[body["model"]]})
         assert reply.status_code == 200, (text, reply.text)
         outputs.add(body.get("output", "embedding"))
-    assert outputs == set(OUTPUTS) - {"tokens", "logits"}
+    assert outputs == set(OUTPUTS) - {"tokens", "logits", "scores"}

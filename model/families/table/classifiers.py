@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from model.config.layer import Activation
@@ -103,9 +103,16 @@ def classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfig
     if head is None:
         raise ConfigError(f"{architecture} is not served")
     bias = head.bias if names is None else f"{head.out}.bias" in names
-    multi_label = raw.get("problem_type") == "multi_label_classification"
     labels = _ENDS if spans else _labels(raw)
-    return ClassifierConfig(labels, head.input, head.activation, bias, multi_label, spans=spans)
+    return ClassifierConfig(labels, head.input, head.activation, bias, _activation(raw, labels), spans=spans)
+
+
+def _activation(raw: Settings, labels: Sequence[str]) -> str:
+    """Return what makes scores of logits, as the pipelines of `transformers` choose it."""
+    problem = raw.get("problem_type")
+    if problem == "regression":
+        return "Identity"
+    return "Sigmoid" if problem == "multi_label_classification" or len(labels) == 1 else "Softmax"
 
 
 def pooled_by(
@@ -148,7 +155,7 @@ def token_classifier(config: ModelConfig, tokens: tuple[int, ...]) -> ModelConfi
     outside = [token for token in tokens if not 0 <= token < config.embedding.vocab_size]
     if outside:
         raise ConfigError(f"tokens {outside} are outside the vocabulary")
-    labels = ClassifierConfig(_RELEVANT, _LAST, bias=False, tokens=tokens, tied=head.tied)
+    labels = ClassifierConfig(_RELEVANT, _LAST, bias=False, activation="Sigmoid", tokens=tokens, tied=head.tied)
     return replace(config, head=None, classifier=labels)
 
 

@@ -16,6 +16,10 @@ def _classifies(served: ServedModel, *, tokens: bool) -> bool:
 
 
 _CLASSIFIER = Need("has no classifier", lambda served: served.config.classifier is not None)
+_LABELS = Need(
+    "has no classifier of texts or tokens",
+    lambda served: served.config.classifier is not None and not served.config.classifier.spans,
+)
 _TOKEN_CLASSIFIER = Need("has no classifier of tokens", lambda served: _classifies(served, tokens=True))
 _SPANS = Need(
     "has no head for answers", lambda served: served.config.classifier is not None and served.config.classifier.spans
@@ -58,6 +62,16 @@ _TABLE = (
         vectors.scores_item,
         needs=(_CLASSIFIER,),
         fields=frozenset({"truncate", "encoding_format"}),
+        labelled=True,
+        settings=vectors.end_of_sequence,
+    ),
+    Output(
+        "scores",
+        EncodeTask.SCORES,
+        vectors.scores_item,
+        needs=(_LABELS,),
+        fields=frozenset({"truncate", "encoding_format"}),
+        labelled=True,
         settings=vectors.end_of_sequence,
     ),
     Output(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,9 +16,6 @@ from model.config.model import ClassifierConfig, ClassifierInput
 from service.dialects import huggingface
 from service.dialects.huggingface_bodies import PredictBody, RerankBody
 from service.dialects.huggingface_info import model_kind
-from service.planning.encode import EncodePlan
-from service.planning.outputs.registry import OUTPUTS
-from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask, check_accounts, events, live, make_app, served, word_tokenizer
@@ -176,38 +172,19 @@ def test_reranking() -> None:
     asked = RerankBody.model_validate({"query": "q", "texts": ["a", "b"], "return_text": True})
     assert [one.text_pair for one in huggingface.rerank(asked).input] == ["a", "b"]  # type: ignore[union-attr]
     best, other = huggingface.rerank_reply(asked)(None, REPLY)  # type: ignore[arg-type, misc, attr-defined]
-    assert best == {"index": 1, "score": pytest.approx(1 / (1 + math.exp(-2))), "text": "b"}
-    assert other["index"] == 0
+    assert best == {"index": 1, "score": 2.0, "text": "b"} and other["index"] == 0
     raw = RerankBody.model_validate({"query": "q", "texts": ["a", "b"], "raw_scores": True})
-    assert huggingface.rerank_reply(raw)(None, REPLY)[0] == {"index": 1, "score": 2.0}  # type: ignore[arg-type, index]
-
-
-def predicted(body: dict[str, Any], *, multi_label: bool = False) -> Any:
-    reply = {"data": [{"index": 0, "scores": [1.0, 3.0]}], "labels": ["NO", "YES"]}
-    plain = served("judge", "encoder-only", word_tokenizer())
-    head = ClassifierConfig(("NO", "YES"), ClassifierInput.FIRST, multi_label=multi_label)
-    checkpoint = replace(plain.checkpoint, config=replace(plain.config, classifier=head))
-    asked = EncodeBody(input="a", output="logits")
-    plan = EncodePlan(replace(plain, checkpoint=checkpoint), asked, OUTPUTS["logits"], (), (), ())
-    return huggingface.predict_reply(PredictBody.model_validate(body))(plan, reply)
+    assert (huggingface.rerank(asked).output, huggingface.rerank(raw).output) == ("scores", "logits")
 
 
 def test_predicting() -> None:
-    best, other = predicted({"inputs": "a"})
-    assert (best["label"], best["score"] + other["score"]) == ("YES", pytest.approx(1.0))
-    batch = {"inputs": [["a", "b"]], "raw_scores": True}
-    [[first, _]] = predicted(batch)
+    reply = {"data": [{"index": 0, "scores": [1.0, 3.0]}], "labels": ["NO", "YES"]}
+    asked = PredictBody.model_validate({"inputs": [["a", "b"]], "raw_scores": True})
+    [[first, _]] = huggingface.predict_reply(asked)(None, reply)  # type: ignore[arg-type, misc, attr-defined]
     assert first == {"label": "YES", "score": 3.0}
-    [pair] = huggingface.predict(PredictBody.model_validate(batch)).input
-    assert (pair.text, pair.text_pair) == ("a", "b")  # type: ignore[union-attr]
-    assert huggingface.probabilities([1000.0, 1000.0]) == [0.5, 0.5]
-    assert huggingface.probabilities([-1e6]) == [0.0]
-
-
-def test_labels_that_do_not_exclude_each_other_are_scored_each_by_itself() -> None:
-    best, other = predicted({"inputs": "a"}, multi_label=True)
-    assert best == {"label": "YES", "score": pytest.approx(1 / (1 + math.exp(-3.0)))}
-    assert other == {"label": "NO", "score": pytest.approx(1 / (1 + math.exp(-1.0)))}
+    found = huggingface.predict(asked)
+    [pair] = found.input
+    assert (pair.text, pair.text_pair, found.output) == ("a", "b", "logits")  # type: ignore[union-attr]
 
 
 def judging(settings: ServiceSettings | None = None) -> App:
