@@ -8,6 +8,7 @@ from model.text.tokenizer import Tokenizer
 from service.chat.reply_parser import ReplyFormat
 
 _AFTER_ANALYSIS = ("<|channel|>final", "<|channel|>commentary")  # which ends the reasoning of gpt-oss
+_WINDOW = 256  # tokens that are decoded at once, so that each is decoded about once
 
 
 def reasoning_tokens(format: ReplyFormat, ids: Sequence[int], tokenizer: Tokenizer) -> int:
@@ -15,15 +16,17 @@ def reasoning_tokens(format: ReplyFormat, ids: Sequence[int], tokenizer: Tokeniz
     if format.reasoning is None:
         return 0
     marks = (format.reasoning.closing,) if format.reasoning.closing else _AFTER_ANALYSIS
+    longest = max(len(mark.encode()) for mark in marks)  # in tokens: none is shorter than a byte
 
-    def has_ended(size: int) -> bool:
-        text = tokenizer.decode(ids[:size], skip_special_tokens=False)
+    def has_mark(start: int, end: int) -> bool:
+        text = tokenizer.decode(ids[max(0, start - longest) : end], skip_special_tokens=False)
         return any(mark in text for mark in marks)
 
-    low, high = 0, len(ids)
-    if not has_ended(high):
-        return high
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if has_ended(middle) else (middle, high)
-    return high
+    for start in range(0, len(ids), _WINDOW):
+        low, high = start, min(start + _WINDOW, len(ids))
+        if has_mark(start, high):
+            while low + 1 < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if has_mark(start, middle) else (middle, high)
+            return high
+    return len(ids)

@@ -82,7 +82,6 @@ class TextGeneration(DataEvents):
     """
 
     done = b""
-    repeats = False  # events count the tokens
 
     def __init__(self, generation: Generation, body: TextGenerationBody, *, as_list: bool = False) -> None:
         self._plan = generation.plan

@@ -31,14 +31,17 @@ class _Rendering(DataEvents):
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
 
     def events(self, event: Json) -> Iterable[Json]:
-        head = self._head(event, self.chunk_kind)
-        if self._with_usage:
-            head["usage"] = None
+        head = self._chunk_head(event)
         for delta in event["choices"]:
             for choice in self._deltas(delta):
                 yield {**head, "choices": [choice]}
         if self._with_usage and "usage" in event:
             yield {**head, "choices": [], "usage": self._usage(event)}
+
+    def repeated(self, event: Json) -> Json | None:
+        [delta] = event["choices"]
+        choice = self._repeated(delta)
+        return None if choice is None else {**self._chunk_head(event), "choices": [choice]}
 
     def reply(self, reply: Json) -> object:
         choices = [self._choice(choice) for choice in reply["choices"]]
@@ -52,6 +55,9 @@ class _Rendering(DataEvents):
             "model": native["model"],
         }
 
+    def _chunk_head(self, native: Json) -> Json:
+        return self._head(native, self.chunk_kind) | ({"usage": None} if self._with_usage else {})
+
     def _usage(self, native: Json) -> Json:
         usage = dict(native["usage"])
         predicted = {name: usage.pop(name) for name in _PREDICTED if name in usage}
@@ -59,6 +65,10 @@ class _Rendering(DataEvents):
         return usage | details | ({"completion_tokens_details": predicted} if predicted else {})
 
     def _deltas(self, delta: Json) -> Iterable[Json]:
+        raise NotImplementedError
+
+    def _repeated(self, delta: Json) -> Json | None:
+        """Return the choice of `repeated`."""
         raise NotImplementedError
 
     def _choice(self, choice: Json) -> Json:
@@ -85,14 +95,14 @@ class Completions(_Rendering):
     def _deltas(self, delta: Json) -> Iterable[Json]:
         return (self._choice(delta),)
 
+    def _repeated(self, delta: Json) -> Json | None:
+        shows_text = self._logprobs is None and not self._prompt_only
+        return _completion_choice(delta["index"], delta["text"]) if shows_text else None
+
     def _choice(self, choice: Json) -> Json:
         index = choice["index"]
-        return {
-            "index": index,
-            "text": self._generation.echoed(index) if self._prompt_only else choice["text"],
-            "logprobs": self._shown_logprobs(choice),
-            "finish_reason": _finish(choice),
-        }
+        text = self._generation.echoed(index) if self._prompt_only else choice["text"]
+        return _completion_choice(index, text, self._shown_logprobs(choice), _finish(choice))
 
     def _usage(self, native: Json) -> Json:
         usage = super()._usage(native)
@@ -181,16 +191,12 @@ class ChatCompletions(_Rendering):
         self._ids: dict[int, list[int]] = {}  # of their tokens, at least up to the end of the reasoning
         self._reasoned: set[int] = set()  # choices with reasoning
 
-    @property
-    def repeats(self) -> bool:  # type: ignore[override]
-        return all(parser.passes for parser in self._parsers.values())
-
     def _deltas(self, delta: Json) -> Iterable[Json]:
         index = delta["index"]
         if index not in self._begun:
             self._begun.add(index)
             role = {"role": "assistant", "content": ""}
-            yield {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
+            yield _chat_delta(index, role)
         logprobs, finish_reason = _content_logprobs(delta), self._finish(delta)
         if self._format.is_plain:
             shown = [{"content": delta["text"]}] if delta["text"] else []
@@ -203,7 +209,13 @@ class ChatCompletions(_Rendering):
             shown = [{}]
         for at, one in enumerate(shown, 1):
             end = finish_reason if at == len(shown) else None
-            yield {"index": index, "delta": one, "logprobs": logprobs if at == 1 else None, "finish_reason": end}
+            yield _chat_delta(index, one, logprobs if at == 1 else None, end)
+
+    def _repeated(self, delta: Json) -> Json | None:
+        index = delta["index"]
+        parser = self._parsers.get(index)
+        is_content = self._format.is_plain or (parser is not None and parser.passes)
+        return _chat_delta(index, _shown(Content(delta["text"]))) if is_content and index in self._begun else None
 
     def _choice(self, choice: Json) -> Json:
         if self._format.is_plain:
@@ -247,6 +259,14 @@ class ChatCompletions(_Rendering):
             return reason
         is_cut = isinstance(choice.get("stop_reason"), str) and parser.is_within_call  # by a text of `stop`
         return "stop" if is_cut else "tool_calls"
+
+
+def _completion_choice(index: int, text: str, logprobs: Json | None = None, reason: str | None = None) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _chat_delta(index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _shown(part: Part) -> Json:

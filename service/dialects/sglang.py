@@ -215,8 +215,6 @@ def encode_reply(body: SglangEncodeBody) -> Callable[[EncodePlan, Json], object]
 class SglangGeneration(DataEvents):
     """Renders replies and events of generation."""
 
-    repeats = False  # events have the whole text so far
-
     def __init__(self, generation: Generation, body: SglangGenerateBody) -> None:
         self._generation = generation
         self._body = body

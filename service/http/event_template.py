@@ -1,11 +1,10 @@
 """Templates of events: what is the same in all events of a sequence that goes on, as bytes around text and token ids.
 
-A template is made by rendering an event with marks for both, so that it has the shape of any other event.
+A template is made of an event that was rendered with marks for both, so that it has the shape of any other event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -30,6 +29,11 @@ def is_plain(output: TokenOutput) -> bool:
     )
 
 
+def marked(output: TokenOutput) -> TokenOutput:
+    """Return an output of the same sequence that has the marks as its text and token ids."""
+    return TokenOutput(output.request_id, output.index, [_ID], text=_TEXT)
+
+
 @dataclass(frozen=True, slots=True)
 class EventTemplate:
     """The bytes before, between and after text and token ids; `between` is None for events without ids."""
@@ -39,12 +43,8 @@ class EventTemplate:
     after: bytes
 
     @classmethod
-    def of(cls, render: Callable[[TokenOutput], bytes], output: TokenOutput) -> EventTemplate | None:
-        """Return the template of a sequence's events, from how `render` shows one; None if marks are not found.
-
-        `output` is one of the sequence's.
-        """
-        shown = render(TokenOutput(output.request_id, output.index, [_ID], text=_TEXT))
+    def of(cls, shown: bytes) -> EventTemplate | None:
+        """Return the template of an event that shows `marked` output; None if the marks are not found in it."""
         before, *rest = shown.split(_encode(_TEXT))
         if len(rest) != 1 or _encode(_ID) in before:
             return None

@@ -157,11 +157,6 @@ class Rendering(Protocol):
         """The bytes that end a stream, after its last event."""
 
     @property
-    def repeats(self) -> bool:
-        """Whether events of a choice that has begun and goes on, without log-probabilities, differ in nothing but text
-        and token ids, and rendering one changes nothing."""
-
-    @property
     def keepalive(self) -> bytes:
         """The bytes that are sent when there was no event for a while."""
 
@@ -170,6 +165,12 @@ class Rendering(Protocol):
 
     def events(self, event: Json) -> Iterable[Json]:
         """Return the dialect's events for a `GenerateEvent` of /generate."""
+
+    def repeated(self, event: Json) -> Json | None:
+        """Return what `events` returns for a choice that has begun and goes on, if that has the same shape from now on.
+
+        Else None. It changes nothing, and is called with text and token ids that the choice does not have.
+        """
 
     def failed(self, error: ApiError) -> Iterable[Json]:
         """Return the last events of a stream that failed."""
@@ -188,11 +189,13 @@ class DataEvents:
     """Frames events without names, as most dialects have them; the JSON has no line breaks."""
 
     done = b"data: [DONE]\n\n"
-    repeats = True
     keepalive = b": keep-alive\n\n"
 
     def opening(self) -> Iterable[Json]:
         return ()
+
+    def repeated(self, event: Json) -> Json | None:
+        return None
 
     def failed(self, error: ApiError) -> Iterable[Json]:
         return (error.body(),)
@@ -205,7 +208,6 @@ class NamedEvents(DataEvents):
     """Frames events under the names that they have as `type`; nothing but the last of them ends a stream."""
 
     done = b""
-    repeats = False
 
     def frame(self, event: Json) -> bytes:
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
@@ -219,6 +221,9 @@ class NativeRendering(DataEvents):
 
     def events(self, event: Json) -> Iterable[Json]:
         return (event,)
+
+    def repeated(self, event: Json) -> Json | None:
+        return event
 
     def reply(self, reply: Json) -> object:
         return reply

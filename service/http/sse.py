@@ -26,7 +26,7 @@ from service.core.engine_client import GenerationStream, ListenableStream
 from service.core.errors import ApiError, engine_failed, internal, log_unexpected
 from service.core.write_batch import WriteBatch
 from service.http.bodies import cancel_all, wait_for_disconnect
-from service.http.event_template import EventTemplate, is_plain
+from service.http.event_template import EventTemplate, is_plain, marked
 from service.http.json_replies import Generation, Json, Rendering
 from service.http.stream_writer import StreamWriter
 from service.lifecycle.jobs import Job
@@ -140,17 +140,15 @@ class GenerationEvents:
     def _template(self, output: TokenOutput) -> EventTemplate | None:
         """Return the template of a sequence that has begun, if its events have one."""
         key = (output.request_id, output.index)
-        try:
+        if key in self._templates:
             return self._templates[key]
-        except KeyError:
-            if not self._rendering.repeats or not self._generation.has_begun(output):
-                return None
-        self._templates[key] = found = EventTemplate.of(self._render_plain, output)
+        if not self._generation.has_begun(output):
+            return None
+        event = self._rendering.repeated({**self._head, "choices": [self._generation.delta(marked(output))]})
+        if event is None:
+            return None
+        self._templates[key] = found = EventTemplate.of(self._rendering.frame(event))
         return found
-
-    def _render_plain(self, output: TokenOutput) -> bytes:
-        event = {**self._head, "choices": [self._generation.delta(output)]}
-        return self._framed(self._rendering.events(event))
 
 
 class EventStream(Response):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from model.text.grammar import json_grammar
 from model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
 from model.text.token_bytes import TokenBytes
+from model.text.tokenizer import Tokenizer
 from service.chat.call_grammar import reply_grammar
 from service.chat.call_parsers import DEEPSEEK_MARKS
 from service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, fitting_id
@@ -22,8 +23,10 @@ from service.chat.instructions import plain_messages
 from service.chat.parts import WholeReply
 from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.tools import Tool, ToolUse
+from service.chat.usage import reasoning_tokens
 from service.core.template_traits import CallIds
 from service.settings import service_settings
+from tests.service.support import byte_tokenizer
 
 WEATHER = Tool("weather", "Tells it.", {"type": "object", "properties": {"city": {"type": "string"}, "n": {}}})
 TOOLS = {"weather": WEATHER, "f": Tool("f", None, None)}
@@ -407,3 +410,22 @@ def test_an_answer_is_json_or_calls(name: str) -> None:
         kinds.add((bool(reply.calls), bool(reply.reasoning)))
     assert {calls for calls, _ in kinds} == {True, False}
     assert any(reasoned for _, reasoned in kinds)
+
+
+@pytest.mark.parametrize("place", [0, 9, 255, 256, 257, 5_000])
+@pytest.mark.parametrize("closed", [True, False])
+def test_reasoning_is_counted_by_decoding_each_token_about_once(place: int, closed: bool) -> None:
+    """Whatever its length: long reasoning must not hold the event loop."""
+    decoded = [0]
+
+    class Counting(Tokenizer):
+        def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            decoded[0] += len(ids)
+            return super().decode(ids, skip_special_tokens=skip_special_tokens)
+
+    tokenizer = Counting(byte_tokenizer()._tokenizer)
+    said = "x" * place + "</think>" * closed
+    ids = tokenizer.encode(said + "y" * 700, add_special_tokens=False).ids
+    format = ReplyFormat(reasoning=REASONING_FORMATS["think"])
+    assert reasoning_tokens(format, ids, tokenizer) == (len(said) if closed else len(ids))
+    assert decoded[0] < 1.1 * len(ids) + 4 * 256

@@ -16,7 +16,7 @@ from model.client.generation_stream import GenerationStream
 from model.errors import EngineDeadError
 from service.core.write_batch import WriteBatch
 from service.http import sse
-from service.http.event_template import EventTemplate
+from service.http.event_template import EventTemplate, marked
 from service.http.json_replies import DataEvents
 from tests.service.support import byte_tokenizer, info, until
 
@@ -255,11 +255,11 @@ def test_an_event_from_a_template_is_as_any_other(text: str, with_ids: bool) -> 
         )
 
     output = TokenOutput("r", 0, [5, 70], text=text)
-    template = EventTemplate.of(render, output)
+    template = EventTemplate.of(render(marked(output)))
     assert template is not None and template.fill(output) == render(output)
 
 
 @pytest.mark.parametrize("shown", [b"data: {}\n\n", b'{"text": "\xee\x80\x80text\xee\x80\x80", "again": TEXT}'])
 def test_events_without_one_text_have_no_template(shown: bytes) -> None:
     text = b'"\xee\x80\x80text\xee\x80\x80"'
-    assert EventTemplate.of(lambda output: shown.replace(b"TEXT", text), TokenOutput("r")) is None
+    assert EventTemplate.of(shown.replace(b"TEXT", text)) is None
