@@ -29,7 +29,6 @@ from service.dialects.pipeline_bodies import (
 )
 from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.dialects.responses_bodies import ResponsesBody
-from service.dialects.sglang import SglangEncodeBody, SglangGenerateBody
 from service.http.route_prefix import prefix_of
 from service.http.static_pages import page
 from service.schemas.bodies import DetokenizeBody, GenerateBody, TokenizeBody
@@ -62,8 +61,6 @@ from service.schemas.dialect_replies import (
     OpenAIVerboseTranscript,
     Ranked,
     Scored,
-    SglangText,
-    SglangVector,
 )
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.models import LoadBody, UnloadBody
@@ -77,7 +74,6 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *(CompletionBody, ChatBody, EmbeddingBody, ResponsesBody),
     *(MessagesBody, CountBody),
     *(TextGenerationBody, EmbedBody, RerankBody, PredictBody),
-    *(SglangGenerateBody, SglangEncodeBody),
     *(LoadBody, UnloadBody),
     *(RankBody, ScoreBody, ClassifyBody, CohereEmbedBody),
     *(EmbedAllBody, EmbedSparseBody, SimilarityBody),
@@ -89,7 +85,6 @@ _REPLIES: tuple[type[BaseModel], ...] = (
     *(OpenAICompletion, OpenAIChatCompletion, OpenAIChatChunk, OpenAIEmbeddings),
     *(OpenAIResponse, OpenAIResponseEvent, AnthropicMessage, AnthropicEvent),
     *(HuggingFaceText, HuggingFaceEvent, HuggingFaceRank, HuggingFaceClass),
-    *(SglangText, SglangVector),
     *(Ranked, Scored, Classified, CohereVectors),
     *(HuggingFaceSparse, HuggingFaceFill, HuggingFaceAnswer, HuggingFaceEntity),
     *(TranscribeReply, TranscribeEvent, HuggingFaceSpeech),

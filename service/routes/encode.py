@@ -14,10 +14,9 @@ from model.api.request import EncodeOutput, FinishReason
 from model.errors import EngineError
 from service.core.errors import REFUSALS, cancelled, deadline_passed, engine_failed, engine_refusal
 from service.core.model_registry import Task
-from service.dialects import huggingface, sglang
+from service.dialects import huggingface
 from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody
-from service.dialects.sglang import SglangEncodeBody
 from service.http.bodies import (
     cancel_on_disconnect,
     context_of_request,
@@ -31,7 +30,7 @@ from service.lifecycle.state import Service, service_of
 from service.planning.encode import EncodePlan
 from service.planning.outputs.registry import OUTPUTS
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
-from service.schemas.dialect_replies import SglangVector, Vectors
+from service.schemas.dialect_replies import Vectors
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.replies import EncodeReply
 
@@ -40,8 +39,6 @@ router = APIRouter()
 _BODIES: dict[str, type[BaseModel]] = {
     "input": EncodeBody,
     "inputs": EmbedBody,
-    "text": SglangEncodeBody,
-    "input_ids": SglangEncodeBody,
 }
 
 
@@ -50,15 +47,14 @@ _BODIES: dict[str, type[BaseModel]] = {
     summary="Turn inputs into vectors",
     response_model=None,
     responses={
-        **ok_response("The vectors.", EncodeReply, Vectors, SglangVector, list[SglangVector]),
+        **ok_response("The vectors.", EncodeReply, Vectors),
         **error_responses(*WORK_ERRORS),
     },
     openapi_extra={
         **request_body(
-            *(EncodeBody, EmbedBody, SglangEncodeBody),
+            *(EncodeBody, EmbedBody),
             triptych={"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]},
             huggingface={"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]},
-            sglang={"model": "embed", "text": "a cat on a mat"},
         ),
         **query_model(),
     },
@@ -67,14 +63,11 @@ async def encode(request: Request) -> Response:
     """Any loaded model can encode: an encoder with its own pooling, an encoder-decoder with its encoder, a decoder
     with its last hidden states.
 
-    A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's; the reply has that API's shape.
+    A body with `inputs` is Hugging Face's; the reply has that API's shape.
     """
     body = await read_one_of(request, EncodeBody, _BODIES)
     if isinstance(body, EmbedBody):
         return await huggingface_answer(request, body)
-    if isinstance(body, SglangEncodeBody):
-        with naming_errors(sglang.encode_names(body)):
-            return await answer(request, sglang.encode(body), sglang.encode_reply(body))
     assert isinstance(body, EncodeBody)
     return await answer(request, body)
 

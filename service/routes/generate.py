@@ -14,10 +14,9 @@ from model.errors import EngineError
 from service.core.engine_client import GenerationStream
 from service.core.errors import REFUSALS, deadline_passed, engine_failed, engine_refusal
 from service.core.model_registry import Task
-from service.dialects import huggingface, sglang
+from service.dialects import huggingface
 from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
 from service.dialects.huggingface_bodies import TextGenerationBody
-from service.dialects.sglang import SglangGenerateBody
 from service.http.bodies import (
     cancel_on_disconnect,
     context_of_request,
@@ -38,7 +37,7 @@ from service.planning.generate import GeneratePlan, ReplyShape
 from service.routes import audio
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.bodies import GenerateBody
-from service.schemas.dialect_replies import HuggingFaceEvent, HuggingFaceText, SglangText
+from service.schemas.dialect_replies import HuggingFaceEvent, HuggingFaceText
 from service.schemas.replies import GenerateEvent, GenerateReply
 from service.schemas.speech_bodies import TranscribeBody, TranscribeEvent, TranscribeReply
 
@@ -47,14 +46,12 @@ router = APIRouter()
 _BODIES: dict[str, type[BaseModel]] = {
     "prompt": GenerateBody,
     "inputs": TextGenerationBody,
-    "text": SglangGenerateBody,
-    "input_ids": SglangGenerateBody,
 }
 
 _OK = ok_response(
     "The whole reply, or its events.",
-    *(GenerateReply, TranscribeReply, HuggingFaceText, SglangText, list[SglangText]),
-    events=(GenerateEvent, TranscribeEvent, HuggingFaceEvent, SglangText),
+    *(GenerateReply, TranscribeReply, HuggingFaceText),
+    events=(GenerateEvent, TranscribeEvent, HuggingFaceEvent),
 )
 
 # A WAV file of 4 ms.
@@ -68,11 +65,10 @@ _TONE = "UklGRjQAAABXQVZFZm10IBAAAAABAAEAoA8AAKAPAAABAAgAZGF0YRAAAACAyIA4gMiAOID
     responses={**_OK, **error_responses(*WORK_ERRORS)},
     openapi_extra={
         **request_body(
-            *(GenerateBody, TranscribeBody, TextGenerationBody, SglangGenerateBody),
+            *(GenerateBody, TranscribeBody, TextGenerationBody),
             triptych={"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16},
             huggingface={"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}},
             speech={"model": "speech", "audio": _TONE, "timestamps": "segment"},
-            sglang={"model": "code", "text": "def add(a, b):\n    ", "sampling_params": {"max_new_tokens": 16}},
         ),
         **query_model(),
     },
@@ -82,7 +78,7 @@ async def generate(request: Request) -> Response:
 
     A body with `audio` asks for a transcription, by a model that reads audio.
 
-    A body with `inputs` is Hugging Face's, one with `text` or `input_ids` SGLang's; the reply has that API's shape.
+    A body with `inputs` is Hugging Face's; the reply has that API's shape.
     """
     raw = await raw_body(request)
     refuse_if_full(request, raw)
@@ -91,8 +87,6 @@ async def generate(request: Request) -> Response:
     body = with_model(request, parsed_as_one_of(raw, GenerateBody, _BODIES))
     if isinstance(body, TextGenerationBody):
         return await huggingface_answer(request, body)
-    if isinstance(body, SglangGenerateBody):
-        return await _sglang_answer(request, body)
     assert isinstance(body, GenerateBody)
     return await answer(request, body)
 
@@ -105,14 +99,6 @@ async def huggingface_answer(
     with naming_errors(names):
         found = huggingface.generate(body, stream=stream)
         return await answer(request, found, lambda one: huggingface.TextGeneration(one, body, as_list=as_list), names)
-
-
-async def _sglang_answer(request: Request, body: SglangGenerateBody) -> Response:
-    with naming_errors(names := sglang.generate_names(body)):
-        await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
-        served = service_of(request).registry.resolve(body.model, Task.GENERATE)
-        found = sglang.generate(body, served)
-        return await answer(request, found, lambda one: sglang.SglangGeneration(one, body), names)
 
 
 async def answer(

@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -329,59 +329,6 @@ class HuggingFaceEntity(Reply):
     word: str = Field(description="As the tokenizer writes it.", examples=["Ada"])
     start: int = Field(description="First character.", examples=[0])
     end: int = Field(description="Character behind the last one.", examples=[3])
-
-
-class SglangMatched(Reply):
-    type: Literal["stop"] = Field(description="Ended by a stop id or text.", examples=["stop"])
-    matched: int | str | None = Field(description="The stop id or text.", examples=[2])
-
-
-class SglangLength(Reply):
-    type: Literal["length"] = Field(description="Ended at the maximum length.", examples=["length"])
-    length: int = _COMPLETION_TOKENS
-
-
-class SglangAbort(Reply):
-    type: Literal["abort"] = Field(description="Ended by a deadline, a cancellation or an error.", examples=["abort"])
-    message: str = Field(description="The reason.", examples=["the deadline passed"])
-
-
-SglangFinish = Annotated[SglangMatched | SglangLength | SglangAbort, Field(discriminator="type")]
-SglangTriple = Annotated[list[Any], Field(min_length=3, max_length=3, description="log-probability, id, text")]
-
-
-class SglangMeta(Reply):
-    id: str = _ID
-    finish_reason: SglangFinish | None = Field(description="Null while it continues.")
-    prompt_tokens: int = _PROMPT_TOKENS
-    completion_tokens: int = _COMPLETION_TOKENS
-    cached_tokens: int = Field(description="Prompt tokens that came from the prefix cache.", examples=[0])
-    e2e_latency: float | None = Field(None, description="Seconds, at the end.", examples=[0.1])
-    output_token_logprobs: list[SglangTriple] | None = Field(None, description="If requested.")
-    output_top_logprobs: list[list[SglangTriple]] | None = Field(None, description="If requested.")
-    input_token_logprobs: list[SglangTriple] | None = Field(None, description="If requested.")
-    input_top_logprobs: list[list[SglangTriple]] | None = Field(None, description="If requested.")
-
-
-class SglangText(Reply):
-    """A reply, or an event of a stream with the whole text so far."""
-
-    text: str = Field(description="The text.", examples=[" return n"])
-    output_ids: list[int] = Field(description="Its ids.", examples=[[42]])
-    meta_info: SglangMeta = Field(description="Details.")
-    index: int | None = Field(None, description="In a stream, the choice of several.", examples=[0])
-
-
-class SglangVectorMeta(Reply):
-    id: str = _ID
-    finish_reason: dict[str, str] = Field(description="Always a stop.", examples=[{"type": "stop"}])
-    prompt_tokens: int = _PROMPT_TOKENS
-    e2e_latency: float | None = Field(None, description="Seconds.", examples=[0.1])
-
-
-class SglangVector(Reply):
-    embedding: list[float] = Field(description="The vector.", examples=[[0.1, -0.2]])
-    meta_info: SglangVectorMeta = Field(description="Details.")
 
 
 Vectors = list[list[float]]
