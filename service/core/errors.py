@@ -14,7 +14,7 @@ import logging
 import math
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -224,19 +224,23 @@ def log_unexpected(error: BaseException) -> None:
     logger.error("unexpected %s\n%s", type(error).__name__, frames.rstrip())
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]], fields: Mapping[int, Sequence[str]]) -> ApiError:
+def from_validation(
+    errors: Sequence[Mapping[str, Any]], known: Callable[[Sequence[int | str]], Sequence[str]] = lambda place: ()
+) -> ApiError:
     """Turn Pydantic's errors into one 400: the message has the first few, `param` names the first.
 
-    `fields[depth]` are the names allowed at that depth of the body, for suggestions of similar names.
+    `known` returns the names of the fields at the place of one that is not known, for suggestions of similar names.
     """
-    described = [_describe(error, fields) for error in errors[:_SHOWN_ERRORS]]
+    described = [_describe(error, known) for error in errors[:_SHOWN_ERRORS]]
     more = len(errors) - len(described)
     message = "; ".join(text for _, text, _ in described) + (f"; and {more} more" if more else "")
     param, _, code = described[0]
     return invalid(message, param, code)
 
 
-def _describe(error: Mapping[str, Any], fields: Mapping[int, Sequence[str]]) -> tuple[str | None, str, str]:
+def _describe(
+    error: Mapping[str, Any], known: Callable[[Sequence[int | str]], Sequence[str]]
+) -> tuple[str | None, str, str]:
     kind, location = error["type"], _without_tags(error["loc"])
     if kind == "json_invalid":
         return None, f"the body is not valid JSON ({error['ctx']['error']})", "invalid_json"
@@ -244,7 +248,7 @@ def _describe(error: Mapping[str, Any], fields: Mapping[int, Sequence[str]]) -> 
         return None, "the body must be a JSON object", "invalid_type"
     param = path_of(location)
     if kind == "extra_forbidden":
-        return param, unknown_name("field", str(location[-1]), fields.get(len(location), ())), "unknown_field"
+        return param, _unknown_field(location, known(error["loc"])), "unknown_field"
     if kind == "missing":
         return param, f"{param} is required", "missing_field"
     if kind == NOT_SUPPORTED:
@@ -252,6 +256,13 @@ def _describe(error: Mapping[str, Any], fields: Mapping[int, Sequence[str]]) -> 
     message = error["msg"][:1].lower() + error["msg"][1:]
     wrong_type = kind.endswith("_type") or kind.endswith("_parsing") or kind == "int_from_float"
     return param, f"{param}: {message}", "invalid_type" if wrong_type else "invalid_value"
+
+
+def _unknown_field(location: Sequence[int | str], known: Sequence[str]) -> str:
+    """Return the message for an unknown field, with its place where that is not the body itself."""
+    place = f" in {path_of(location[:-1])}" if len(location) > 1 else ""
+    found, _, hint = unknown_name("field", str(location[-1]), known).partition("; ")
+    return found + place + (f"; {hint}" if hint else "")
 
 
 def _without_tags(location: Sequence[int | str]) -> list[int | str]:
@@ -295,7 +306,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return render(from_validation(error.errors(), {}))
+    return render(from_validation(error.errors()))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:

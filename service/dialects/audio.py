@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -21,6 +22,7 @@ from service.http.json_replies import DataEvents, Json
 from service.http.multipart import Form
 from service.http.transcripts import check_complete
 from service.lifecycle.jobs import Job
+from service.schemas.field_paths import siblings
 from service.schemas.speech_bodies import TranscribeBody
 from service.speech.running import RunningTranscription
 
@@ -63,8 +65,7 @@ def parsed_form(form: Form, model: type[F]) -> tuple[F, bytes]:
     try:
         body = model.model_validate(fields)
     except ValidationError as error:
-        names = {1: list(model.model_fields)}
-        raise from_validation(error.errors(include_url=False, include_input=False), names) from None
+        raise from_validation(error.errors(include_url=False, include_input=False), partial(siblings, model)) from None
     if body.request_id is not None:
         context_of_request().request_id = body.request_id
     return body, files[0].data

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, Tag
 
-from service.dialects.common import DialectBody, Extended, NotSupported
+from service.dialects.common import DialectBody, Ignored, NotSupported, Refused
+from service.dialects.huggingface_bodies import HuggingFaceBody
 from service.schemas.bodies import RequestId
 from service.schemas.types import MAX_INT, ONE_OR_LIST, Body
 
@@ -111,6 +112,8 @@ class SpeechGeneration(DialectBody):
     typical_p: NotSupported = None
     epsilon_cutoff: NotSupported = None
     eta_cutoff: NotSupported = None
+    early_stopping: Annotated[Any, Refused(False)] = None
+    use_cache: Annotated[Any, Ignored("the KV cache is always used, and changes no output")] = None
 
 
 class SpeechParameters(DialectBody):
@@ -123,7 +126,7 @@ class SpeechParameters(DialectBody):
     generate_kwargs: SpeechGeneration | None = Field(None, description="The same, by another name.")
 
 
-class SpeechBody(Extended):
+class SpeechBody(HuggingFaceBody):
     """Transcribe speech, as InferenceClient asks for it where there are parameters."""
 
     inputs: str = Field(min_length=1, description="The file as base64.", examples=["UklGRiQAAABXQVZF"])

@@ -6,15 +6,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from service.core.errors import NOT_SUPPORTED, ApiError, from_validation, invalid
+from service.core.errors import NOT_SUPPORTED, ApiError, from_validation, invalid, shorten
 from service.core.model_registry import ServedModel
 from service.core.request_context import REQUEST_ID_PATTERN
+from service.schemas.field_paths import NotRead
 from service.schemas.types import Body
 
 B = TypeVar("B", bound=Body)
@@ -26,9 +27,10 @@ NATIVE_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class DialectBody(Body):
-    """Is the base of a dialect's bodies: strict types, null allowed for optional fields, unknown fields ignored."""
+    """Is the base of a dialect's bodies: strict types, null allowed for optional fields, no unknown fields.
 
-    model_config = ConfigDict(extra="ignore")
+    A field of the dialect is read, or marked as `Refused` or as `Ignored`: docs/fields.md is made from these marks.
+    """
 
 
 class Extended(DialectBody):
@@ -45,23 +47,74 @@ class Extended(DialectBody):
     )
 
 
-class Refused:
-    """Marks a field that is not supported: null and `harmless` values are accepted, others get a 400 that names it."""
+class Refused(NotRead):
+    """Marks a field that is not supported: null and `harmless` values are accepted, others get a 400 that names it.
 
-    def __init__(self, *harmless: object) -> None:
+    `instead` is the field that is served for the same.
+    """
+
+    def __init__(self, *harmless: object, instead: str = "") -> None:
         self._harmless = (None, *harmless)
+        self.instead = instead
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, core_schema.any_schema())
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        shown = ", ".join("null" if one is None else repr(one) for one in self._harmless)
-        return {"description": f"Not served: taken only as {shown}.", "examples": [None]}
+        return {"description": f"Not served: taken only as {self.harmless}.", "examples": [None]}
+
+    @property
+    def harmless(self) -> str:
+        """The values that are accepted, as JSON."""
+        return ", ".join(msgspec.json.encode(one).decode() for one in self._harmless)
 
     def _check(self, value: object) -> object:
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self._harmless):
             return value
-        raise PydanticCustomError(NOT_SUPPORTED, "")
+        if not self.instead:
+            raise PydanticCustomError(NOT_SUPPORTED, "")
+        raise PydanticCustomError(NOT_SUPPORTED, "; use {instead}", {"instead": self.instead})
+
+
+class Ignored(NotRead):
+    """Marks a field that changes no output: any value is accepted, and read as null."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(lambda value: None, core_schema.any_schema())
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"description": f"Ignored: {self.reason}.", "examples": [None]}
+
+
+class Served:
+    """Marks the `type` of a part that this service cannot read: the error names the types that it can."""
+
+    def __init__(self, *types: str) -> None:
+        self._types = types
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._refuse, core_schema.any_schema())
+
+    def _refuse(self, value: object) -> object:
+        known = ", ".join(self._types)
+        if not isinstance(value, str):
+            raise PydanticCustomError("string_type", "Input should be one of {known}", {"known": known})
+        found = {"found": shorten(value), "known": known}
+        raise PydanticCustomError(NOT_SUPPORTED, ": {found}; served: {known}", found)
+
+
+class Unserved(DialectBody):
+    """Is the base of parts whose type is not served: `type` is `Served`, and what they carry is refused.
+
+    None is ever made, since `Served` refuses every type.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    text: ClassVar[str] = ""
 
 
 NotSupported = Annotated[Any, Refused()]  # only null is accepted
@@ -74,12 +127,17 @@ def by_content(value: Any) -> str:
     return "<parts>" if isinstance(value, list) else "<text>"
 
 
+OTHER = "<other>"  # the tag of an object whose type is not served
+
+
 def by_type(tags: Mapping[str, str], default: str | None = None) -> Callable[[Any], str | None]:
     """Return what finds the tag of an object, or of a model of it, by its `type`; `default` is that of one without."""
 
     def shape(value: Any) -> str | None:
-        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-        return tags.get(kind) if isinstance(kind, str) else None
+        if isinstance(value, dict):
+            kind = value.get("type", default)
+            return tags.get(kind, OTHER) if isinstance(kind, str) else OTHER
+        return tags.get(getattr(value, "type", ""))
 
     return shape
 
@@ -92,7 +150,7 @@ def native(model: type[B], fields: Mapping[str, Any]) -> B:
     try:
         return model.model_validate_json(msgspec.json.encode({k: v for k, v in fields.items() if v is not None}))
     except ValidationError as error:
-        raise from_validation(error.errors(include_url=False, include_input=False), {}) from None
+        raise from_validation(error.errors(include_url=False, include_input=False)) from None
 
 
 @contextmanager
@@ -161,6 +219,23 @@ def sampled(temperature: float | None, served: ServedModel) -> float | None:
     if temperature is None and "temperature" not in served.checkpoint.sampling_defaults:
         return 1.0
     return temperature
+
+
+class Drawn(Protocol):
+    """Is a body that says how tokens are drawn."""
+
+    @property
+    def temperature(self) -> float | None: ...
+
+    @property
+    def top_p(self) -> float | None: ...
+
+
+def drawn(body: Drawn, served: ServedModel) -> dict[str, float | None]:
+    """Return the native fields for how tokens are drawn; `top_p: 0` leaves the most likely token alone, as greedy."""
+    if body.top_p == 0:
+        return {"temperature": 0.0, "top_p": None}
+    return {"temperature": sampled(body.temperature, served), "top_p": body.top_p}
 
 
 def native_seed(seed: int | None) -> int | None:

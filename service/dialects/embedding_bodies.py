@@ -1,16 +1,12 @@
-"""The body of /v1/embeddings: OpenAI's, with what Jina's and vLLM's have beyond it.
-
-Unknown fields are refused here, unlike in other dialects: a vector that was made in another way than asked for looks
-like any other.
-"""
+"""The body of /v1/embeddings: OpenAI's, with what Jina's and vLLM's have beyond it."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from service.dialects.common import Extended, NotFilled, NotSupported, NotTrue, Refused
+from service.dialects.common import Extended, Ignored, NotFilled, NotSupported, NotTrue, Refused
 from service.schemas.encode_bodies import Ranges
 from service.schemas.types import EncodeInput
 
@@ -19,8 +15,6 @@ EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
 class EmbeddingBody(Extended):
     """Turn inputs into vectors, as OpenAI, Jina and vLLM do."""
-
-    model_config = ConfigDict(extra="forbid")
 
     input: EncodeInput = Field(
         description="Text, token ids, several of either, or a list of `{text}` or `{image}`.",
@@ -33,7 +27,9 @@ class EmbeddingBody(Extended):
         examples=["float"],
     )
     dimensions: int | None = Field(None, description="Number of leading dimensions to keep.", examples=[128])
-    user: str | None = Field(None, description="Your name of the end user; no vector depends on it.", examples=["u-1"])
+    user: Annotated[Any, Ignored("no vector depends on the end user")] = None
+    rid: Annotated[Any, Ignored("`request_id` names the request; SGLang's")] = None
+    service_tier: Annotated[Any, Ignored("there is one tier")] = None
     embedding_type: EmbeddingType | None = Field(
         None, description="As in /encode, or `base64` for that of floats. Jina's.", examples=["float", "int8"]
     )
@@ -75,5 +71,10 @@ class EmbeddingBody(Extended):
     chat_template: NotSupported = None
     chat_template_kwargs: NotFilled = None
     mm_processor_kwargs: NotFilled = None
+    media_io_kwargs: NotFilled = None
+    padding: NotTrue = None
+    lora_path: NotSupported = None
+    embed_override_token_id: NotSupported = None
+    embed_overrides: NotSupported = None
     additional_data: NotSupported = None
     cache_salt: NotSupported = None

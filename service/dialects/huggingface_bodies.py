@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused, Schema
+from service.dialects.common import DialectBody, Extended, Ignored, NotFilled, NotSupported, NotTrue, Refused, Schema
 from service.schemas.types import Prompt, Text, Texts
 
 
@@ -54,7 +54,13 @@ class GenerateParameters(DialectBody):
     adapter_id: NotSupported = None
 
 
-class TextGenerationBody(Extended):
+class HuggingFaceBody(Extended):
+    """Adds what clients of hosted inference send with every task."""
+
+    options: Annotated[Any, Ignored("models are loaded and results are kept as the service is set up")] = None
+
+
+class TextGenerationBody(HuggingFaceBody):
     """Generate text, as text-generation-inference does."""
 
     inputs: Text = Field(description="The prompt.", examples=["def add(a, b):"])
@@ -62,7 +68,7 @@ class TextGenerationBody(Extended):
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
 
 
-class Truncated(Extended):
+class Truncated(HuggingFaceBody):
     """Adds how inputs that are too long are read."""
 
     truncate: bool | None = Field(

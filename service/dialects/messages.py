@@ -6,7 +6,7 @@ A reply that met its deadline, or was cancelled, has the stop_reason `pause_turn
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from service.chat.tools import Json, Tool, tool_use
 from service.core.errors import ApiError, anthropic_error, invalid
 from service.core.model_registry import ServedModel
 from service.dialects.blocks import Block, BlockRendering
-from service.dialects.common import native, native_seed, sampled
+from service.dialects.common import drawn, native, native_seed
 from service.dialects.messages_bodies import (
     ConversationMessage,
     CountBody,
@@ -29,6 +29,7 @@ from service.dialects.messages_bodies import (
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
+    UnservedText,
 )
 from service.http.json_replies import Generation
 from service.schemas.bodies import GenerateBody
@@ -39,7 +40,7 @@ NAMES = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",
 }
-_SAME = ("model", "timeout_s", "request_id", "stream", "top_p", "top_k", "priority", "cache_salt")
+_SAME = ("model", "timeout_s", "request_id", "stream", "top_k", "priority", "cache_salt")
 _STOP = {"stop": "end_turn", "length": "max_tokens", "deadline": "pause_turn", "cancelled": "pause_turn"}
 
 
@@ -95,8 +96,8 @@ def check_thinking(body: MessagesBody, format: ReplyFormat) -> None:
         raise invalid(message, "thinking.budget_tokens")
 
 
-def _text(content: str | list[TextBlock] | None) -> str:
-    return content or "" if not isinstance(content, list) else "\n".join(block.text for block in content)
+def _text(content: str | Sequence[TextBlock | UnservedText] | None) -> str:
+    return content or "" if content is None or isinstance(content, str) else "\n".join(one.text for one in content)
 
 
 def _add(messages: list[Json], one: Json) -> None:
@@ -147,7 +148,7 @@ def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int], ro
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME} | {
         "prompt": prompt,
         "max_tokens": min(body.max_tokens, max(1, room)),
-        "temperature": sampled(body.temperature, served),
+        **drawn(body, served),
         "stop": body.stop_sequences or None,
         "num_beams": 1,
         "seed": native_seed(body.seed),

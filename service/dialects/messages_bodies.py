@@ -1,30 +1,38 @@
-"""The bodies of Anthropic's messages. Unknown fields are refused: what they would have changed, nobody could see."""
+"""The bodies of Anthropic's messages."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from service.chat.tools import NAME_PATTERN
 from service.core.errors import NOT_SUPPORTED
 from service.dialects.common import (
+    OTHER,
     DialectBody,
     Extended,
+    Ignored,
     NotFilled,
     NotSupported,
     NotTrue,
     Refused,
+    Served,
+    Unserved,
     by_content,
     by_type,
 )
 from service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort
+from service.dialects.other_fields import Cached, Transferred
 
 
 class TextBlock(DialectBody):
     type: Literal["text"] = Field(description="The type of the block.", examples=["text"])
     text: str = Field(description="The text.", examples=["Hello"])
+    cache_control: Cached = None
+    citations: Annotated[Any, Ignored("templates read no citations")] = None
 
 
 class ThinkingBlock(DialectBody):
@@ -32,13 +40,14 @@ class ThinkingBlock(DialectBody):
 
     type: Literal["thinking"] = Field(description="The type of the block.", examples=["thinking"])
     thinking: str = Field(description="The reasoning.", examples=["A city."])
+    signature: Annotated[Any, Ignored("reasoning is not signed")] = None
 
 
 class RedactedThinkingBlock(DialectBody):
     """Is reasoning that only the model that wrote it can read: it is left out."""
 
     type: Literal["redacted_thinking"] = Field(description="The type of the block.", examples=["redacted_thinking"])
-    data: str = Field(description="Not read.", examples=[""])
+    data: Annotated[Any, Ignored("only the model that wrote it can read it")] = None
 
 
 class ToolUseBlock(DialectBody):
@@ -46,9 +55,37 @@ class ToolUseBlock(DialectBody):
     id: str = Field(description="What the result refers to.", examples=["toolu_1"])
     name: str = Field(description="The tool.", examples=["weather"])
     input: dict[str, Any] = Field(description="Its arguments.", examples=[{"city": "Oslo"}])
+    caller: Annotated[Any, Refused({"type": "direct"})] = None
+    toolset_name: NotSupported = None
+    cache_control: Cached = None
 
 
-Texts = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<parts>")], Discriminator(by_content)]
+class UnservedText(Unserved):
+    """Is a block where only text is read."""
+
+    source: NotSupported = None
+    type: Annotated[Any, Served("text")]
+
+
+class UnservedBlock(Unserved):
+    """Is a block that chat models here cannot read, or one of a tool that this service does not have."""
+
+    source: NotSupported = None
+    type: Annotated[Any, Served("text", "thinking", "tool_use", "tool_result")]
+
+
+TextBlocks = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[SkipJsonSchema[UnservedText], Tag(OTHER)],
+    Discriminator(
+        by_type({"text": "<text>"}),
+        custom_error_type="union_type",
+        custom_error_message="Input should be a block of text",
+    ),
+]
+Texts = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TextBlocks], Field(fail_fast=True), Tag("<parts>")],
+    Discriminator(by_content),
+]
 
 
 class ToolResultBlock(DialectBody):
@@ -58,6 +95,8 @@ class ToolResultBlock(DialectBody):
     is_error: bool | None = Field(
         None, description="The tool failed: the text is marked as an error.", examples=[False]
     )
+    toolset_name: NotSupported = None
+    cache_control: Cached = None
 
 
 _BLOCKS = {
@@ -74,7 +113,8 @@ ContentBlock = Annotated[
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted>")]
     | Annotated[ToolUseBlock, Tag("<use>")]
-    | Annotated[ToolResultBlock, Tag("<result>")],
+    | Annotated[ToolResultBlock, Tag("<result>")]
+    | Annotated[SkipJsonSchema[UnservedBlock], Tag(OTHER)],
     Discriminator(
         by_type(_BLOCKS),
         custom_error_type="union_type",
@@ -90,6 +130,8 @@ Blocks = Annotated[
 class ConversationMessage(DialectBody):
     role: Literal["user", "assistant", "system"] = Field(description="The author.", examples=["user"])
     content: Blocks = Field(description="Text, or blocks.", examples=["Hello"])
+    clear_at: NotSupported = None
+    output_config: NotFilled = None
 
 
 class MessagesTool(DialectBody):
@@ -102,6 +144,8 @@ class MessagesTool(DialectBody):
         description="A JSON schema of its input, an object.", examples=[SCHEMA_EXAMPLE]
     )
     strict: bool | None = Field(None, description="Hold its input to the schema.", examples=[True])
+    cache_control: Cached = None
+    eager_input_streaming: Annotated[Any, Ignored("calls are streamed as they are written")] = None
     input_examples: NotFilled = None
     defer_loading: NotTrue = None
     allowed_callers: Annotated[Any, Refused(["direct"])] = None
@@ -129,6 +173,7 @@ class Thinking(DialectBody):
     display: Literal["summarized", "full", "omitted"] | None = Field(
         None, description="`omitted` leaves the text of the reasoning out of the reply.", examples=["summarized"]
     )
+    block_binding: NotSupported = None
 
 
 class OutputFormat(DialectBody):
@@ -141,6 +186,7 @@ class OutputFormat(DialectBody):
 class OutputSettings(DialectBody):
     effort: Effort | None = Field(None, description="How much to reason, where the template knows it.")
     format: OutputFormat | None = Field(None, description="Hold the answer to a schema.")
+    task_budget: NotSupported = None
 
 
 def _keeps_all(value: Any) -> Any:
@@ -153,8 +199,6 @@ def _keeps_all(value: Any) -> Any:
 
 class CountBody(Extended):
     """Count the tokens of a conversation, as Anthropic's API does."""
-
-    model_config = ConfigDict(extra="forbid")
 
     messages: list[ConversationMessage] = Field(
         min_length=1,
@@ -169,18 +213,23 @@ class CountBody(Extended):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template. Not Anthropic's.", examples=[{"enable_thinking": False}]
     )
-    cache_control: Any = Field(None, description="Prefixes are cached without it.")
+    cache_control: Cached = None
     context_management: Annotated[Any, BeforeValidator(_keeps_all)] = Field(
         None, description="Taken only with edits that keep everything."
     )
     mcp_servers: NotFilled = None
-    user_profile_id: str | None = Field(None, description="Not read.")
-    workspace_id: str | None = Field(None, description="Not read.")
-    speed: Annotated[Any, Refused("standard")] = None
+    user_profile_id: Annotated[Any, Ignored("no output depends on the end user")] = None
+    workspace_id: Annotated[Any, Ignored("no output depends on the end user")] = None
+    speed: Annotated[Any, Ignored("there is one")] = None
+    billing_policy: Annotated[Any, Ignored("nothing is billed")] = None
+    fallbacks: NotFilled = None
+    fallback_credit_token: Annotated[Any, Ignored("nothing is billed")] = None
+    compaction: NotSupported = None
+    output_format: Annotated[Any, Refused(instead="output_config.format")] = None
     thread: NotSupported = None  # the client goes on without one
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, Transferred):
     """Continue a conversation, as Anthropic's messages do; the model's chat template makes the prompt."""
 
     max_tokens: int = Field(
@@ -197,8 +246,8 @@ class MessagesBody(CountBody):
     seed: int | None = Field(None, description="As in /generate. Not Anthropic's.", examples=[7])
     priority: int | None = Field(None, description="As in /generate. Not Anthropic's.", examples=[0])
     cache_salt: str | None = Field(None, description="As in /generate. Not Anthropic's.", examples=["tenant-7"])
-    metadata: dict[str, Any] | None = Field(None, description="Not read.", examples=[{"user_id": "u-1"}])
-    inference_geo: str | None = Field(None, description="Not read: it runs where this service does.")
-    service_tier: Annotated[Any, Refused("auto", "standard_only")] = None
+    metadata: Annotated[Any, Ignored("no output depends on the end user")] = None
+    inference_geo: Annotated[Any, Ignored("it runs where this service does")] = None
+    service_tier: Annotated[Any, Ignored("there is one tier")] = None
     container: NotSupported = None
     diagnostics: NotFilled = None

@@ -6,14 +6,14 @@ but other servers of it do: `stop` and `length` would be wrong. Ids are OpenAI's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.chat.conversation import Conversation, effort_variables
 from service.chat.tools import Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import invalid
 from service.core.model_registry import ServedModel
-from service.dialects.common import json_format, native, native_seed, native_top_k, sampled
+from service.dialects.common import drawn, json_format, native, native_seed, native_top_k
 from service.dialects.openai_bodies import (
     AllowedToolChoice,
     ChatBody,
@@ -21,9 +21,11 @@ from service.dialects.openai_bodies import (
     Format,
     Message,
     NamedTool,
+    RefusalPart,
     Sampling,
     TextPart,
     ToolBody,
+    UnservedPart,
 )
 from service.http.json_replies import Json
 from service.schemas.bodies import GenerateBody
@@ -34,7 +36,7 @@ DEFAULT_MAX_TOKENS = 16  # of completions; chats have the model's default
 
 _GRAMMARS = ("guided_grammar", "grammar", "ebnf")  # of vLLM, llama.cpp and SGLang
 _SAME = (
-    *("model", "timeout_s", "request_id", "stream", "top_p", "n", "stop", "presence_penalty", "frequency_penalty"),
+    *("model", "timeout_s", "request_id", "stream", "n", "stop", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos"),
     *("skip_special_tokens", "priority", "cache_salt", "num_speculative_tokens"),
 )
@@ -106,7 +108,7 @@ def _tool(body: ToolBody, param: str) -> Tool:
 
 def chat(body: ChatBody, served: ServedModel, prompt: list[int], *, with_ids: bool) -> GenerateBody:
     """Translate a chat body, whose messages have become token ids; `with_ids`: the reply needs those of its tokens."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     fields = _sampling(body, served) | {
         "prompt": prompt,
@@ -128,27 +130,34 @@ def chat_names(body: ChatBody) -> Mapping[str, str]:
 
 def message(one: Message, param: str) -> Json:
     """Return a message as templates expect it: no null, text as one string, arguments as objects."""
-    if one.content is None and not one.tool_calls:
+    if one.content is None and one.refusal is None and not one.tool_calls:
         raise invalid(f"{param}.content is missing", f"{param}.content", "missing_field")
     found = one.model_dump(exclude_none=True)
+    refusal = found.pop("refusal", None)
     if "reasoning" in found:
         found.setdefault("reasoning_content", found.pop("reasoning"))
     if one.content is not None:
         found["content"] = joined(one.content)
+    elif refusal is not None:
+        found["content"] = refusal
     for call in found.get("tool_calls", ()):
         if isinstance(given := call["function"]["arguments"], str):
             call["function"]["arguments"] = called_arguments(given)
     return found
 
 
-def joined(content: str | list[TextPart]) -> str:
+def joined(content: str | Sequence[TextPart | RefusalPart | UnservedPart]) -> str:
     """Return content as one text."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return (
+        content
+        if isinstance(content, str)
+        else "\n".join(part.text for part in content if not isinstance(part, UnservedPart))
+    )
 
 
 def _sampling(body: Sampling, served: ServedModel) -> dict[str, Any]:
     return {name: getattr(body, name) for name in _SAME} | {
-        "temperature": sampled(body.temperature, served),
+        **drawn(body, served),
         "num_beams": 1,
         "seed": native_seed(body.seed),
         "top_k": native_top_k(body.top_k),

@@ -5,9 +5,25 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
 
 from service.chat.tools import NAME_PATTERN
-from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, NotTrue, Refused, Schema, by_content
+from service.dialects.common import (
+    OTHER,
+    DialectBody,
+    Extended,
+    Ignored,
+    NotFilled,
+    NotSupported,
+    NotTrue,
+    Refused,
+    Schema,
+    Served,
+    Unserved,
+    by_content,
+    by_type,
+)
+from service.dialects.other_fields import Cached, ChatNotServed, Harmless, NotServed
 from service.schemas.types import Prompt, Text, TextOrTexts, TokenId
 
 SCHEMA_EXAMPLE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -17,10 +33,13 @@ class StreamOptions(DialectBody):
     include_usage: bool | None = Field(
         None, description="End a stream with an event that has the token counts and no choices.", examples=[True]
     )
+    include_obfuscation: Annotated[Any, Ignored("events are never padded")] = None
+    continuous_usage_stats: Annotated[Any, Ignored("the last event has the usage; vLLM's")] = None
 
 
 class FormatSchema(DialectBody):
     name: str | None = Field(None, description="A label of the client's.", examples=["person"])
+    description: Annotated[Any, Ignored("the model is shown no schema")] = None
     schema_: dict[str, Any] | None = Field(
         None, alias="schema", description="As in /generate.", examples=[{"type": "object"}]
     )
@@ -34,6 +53,8 @@ class Format(DialectBody):
         description="Any text, any JSON object, or JSON that matches `json_schema`.", examples=["json_object"]
     )
     json_schema: FormatSchema | None = Field(None, description="With the type `json_schema`.")
+    schema_: NotSupported = Field(None, alias="schema")
+    grammar: NotSupported = None
 
 
 class StructuredOutputs(DialectBody):
@@ -52,7 +73,7 @@ class StructuredOutputs(DialectBody):
     disable_additional_properties: NotTrue = None
 
 
-class Sampling(Extended):
+class Sampling(Extended, Harmless, NotServed):
     """Holds the fields that completions and chat completions share."""
 
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
@@ -88,20 +109,16 @@ class Sampling(Extended):
 
     response_format: Format | None = Field(None, description="As in /generate.", examples=[{"type": "json_object"}])
     structured_outputs: StructuredOutputs | None = Field(None, description="The same, as vLLM has it. Not OpenAI's.")
-    guided_json: NotSupported = None
-    guided_regex: NotSupported = None
-    guided_choice: NotSupported = None
+    guided_json: Annotated[Any, Refused(instead="structured_outputs.json")] = None
+    guided_regex: Annotated[Any, Refused(instead="structured_outputs.regex")] = None
+    guided_choice: Annotated[Any, Refused(instead="structured_outputs.choice")] = None
     guided_grammar: str | None = Field(None, description="`grammar`, as vLLM had it.", examples=[None])
+    guided_json_object: Annotated[Any, Refused(False, instead="structured_outputs.json_object")] = None
+    guided_whitespace_pattern: NotSupported = None
+    regex: Annotated[Any, Refused(instead="structured_outputs.regex")] = None
+    json_schema: Annotated[Any, Refused(instead="response_format")] = None
     grammar: str | None = Field(None, description="As in /generate, and as llama.cpp has it.", examples=[None])
     ebnf: str | None = Field(None, description="`grammar`, as SGLang has it.", examples=[None])
-    use_beam_search: NotTrue = None
-    length_penalty: Annotated[Any, Refused(1, 1.0)] = None
-    truncate_prompt_tokens: NotSupported = None
-    bad_words: NotFilled = None
-    prompt_logprobs: NotSupported = None
-    logits_processors: NotFilled = None
-    return_token_ids: NotTrue = None
-    return_tokens_as_token_ids: NotTrue = None
 
 
 class CompletionBody(Sampling):
@@ -126,10 +143,45 @@ class CompletionBody(Sampling):
 class TextPart(DialectBody):
     type: Literal["text"] = Field(description="Only text is supported.", examples=["text"])
     text: str = Field(description="The text.", examples=["Hello"])
+    prompt_cache_breakpoint: Cached = None
+    cache_control: Cached = None
 
 
+class RefusalPart(DialectBody):
+    """Is what an assistant said instead of an answer: a text of its message."""
+
+    type: Literal["refusal"] = Field(description="The type of the part.", examples=["refusal"])
+    refusal: str = Field(description="The text.", examples=["I cannot help with that."])
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class UnservedPart(Unserved):
+    """Is a part that chat models here cannot read."""
+
+    image_url: NotSupported = None
+    image_embeds: NotSupported = None
+    input_audio: NotSupported = None
+    audio_url: NotSupported = None
+    video_url: NotSupported = None
+    file: NotSupported = None
+    type: Annotated[Any, Served("text", "refusal")]
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[SkipJsonSchema[UnservedPart], Tag(OTHER)],
+    Discriminator(
+        by_type({"text": "<text>", "refusal": "<refusal>"}),
+        custom_error_type="union_type",
+        custom_error_message="Input should be a part of the type text or refusal",
+    ),
+]
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("<parts>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True), Tag("<parts>")],
     Discriminator(by_content),
 ]
 
@@ -146,12 +198,22 @@ class FunctionCall(DialectBody):
     arguments: str | dict[str, Any] = Field(
         description="Its arguments as JSON; the template sees the object.", examples=['{"city": "Oslo"}']
     )
+    parsed_arguments: Annotated[Any, Ignored("`arguments` has them; clients that parse replies add it")] = None
+    parameters: Annotated[Any, Ignored("`tools` describe the function; Hugging Face's")] = None
+    description: Annotated[Any, Ignored("`tools` describe the function; Hugging Face's")] = None
+
+
+_OfAnother = Annotated[Any, Ignored("it is another service's; its clients send replies back with it")]
 
 
 class ToolCall(DialectBody):
     id: str | None = Field(None, description="Referred to by the tool's reply.", examples=["call_1"])
     type: str = Field("function", description="Type of the called tool.", examples=["function"])
     function: FunctionCall = Field(description="The call.")
+    custom: NotSupported = None
+    index: Annotated[Any, Ignored("the calls' order says it; streamed replies have it")] = None
+    extra_content: _OfAnother = None
+    provider_specific_fields: _OfAnother = None
 
 
 class Message(DialectBody):
@@ -166,8 +228,23 @@ class Message(DialectBody):
     tool_call_id: str | None = Field(None, description="The tool call that a tool replies to.", examples=["call_1"])
     reasoning_content: str | None = Field(None, description="Passed to the template.", examples=[None])
     reasoning: str | None = Field(None, description="`reasoning_content`, as other servers name it.", examples=[None])
+    refusal: str | None = Field(
+        None, description="The assistant's text, where it has no other.", examples=["I cannot help with that."]
+    )
     audio: NotSupported = None
     function_call: NotSupported = None
+    tools: NotFilled = None
+    prefix: Annotated[Any, Refused(False, instead="continue_final_message")] = None
+    partial: Annotated[Any, Refused(False, instead="continue_final_message")] = None
+    annotations: Annotated[Any, Ignored("templates read no citations")] = None
+    parsed: Annotated[Any, Ignored("the content has it; clients that parse replies add it")] = None
+    phase: Annotated[Any, Ignored("templates do not tell answers from comments")] = None
+    type: Annotated[Any, Ignored("a message has none; lm-eval sends it")] = None
+    id: Annotated[Any, Ignored("nothing refers to a message")] = None
+    cache_control: Cached = None
+    reasoning_details: _OfAnother = None
+    thinking_blocks: _OfAnother = None
+    provider_specific_fields: _OfAnother = None
 
 
 class FunctionTool(DialectBody):
@@ -183,11 +260,16 @@ class FunctionTool(DialectBody):
     strict: bool | None = Field(
         None, description="Hold all arguments to the schema, whatever the model wants.", examples=[True]
     )
+    defer_loading: NotTrue = None
+    key_order: NotFilled = None
 
 
 class ToolBody(DialectBody):
     type: Literal["function"] = Field("function", description="Only functions are supported.", examples=["function"])
     function: FunctionTool = Field(description="The function.")
+    custom: NotSupported = None
+    defer_loading: NotTrue = None
+    cache_control: Cached = None
 
 
 class NamedFunction(DialectBody):
@@ -197,8 +279,9 @@ class NamedFunction(DialectBody):
 class NamedTool(DialectBody):
     """Asks for calls of one tool."""
 
-    type: Literal["function"] = Field(description="Only functions are supported.", examples=["function"])
+    type: Literal["function"] = Field("function", description="Only functions are supported.", examples=["function"])
     function: NamedFunction = Field(description="The function.")
+    custom: NotSupported = None
 
 
 class AllowedTools(DialectBody):
@@ -230,7 +313,7 @@ ToolChoice = Annotated[
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatBody(Sampling):
+class ChatBody(Sampling, ChatNotServed):
     """Continue a conversation, as OpenAI's chat completions do; the model's chat template makes the prompt."""
 
     messages: list[Message] = Field(
@@ -281,6 +364,7 @@ class ChatBody(Sampling):
     audio: NotSupported = None
     verbosity: Annotated[Any, Refused("medium")] = None
     web_search_options: NotSupported = None
+    moderation: NotSupported = None
     echo: NotTrue = None
     chat_template: NotSupported = None
     documents: NotFilled = None

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from service.dialects.common import DialectBody, Extended, NotSupported
-from service.dialects.huggingface_bodies import Truncated
+from service.dialects.common import DialectBody, NotSupported
+from service.dialects.huggingface_bodies import HuggingFaceBody, Truncated
 from service.schemas.types import Prompt, Text, TextOrTexts, Texts
 
 
@@ -39,7 +39,7 @@ class SimilarityParameters(DialectBody):
     prompt_name: str | None = Field(None, description="As in /encode.", examples=["query"])
 
 
-class SimilarityBody(Extended):
+class SimilarityBody(HuggingFaceBody):
     """Compare a sentence with others by the cosine of their vectors."""
 
     inputs: SimilarityInputs = Field(description="The sentences.")
@@ -53,7 +53,7 @@ class FillMaskParameters(DialectBody):
     targets: Texts | None = Field(None, description="As in /encode.", examples=[["cat", "dog"]])
 
 
-class FillMaskBody(Extended):
+class FillMaskBody(HuggingFaceBody):
     """Fill the masks of texts."""
 
     inputs: TextOrTexts = Field(description="A text with mask tokens, or several.", examples=["the [MASK] sat"])
@@ -79,7 +79,7 @@ class QuestionParameters(DialectBody):
     max_seq_len: NotSupported = None
 
 
-class QuestionBody(Extended):
+class QuestionBody(HuggingFaceBody):
     """Answer a question from a text."""
 
     inputs: QuestionInputs = Field(description="Question and text.")
@@ -96,7 +96,7 @@ class EntityParameters(DialectBody):
     stride: int | None = Field(None, description="As in /encode.", examples=[64])
 
 
-class EntityBody(Extended):
+class EntityBody(HuggingFaceBody):
     """Find entities in texts."""
 
     inputs: TextOrTexts = Field(description="A text, or several.", examples=["Ada wrote it."])
@@ -111,7 +111,7 @@ class ZeroShotParameters(DialectBody):
     multi_label: bool | None = Field(None, description="As in /encode.", examples=[False])
 
 
-class ZeroShotBody(Extended):
+class ZeroShotBody(HuggingFaceBody):
     """Classify a text by labels of the request."""
 
     inputs: Text = Field(description="The text.", examples=["The match ended in a draw."])
@@ -127,7 +127,7 @@ class ClassParameters(DialectBody):
     top_k: int | None = Field(None, ge=1, description="Return this many classes; default: all.", examples=[2])
 
 
-class ClassBody(Extended):
+class ClassBody(HuggingFaceBody):
     """Classify texts."""
 
     inputs: TextOrTexts = Field(description="A text, or several.", examples=["a fine film"])

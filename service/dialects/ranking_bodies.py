@@ -6,8 +6,32 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.dialects.common import DialectBody, Extended, NotFilled, NotSupported, Refused
+from service.dialects.common import DialectBody, Extended, Ignored, NotFilled, NotSupported, NotTrue, Refused
 from service.schemas.types import Text, TextOrTexts, Texts
+
+
+class _Pooled(Extended):
+    """Adds the fields of vLLM's and SGLang's pooling routes that are ignored or refused by name."""
+
+    user: Annotated[Any, Ignored("no score depends on the end user")] = None
+    rid: Annotated[Any, Ignored("`request_id` names the request; SGLang's")] = None
+    cache_salt: Annotated[Any, Ignored("scores are not kept in the prefix cache")] = None
+    truncate_prompt_tokens: NotSupported = None
+    truncation_side: NotSupported = None
+    padding: NotTrue = None
+    add_special_tokens: Annotated[Any, Refused(True)] = None
+    mm_processor_kwargs: NotFilled = None
+    use_activation: NotSupported = None
+    priority: Annotated[Any, Refused(0)] = None
+
+
+class _Scoring(_Pooled):
+    """Adds those of scores."""
+
+    instruction: NotSupported = None
+    instruct: NotSupported = None
+    chat_template_kwargs: NotFilled = None
+    max_tokens_per_query: NotSupported = None
 
 
 class Document(DialectBody):
@@ -25,7 +49,7 @@ AnyDocument = Annotated[
 ]
 
 
-class RankBody(Extended):
+class RankBody(_Scoring):
     """Rank documents by their relevance to a query, as Cohere, Jina and vLLM do."""
 
     query: Text = Field(description="The question.", examples=["What is Ray?"])
@@ -46,28 +70,34 @@ class RankBody(Extended):
         examples=[4096],
     )
     max_chunks_per_doc: NotSupported = None
-    truncate_prompt_tokens: NotSupported = None
     rank_fields: NotFilled = None
     relevant_spans: NotSupported = None
-    priority: Annotated[Any, Refused(0)] = None
 
 
-class ScoreBody(Extended):
+class ScoreBody(_Scoring):
     """Score pairs of texts, as vLLM does: one with each of several, or each with the other of its place."""
 
     text_1: TextOrTexts = Field(description="A text, or several.", examples=["What is Ray?"])
     text_2: TextOrTexts = Field(description="As many texts, or any number if `text_1` is one.", examples=[["A fish."]])
-    truncate_prompt_tokens: NotSupported = None
-    priority: Annotated[Any, Refused(0)] = None
+    data_1: Annotated[Any, Refused(instead="text_1")] = None
+    data_2: Annotated[Any, Refused(instead="text_2")] = None
+    queries: Annotated[Any, Refused(instead="text_1")] = None
+    documents: Annotated[Any, Refused(instead="text_2")] = None
+    items: Annotated[Any, Refused(instead="text_2")] = None
+    max_tokens_per_doc: NotSupported = None
 
 
-class ClassifyBody(Extended):
+class ClassifyBody(_Pooled):
     """Classify texts, as vLLM does."""
 
     input: TextOrTexts = Field(description="A text, or several.", examples=["a fine film", ["good", "bad"]])
     labels: NotSupported = None
-    truncate_prompt_tokens: NotSupported = None
-    priority: Annotated[Any, Refused(0)] = None
+    messages: NotSupported = None
+    add_generation_prompt: NotTrue = None
+    continue_final_message: NotTrue = None
+    chat_template: NotSupported = None
+    chat_template_kwargs: NotFilled = None
+    media_io_kwargs: NotFilled = None
 
 
 CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]

@@ -15,7 +15,7 @@ from service.chat.tools import Json, Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import ApiError
 from service.core.model_registry import ServedModel
 from service.dialects.blocks import Block, BlockRendering
-from service.dialects.common import native, native_seed, native_top_k, sampled
+from service.dialects.common import drawn, native, native_seed, native_top_k
 from service.dialects.responses_bodies import (
     InputCall,
     InputCallOutput,
@@ -38,7 +38,10 @@ NAMES = {
     "response_format.json_schema": "text.format.schema",
     "response_format": "text.format",
 }
-_SAME = ("model", "timeout_s", "request_id", "stream", "top_p", "priority", "cache_salt")
+_SAME = (
+    *("model", "timeout_s", "request_id", "stream", "priority", "cache_salt"),
+    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop"),
+)
 _STATUS = {"stop": "completed", "length": "incomplete", "cancelled": "failed", "deadline": "failed", "error": "failed"}
 _SHOWN = {"type", "name", "description", "parameters"}  # of a tool
 _FAILURES = {
@@ -154,7 +157,7 @@ def generate_body(body: ResponsesBody, served: ServedModel, prompt: list[int]) -
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME} | {
         "prompt": prompt,
         "max_tokens": body.max_output_tokens,
-        "temperature": sampled(body.temperature, served),
+        **drawn(body, served),
         "num_beams": 1,
         "seed": native_seed(body.seed),
         "top_k": native_top_k(body.top_k),

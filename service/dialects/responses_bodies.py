@@ -1,23 +1,33 @@
-"""The body of OpenAI's responses. Unknown fields are refused: what they would have changed, nobody could see."""
+"""The body of OpenAI's responses."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
+from pydantic.json_schema import SkipJsonSchema
 
 from service.chat.tools import NAME_PATTERN
 from service.dialects.common import (
+    OTHER,
     DialectBody,
     Extended,
+    Ignored,
     NotFilled,
     NotSupported,
     NotTrue,
     Refused,
+    Served,
+    Unserved,
     by_content,
     by_type,
 )
-from service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort, choice_shape
+from service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort, RefusalPart, choice_shape
+from service.dialects.other_fields import Cached, Routed
+from service.schemas.types import TextOrTexts
+
+_Marked = Annotated[Any, Ignored("replies have it; clients send their items back")]
+_Direct = Annotated[Any, Refused({"type": "direct"})]
 
 
 class InputText(DialectBody):
@@ -25,31 +35,71 @@ class InputText(DialectBody):
         description="Only text is supported.", examples=["input_text"]
     )
     text: str = Field(description="The text.", examples=["Hello"])
+    annotations: Annotated[Any, Ignored("templates read no citations")] = None
+    logprobs: _Marked = None
+    prompt_cache_breakpoint: Cached = None
 
 
+class UnservedInput(Unserved):
+    """Is a part that chat models here cannot read."""
+
+    image_url: NotSupported = None
+    file_url: NotSupported = None
+    file_data: NotSupported = None
+    file_id: NotSupported = None
+    input_audio: NotSupported = None
+    type: Annotated[Any, Served("input_text", "output_text", "refusal")]
+
+
+_PARTS = dict.fromkeys(("input_text", "output_text", "text"), "<text>") | {"refusal": "<refusal>"}
+InputPart = Annotated[
+    Annotated[InputText, Tag("<text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")]
+    | Annotated[SkipJsonSchema[UnservedInput], Tag(OTHER)],
+    Discriminator(
+        by_type(_PARTS),
+        custom_error_type="union_type",
+        custom_error_message="Input should be a part of the type input_text, output_text or refusal",
+    ),
+]
 InputContent = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[InputText], Tag("<parts>")], Discriminator(by_content)
+    Annotated[str, Tag("<text>")] | Annotated[list[InputPart], Field(fail_fast=True), Tag("<parts>")],
+    Discriminator(by_content),
 ]
 
 
-class InputMessage(DialectBody):
+class InputItem(DialectBody):
+    """Is the base of items, which are often those of an earlier response."""
+
+    id: _Marked = None
+    status: _Marked = None
+
+
+class InputMessage(InputItem):
     type: Literal["message"] = Field("message", description="The type of the item.", examples=["message"])
     role: Literal["user", "assistant", "system", "developer"] = Field(description="The author.", examples=["user"])
     content: InputContent = Field(description="Text, or parts of it.", examples=["Hello"])
+    phase: Annotated[Any, Ignored("templates do not tell answers from comments")] = None
 
 
-class InputCall(DialectBody):
+class InputCall(InputItem):
     type: Literal["function_call"] = Field(description="The type of the item.", examples=["function_call"])
     call_id: str = Field(description="What its output refers to.", examples=["call_1"])
     name: str = Field(description="The function.", examples=["weather"])
     namespace: str | None = Field(None, description="The namespace that it is in.", examples=[None])
     arguments: str = Field(description="Its arguments as JSON.", examples=['{"city": "Oslo"}'])
+    caller: _Direct = None
+    async_: Annotated[Any, Refused(False)] = Field(None, alias="async")
+    parsed_arguments: Annotated[Any, Ignored("`arguments` has them; clients that parse replies add it")] = None
 
 
-class InputCallOutput(DialectBody):
+class InputCallOutput(InputItem):
     type: Literal["function_call_output"] = Field(description="The type of the item.")
     call_id: str = Field(description="The call that it belongs to.", examples=["call_1"])
     output: InputContent = Field(description="What the function returned.", examples=["Sun"])
+    caller: _Direct = None
+    name: Annotated[Any, Ignored("the call names the function")] = None
+    namespace: Annotated[Any, Ignored("the call names the function")] = None
 
 
 class ReasoningText(DialectBody):
@@ -59,13 +109,19 @@ class ReasoningText(DialectBody):
     text: str = Field(description="The reasoning.", examples=["A city."])
 
 
-class InputReasoning(DialectBody):
+class InputReasoning(InputItem):
     """Is reasoning of an earlier response, for the template."""
 
     type: Literal["reasoning"] = Field(description="The type of the item.", examples=["reasoning"])
     summary: list[ReasoningText] | None = Field(None, description="Not read: the content is what the model wrote.")
     content: list[ReasoningText] | None = Field(None, description="The reasoning.")
     encrypted_content: NotSupported = None
+
+
+class UnservedItem(Unserved):
+    """Is an item of a tool, or of a store, that this service does not have."""
+
+    type: Annotated[Any, Served("message", "function_call", "function_call_output", "reasoning")]
 
 
 _ITEMS = {
@@ -76,11 +132,12 @@ _ITEMS = {
 }
 
 
-InputItem = Annotated[
+AnyItem = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[InputCall, Tag("<call>")]
     | Annotated[InputCallOutput, Tag("<output>")]
-    | Annotated[InputReasoning, Tag("<reasoning>")],
+    | Annotated[InputReasoning, Tag("<reasoning>")]
+    | Annotated[SkipJsonSchema[UnservedItem], Tag(OTHER)],
     Discriminator(
         by_type(_ITEMS, "message"),
         custom_error_type="union_type",
@@ -89,7 +146,7 @@ InputItem = Annotated[
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("<text>")]
-    | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("<parts>")],
+    | Annotated[list[AnyItem], Field(min_length=1, fail_fast=True), Tag("<parts>")],
     Discriminator(by_content),
 ]
 
@@ -108,7 +165,7 @@ class ResponsesTool(DialectBody):
     strict: bool | None = Field(
         None, description="Hold all arguments to the schema; default false, unlike OpenAI's.", examples=[True]
     )
-    output_schema: dict[str, Any] | None = Field(None, description="Not read: the model is not told.")
+    output_schema: Annotated[Any, Ignored("the model is not told")] = None
     defer_loading: NotTrue = None
     allowed_callers: Annotated[Any, Refused(["direct"])] = None
     async_: Annotated[Any, Refused(False)] = Field(None, alias="async")
@@ -184,16 +241,27 @@ class ReasoningSettings(DialectBody):
         None, description="Reasoning is always returned as it is; there is no other summary.", examples=["auto"]
     )
     generate_summary: NotSupported = None
+    context: Annotated[Any, Refused("auto")] = None
+    mode: Annotated[Any, Refused("standard")] = None
 
 
 class ResponsesStreamOptions(DialectBody):
-    include_obfuscation: bool | None = Field(None, description="Events are never padded.", examples=[False])
+    include_obfuscation: Annotated[Any, Ignored("events are never padded")] = None
 
 
-class ResponsesBody(Extended):
+Include = Literal[
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
+
+
+class ResponsesBody(Extended, Routed):
     """Continue a conversation, as OpenAI's responses do; the model's chat template makes the prompt."""
-
-    model_config = ConfigDict(extra="forbid")
 
     input: Input = Field(
         description="A text, or items: messages, function calls, their outputs, reasoning.",
@@ -228,26 +296,38 @@ class ResponsesBody(Extended):
     )
     seed: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[7])
     top_k: int | None = Field(None, description="As in /generate; -1: off. Not OpenAI's.", examples=[40])
+    min_p: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0.05])
+    repetition_penalty: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[1.1])
+    presence_penalty: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0.0])
+    frequency_penalty: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0.0])
+    stop: TextOrTexts | None = Field(
+        None, description="Texts that end the output before them. Not OpenAI's.", examples=["\n\n"]
+    )
     priority: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0])
     cache_salt: str | None = Field(None, description="As in /generate. Not OpenAI's.", examples=["tenant-7"])
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Returned.", examples=[{"a": "b"}])
-    user: str | None = Field(None, description="Your name of the end user; nothing depends on it.", examples=["u-1"])
-    safety_identifier: str | None = Field(None, description="The same.", examples=["u-1"])
-    client_metadata: dict[str, str] | None = Field(None, description="Not read; agents send it.", examples=[{"a": "b"}])
-    prompt_cache_key: str | None = Field(None, description="Prefixes are found without one.", examples=["k"])
-    include: list[Literal["reasoning.encrypted_content"]] | None = Field(
-        None, description="Reasoning is returned as text, never encrypted.", examples=[["reasoning.encrypted_content"]]
+    user: str | None = Field(None, description="Returned; no output depends on it.", examples=["u-1"])
+    safety_identifier: Annotated[Any, Ignored("no output depends on the end user")] = None
+    client_metadata: Annotated[Any, Ignored("agents name themselves in it")] = None
+    prompt_cache_key: Cached = None
+    prompt_cache_options: Cached = None
+    prompt_cache_retention: Cached = None
+    service_tier: Annotated[Any, Ignored("there is one tier")] = None
+    include: list[Include] | None = Field(
+        None,
+        description="Parts of a reply. Reasoning is returned as text, never encrypted; the others are of tools that "
+        "this service does not have.",
+        examples=[["reasoning.encrypted_content"]],
     )
-    service_tier: Annotated[Any, Refused("auto", "default")] = None
     truncation: Annotated[Any, Refused("disabled")] = None
+    session_id: Annotated[Any, Ignored("prefixes are found without it; SGLang's")] = None
+    extra_key: NotFilled = None
     background: NotTrue = None
     conversation: NotSupported = None
     context_management: NotFilled = None
     max_tool_calls: NotSupported = None
     moderation: NotSupported = None
     prompt: NotSupported = None
-    prompt_cache_options: NotFilled = None
-    prompt_cache_retention: Annotated[Any, Refused("in_memory")] = None
     access_programs: NotFilled = None
     image: NotFilled = None
     top_logprobs: Annotated[Any, Refused(0)] = None

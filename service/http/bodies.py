@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -19,7 +20,7 @@ from service.core.errors import ApiError, client_gone, from_validation, invalid
 from service.core.request_context import RequestContext, current
 from service.http.connection_loss import LOSS, ConnectionLoss
 from service.lifecycle.state import service_of
-from service.schemas.types import TextPair
+from service.schemas.field_paths import siblings
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
@@ -144,8 +145,7 @@ def parsed(raw: bytes, model: type[B]) -> B:
     try:
         body = model.model_validate_json(raw)
     except ValidationError as error:
-        names = {1: list(model.model_fields), 3: list(TextPair.model_fields)}
-        raise from_validation(error.errors(include_url=False, include_input=False), names) from None
+        raise from_validation(error.errors(include_url=False, include_input=False), partial(siblings, model)) from None
     request_id = getattr(body, "request_id", None)
     if request_id is not None:
         context_of_request().request_id = request_id

@@ -76,7 +76,12 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (C, {"max_tokens": "2"}, 400, "max_tokens", "invalid_type"),
     (C, {"temperature": -1}, 400, "temperature", "invalid_value"),
     (C, {"temperature": True}, 400, "temperature", "invalid_type"),
-    (C, {"top_p": 0}, 400, "top_p", "invalid_value"),
+    (C, {"top_p": -0.1}, 400, "top_p", "invalid_value"),
+    (C, {"temprature": 1}, 400, "temprature", "unknown_field"),
+    (C, {"num_beams": 2}, 400, "num_beams", "unknown_field"),
+    (C, {"stream_options": {"include_usag": True}}, 400, "stream_options.include_usag", "unknown_field"),
+    (C, {"guided_regex": "a"}, 400, "guided_regex", NO),
+    (C, {"json_schema": "{}"}, 400, "json_schema", NO),
     (C, {"n": 9}, 400, "n", "invalid_value"),
     (C, {"n": 0}, 400, "n", "invalid_value"),
     (C, {"best_of": 2}, 400, "best_of", NO),
@@ -119,12 +124,19 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (M, {"messages": [{"content": "Hi"}]}, 400, "messages[0].role", "missing_field"),
     (M, said(7), 400, "messages[0].content", "invalid_type"),
     (M, said([]), 400, "messages[0].content", "invalid_value"),
-    (M, said("a", [{"type": "text", "text": "b"}, IMAGE]), 400, "messages[1].content[1].type", "invalid_value"),
+    (M, said("a", [{"type": "text", "text": "b"}, IMAGE]), 400, "messages[1].content[1].image_url", NO),
     (M, said(*["a"] * 9), 400, "messages", "invalid_value"),
     (M, said("a" * 2000), 400, "messages", "context_length_exceeded"),
     (M, said("a" * 64), 400, "messages", "context_length_exceeded"),
     (M, said("a", role="assistant"), 400, "messages", "chat_template"),
     (M, said(None), 400, "messages[0].content", "missing_field"),
+    (M, {"no_repeat_ngram_size": 2}, 400, "no_repeat_ngram_size", "unknown_field"),
+    (M, {"messages": [{"role": "user", "content": "a", "nmae": "b"}]}, 400, "messages[0].nmae", "unknown_field"),
+    (M, said([{"type": "text", "text": "b", "txt": "c"}]), 400, "messages[0].content[0].txt", "unknown_field"),
+    (M, said([{"type": "video", "video": "b"}]), 400, "messages[0].content[0].type", NO),
+    (M, said(["a"]), 400, "messages[0].content[0]", "invalid_type"),
+    (M, {"tools": [{**TOOL, "functoin": {}}]}, 400, "tools[0].functoin", "unknown_field"),
+    (M, {"response_format": {"type": "json_object", "schema": {}}}, 400, "response_format.schema", NO),
     (M, {"model": "gen"}, 400, "model", "no_chat_template"),
     (M, {"max_completion_tokens": 1000}, 400, "max_completion_tokens", "context_length_exceeded"),
     (M, {"max_completion_tokens": 0}, 400, "max_completion_tokens", "invalid_value"),
@@ -330,14 +342,15 @@ def test_the_address_names_the_model_on_every_route_that_says_so(app: App) -> No
     run(app, work)
 
 
-def test_harmless_values_pass_and_unknown_fields_are_ignored(app: App) -> None:
+def test_harmless_fields_and_values_pass(app: App) -> None:
     harmless = {
         **{"suffix": "", "best_of": 1, "response_format": {"type": "text"}, "user": "me", "length_penalty": 1.0},
-        **{"metadata": {"a": 1}, "store": True, "invented": [1], "logit_bias": None, "stop": None, "n": None},
+        **{"metadata": {"a": 1}, "store": True, "service_tier": "flex", "logit_bias": None, "stop": None, "n": None},
     }
     assert ask(app, "POST", C, json={**GOOD[C], **harmless}).status_code == 200
-    parameters = {"watermark": False, "best_of": 1, "invented": 1, "grammar": None}
-    assert ask(app, "POST", "/", json={**GOOD["/"], **hf(**parameters), "use_cache": True}).status_code == 200
+    parameters = {"watermark": False, "best_of": 1, "grammar": None}
+    options = {"use_cache": True, "wait_for_model": True}
+    assert ask(app, "POST", "/", json={**GOOD["/"], **hf(**parameters), "options": options}).status_code == 200
 
 
 @pytest.mark.parametrize("route", [C, "/", G])
@@ -367,7 +380,7 @@ def test_nothing_is_prepared_for_a_full_engine(route: str, monkeypatch: pytest.M
 
     for owner, name in ((TokenizerThreads, "run"), (RenderPool, "render"), (GrammarChecker, "check")):
         monkeypatch.setattr(owner, name, prepared)
-    asked = {**GOOD[route], **({"regex": "a+"} if route == C else {})}
+    asked = {**GOOD[route], **({"structured_outputs": {"regex": "a+"}} if route == C else {})}
     assert ask(app, "POST", route, json=asked).status_code == 500  # as it is prepared here
     app.script.queue_full = "queue_tokens"
     check_error(ask(app, "POST", route, json=asked), 429, None, "queue_full")

@@ -262,7 +262,8 @@ class TestRanking:
         ],
     )
     def test_refusals(self, url: str, path: str, body: dict[str, Any], status: int, param: str, code: str) -> None:
-        check_error(httpx.post(url + path, json={"query": "the cat", **body}), status, param, code)
+        query = {"query": "the cat"} if path.endswith("rerank") else {}
+        check_error(httpx.post(url + path, json={**query, **body}), status, param, code)
 
 
 COHERE = dict(model="bert", texts=TEXTS, input_type="search_document")

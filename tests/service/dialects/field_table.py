@@ -1,0 +1,154 @@
+"""The table of every field of every dialect, made from the bodies: docs/fields.md.
+
+    python -m tests.service.dialects.field_table
+
+writes the page anew; test_fields.py compares it, and compares the table with the types of the clients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from service.dialects.audio_bodies import SpeechBody, TranscriptionForm, TranslationForm
+from service.dialects.common import Ignored, Refused, Served
+from service.dialects.embedding_bodies import EmbeddingBody
+from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
+from service.dialects.messages_bodies import CountBody, MessagesBody
+from service.dialects.openai_bodies import ChatBody, CompletionBody
+from service.dialects.pipeline_bodies import (
+    ClassBody,
+    EmbedAllBody,
+    EmbedSparseBody,
+    EntityBody,
+    FillMaskBody,
+    QuestionBody,
+    SimilarityBody,
+    ZeroShotBody,
+)
+from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
+from service.dialects.responses_bodies import ResponsesBody
+from service.schemas.field_paths import walk
+
+PAGE = Path(__file__).parents[3] / "docs" / "fields.md"
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/v1/audio/transcriptions": TranscriptionForm,
+    "/v1/audio/translations": TranslationForm,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
+    "/v1/embed, /v2/embed (Cohere)": CohereEmbedBody,
+    "/v1/rerank, /v2/rerank (Cohere, Jina, vLLM)": RankBody,
+    "/v1/score": ScoreBody,
+    "/v1/classify": ClassifyBody,
+    "/, /generate, /generate_stream (Hugging Face)": TextGenerationBody,
+    "/embed": EmbedBody,
+    "/embed_all": EmbedAllBody,
+    "/embed_sparse": EmbedSparseBody,
+    "/similarity, /pipeline/sentence-similarity": SimilarityBody,
+    "/rerank": RerankBody,
+    "/predict": PredictBody,
+    "/pipeline/fill-mask": FillMaskBody,
+    "/pipeline/question-answering": QuestionBody,
+    "/pipeline/token-classification": EntityBody,
+    "/pipeline/zero-shot-classification": ZeroShotBody,
+    "/pipeline/text-classification": ClassBody,
+    "/pipeline/automatic-speech-recognition": SpeechBody,
+}
+_HEAD = """# Fields of other servers' APIs
+
+What each route does with every field that clients of its API send. This page is made from the bodies
+(`python -m tests.service.dialects.field_table`), and a test compares it with the clients' own types.
+
+- **Used** fields are read; `/docs` describes them.
+- **Ignored** fields are accepted with any value, because no output depends on them.
+- **Refused** fields would change the output: a 400 that names the field and its place, but for values without effect.
+- Any other field is unknown, at every depth: a 400 that names it, its place, and the nearest known field.
+
+`a[].b` is the field `b` of each entry of `a`. The native bodies of `/generate` and `/encode` have used fields alone.
+"""
+
+Use = Literal["used", "refused", "ignored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is done with a field, and why."""
+
+    use: Use
+    reason: str = ""
+
+
+def table(body: type[BaseModel]) -> dict[str, Row]:
+    """Return every field of a body by its path; one that an alternative uses counts as used."""
+    found: dict[str, Row] = {}
+    for path, field in walk(body):
+        row = _row(field)
+        if row is not None and (path not in found or row.use == "used"):
+            found[path] = row
+    return found
+
+
+def types(body: type[BaseModel]) -> dict[str, set[str]]:
+    """Return the words that a `type` or a `role` may have, by its path; of those that may have any, none."""
+    found: dict[str, set[str]] = {}
+    for path, field in walk(body):
+        if path.rpartition(".")[2] in ("type", "role") and not any(isinstance(one, Served) for one in field.metadata):
+            found.setdefault(path, set()).update(_words(field.annotation))
+    return found
+
+
+def _row(field: FieldInfo) -> Row | None:
+    for mark in field.metadata:
+        if isinstance(mark, Ignored):
+            return Row("ignored", mark.reason)
+        if isinstance(mark, Refused):
+            instead = f"; `{mark.instead}` is served" if mark.instead else ""
+            return Row("refused", f"only {mark.harmless}{instead}")
+        if isinstance(mark, Served):
+            return None
+    return Row("used")
+
+
+def _words(annotation: Any) -> set[str]:
+    if annotation is str:
+        return set()
+    args = get_args(annotation)
+    return {one for arg in args for one in ([arg] if isinstance(arg, str) else _words(arg))}
+
+
+def markdown() -> str:
+    """Return the page."""
+    return _HEAD + "".join(_section(route, table(body)) for route, body in BODIES.items())
+
+
+def _section(route: str, rows: dict[str, Row]) -> str:
+    used = ", ".join(f"`{path}`" for path, row in rows.items() if row.use == "used")
+    lines = [f"\n## {route}\n", f"Used: {used}.\n"]
+    others = {path: row for path, row in rows.items() if row.use != "used" and not _is_within(path, rows)}
+    by_reason: dict[tuple[Use, str], list[str]] = {}
+    for path, row in others.items():
+        by_reason.setdefault((row.use, row.reason), []).append(f"`{path}`")
+    if by_reason:
+        lines += ["| field | | |", "|---|---|---|"]
+        ordered = sorted(by_reason.items(), key=lambda one: one[0][0])
+        lines += [f"| {', '.join(paths)} | {use} | {reason} |" for (use, reason), paths in ordered]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _is_within(path: str, rows: dict[str, Row]) -> bool:
+    """Return whether a field stands within one that is not used as a whole."""
+    parents = [path[:at] for at, letter in enumerate(path) if letter == "."]
+    return any(rows[one.rstrip("[]")].use != "used" for one in parents if one.rstrip("[]") in rows)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(markdown(), encoding="utf-8")
