@@ -13,7 +13,7 @@ from model.api.engine_config import EngineConfig
 from model.api.request import TokenOutput
 from model.llm import LLM
 from service.core.model_registry import ServedModel
-from service.planning.generate import _default_max_tokens
+from service.planning.output_limit import default_max_tokens
 from service.planning.sampling import sampling_params
 from service.schemas.bodies import GenerateBody
 from tests.model.checkpoints import copied, saved
@@ -38,7 +38,7 @@ def ours(folder: Path, prompt: list[int], decoder_prompt: tuple[int, ...] = (), 
     begin = decoder_prompt or ((config.decoder_start_token_id or 0,) if encodes else ())
     served = ServedModel("m", llm.checkpoint, None)
     start = len(begin) if encodes else len(prompt)
-    params = sampling_params(GenerateBody(prompt="x", n=n), served, start, _default_max_tokens(served, start, NEW))
+    params = sampling_params(GenerateBody(prompt="x", n=n), served, start, default_max_tokens(served, start, NEW))
     outputs = [one for _, one in llm.stream([prompt], params, decoder_prompt=begin)]
     llm.close()
     hypotheses: list[list[int]] = [[] for _ in range(n)]

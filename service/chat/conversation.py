@@ -47,10 +47,10 @@ class Turn:
     use: ToolUse
     served: ServedModel
 
-    def shape(self, limits: Limits) -> ReplyShape | None:
-        """Return what the reply is held to and which marks it shows; None for one that is all content."""
+    def shape(self, limits: Limits) -> ReplyShape:
+        """Return what the reply is held to and which marks it shows; neither for one that is all content."""
         if self.format.is_plain:
-            return None
+            return ReplyShape()
         calls, reasoning = self.format.calls, self.format.reasoning
         marks = (*(calls.marks if calls else ()), *(reasoning.marks if reasoning else ()))
         ids = {self._special_id(mark) for mark in marks}

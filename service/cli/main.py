@@ -125,12 +125,11 @@ def _download(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     from model.api.request import SamplingParams
 
+    grammar, llm = _grammar(arguments), _llm(arguments, "code")
+    given = {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
     params = SamplingParams(
-        **{name: getattr(arguments, name) for name in SAMPLING},
-        stop=tuple(arguments.stop),
-        grammar=_grammar(arguments),
+        **{"max_tokens": llm.info.max_model_len, **given}, stop=tuple(arguments.stop), grammar=grammar
     )
-    llm = _llm(arguments, "code")
     languages = {name: getattr(arguments, name) for name in ("source_language", "target_language")}
     for _, output in llm.stream([arguments.prompt], params, **languages):
         print(output.text, end="", flush=True)

@@ -13,8 +13,8 @@ from service.settings import sources
 from service.settings.option_table import BY_NAME, OPTIONS
 
 _MODEL = "[NAME=]PATH of a Hugging Face checkpoint folder, hf:ORGANISATION/NAME, or the name of an embedded model"
-SAMPLING: dict[str, tuple[Callable[[str], Any], float, str]] = {  # flags of `generate`: type, default, meaning
-    "max_tokens": (int, 128, ""),
+SAMPLING: dict[str, tuple[Callable[[str], Any], float | None, str]] = {  # flags of `generate`: type, default, meaning
+    "max_tokens": (int, None, "(default: until the model ends or its context is full)"),
     "temperature": (float, 0.0, "0 is greedy "),
     "top_k": (int, 0, "0 is off "),
     "top_p": (float, 1.0, ""),
@@ -88,7 +88,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: code)")
     parser.add_argument("prompt", metavar="PROMPT")
     for name, (parse, default, text) in SAMPLING.items():
-        flag, shown = "--" + name.replace("_", "-"), f"{text}(default: {default:g})"
+        flag, shown = "--" + name.replace("_", "-"), text if default is None else f"{text}(default: {default:g})"
         parser.add_argument(flag, type=_bounded(name, parse), default=default, help=shown)
     for side, text in (("source", "of the prompt"), ("target", "of the output")):
         shown = f"language {text}, as a code of the tokenizer (NLLB, mBART, M2M-100)"

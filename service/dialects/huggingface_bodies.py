@@ -25,7 +25,11 @@ class Grammar(DialectBody):
 class GenerateParameters(DialectBody):
     """Parameters of the generation."""
 
-    max_new_tokens: int | None = Field(None, description="`max_tokens` of /generate.", examples=[32])
+    max_new_tokens: int | None = Field(
+        None,
+        description="`max_tokens` of /generate. Default: until the model ends or the context is full.",
+        examples=[32],
+    )
     do_sample: bool | None = Field(
         None, description="Sample even if no other sampling field is given; default: greedy.", examples=[False]
     )

@@ -32,7 +32,7 @@ from service.schemas.bodies import GenerateBody
 
 COMPLETION_NAMES = {"include_stop": "include_stop_str_in_output", "prompt_logprobs": "logprobs"}
 CHAT_NAMES = {**COMPLETION_NAMES, "prediction": "prediction.content", "prompt": "messages", "logprobs": "top_logprobs"}
-DEFAULT_MAX_TOKENS = 16  # of completions; chats have the model's default
+DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; chats fill the context
 
 _GRAMMARS = ("guided_grammar", "grammar", "ebnf")  # of vLLM, llama.cpp and SGLang
 _SAME = (

@@ -78,7 +78,12 @@ class Sampling(Extended, Harmless, NotServed):
 
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
     stream_options: StreamOptions | None = Field(None, description="Options of a stream.")
-    max_tokens: int | None = Field(None, description="Maximum number of tokens to generate.", examples=[32])
+    max_tokens: int | None = Field(
+        None,
+        description="Maximum number of tokens to generate. Default: 16 for completions; chats go on until the model "
+        "ends them or the context is full.",
+        examples=[32],
+    )
     temperature: float | None = Field(
         None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
     )

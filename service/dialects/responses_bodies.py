@@ -276,7 +276,11 @@ class ResponsesBody(Extended, Routed):
     )
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
     stream_options: ResponsesStreamOptions | None = Field(None, description="Options of a stream.")
-    max_output_tokens: int | None = Field(None, description="Maximum number of tokens to generate.", examples=[64])
+    max_output_tokens: int | None = Field(
+        None,
+        description="Maximum number of tokens to generate. Default: until the model ends or the context is full.",
+        examples=[64],
+    )
     temperature: float | None = Field(
         None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
     )

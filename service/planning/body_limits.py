@@ -57,6 +57,16 @@ def check_logprobs(body: GenerateBody, requests: Sequence[Request], limits: Limi
     raise invalid(f"{message} ({limits.max_reply_logprobs}){advice}", param)
 
 
+def most_tokens_with_logprobs(body: GenerateBody, prompts: int, limits: Limits) -> int | None:
+    """Return how many tokens an output may have if one reply must hold all log-probabilities; None: as many as it will.
+
+    It bounds what a client left open; what a client asks for is refused where it is too much.
+    """
+    if body.logprobs is None or body.stream:
+        return None
+    return max(1, limits.max_reply_logprobs // (body.n * prompts * (body.logprobs + 1)))
+
+
 def check_encode(body: EncodeBody, limits: Limits) -> None:
     """Raise an `ApiError` for the first limit that `body` exceeds; the limit on tokens is checked after tokenising."""
     count = num_inputs(body.input)

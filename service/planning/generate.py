@@ -18,11 +18,12 @@ from model.api.source import token_source
 from model.api.stats import ModelInfo
 from model.errors import ModelNotLoadedError
 from service.core.engine_client import EngineClient
-from service.core.errors import REFUSALS, ApiError, engine_refusal, invalid
+from service.core.errors import REFUSALS, engine_refusal, invalid
 from service.core.model_registry import Registry, ServedModel, Task
 from service.core.request_context import current
 from service.planning.body_limits import check_generate, check_logprobs
 from service.planning.languages import source_language, target_language
+from service.planning.output_limit import OutputLimit
 from service.planning.response_format import GrammarChecker, OutputConstraint, constraint_of, has_constraint
 from service.planning.sampling import num_beams, sampling_params
 from service.planning.tokenization import (
@@ -47,9 +48,14 @@ class PromptInput:
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """Says what a conversation wants of its output beside what its body says."""
+    """Says what a dialect wants of its output that a native body cannot say.
 
-    constrain: Callable[[OutputConstraint | None], OutputConstraint | None]  # of the body's own constraint
+    Without `max_tokens` the output goes on until the model ends it or the context is full.
+    """
+
+    constrain: Callable[[OutputConstraint | None], OutputConstraint | None] | None = (
+        None  # of the body's own constraint
+    )
     shown_special_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
@@ -140,9 +146,10 @@ class GeneratePlanner:
 
         def found() -> OutputConstraint | None:
             own = constraint_of(body, self._limits)
-            return own if shape is None else shape.constrain(own)
+            return own if constrain is None else constrain(own)
 
-        return await asyncio.to_thread(found) if shape is not None or has_constraint(body) else None
+        constrain = None if shape is None else shape.constrain
+        return await asyncio.to_thread(found) if constrain is not None or has_constraint(body) else None
 
     async def plan(
         self, body: GenerateBody, request_id: str, arrival: float, shape: ReplyShape | None = None
@@ -172,8 +179,11 @@ class GeneratePlanner:
             await self._grammars.check(constraint, served)
         grammar = "" if constraint is None else constraint.grammar
         prediction = await self._prediction(body, served, info)
+        limit = OutputLimit.of(body, len(prompts), self._limits, fills_context=shape is not None)
         requests = [
-            self._request(body, served, info, prompt, prompt_ids, forced, engine_id(request_id), arrival, grammar)
+            self._request(
+                body, served, info, prompt, prompt_ids, forced, engine_id(request_id), arrival, grammar, limit
+            )
             for prompt, prompt_ids in zip(prompts, ids, strict=True)
         ]
         if prediction:
@@ -202,10 +212,11 @@ class GeneratePlanner:
         name: str,
         arrival: float,
         grammar: str,
+        limit: OutputLimit,
     ) -> Request:
         """Return the request of one prompt, checked to fit the context and the KV cache."""
         start = len(forced) if served.is_encoder_decoder else len(ids)
-        max_tokens = self._max_tokens(body, served, info, start, prompt.param)
+        max_tokens = limit.tokens(served, info, start, prompt.param)
         _check_fit(served, info, len(ids), start + max_tokens, num_beams(body, served), prompt.param)
         return Request(
             request_id=name,
@@ -279,22 +290,6 @@ class GeneratePlanner:
         [ids] = await self._tokenise([prefix], served, info, special=False)
         return (start, *language, *ids)
 
-    def _max_tokens(self, body: GenerateBody, served: ServedModel, info: ModelInfo, start: int, param: str) -> int:
-        """Return the requested number, or the default limited to the rest of the context after `start` tokens.
-
-        Only dialects can request 0, for no output; the engine then still generates one token.
-        """
-        room = info.max_model_len - start
-        field = "decoder_prompt" if served.is_encoder_decoder else param
-        if body.max_tokens is None:
-            if room < 1:
-                raise _too_long(start, 1, info.max_model_len, field)
-            default = _default_max_tokens(served, start, self._limits.default_max_tokens)
-            return max(1, min(default, output_room(served, info, start)))
-        if body.max_tokens > room:
-            raise _too_long(start, body.max_tokens, info.max_model_len, field if room < 1 else "max_tokens")
-        return body.max_tokens
-
     async def _echo(
         self, body: GenerateBody, served: ServedModel, prompts: list[PromptInput], prefix: PromptInput | None
     ) -> tuple[str, ...]:
@@ -322,26 +317,6 @@ def _with_prefix(prompts: list[PromptInput], body: GenerateBody, served: ServedM
     if any(not isinstance(prompt.value, str) for prompt in prompts):
         raise invalid(f"task: {body.task} puts {prefix!r} in front of texts; send no token ids", "task")
     return [replace(prompt, value=f"{prefix}{prompt.value}") for prompt in prompts]
-
-
-def _default_max_tokens(served: ServedModel, start: int, otherwise: int) -> int:
-    """Return the checkpoint's `max_new_tokens`, or the rest of its `max_length` after `start` tokens."""
-    defaults = served.checkpoint.sampling_defaults
-    if "max_tokens" in defaults:
-        return int(defaults["max_tokens"])
-    return int(defaults["max_length"]) - start if "max_length" in defaults else otherwise
-
-
-def output_room(served: ServedModel, info: ModelInfo, start: int) -> int:
-    """Return how many tokens may follow `start` tokens, in the context and in an empty KV cache."""
-    room = info.max_model_len - start
-    return min(room, _pool_room(served, info, start) or room)
-
-
-def _pool_room(served: ServedModel, info: ModelInfo, start: int) -> int:
-    """Return by how many tokens a decoder-only sequence can grow in an empty KV cache; 0: none or unknown."""
-    capacity = None if served.is_encoder_decoder else info.sequence_capacity
-    return max(0, capacity - start) if capacity is not None else 0
 
 
 def _ids(prompt: PromptInput, served: ServedModel, special: bool, language: int | None) -> tuple[int, ...]:
@@ -380,12 +355,6 @@ def _check_fit(served: ServedModel, info: ModelInfo, prompt_tokens: int, length:
         needed, there = (blocks * info.block_size for blocks in shortage)
         message = f"{param}, max_tokens and num_beams need {needed} tokens of KV cache, which holds {there}"
         raise invalid(message, param, "kv_cache_exceeded")
-
-
-def _too_long(start: int, max_tokens: int, max_model_len: int, param: str) -> ApiError:
-    total = start + max_tokens
-    message = f"{start} prompt tokens + {max_tokens} max_tokens = {total}, more than max_model_len {max_model_len}"
-    return invalid(message, param, "context_length_exceeded")
 
 
 def cache_salt(requested: str | None) -> str:

@@ -98,7 +98,10 @@ async def huggingface_answer(
     names = huggingface.GENERATE_NAMES
     with naming_errors(names):
         found = huggingface.generate(body, stream=stream)
-        return await answer(request, found, lambda one: huggingface.TextGeneration(one, body, as_list=as_list), names)
+        with service_of(request).handling():
+            return await answer_taken(
+                request, found, lambda one: huggingface.TextGeneration(one, body, as_list=as_list), names, ReplyShape()
+            )
 
 
 async def answer(
@@ -115,7 +118,7 @@ async def answer(
 async def answer_taken(
     request: Request, body: GenerateBody, render: Render, names: Mapping[str, str], shape: ReplyShape | None = None
 ) -> Response:
-    """Generate as `answer` does, inside `Service.handling`; `shape` is a conversation's."""
+    """Generate as `answer` does, inside `Service.handling`; `shape` is that of a dialect that has one."""
     service, context = service_of(request), context_of_request()
     await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
     plan = await service.generate_planner.plan(body, context.request_id, context.started, shape)

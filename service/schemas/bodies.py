@@ -112,7 +112,8 @@ class GenerateBody(Body):
         None,
         ge=1,
         le=MAX_INT,
-        description="Maximum number of tokens to generate. Default: the checkpoint's, else 256, within the context.",
+        description="Maximum number of tokens to generate. Default: the checkpoint's, else "
+        "`default_max_tokens` (256), within the context.",
         examples=[64],
     )
     min_tokens: int | None = Field(

@@ -71,7 +71,7 @@ class Limits:
     prompt_characters_per_token: int = _limit(
         16, "a text with more characters than this x max_model_len is refused before tokenising"
     )
-    default_max_tokens: int = _limit(256, "max_tokens if neither the client nor the checkpoint sets it")
+    default_max_tokens: int = _limit(256, "max_tokens of /generate if neither the client nor the checkpoint sets it")
     request_timeout_s: float = _limit(600.0, "default and maximum of timeout_s, in seconds")
     stream_stall_s: float = _limit(
         30.0, "seconds without progress after which a reply that the client does not read is aborted"
