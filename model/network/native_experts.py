@@ -7,7 +7,7 @@ from ctypes import pointer
 
 from torch import Tensor, nn
 
-from model.config.layer import Activation, ExpertsConfig, MLPConfig
+from model.config.layer import ExpertsConfig, MLPConfig
 from model.linear.base import Linear
 from model.linear.native import NativeLinear, packed_matrix
 from model.native.library import ACTIVATIONS, CLAMPED_SILU, Kind
@@ -17,25 +17,6 @@ from model.network.mlp import MLP
 
 Sizes = Callable[[int, int], PackedMatrix]  # a matrix `[n, k]` without data
 Norms = Callable[[nn.Module], Norm]  # a module's norm as C reads it
-
-
-def unsupported_feed_forward(config: MLPConfig | ExpertsConfig) -> str | None:
-    """What of a feed-forward is not computed in C; None: nothing."""
-    unit = config.mlp if isinstance(config, ExpertsConfig) else config
-    if unit.xielu:
-        return "xIELU"
-    if (reason := unsupported_activation(unit.activation)) is not None:
-        return reason
-    if isinstance(config, ExpertsConfig) and config.choice is not None:
-        return "a router with biases of its choice"
-    if isinstance(config, ExpertsConfig) and config.shared is not None and _unit(config.shared) != _unit(config.mlp):
-        return "a shared expert with another activation"
-    return None
-
-
-def unsupported_activation(activation: Activation) -> str | None:
-    """Return why C does not compute an activation; None: it does."""
-    return None if activation in ACTIVATIONS else f"the activation {activation.value}, which C does not compute"
 
 
 def feed_forward_structure(config: MLPConfig | ExpertsConfig) -> MLPLayer:
@@ -82,11 +63,6 @@ def plan_feed_forward(layer: MLPLayer, config: MLPConfig | ExpertsConfig, hidden
         experts.append(Expert(*_plan_mlp(config.shared, hidden, sizes)))
     router = PackedMatrix(int(Kind.F32), config.count, hidden)
     layer.experts = pointer(_experts_layer(config, router, experts, PackedMatrix()))
-
-
-def _unit(config: MLPConfig) -> tuple[object, ...]:
-    """What becomes of the outputs of its first projection."""
-    return config.gated, config.activation, config.clamp
 
 
 def _plan_mlp(config: MLPConfig, hidden: int, sizes: Sizes) -> tuple[PackedMatrix, PackedMatrix]:

@@ -30,7 +30,6 @@ from model.config.layer import (
     NormKind,
     NormSpan,
     RotaryConfig,
-    XLNetRelativeConfig,
 )
 from model.config.model import ModelConfig, StackConfig
 from model.linear.factory import LinearFactory
@@ -51,12 +50,11 @@ from model.native.structures import Layer as LayerData
 from model.native.structures import Stack as StackData
 from model.native.structures import Step as StepData
 from model.network.disentangled import DisentangledBias
+from model.network.native_coverage import unsupported_stack
 from model.network.native_delta import delta_structure, fill_delta, layer_states
 from model.network.native_experts import (
     feed_forward_structure,
     fill_feed_forward,
-    unsupported_activation,
-    unsupported_feed_forward,
 )
 from model.network.native_relative import NativePositions
 from model.network.norms import HeadsNorm, OffsetLayerNorm, OffsetRMSNorm
@@ -136,12 +134,7 @@ class NativeStack:
     @staticmethod
     def unsupported(config: StackConfig) -> str | None:
         """Why the stack is not computed in C; None: it is. It is when each of its layers is."""
-        if config.position.every_layer:
-            return "positions are added before every layer"
-        if not config.causal and any(layer.attention.sinks or layer.attention.output_gate for layer in config.layers):
-            return "an encoder's layers have attention sinks or output gates"
-        reasons = ((index, unsupported_layer(layer)) for index, layer in enumerate(config.layers))
-        return next((f"layer {index} has {reason}" for index, reason in reasons if reason is not None), None)
+        return unsupported_stack(config)
 
     def covers(self, cache: KVCache | None, cross: CrossInput | None) -> bool:
         """Whether a step's keys are where the C code looks for them."""
@@ -315,26 +308,6 @@ class NativeStack:
             else:
                 found[place] = ScoreBias(slopes=array.data_ptr())
         return found
-
-
-def unsupported_layer(layer: LayerConfig) -> str | None:
-    """What of a layer is not computed in C; None: nothing."""
-    if layer.normed_residual:
-        return "sums with what its sublayers read"
-    mixer = layer.mixer
-    if layer.embedding is not None and (reason := unsupported_activation(layer.embedding.activation)) is not None:
-        return reason
-    if layer.channel_scales:
-        return "learned scales of channels"
-    if not isinstance(mixer, AttentionConfig):
-        return unsupported_feed_forward(layer.feed_forward)
-    if isinstance(mixer.position, XLNetRelativeConfig):
-        return "XLNet's relative positions"
-    if isinstance(mixer.position, DisentangledConfig) and mixer.window is not None:
-        return "a window beside disentangled positions"
-    if mixer.turns_first:
-        return "norms of queries and keys after they turn"
-    return unsupported_feed_forward(layer.feed_forward)
 
 
 def layer_structure(config: LayerConfig, stack: StackConfig) -> LayerData:

@@ -16,7 +16,7 @@ from model.errors import ConfigError
 from model.families.table.helpers import activation
 from model.native.library import ACTIVATIONS as IN_C
 from model.network.mlp import ACTIVATIONS
-from model.network.native_experts import unsupported_feed_forward
+from model.network.native_coverage import unsupported_feed_forward
 from model.network.native_stack import NativeStack
 from tests.model.checkpoints import copied, load_native, native_backends, saved
 from tests.model.parity import decoder_logits, decoder_prompts
