@@ -58,6 +58,7 @@ _WORDS = {  # of settings that are not listed
     "AttentionConfig.turns_first": "norms of queries and keys after they turn",
     "MLPConfig.xielu": "xIELU",
     "ExpertsConfig.choice": "a router with biases of its choice",
+    "AttentionConfig.query_offset": "XLNet's relative positions",
     XLNetRelativeConfig.__name__: "XLNet's relative positions",
 }
 

@@ -14,8 +14,8 @@ import pytest
 import model.native
 from model.checkpoint.folder import read_checkpoint
 from model.config.layer import LayerConfig
-from model.network import native_coverage
 from model.native.structures import STRUCTURES
+from model.network import native_coverage
 from tests.model.checkpoints import saved
 
 KERNELS = Path(model.native.__file__).parent / "kernels"
