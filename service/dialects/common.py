@@ -9,12 +9,14 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
+import pydantic_core
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from service.core.errors import NOT_SUPPORTED, ApiError, from_validation, invalid, shorten
 from service.core.model_registry import ServedModel
 from service.core.request_context import REQUEST_ID_PATTERN
+from service.schemas.bodies import GenerateBody
 from service.schemas.field_paths import NotRead
 from service.schemas.types import Body
 
@@ -153,6 +155,11 @@ def native(model: type[B], fields: Mapping[str, Any]) -> B:
         raise from_validation(error.errors(include_url=False, include_input=False)) from None
 
 
+def native_turn(fields: Mapping[str, Any], prompt: list[int]) -> GenerateBody:
+    """Make a native body as `native` does; the prompt's ids come from the tokenizer and are not read again."""
+    return native(GenerateBody, {**fields, "prompt": [0]}).model_copy(update={"prompt": prompt})
+
+
 @contextmanager
 def naming_errors(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the fields in errors raised inside the block, from native names to the client's (`names`)."""
@@ -189,13 +196,13 @@ Schema = Annotated[str | dict[str, Any], Field(union_mode="left_to_right")]  # a
 def json_format(schema: str | Mapping[str, Any], param: str) -> dict[str, Any]:
     """Return the native `response_format` of a JSON schema; raises `ApiError` naming `param` for an invalid one."""
     try:
-        found: Mapping[str, Any] = (
-            msgspec.json.decode(schema, type=dict[str, Any]) if isinstance(schema, str) else schema
-        )
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise invalid(f"{param} must be a JSON object, or one as text", param) from None
-    except RecursionError:
-        raise _too_deep(param) from None
+        found = pydantic_core.from_json(schema, allow_inf_nan=False) if isinstance(schema, str) else schema
+    except ValueError as error:
+        if "recursion limit" in str(error):
+            raise _too_deep(param) from None
+        found = None
+    if not isinstance(found, Mapping):
+        raise invalid(f"{param} must be a JSON object, or one as text", param)
     if _levels(found) > _MAX_NESTING:
         raise _too_deep(param)
     return {"type": "json_schema", "json_schema": {"schema": found}}

@@ -19,7 +19,7 @@ from service.chat.tools import Json, Tool, tool_use
 from service.core.errors import ApiError, anthropic_error, invalid
 from service.core.model_registry import ServedModel
 from service.dialects.blocks import Block, BlockRendering
-from service.dialects.common import drawn, native, native_seed
+from service.dialects.common import drawn, native_seed, native_turn
 from service.dialects.messages_bodies import (
     ConversationMessage,
     CountBody,
@@ -52,6 +52,9 @@ def conversation(body: CountBody, served: ServedModel) -> Conversation:
     for at, message in enumerate(body.messages):
         for one in _messages(message, f"messages[{at}]"):
             _add(found, one)
+    for one in found:
+        if isinstance(one["content"], list):
+            one["content"] = "\n".join(one["content"])
     last = found[-1]
     continues = last["role"] == "assistant" and "tool_calls" not in last
     tools = tuple(
@@ -101,12 +104,14 @@ def _text(content: str | Sequence[TextBlock | UnservedText] | None) -> str:
 
 
 def _add(messages: list[Json], one: Json) -> None:
-    """Add a message; texts of one author that follow each other are one turn, as in that API."""
+    """Add a message; texts of one author that follow each other are one turn, as in that API: a list, joined later."""
     last = messages[-1] if messages else {}
-    if one["role"] != "tool" and last.get("role") == one["role"] and last.keys() == one.keys() == {"role", "content"}:
-        last["content"] += f"\n{one['content']}"
-    else:
+    if one["role"] == "tool" or last.get("role") != one["role"] or not last.keys() == one.keys() == {"role", "content"}:
         messages.append(one)
+    elif isinstance(last["content"], list):
+        last["content"].append(one["content"])
+    else:
+        last["content"] = [last["content"], one["content"]]
 
 
 def _messages(message: ConversationMessage, param: str) -> list[Json]:
@@ -114,11 +119,13 @@ def _messages(message: ConversationMessage, param: str) -> list[Json]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     found: list[Json] = []
-    own: Json = {"role": message.role}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Json] = []
     for at, block in enumerate(message.content):
         match block:
             case TextBlock():
-                own["content"] = f"{own['content']}\n{block.text}" if "content" in own else block.text
+                texts.append(block.text)
             case ToolResultBlock() if message.role == "user":
                 text = _text(block.content)
                 content = f"Error: {text}" if block.is_error else text
@@ -126,16 +133,19 @@ def _messages(message: ConversationMessage, param: str) -> list[Json]:
             case RedactedThinkingBlock() if message.role == "assistant":
                 pass
             case ThinkingBlock() if message.role == "assistant":
-                own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
+                thoughts.append(block.thinking)
             case ToolUseBlock() if message.role == "assistant":
                 function = {"name": block.name, "arguments": block.input}
-                call = {"id": block.id, "type": "function", "function": function}
-                own["tool_calls"] = [*own.get("tool_calls", ()), call]
+                calls.append({"id": block.id, "type": "function", "function": function})
             case _:
                 place = f"{param}.content[{at}]"
                 raise invalid(f"{place}: a {block.type} block has no place in a message of the {message.role}", place)
-    if len(own) > 1:
-        own.setdefault("content", "")
+    if texts or thoughts or calls:
+        own: Json = {"role": message.role, "content": "\n".join(texts)}
+        if thoughts:
+            own["reasoning_content"] = "".join(thoughts)
+        if calls:
+            own["tool_calls"] = calls
         found.append(own)
     return found
 
@@ -146,7 +156,6 @@ def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int], ro
     Clients ask for as much as models of that API can write, whose context then ends the reply.
     """
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME} | {
-        "prompt": prompt,
         "max_tokens": min(body.max_tokens, max(1, room)),
         **drawn(body, served),
         "stop": body.stop_sequences or None,
@@ -160,7 +169,7 @@ def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int], ro
             "type": "json_schema",
             "json_schema": {"schema": body.output_config.format.schema_},
         }
-    return native(GenerateBody, fields)
+    return native_turn(fields, prompt)
 
 
 def is_held(body: MessagesBody) -> bool:

@@ -13,7 +13,7 @@ from service.chat.conversation import Conversation, effort_variables
 from service.chat.tools import Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import invalid
 from service.core.model_registry import ServedModel
-from service.dialects.common import drawn, json_format, native, native_seed, native_top_k
+from service.dialects.common import drawn, json_format, native, native_seed, native_top_k, native_turn
 from service.dialects.openai_bodies import (
     AllowedToolChoice,
     ChatBody,
@@ -111,13 +111,12 @@ def chat(body: ChatBody, served: ServedModel, prompt: list[int], *, with_ids: bo
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     fields = _sampling(body, served) | {
-        "prompt": prompt,
         "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "prediction": None if body.prediction is None else joined(body.prediction.content),
         "return_token_ids": with_ids,
     }
-    return native(GenerateBody, fields)
+    return native_turn(fields, prompt)
 
 
 def chat_names(body: ChatBody) -> Mapping[str, str]:

@@ -15,7 +15,7 @@ from service.chat.tools import Json, Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import ApiError
 from service.core.model_registry import ServedModel
 from service.dialects.blocks import Block, BlockRendering
-from service.dialects.common import drawn, native, native_seed, native_top_k
+from service.dialects.common import drawn, native_seed, native_top_k, native_turn
 from service.dialects.responses_bodies import (
     InputCall,
     InputCallOutput,
@@ -155,7 +155,6 @@ def _add(messages: list[Json], fields: Json) -> None:
 def generate_body(body: ResponsesBody, served: ServedModel, prompt: list[int]) -> GenerateBody:
     """Translate a body whose conversation has become token ids."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME} | {
-        "prompt": prompt,
         "max_tokens": body.max_output_tokens,
         **drawn(body, served),
         "num_beams": 1,
@@ -169,7 +168,7 @@ def generate_body(body: ResponsesBody, served: ServedModel, prompt: list[int]) -
         fields["response_format"] = {"type": format.type} | (
             {"json_schema": schema} if format.type == "json_schema" else {}
         )
-    return native(GenerateBody, fields)
+    return native_turn(fields, prompt)
 
 
 def is_held(body: ResponsesBody) -> bool:

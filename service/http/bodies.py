@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
 import orjson
-import pydantic_core
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from service.core.errors import ApiError, client_gone, from_validation, invalid
+from service.core.errors import ApiError, client_gone, invalid
 from service.core.request_context import RequestContext, current
 from service.http.connection_loss import LOSS, ConnectionLoss
+from service.http.parsing import one_of, parsed
 from service.lifecycle.state import service_of
-from service.schemas.field_paths import siblings
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
@@ -42,7 +40,6 @@ JSON: Final = "application/json"
 # What clients send as the model where they know no name: InferenceClient, and the documentation of TGI, TEI and SGLang.
 PLACEHOLDERS: Final = frozenset({"", "dummy", "tgi", "tei", "text-embeddings-inference", "default"})
 _json = msgspec.json.Encoder(enc_hook=_list_of_array)
-_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def context_of_request() -> RequestContext:
@@ -54,22 +51,12 @@ def context_of_request() -> RequestContext:
 
 async def read_body(request: Request, model: type[B]) -> B:
     """Parse the body as `model`; raises a 400 that names the field. A `request_id` in it becomes the request's."""
-    return with_model(request, parsed(await raw_body(request), model))
+    return with_model(request, await parsed(request, await raw_body(request), model))
 
 
-async def read_one_of(request: Request, default: type[B], keys: Mapping[str, type[B]]) -> B:
-    """Parse the body as the model of the one of `keys` that it has, else as `default`; a 400 if it has keys of two."""
-    return with_model(request, parsed_as_one_of(await raw_body(request), default, keys))
-
-
-def parsed_as_one_of(raw: bytes, default: type[B], keys: Mapping[str, type[B]]) -> B:
-    """Parse a body as `read_one_of` does."""
-    known = [key for key in _keys(raw) if key in keys]
-    for key in known[1:]:
-        if keys[key] is not keys[known[0]]:
-            message = f"{known[0]} and {key} are fields of different APIs; send one of them"
-            raise invalid(message, key, "ambiguous_body")
-    return parsed(raw, keys[known[0]] if known else default)
+async def read_one_of(request: Request, default: type[B], by_key: Mapping[str, type[B]]) -> B:
+    """Parse the body as the model that `one_of` finds for its keys."""
+    return with_model(request, await parsed(request, await raw_body(request), one_of(default, by_key)))
 
 
 def with_model(request: Request, body: B) -> B:
@@ -120,36 +107,6 @@ async def whole_body(receive: Receive, counted: Callable[[int], None] | None = N
             counted(len(body))
         if not message.get("more_body", False):
             return bytes(body)
-
-
-def has_key(raw: bytes, name: str) -> bool:
-    """Return whether a body is a JSON object with this key."""
-    return name.encode() in raw and name in _keys(raw)
-
-
-def _keys(raw: bytes) -> list[str]:
-    """Return the top-level keys of a JSON object; none if it is something else."""
-    try:
-        return list(_object.decode(raw))
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        pass
-    try:  # Pydantic's parser accepts NaN, which the models then refuse, naming the field
-        found = pydantic_core.from_json(raw)
-    except ValueError:
-        return []
-    return list(found) if isinstance(found, dict) else []
-
-
-def parsed(raw: bytes, model: type[B]) -> B:
-    """Parse a body as `model`, as `read_body` does."""
-    try:
-        body = model.model_validate_json(raw)
-    except ValidationError as error:
-        raise from_validation(error.errors(include_url=False, include_input=False), partial(siblings, model)) from None
-    request_id = getattr(body, "request_id", None)
-    if request_id is not None:
-        context_of_request().request_id = request_id
-    return body
 
 
 def _check_content_type(request: Request) -> None:

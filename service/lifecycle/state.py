@@ -19,6 +19,7 @@ from service.core.model_registry import Registry
 from service.core.model_source import ModelReader
 from service.core.models_folder import ModelsFolder
 from service.core.response_store import ResponseStore
+from service.core.threads import Threads
 from service.core.write_batch import WriteBatch
 from service.lifecycle.fleet import Fleet, LocalFleet
 from service.lifecycle.folder_watch import SCAN_SECONDS, FolderWatch
@@ -64,6 +65,7 @@ class Service:
         self.writes = WriteBatch()  # of all streams
         self.jobs = Jobs(client, metrics, self.tracer)
         self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
+        self.body_threads = Threads(1, "triptych-bodies")  # parsing lets few other threads run: more would not help
         self.renderers = RenderPool(self.limits.chat_template_s)
         self.grammars = GrammarChecker(self.limits)
         self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
@@ -108,6 +110,7 @@ class Service:
         """End the engines, threads and processes."""
         await self.models.close()
         self.threads.close()
+        self.body_threads.close()
         await asyncio.to_thread(self.renderers.close)
         await asyncio.to_thread(self.grammars.close)
         await asyncio.to_thread(self.decoders.close)

@@ -5,14 +5,13 @@ Truncation removes tokens of the text and keeps the special tokens that the toke
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
 from model.text.tokenizer import Encoded, Tokenizer
 from service.core.errors import ApiError, invalid
+from service.core.threads import Threads
 
 T = TypeVar("T")
 Side = Literal["left", "right"]
@@ -21,12 +20,11 @@ _INLINE_CHARACTERS = 2_048  # tokenised on the event loop, in about 1 ms: a thre
 _INLINE_TOKENS = 2_048  # likewise, for detokenising
 
 
-class TokenizerThreads:
+class TokenizerThreads(Threads):
     """Runs tokenisation of long texts in threads. `observe` gets the model and the seconds of every run."""
 
     def __init__(self, threads: int, observe: Callable[[str, float], None]) -> None:
-        self._threads = threads
-        self._pool: ThreadPoolExecutor | None = None
+        super().__init__(threads, "triptych-tokenizer")
         self._observe = observe
 
     async def run(self, model: str, characters: int, work: Callable[[], T]) -> T:
@@ -37,12 +35,6 @@ class TokenizerThreads:
         finally:
             self._observe(model, time.perf_counter() - began)
 
-    async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, run in a thread."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="triptych-tokenizer")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
     async def decode(self, tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of `ids`."""
 
@@ -50,12 +42,6 @@ class TokenizerThreads:
             return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
         return work() if len(ids) <= _INLINE_TOKENS else await self.run_in_thread(work)
-
-    def close(self) -> None:
-        """Stop the threads without waiting; a later `run` starts new ones."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
 
 
 def check_characters(text: str, limit: int, param: str) -> None:

@@ -20,13 +20,13 @@ from service.http.bodies import (
     cancel_on_disconnect,
     context_of_request,
     named_model,
-    parsed,
     raw_body,
     whole_body,
     with_model,
 )
 from service.http.model_use import choose_model
 from service.http.multipart import boundary_of, read_form
+from service.http.parsing import parsed
 from service.http.sse import EventStream
 from service.http.transcripts import NativeTranscript, RenderTranscript, TranscriptEvents
 from service.lifecycle.jobs import Job
@@ -55,6 +55,7 @@ from service.speech.running import RunningTranscription
 router = APIRouter()
 F = TypeVar("F", bound=AudioForm)
 
+_BASE64_PART = 1 << 20  # characters, a multiple of 4
 _EVENTS = (OpenAITranscriptDelta, OpenAITranscriptDone)
 _TYPES = ("audio/", "video/", "application/octet-stream", "application/ogg")  # of a file that is the whole body
 
@@ -103,7 +104,7 @@ async def automatic_speech_recognition(request: Request) -> Response:
     body: SpeechBody | None = None
     if declared.endswith("json"):
         held = _enter(request)
-        body = _from_json(await raw_body(request, held.hold), held)
+        body = await _from_json(request, await raw_body(request, held.hold), held)
     else:
         _check_same_site(request)
         if declared and not declared.startswith(_TYPES):
@@ -116,11 +117,11 @@ async def automatic_speech_recognition(request: Request) -> Response:
         return await answer(request, found, held, audio.SpeechReply, audio.HUGGINGFACE_NAMES)
 
 
-def _from_json(raw: bytes, held: HeldAudio) -> SpeechBody:
+async def _from_json(request: Request, raw: bytes, held: HeldAudio) -> SpeechBody:
     """Return a JSON body without its file, which `held` has then."""
-    body = parsed(raw, SpeechBody)
+    body = await parsed(request, raw, SpeechBody)
     with naming_errors(audio.HUGGINGFACE_NAMES):
-        held.put(_decoded(body.inputs))
+        held.put(await _decoded(request, body.inputs))
     return body.model_copy(update={"inputs": audio.UNSENT})
 
 
@@ -146,7 +147,7 @@ def _from_form(raw: bytes, boundary: bytes, kind: type[F], held: HeldAudio) -> F
 async def native_answer(request: Request, body: TranscribeBody) -> Response:
     """Transcribe a body of /generate with `audio`."""
     held = _enter(request)
-    held.put(_decoded(body.audio))
+    held.put(await _decoded(request, body.audio))
     segments, token_ids = body.timestamps not in (None, "none"), body.return_token_ids
 
     def render(running: RunningTranscription, job: Job) -> NativeTranscript:
@@ -201,9 +202,19 @@ def _enter(request: Request) -> HeldAudio:
     return held
 
 
-def _decoded(text: str) -> bytes:
+async def _decoded(request: Request, text: str) -> bytes:
+    """Return the bytes of base64, in a thread."""
+    return await service_of(request).body_threads.run_in_thread(lambda: _bytes_of(text))
+
+
+def _bytes_of(text: str) -> bytes:
+    """Decode base64 in parts, between which other threads run."""
+    parts = range(0, len(text), _BASE64_PART)
+    padding = text.find("=")
     try:
-        return base64.b64decode(text, validate=True)
+        if -1 < padding < len(text) - 2:
+            raise ValueError("base64 goes on after its padding")
+        return b"".join(base64.b64decode(text[at : at + _BASE64_PART], validate=True) for at in parts)
     except (binascii.Error, ValueError):
         raise invalid("audio is not base64", "audio", "invalid_audio") from None
 

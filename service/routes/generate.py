@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -20,16 +20,14 @@ from service.dialects.huggingface_bodies import TextGenerationBody
 from service.http.bodies import (
     cancel_on_disconnect,
     context_of_request,
-    has_key,
     json_response,
-    parsed,
-    parsed_as_one_of,
     raw_body,
     with_model,
 )
 from service.http.early_refusal import refuse_if_full
 from service.http.json_replies import Generation, Json, NativeRendering, Render
 from service.http.model_use import hold_model
+from service.http.parsing import one_of, parsed
 from service.http.sse import EventStream, GenerationEvents
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
@@ -47,6 +45,13 @@ _BODIES: dict[str, type[BaseModel]] = {
     "prompt": GenerateBody,
     "inputs": TextGenerationBody,
 }
+
+_body_by_key = one_of(GenerateBody, _BODIES)
+
+
+def _body_of(keys: Sequence[str]) -> type[BaseModel]:
+    return TranscribeBody if "audio" in keys else _body_by_key(keys)
+
 
 _OK = ok_response(
     "The whole reply, or its events.",
@@ -82,9 +87,9 @@ async def generate(request: Request) -> Response:
     """
     raw = await raw_body(request)
     refuse_if_full(request, raw)
-    if has_key(raw, "audio"):
-        return await audio.native_answer(request, with_model(request, parsed(raw, TranscribeBody)))
-    body = with_model(request, parsed_as_one_of(raw, GenerateBody, _BODIES))
+    body = with_model(request, await parsed(request, raw, _body_of))
+    if isinstance(body, TranscribeBody):
+        return await audio.native_answer(request, body)
     if isinstance(body, TextGenerationBody):
         return await huggingface_answer(request, body)
     assert isinstance(body, GenerateBody)

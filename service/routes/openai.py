@@ -14,9 +14,10 @@ from service.dialects.common import naming_errors
 from service.dialects.embedding_bodies import EmbeddingBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody
 from service.dialects.openai_replies import ChatCompletions, Completions
-from service.http.bodies import parsed, raw_body, read_body, with_model
+from service.http.bodies import raw_body, read_body, with_model
 from service.http.early_refusal import refuse_if_full
 from service.http.model_use import chat_model, hold_model
+from service.http.parsing import parsed
 from service.lifecycle.state import service_of
 from service.planning.generate import check_room
 from service.routes import encode, generate
@@ -44,7 +45,7 @@ async def completions(request: Request) -> Response:
     """Works with OpenAI's client. `max_tokens` is 16 by default, `temperature` the checkpoint's or 1."""
     raw = await raw_body(request)
     refuse_if_full(request, raw)
-    body = with_model(request, parsed(raw, CompletionBody))
+    body = with_model(request, await parsed(request, raw, CompletionBody))
     service = service_of(request)
     await hold_model(request, body.model, Task.GENERATE)
     served = service.registry.resolve(body.model, Task.GENERATE)
@@ -68,7 +69,7 @@ async def chat_completions(request: Request) -> Response:
     """Works with OpenAI's client. The checkpoint's chat template makes the prompt; a model without one gets a 400."""
     raw = await raw_body(request)
     refuse_if_full(request, raw)
-    body = with_model(request, parsed(raw, ChatBody))
+    body = with_model(request, await parsed(request, raw, ChatBody))
     service = service_of(request)
     served = await chat_model(request, body.model, body.timeout_s)
     body = body.model_copy(update={"model": served.name})

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic_core import CoreSchema
 
 MAX_INT = 2**31 - 1
 
@@ -19,8 +20,23 @@ Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 
 
+def _stop_early(schema: object) -> None:
+    """Set `fail_fast` for every list within a schema of Pydantic."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for inner in schema.values():
+            _stop_early(inner)
+    elif isinstance(schema, list | tuple):
+        for inner in schema:
+            _stop_early(inner)
+
+
 class Body(BaseModel):
-    """Is the base of request bodies: exact types, finite numbers, no unknown fields."""
+    """Is the base of request bodies: exact types, finite numbers, no unknown fields.
+
+    Validation stops at the first bad element of each list: a body of 2 MB may have 600,000 of them.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -30,6 +46,12 @@ class Body(BaseModel):
         hide_input_in_errors=True,
         protected_namespaces=(),
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _stop_early(schema)
+        return schema
 
 
 class Reply(BaseModel):

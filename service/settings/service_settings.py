@@ -35,6 +35,8 @@ class Limits:
     """Limits one HTTP request; each field is a setting of the same name. Raises `ConfigError`."""
 
     max_body_bytes: int = _limit(2_000_000, "maximum bytes of a body (413)")
+    max_json_values: int = _limit(50_000, "maximum number of names, texts, lists and objects in a body (413)")
+    max_json_numbers: int = _limit(500_000, "maximum number of numbers in a body (413)")
     max_audio_bytes: int = _limit(26_214_400, "maximum bytes of a body of the routes that take an audio file (413)")
     max_audio_seconds: float = _limit(3600.0, "maximum length of an audio file, in seconds")
     max_audio_requests: int = _limit(16, "maximum number of audio files that are transcribed at a time (429)")
@@ -80,6 +82,7 @@ class Limits:
     stream_keepalive_s: float = _limit(15.0, "seconds without an event after which a keep-alive comment is sent")
     max_waiting_for_load: int = _limit(64, "maximum number of requests that wait for models to be loaded (429)")
     max_chat_messages: int = _limit(1_000, "maximum number of messages in a conversation")
+    max_content_parts: int = _limit(1_000, "maximum number of parts of a message's content, and of its tool calls")
     max_tools: int = _limit(256, "maximum number of tools in a conversation")
     chat_template_s: float = _limit(2.0, "seconds for rendering a chat template")
     min_priority: int = _limit(

@@ -1,0 +1,95 @@
+"""Makes the model of a JSON body, after its values and the entries of its lists were counted.
+
+Parsing is a call that lets no other thread run, so what it costs is limited first (`max_json_values`,
+`max_json_numbers`). A long body is parsed in a thread: the event loop goes on between the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar, cast
+
+import pydantic_core
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from service.core.errors import from_validation, invalid, too_large
+from service.core.request_context import current
+from service.lifecycle.state import service_of
+from service.schemas.body_counts import check_counts
+from service.schemas.field_paths import siblings
+from service.schemas.json_size import json_size
+from service.settings.service_settings import Limits
+
+B = TypeVar("B", bound=BaseModel)
+Choose = Callable[[Sequence[str]], type[B]]  # the model of a body that has these keys
+
+_INLINE_BYTES = 65_536  # of a body that is parsed on the event loop
+
+
+async def parsed(request: Request, raw: bytes, model: type[B] | Choose[B]) -> B:
+    """Parse a body as `model`, or as the one that `model` finds for its keys; raises a 400 that names the field.
+
+    A `request_id` in it becomes the request's.
+    """
+    service = service_of(request)
+
+    def work() -> B:
+        return _parsed(raw, model, service.limits)
+
+    body = work() if len(raw) <= _INLINE_BYTES else await service.body_threads.run_in_thread(work)
+    request_id, context = getattr(body, "request_id", None), current()
+    if request_id is not None and context is not None:
+        context.request_id = request_id
+    return body
+
+
+def one_of(default: type[B], by_key: Mapping[str, type[B]]) -> Choose[B]:
+    """Return what finds the model of a body: that of the one of `by_key` that it has, else `default`.
+
+    It raises a 400 for a body that has keys of two.
+    """
+
+    def choose(keys: Sequence[str]) -> type[B]:
+        known = [key for key in keys if key in by_key]
+        for key in known[1:]:
+            if by_key[key] is not by_key[known[0]]:
+                message = f"{known[0]} and {key} are fields of different APIs; send one of them"
+                raise invalid(message, key, "ambiguous_body")
+        return by_key[known[0]] if known else default
+
+    return choose
+
+
+def _parsed(raw: bytes, model: type[B] | Choose[B], limits: Limits) -> B:
+    check_size(raw, limits)
+    try:
+        found = pydantic_core.from_json(raw)  # accepts NaN, which the models then refuse, naming the field
+    except ValueError:
+        found = None  # making the model says what is wrong
+    kind = _kind(model, list(found) if isinstance(found, dict) else [])
+    check_counts(found, kind, limits)
+    del found
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False, include_input=False), partial(siblings, kind)) from None
+
+
+def _kind(model: type[B] | Choose[B], keys: Sequence[str]) -> type[B]:
+    return cast("type[B]", model) if isinstance(model, type) else model(keys)
+
+
+def check_size(raw: bytes, limits: Limits) -> None:
+    """Raise a 413 for a body of more values than are taken."""
+    if len(raw) <= min(limits.max_json_values, limits.max_json_numbers):
+        return
+    size = json_size(raw, limits.max_json_values, limits.max_json_numbers)
+    for name, found, what in (
+        ("max_json_values", size.values, "names, texts, lists and objects"),
+        ("max_json_numbers", size.commas, "numbers"),
+    ):
+        most: int = getattr(limits, name)
+        if found > most:
+            raise too_large(f"the body has more than {most} {what} ({name})", code="too_many_values")

@@ -1,0 +1,162 @@
+"""No body holds the event loop: what a body may cost is limited before anything is made of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+
+from service.http.bodies import JSON
+from service.schemas import json_size as sizes
+from service.schemas.json_size import json_size
+from service.settings.service_settings import Limits, ServiceSettings
+from tests.service.dialects.support import chat_app
+from tests.service.support import App, ask
+from tests.service.worst_bodies import CHAT, GENERATE, MESSAGES, RESPONSES, Worst, worst_bodies
+
+LONGEST_S = 0.05  # that the loop may be held
+_TRIES = 4  # other processes hold it too
+_PIECE = 65_536  # bytes of a body that come at a time
+
+
+async def _answer(app: App, worst: Worst, body: bytes) -> tuple[int, bytes]:
+    """Send a body in pieces, as a server does, and return the status and the reply."""
+    pieces = [body[at : at + _PIECE] for at in range(0, len(body), _PIECE)][::-1]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        await asyncio.sleep(0)
+        if not pieces:
+            return {"type": "http.disconnect"} if sent else await asyncio.sleep(60)
+        return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", JSON.encode()), (b"content-length", b"%d" % len(body))]
+    scope = {"type": "http", "method": "POST", "path": worst.route, "headers": headers, "query_string": b""}
+    await app.app(scope | {"http_version": "1.1", "scheme": "http", "root_path": "", "client": None}, receive, send)
+    return sent[0]["status"], b"".join(one.get("body", b"") for one in sent[1:])
+
+
+async def _longest_hold(app: App, worst: Worst, body: bytes) -> tuple[float, int, bytes]:
+    """Return the longest time that the loop was held while a body was answered, and the reply."""
+    held, loop = 0.0, asyncio.get_running_loop()
+
+    async def watch() -> None:
+        nonlocal held
+        while True:
+            began = loop.time()
+            await asyncio.sleep(0.001)
+            held = max(held, loop.time() - began - 0.001)
+
+    watcher = asyncio.create_task(watch())
+    await asyncio.sleep(0.01)
+    status, reply = await _answer(app, worst, body)
+    await asyncio.sleep(0.003)
+    watcher.cancel()
+    return held, status, reply
+
+
+@pytest.mark.parametrize(
+    "most",
+    [
+        pytest.param(2_000_000, id="full"),
+        pytest.param(49_900, id="values"),
+        pytest.param(12_000, id="fewer", marks=pytest.mark.slow),
+        pytest.param(4_900, id="few", marks=pytest.mark.slow),
+    ],
+)
+def test_no_body_holds_the_event_loop(most: int) -> None:
+    app = chat_app(max_model_len=65_536, max_num_batched_tokens=65_536)
+
+    async def work() -> list[str]:
+        slow = []
+        async with app.app.router.lifespan_context(app.app):
+            for worst in worst_bodies():
+                body, tries = worst.body(values=most), []
+                while len(tries) < _TRIES and (not tries or min(tries) > LONGEST_S):
+                    held, status, reply = await _longest_hold(app, worst, body)
+                    tries.append(held)
+                    assert status < 500, (worst.name, reply[:300])
+                    assert len(reply) < 2_000 or status == 200, worst.name
+                if min(tries) > LONGEST_S:
+                    slow.append(f"{worst.name}: {min(tries) * 1000:.0f} ms, {status}")
+        return slow
+
+    assert not asyncio.run(work())
+
+
+def _sizes(value: Any) -> tuple[int, int]:
+    """Count as `json_size` does, in what the text says: names, texts, lists and objects, and commas."""
+    if isinstance(value, str):
+        return 1, 0
+    if not isinstance(value, list | dict):
+        return 0, 0
+    inner = [_sizes(one) for one in (value.values() if isinstance(value, dict) else value)]
+    names = len(value) if isinstance(value, dict) else 0
+    return 1 + names + sum(one for one, _ in inner), max(0, len(value) - 1) + sum(commas for _, commas in inner)
+
+
+def test_values_are_counted_as_a_parser_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["", "a,b", '"', "\\", '\\"', "\\\\", '{"a": [1, 2]}', "[", "\n\t", "\u00e9", "a" * 20]
+    rng = random.Random(7)
+
+    def value(depth: int) -> Any:
+        kind = rng.randrange(6 if depth else 3)
+        if kind < 3:
+            return rng.choice([1, None, -0.5, *texts])
+        size = rng.randrange(5)
+        if kind == 3:
+            return {f"{rng.choice(texts)}{at}": value(depth - 1) for at in range(size)}
+        return [value(depth - 1) for _ in range(size)]
+
+    values = [value(6) for _ in range(300)]
+    for part in (1, 2, 3, 7, 65_536):
+        monkeypatch.setattr(sizes, "_PART", part)
+        for one in values:
+            for ascii in (True, False):
+                raw = json.dumps(one, ensure_ascii=ascii).encode()
+                assert json_size(raw, 10**6, 10**6) == _sizes(one), raw
+    assert json_size(b"[[[[", 2, 2).values == 4
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        (CHAT, {"model": "chat", "messages": [{"role": "user", "content": "x"}] * 9}, "messages"),
+        (MESSAGES, {"model": "chat", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}] * 9}, "messages"),
+        (RESPONSES, {"model": "chat", "input": [{"role": "user", "content": "x"}] * 9}, "input"),
+        (MESSAGES + "/count_tokens", {"model": "chat", "messages": [{"role": "user", "content": "x"}] * 9}, "messages"),
+        (
+            CHAT,
+            {"model": "chat", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 6}]},
+            "content",
+        ),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 6}]}, "content"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 6}]}, "content"),
+        (MESSAGES, {"messages": [{}], "system": [{"type": "text", "text": "x"}] * 6}, "system"),
+        (CHAT, {"messages": [{}], "tools": [{}] * 257}, "tools"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "namespace", "tools": [{}] * 257}]}, "tools"),
+        (MESSAGES, {"messages": [{}], "stop_sequences": ["a"] * 5}, "stop_sequences"),
+        (GENERATE, {"inputs": "x", "parameters": {"stop": ["a"] * 5}}, "stop"),
+        (CHAT, {"messages": [{}], "logit_bias": {"x": 1} | {str(at): 1 for at in range(300)}}, "logit_bias"),
+    ],
+)
+def test_counts_hold_in_every_dialect(route: str, body: dict[str, Any], param: str) -> None:
+    """They are those of what the client sends, and are checked before anything else of the body."""
+    limits = Limits(max_chat_messages=8, max_content_parts=5)
+    reply = ask(chat_app(settings=ServiceSettings(limits=limits)), "POST", route, json=body)
+    assert reply.status_code == 400, reply.text
+    assert re.search(rf"{param} has \d+ entries, more than \d+", reply.json()["error"]["message"]), reply.text
+
+
+def test_json_in_texts_counts_too() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" + "{}," * 9000 + "{}]"}}
+    calls = [{"role": "assistant", "content": "", "tool_calls": [call] * 3}]
+    reply = ask(chat_app(), "POST", CHAT, json={"model": "chat", "messages": calls})
+    assert reply.status_code == 413 and "tool_calls[1].function.arguments" in reply.text
