@@ -1,20 +1,25 @@
 """Admission control bounds the requests and tokens that wait for one model. Stdlib only.
 
 The front counts requests synchronously as they arrive: a request is refused before any work, never dropped afterwards.
-A request's tokens count as waiting until its first output; sequences beyond `max_num_seqs` wait by definition.
+A request's tokens count as waiting until its first output; sequences beyond `max_num_seqs` wait by definition. Inputs
+to encode that are held back until the engine has computed others of their call are counted apart.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.stats import Demand, EngineStats
 from model.errors import QueueFullError
 
 _MAX_RETRY_SECONDS = 60.0
+_SHARE_STEPS = 2  # that the inputs of one call may fill in the queue: while one is computed, the next is ready
+_SHARE_SECONDS = 0.2  # for which they may fill it
+_FIRST_SHARE = 4  # parts of a step, of which they fill one before their rate is known
+_MAX_HELD_TOKENS = 1 << 21  # of inputs that are held back: about 80 MB
 _RATE_WINDOW = 64  # ends of requests from which their rate is computed
 
 
@@ -29,11 +34,13 @@ class Admission:
         self._waiting: dict[str, int] = {}  # tokens, by id of every such request without an output
         self._num_sequences = 0  # the sum of `_sequences`
         self._waiting_tokens = 0  # the sum of `_waiting`
+        self._held_tokens = 0
         self._ends: deque[float] = deque(maxlen=_RATE_WINDOW)  # times at which requests ended
 
     def set_limits(self, limits: BatchLimits) -> None:
         """Replace the limits; some depend on the device, which is known once the model is loaded."""
         self._max_running = limits.max_num_seqs
+        self._step_tokens = limits.max_num_batched_tokens
         self._max_sequences = limits.max_num_seqs + limits.max_queued_requests
         self._max_waiting_tokens = max(1, limits.max_queued_tokens)
 
@@ -61,6 +68,43 @@ class Admission:
         if self.waiting_tokens >= self._max_waiting_tokens:
             raise QueueFullError("queue_tokens", self._retry_after(1))
 
+    def hold(self, tokens: Sequence[int]) -> None:
+        """Admit the inputs of one call, of so many tokens each, all held; raises `QueueFullError`.
+
+        A call is admitted where a single input is. What is held back is bounded, by what others hold already.
+        """
+        self.check_room()
+        total = sum(tokens)
+        fits = len(tokens) <= _SHARE_STEPS * self._max_running and total <= _SHARE_STEPS * self._step_tokens
+        if not fits and self._held_tokens >= _MAX_HELD_TOKENS:
+            raise QueueFullError("queue_tokens", self._retry_after(len(tokens)))
+        self._held_tokens += total
+
+    def has_share(self, sequences: int, tokens: int, rate: float | None) -> bool:
+        """Return whether a call with so many inputs in the queue may have one more, with `tokens` then in all.
+
+        It may always have one; others while the queue has room, for the time that others may have to wait for them at
+        `rate` tokens a second (None: not known yet), and for two steps at most.
+        """
+        if not sequences:
+            return True
+        most = self._step_tokens // _FIRST_SHARE if rate is None else _SHARE_SECONDS * rate
+        if sequences >= _SHARE_STEPS * self._max_running or tokens > min(most, _SHARE_STEPS * self._step_tokens):
+            return False
+        return self._num_sequences < self._max_sequences and self._waiting_tokens < self._max_waiting_tokens
+
+    def take_held(self, request_id: str, tokens: int) -> None:
+        """Count an input that was held as one in the queue."""
+        self._held_tokens -= tokens
+        self._num_sequences += 1
+        self._waiting_tokens += tokens
+        self._sequences[request_id] = 1
+        self._waiting[request_id] = tokens
+
+    def let_go(self, tokens: int) -> None:
+        """Stop counting inputs that were held."""
+        self._held_tokens -= tokens
+
     @property
     def has_requests(self) -> bool:
         """Whether any admitted request has not ended."""
@@ -72,7 +116,7 @@ class Admission:
         return self._waiting_tokens
 
     def demand(self, stats: EngineStats) -> Demand:
-        return Demand(self.saturation(stats), self.waiting_tokens)
+        return Demand(self.saturation(stats), self.waiting_tokens + self._held_tokens)
 
     def saturation(self, stats: EngineStats) -> float:
         """The load as a fraction of what can run at once, by sequences or by tokens, whichever is larger.

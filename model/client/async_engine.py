@@ -17,7 +17,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Protocol
 
@@ -25,6 +24,7 @@ from model.api.messages import Abort, Commands, Events, ModelSpec
 from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
 from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.client.delivery import Delivery
+from model.client.encoding import Encoding
 from model.client.generation_stream import GenerationStream
 from model.client.model_table import FrontModel, ModelTable
 from model.errors import ConfigError, EngineDeadError, EngineGoneError
@@ -57,21 +57,6 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-@dataclass(slots=True)
-class _Encoding:
-    """The inputs of one call of `encode`, which waits until all have their output."""
-
-    done: asyncio.Future[None]
-    left: int
-    outputs: dict[str, EncodeOutput] = field(default_factory=dict)  # by request id
-
-    def add(self, output: EncodeOutput) -> None:
-        self.outputs[output.request_id] = output
-        self.left -= 1
-        if not self.left and not self.done.done():
-            self.done.set_result(None)
-
-
 class AsyncEngine:
     """The engines of one or more models behind one transport."""
 
@@ -94,7 +79,7 @@ class AsyncEngine:
         self._max_unread_bytes = max_unread_bytes
         self._delivery = Delivery(stream_interval)
         self._streams: dict[str, GenerationStream] = {}
-        self._encodes: dict[str, tuple[EncodeRequest, _Encoding]] = {}
+        self._encodes: dict[str, tuple[EncodeRequest, Encoding]] = {}
         self._observers: list[Callable[[StepStats], None]] = []
         self._pending = Commands()
         self._unready_reason = "not started"  # empty when ready
@@ -183,20 +168,25 @@ class AsyncEngine:
         return stream
 
     async def encode(self, requests: Sequence[EncodeRequest]) -> list[EncodeOutput]:
-        """Return one output a request (all of one model), in order. Raises as `submit` does; cancelling aborts."""
+        """Return one output a request (all of one model), in order; cancelling aborts.
+
+        Raises as `submit` does for a single one: of many inputs a few are in the queue at a time.
+        """
         self._check_ready()
-        self._table[requests[0].model].admission.admit({r.request_id: r.source.num_positions for r in requests})
-        encoding = _Encoding(asyncio.get_running_loop().create_future(), len(requests))
+        encoding = Encoding(requests, self._table[requests[0].model].admission)
+        first = encoding.begin()
         for request in requests:
             self._encodes[request.request_id] = (request, encoding)
-        self._next_commands().encode.extend(requests)
+        self._next_commands().encode.extend(first)
         try:
             await encoding.done
             return [encoding.outputs[request.request_id] for request in requests]
         finally:
+            encoding.close()
             for request in requests:
                 if request.request_id in self._encodes:
-                    self.abort(request.model, request.request_id, None, FinishReason.CANCELLED)
+                    if encoding.has_sent(request.request_id):
+                        self.abort(request.model, request.request_id, None, FinishReason.CANCELLED)
                     self.release(request.request_id)
 
     def cancel(self, request_id: str) -> bool:
@@ -322,8 +312,9 @@ class AsyncEngine:
     def _end_encode(self, output: EncodeOutput) -> None:
         if output.request_id in self._encodes:
             _, encoding = self._encodes[output.request_id]
+            if following := encoding.add(output):  # before the release: a model with requests is not unloaded
+                self._next_commands().encode.extend(following)
             self.release(output.request_id)
-            encoding.add(output)
 
     def _finish_start(self, events: Events) -> None:
         if events.failure is None:

@@ -27,7 +27,6 @@ from service.schemas.encode_bodies import EncodeBody
 Show = Callable[[EncodePlan, Json], object]
 
 # Native names of fields by those of each task, for errors.
-SIMILARITY_NAMES = {"input": "inputs.sentences", "prompt_name": "parameters.prompt_name"}
 FILL_NAMES = {"input": "inputs", "top_k": "parameters.top_k", "targets": "parameters.targets"}
 QUESTION_NAMES = {
     "input": "inputs",
@@ -70,6 +69,12 @@ def similarity(body: SimilarityBody) -> EncodeBody:
         side = (parameters.truncation_direction or "right").lower()
         fields |= {"truncate": side if parameters.truncate else None, "prompt_name": parameters.prompt_name}
     return native(EncodeBody, _common(body) | fields)
+
+
+def similarity_names(body: SimilarityBody) -> dict[str, str]:
+    """Return native names of fields; the source sentence is the last input."""
+    source = {f"input[{len(body.inputs.sentences)}]": "inputs.source_sentence"}
+    return source | {"input": "inputs.sentences", "prompt_name": "parameters.prompt_name"}
 
 
 def similarity_reply(plan: EncodePlan, reply: Json) -> object:

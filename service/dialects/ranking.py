@@ -6,7 +6,8 @@ its folder says. Any other model embeds the texts, and the score is the cosine o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,17 @@ class Judgement:
         self._firsts = firsts
         self._seconds = seconds
 
+    @property
+    def uncounted(self) -> int:
+        """How many inputs are there to compare others with: a query is no document."""
+        return 0 if self._pairs else len(self._firsts)
+
+    def first_names(self, places: Sequence[str]) -> dict[str, str]:
+        """Return the names of the inputs that are `firsts`, which have these places in the client's body."""
+        if self._pairs:
+            return {}
+        return {f"input[{len(self._seconds) + at}]": place for at, place in enumerate(places)}
+
     def body(self, fields: Json) -> EncodeBody:
         """Return the body for /encode; `input[i]` is about `seconds[i]`."""
         if self._pairs:
@@ -62,8 +74,17 @@ def documents(body: RankBody) -> list[str]:
     return [one if isinstance(one, str) else one.text for one in body.documents]
 
 
-def rank(body: RankBody, served: ServedModel, read: Sequence[str] | None = None) -> tuple[EncodeBody, Show]:
-    """Translate a body, and return how to show the reply: as Cohere, Jina and vLLM all read it.
+class Asked(NamedTuple):
+    """A body of /encode, how to show its reply, and what is special about the inputs that others are compared with."""
+
+    body: EncodeBody
+    show: Show
+    uncounted: int
+    names: Mapping[str, str]  # of fields, for errors
+
+
+def rank(body: RankBody, served: ServedModel, read: Sequence[str] | None = None) -> Asked:
+    """Translate a body, and show the reply as Cohere, Jina and vLLM all read it.
 
     The model may `read` less of each document than the reply repeats.
     """
@@ -80,10 +101,11 @@ def rank(body: RankBody, served: ServedModel, read: Sequence[str] | None = None)
         return head | {"results": found[: body.top_n], "usage": _usage(reply)}
 
     side = None if body.truncation is False else "right"
-    return judgement.body(_common(body) | {"truncate": side}), show
+    names = judgement.first_names(["query"]) | RANK_NAMES
+    return Asked(judgement.body(_common(body) | {"truncate": side}), show, judgement.uncounted, names)
 
 
-def score(body: ScoreBody, served: ServedModel) -> tuple[EncodeBody, Show]:
+def score(body: ScoreBody, served: ServedModel) -> Asked:
     """Translate a body of pairs; raises a 400 if the numbers of texts do not fit."""
     firsts, seconds = _list(body.text_1), _list(body.text_2)
     if len(firsts) not in (1, len(seconds)) or not seconds:
@@ -95,7 +117,9 @@ def score(body: ScoreBody, served: ServedModel) -> tuple[EncodeBody, Show]:
         scores = enumerate(judgement.scores(reply))
         return _listed(reply, [{"index": index, "object": "score", "score": one} for index, one in scores])
 
-    return judgement.body(_common(body)), show
+    places = ["text_1"] if isinstance(body.text_1, str) else [f"text_1[{at}]" for at in range(len(firsts))]
+    names = judgement.first_names(places) | SCORE_NAMES
+    return Asked(judgement.body(_common(body)), show, judgement.uncounted, names)
 
 
 def classify(body: ClassifyBody) -> EncodeBody:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from model.api.request import Request
-from service.core.errors import ApiError, invalid, too_large
+from service.core.errors import invalid, too_large
 from service.schemas.bodies import GenerateBody
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
@@ -67,21 +68,42 @@ def most_tokens_with_logprobs(body: GenerateBody, prompts: int, limits: Limits) 
     return max(1, limits.max_reply_logprobs // (body.n * prompts * (body.logprobs + 1)))
 
 
-def check_encode(body: EncodeBody, limits: Limits) -> None:
+class EncodeBounds(NamedTuple):
+    """How many inputs, and tokens of all of them, a request may have; `uncounted` of the inputs are free (a query)."""
+
+    inputs: int
+    tokens: int
+    uncounted: int = 0
+
+    def check_inputs(self, count: int) -> None:
+        """Raise a 413 for more inputs of the model, with windows and labels."""
+        if count > self.inputs + self.uncounted:
+            message = f"input makes more than {self.inputs} inputs of the model, with labels and windows"
+            raise too_large(message, "input", "too_many_inputs")
+
+    def check_tokens(self, tokens: int) -> None:
+        """Raise a 413 for more tokens."""
+        if tokens > self.tokens:
+            raise too_large(f"input has {tokens} tokens in all, more than {self.tokens}", "input", "too_many_tokens")
+
+
+def encode_bounds(limits: Limits, *, detailed: bool, uncounted: int = 0) -> EncodeBounds:
+    """Return the bounds of a request; `detailed` ones have results for each token, or images."""
+    if detailed:
+        return EncodeBounds(limits.max_detailed_inputs, limits.max_detailed_tokens, uncounted)
+    return EncodeBounds(limits.max_encode_inputs, limits.max_encode_tokens, uncounted)
+
+
+def check_encode(body: EncodeBody, limits: Limits, bounds: EncodeBounds) -> None:
     """Raise an `ApiError` for the first limit that `body` exceeds; the limit on tokens is checked after tokenising."""
-    count = num_inputs(body.input)
-    if count > limits.max_encode_inputs:
-        message = f"input has {count} entries, more than {limits.max_encode_inputs}"
+    count = num_inputs(body.input) - bounds.uncounted
+    if count > bounds.inputs:
+        message = f"input has {count} entries, more than {bounds.inputs}"
         raise too_large(message, "input", "too_many_inputs")
     if body.chunks is not None and len(body.chunks) > limits.max_encode_inputs:
         message = f"chunks has {len(body.chunks)} entries, more than {limits.max_encode_inputs}"
         raise too_large(message, "chunks", "too_many_inputs")
     check_timeout(body.timeout_s, limits)
-
-
-def encode_too_large(tokens: int, limit: int) -> ApiError:
-    """Return the error for inputs with too many tokens together."""
-    return too_large(f"input has {tokens} tokens in all, more than {limit}", "input", "too_many_tokens")
 
 
 def check_timeout(timeout_s: float | None, limits: Limits) -> None:

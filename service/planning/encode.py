@@ -24,7 +24,7 @@ from model.text.tokenizer import Encoded, Located
 from service.core.engine_client import EngineClient
 from service.core.errors import invalid, shorten, too_large
 from service.core.model_registry import Registry, ServedModel, Task
-from service.planning.body_limits import check_encode, encode_too_large
+from service.planning.body_limits import EncodeBounds, check_encode, encode_bounds
 from service.planning.generate import check_room, engine_id, loaded_info
 from service.planning.outputs.base import Found, Json, Output, Part
 from service.planning.outputs.inputs import EncodeInput, inputs_of
@@ -40,6 +40,7 @@ from service.planning.tokenization import (
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
 
+_INLINE_IDS = 4_096  # more token ids are checked in a thread
 _DEFAULT_STRIDE = 128  # tokens that two windows of a long text have in common
 
 
@@ -95,51 +96,71 @@ class EncodePlanner:
         self._limits = limits
         self._threads = threads
 
-    async def plan(self, body: EncodeBody, request_id: str, arrival: float) -> EncodePlan:
-        """Return the plan of a body; raises `ApiError` for a body that cannot be served."""
+    async def plan(self, body: EncodeBody, request_id: str, arrival: float, uncounted: int = 0) -> EncodePlan:
+        """Return the plan of a body; raises `ApiError` for a body that cannot be served.
+
+        `uncounted` of its inputs are no inputs of the client: what the others are compared with.
+        """
         served = self._registry.resolve(body.model, Task.ENCODE)
         if served.config.audio is not None:
             raise invalid(f"input: model {served.name} reads sound, not text or images", "input")
         info = loaded_info(self._client, served)
-        check_encode(body, self._limits)
+        detailed = OUTPUTS[body.output].detailed or served.config.image is not None
+        bounds = encode_bounds(self._limits, detailed=detailed, uncounted=uncounted)
+        check_encode(body, self._limits, bounds)
         output = output_of(body, served)
         _check_size(body, served, info)
         inputs = inputs_of(body)
         prompt = _prompt(inputs, body, served)
-        check_room(self._client, served, len(inputs))
+        check_room(self._client, served)  # all are admitted where one is
         if served.config.image is not None:
-            return await self._plan_images(body, served, output, inputs, request_id, arrival)
-        self._check_count(len(inputs) * len(body.labels or (None,)))
+            return await self._plan_images(body, served, output, inputs, bounds, request_id, arrival)
+        bounds.check_inputs(len(inputs) * len(body.labels or (None,)))
+
+        def work() -> EncodePlan:
+            base = self._base(body, served, output, arrival)
+            return self._plan_texts(body, served, info, output, inputs, prompt, bounds, request_id, base)
+
+        characters = sum(one.characters for one in inputs)
+        if characters:
+            return await self._threads.run(served.name, characters, work)
+        ids = sum(len(one.ids or ()) for one in inputs)
+        return await self._threads.run_in_thread(work) if ids > _INLINE_IDS else work()
+
+    def _plan_texts(
+        self,
+        body: EncodeBody,
+        served: ServedModel,
+        info: ModelInfo,
+        output: Output,
+        inputs: Sequence[EncodeInput],
+        prompt: str,
+        bounds: EncodeBounds,
+        request_id: str,
+        base: Mapping[str, Any],
+    ) -> EncodePlan:
+        """Tokenise the inputs, and make requests of them; thousands take as long as many steps of the event loop."""
         texts = [
             (owner, one if output.verbatim else _prepared(one, served, prompt))
             for owner, sent in enumerate(inputs)
             for one in output.readings(body, served, sent)
         ]
-        self._check_count(len(texts))
+        bounds.check_inputs(len(texts))
         may_cut, divided = body.truncate is not False, output.windows or body.split is not None
         if prompt and body.split is not None:
             raise invalid("split: a prompt stands in front of the first window alone", "split")
-        self._check_inputs([one for _, one in texts], served, info, output, may_cut=may_cut, divided=divided)
+        self._check_inputs([one for _, one in texts], served, info, output, bounds, may_cut=may_cut, divided=divided)
         limit = _token_limit(served, info)
-        readings = await self._read(texts, body, served, output, min(limit, output.room(body, served) or limit))
-        self._check_count(len(readings))
-        tokens = sum(len(one.encoded.ids) for one in readings)
-        if tokens > self._limits.max_encode_tokens:
-            raise encode_too_large(tokens, self._limits.max_encode_tokens)
+        readings = _read(texts, body, served, output, bounds, min(limit, output.room(body, served) or limit))
+        bounds.check_inputs(len(readings))
+        bounds.check_tokens(sum(len(one.encoded.ids) for one in readings))
         skipped = 0
         if prompt:
             skipped = served.checkpoint.sentences.unpooled_tokens(served.require_tokenizer("prompt_name"), prompt)
-        base = self._base(body, served, output, arrival)
         requests = tuple(
             self._request(body, served, output, one, engine_id(request_id), base, skipped) for one in readings
         )
         return EncodePlan(served, body, output, tuple(inputs), tuple(readings), requests)
-
-    def _check_count(self, count: int) -> None:
-        bound = self._limits.max_encode_inputs
-        if count > bound:
-            message = f"input makes more than {bound} inputs of the model, with labels and windows"
-            raise too_large(message, "input", "too_many_inputs")
 
     async def _plan_images(
         self,
@@ -147,13 +168,13 @@ class EncodePlanner:
         served: ServedModel,
         output: Output,
         inputs: Sequence[EncodeInput],
+        bounds: EncodeBounds,
         request_id: str,
         arrival: float,
     ) -> EncodePlan:
         image, processing = served.config.image, served.checkpoint.images
         assert image is not None and processing is not None
-        if image.num_tokens * len(inputs) > self._limits.max_encode_tokens:
-            raise encode_too_large(image.num_tokens * len(inputs), self._limits.max_encode_tokens)
+        bounds.check_tokens(image.num_tokens * len(inputs))
         shape = (image.channels, image.size, image.size)
 
         def work() -> list[Source]:
@@ -203,6 +224,7 @@ class EncodePlanner:
         served: ServedModel,
         info: ModelInfo,
         output: Output,
+        bounds: EncodeBounds,
         *,
         may_cut: bool,
         divided: bool,
@@ -224,39 +246,30 @@ class EncodePlanner:
             if not may_cut and not divided:
                 check_characters(one.text + (one.pair or ""), per_token * info.max_model_len, one.param)
             characters += one.characters
-        bound = per_token * self._limits.max_encode_tokens
+        bound = per_token * bounds.tokens
         if characters > bound and not may_cut:
             raise too_large(f"input has {characters} characters in all, more than {bound}", "input", "too_many_tokens")
 
-    async def _read(
-        self,
-        texts: Sequence[tuple[int, EncodeInput]],
-        body: EncodeBody,
-        served: ServedModel,
-        output: Output,
-        limit: int,
-    ) -> list[_Reading]:
-        """Tokenise each text, and truncate it to `limit` tokens or divide it into windows of them."""
 
-        def work() -> list[_Reading]:
-            if output.offsets or body.split is not None:
-                windows = (
-                    _Reading(owner, one, window)
-                    for owner, one in texts
-                    for window in _windows(one, served, limit, body.stride)
-                )
-                return list(islice(windows, self._limits.max_encode_inputs + 1))  # more are refused
-            if body.chunks is not None:
-                return [_Reading(owner, one, _whole(one, served, limit)) for owner, one in texts]
-            side: Side | None = body.truncate or None
-            found = ((owner, one, *_fit_one(one, served, limit, side)) for owner, one in texts)
-            return [
-                _Reading(owner, one, output.as_read(body, served, one, encoded), cut)
-                for owner, one, encoded, cut in found
-            ]
-
-        characters = sum(one.characters for _, one in texts)
-        return await self._threads.run(served.name, characters, work) if characters else work()
+def _read(
+    texts: Sequence[tuple[int, EncodeInput]],
+    body: EncodeBody,
+    served: ServedModel,
+    output: Output,
+    bounds: EncodeBounds,
+    limit: int,
+) -> list[_Reading]:
+    """Tokenise each text, and truncate it to `limit` tokens or divide it into windows of them."""
+    if output.offsets or body.split is not None:
+        windows = (
+            _Reading(owner, one, window) for owner, one in texts for window in _windows(one, served, limit, body.stride)
+        )
+        return list(islice(windows, bounds.inputs + 1))  # more are refused
+    if body.chunks is not None:
+        return [_Reading(owner, one, _whole(one, served, limit)) for owner, one in texts]
+    side: Side | None = body.truncate or None
+    found = ((owner, one, *_fit_one(one, served, limit, side)) for owner, one in texts)
+    return [_Reading(owner, one, output.as_read(body, served, one, encoded), cut) for owner, one, encoded, cut in found]
 
 
 def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel) -> str:

@@ -35,6 +35,7 @@ from service.schemas.encode_bodies import EncodeBody
 from service.schemas.replies import EncodeReply
 
 router = APIRouter()
+_LARGE_REPLY = 1 << 18  # bytes of numbers: a few milliseconds to write as JSON
 
 _BODIES: dict[str, type[BaseModel]] = {
     "input": EncodeBody,
@@ -81,19 +82,21 @@ async def huggingface_answer(request: Request, body: EmbedBody) -> Response:
 Show = Callable[[EncodePlan, Json], object]
 
 
-async def answer(request: Request, body: EncodeBody, show: Show | None = None) -> Response:
-    """Encode the inputs of `body`, and reply as /encode does or as `show` converts it."""
+async def answer(request: Request, body: EncodeBody, show: Show | None = None, *, uncounted: int = 0) -> Response:
+    """Encode the inputs of `body`, and reply as /encode does or as `show` converts it.
+
+    `uncounted` of them do not count in the number that a request may have.
+    """
     service, context = service_of(request), context_of_request()
     with service.handling():
         body = await _with_model(request, body)
-        plan = await service.encode_planner.plan(body, context.request_id, context.started)
+        plan = await service.encode_planner.plan(body, context.request_id, context.started, uncounted)
         context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
         service.check_not_given_up()
         job = service.jobs.open(context, tuple(one.request_id for one in plan.requests))
         try:
             outputs = await _run(request, service, plan, job)
-            reply = encode_reply(plan, await _items(service, plan, outputs), job)
-            return json_response(reply if show is None else show(plan, reply))
+            return await _reply(service, plan, outputs, job, show)
         finally:
             await job.aclose()
 
@@ -108,11 +111,18 @@ async def _with_model(request: Request, body: EncodeBody) -> EncodeBody:
     return body
 
 
-async def _items(service: Service, plan: EncodePlan, outputs: Sequence[EncodeOutput]) -> list[Json]:
-    """Return the items of the reply; what decodes texts or compares spans does not hold up the event loop."""
-    if plan.output.heavy:
-        return await service.threads.run_in_thread(lambda: plan.items(outputs))
-    return plan.items(outputs)
+async def _reply(
+    service: Service, plan: EncodePlan, outputs: Sequence[EncodeOutput], job: Job, show: Show | None
+) -> Response:
+    """Return the reply; one that is large, or decodes texts or compares spans, does not hold up the event loop."""
+
+    def made() -> Response:
+        reply = encode_reply(plan, plan.items(outputs), job)
+        return json_response(reply if show is None else show(plan, reply))
+
+    if plan.output.heavy or sum(len(one.data) for one in outputs) > _LARGE_REPLY:
+        return await service.threads.run_in_thread(made)
+    return made()
 
 
 async def _run(request: Request, service: Service, plan: EncodePlan, job: Job) -> Sequence[EncodeOutput]:

@@ -77,8 +77,8 @@ async def embed_sparse(request: Request) -> Response:
 
 async def _similarity(request: Request) -> Response:
     body = await read_body(request, SimilarityBody)
-    with naming_errors(pipelines.SIMILARITY_NAMES):
-        return await encode.answer(request, pipelines.similarity(body), pipelines.similarity_reply)
+    with naming_errors(pipelines.similarity_names(body)):
+        return await encode.answer(request, pipelines.similarity(body), pipelines.similarity_reply, uncounted=1)
 
 
 @router.post(

@@ -31,8 +31,9 @@ async def rank(request: Request, body: RankBody) -> Response:
     served = await _judge(request, body)
     read = await _first_tokens(request, body, served)
     with naming_errors(ranking.RANK_NAMES):
-        asked, show = ranking.rank(body.model_copy(update={"model": served.name}), served, read)
-        return await encode.answer(request, asked, show)
+        asked = ranking.rank(body.model_copy(update={"model": served.name}), served, read)
+    with naming_errors(asked.names):
+        return await encode.answer(request, asked.body, asked.show, uncounted=asked.uncounted)
 
 
 @router.post(
@@ -135,8 +136,9 @@ async def _score(request: Request) -> Response:
     body = await read_body(request, ScoreBody)
     served = await _judge(request, body)
     with naming_errors(ranking.SCORE_NAMES):
-        asked, show = ranking.score(body.model_copy(update={"model": served.name}), served)
-        return await encode.answer(request, asked, show)
+        asked = ranking.score(body.model_copy(update={"model": served.name}), served)
+    with naming_errors(asked.names):
+        return await encode.answer(request, asked.body, asked.show, uncounted=asked.uncounted)
 
 
 async def _classify(request: Request) -> Response:

@@ -30,7 +30,8 @@ class EncodeBody(Body):
 
     model: ModelName = None
     input: EncodeInput = Field(
-        description="Text, token ids, or up to 256 texts, id lists, text pairs or images (16,384 tokens in all).",
+        description="Text, token ids, or up to 2,048 texts, id lists or text pairs (300,000 tokens in all); up to 256 "
+        "images, or inputs of outputs that have something for each token (16,384 tokens).",
         examples=["a cat", ["a cat", "a dog"], [101, 4937, 102], [{"text": "a cat?", "text_pair": "a dog"}]],
     )
     output: OutputName = Field(

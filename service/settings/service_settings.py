@@ -66,8 +66,12 @@ class Limits:
     max_choices: int = _limit(1_000, "maximum number of texts in choice")
     max_choice_characters: int = _limit(1_024, "maximum characters of each text in choice")
     grammar_s: float = _limit(2.0, "seconds for compiling a grammar")
-    max_encode_inputs: int = _limit(256, "maximum number of inputs to encode (413)")
-    max_encode_tokens: int = _limit(16_384, "maximum tokens of all inputs to encode (413)")
+    max_encode_inputs: int = _limit(2_048, "maximum number of inputs to encode (413)")
+    max_encode_tokens: int = _limit(300_000, "maximum tokens of all inputs to encode (413)")
+    max_detailed_inputs: int = _limit(
+        256, "maximum number of inputs that are images, or whose output has something for each token (413)"
+    )
+    max_detailed_tokens: int = _limit(16_384, "maximum tokens of all such inputs (413)")
     max_top_k: int = _limit(100, "maximum number of candidates for a mask, and of answers")
     max_candidates: int = _limit(1_000, "maximum of masks x top_k of an input, and of targets")
     prompt_characters_per_token: int = _limit(

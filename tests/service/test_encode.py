@@ -95,7 +95,7 @@ def test_chunks_are_of_the_text_behind_its_prompt(app: App) -> None:
 @pytest.mark.parametrize(
     ("fields", "status", "param", "code"),
     [
-        ({"chunks": [[0, 2]] * 257}, 413, "chunks", "too_many_inputs"),
+        ({"chunks": [[0, 2]] * 2049}, 413, "chunks", "too_many_inputs"),
         ({"task": "query", "input": [4, 5]}, 400, "task", "invalid_value"),
         ({"task": "query", "input": [{"text": "w1", "text_pair": "w2"}]}, 400, "task", "invalid_value"),
         ({"task": "query", "prompt_name": "title"}, 400, "task", "invalid_value"),

@@ -242,7 +242,7 @@ class TestZeroShot:
         [
             (dict(), 400, "labels", "is required"),
             (dict(labels=["a"], hypothesis_template="x"), 400, "hypothesis_template", "must have {}"),
-            (dict(labels=["a"] * 300), 413, "input", "makes more than 256 inputs"),
+            (dict(labels=["a"] * 2100), 413, "input", "makes more than 2048 inputs"),
             (dict(labels=["a"], top_k=3), 400, "top_k", "no meaning with output 'zero_shot'"),
         ],
     )

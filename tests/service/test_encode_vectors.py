@@ -139,5 +139,5 @@ class TestLongTexts:
         assert words in check_error(reply, 400, param, reply.json()["error"]["code"])["message"]
 
     def test_windows_are_counted(self, client: Client) -> None:
-        reply = client.post(model="bert", input=[self.LONG] * 60, split="separate", stride=50)
+        reply = client.post(model="bert", input=[self.LONG] * 600, split="separate", stride=50)
         assert "makes" in check_error(reply, 413, "input", "too_many_inputs")["message"]

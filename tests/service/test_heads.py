@@ -214,10 +214,10 @@ class TestImages:
 
     def test_too_many_images_in_all(self, client: Client) -> None:
         """Counted before any is decoded."""
-        before = client.limits.max_encode_tokens
-        object.__setattr__(client.limits, "max_encode_tokens", 50)
+        before = client.limits.max_detailed_tokens
+        object.__setattr__(client.limits, "max_detailed_tokens", 50)
         try:
             check_error(client.post(model="vit", input=[coded(b"broken")] * 3), 413, "input", "too_many_tokens")
             assert client.post(model="vit", input=[coded(FILES[0])] * 2).status_code == 200
         finally:
-            object.__setattr__(client.limits, "max_encode_tokens", before)
+            object.__setattr__(client.limits, "max_detailed_tokens", before)

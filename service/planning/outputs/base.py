@@ -100,6 +100,7 @@ class Output:
     needs: tuple[Need, ...] = ()
     fields: frozenset[str] = frozenset()
     offsets: bool = False  # texts are tokenised with the places of their tokens
+    detailed: bool = False  # something for each token or mask, or weights of the vocabulary: more than a vector
     labelled: bool = False  # numbers for each of the classifier's labels, which the reply lists
     windows: bool = False  # a text that is too long becomes several inputs of the engine
     verbatim: bool = False  # texts are tokenised as they are, without prompts and lower case of a checkpoint's settings

@@ -244,7 +244,7 @@ class TestRanking:
         [
             ("/v1/rerank", {"documents": []}, 400, "documents", "invalid_value"),
             ("/v1/rerank", {"documents": ["a", ""]}, 400, "documents[1]", "invalid_value"),
-            ("/v1/rerank", {"documents": ["a"] * 257}, 413, "documents", "too_many_inputs"),
+            ("/v1/rerank", {"documents": ["a"] * 2049}, 413, "documents", "too_many_inputs"),
             ("/v1/rerank", {"documents": ["a"], "top_n": 0}, 400, "top_n", "invalid_value"),
             ("/v2/rerank", {"documents": ["a"], "max_tokens_per_doc": 0}, 400, "max_tokens_per_doc", "invalid_value"),
             ("/v2/rerank", {"documents": ["a"], "max_chunks_per_doc": 9}, 400, "max_chunks_per_doc", "not_supported"),

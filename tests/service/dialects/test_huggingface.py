@@ -147,7 +147,7 @@ def test_a_special_token_is_called_one() -> None:
 
 def test_info(app: App) -> None:
     info = httpx.Response(200, content=ask(app, "GET", "/info").content).json()
-    assert (info["model_id"], info["max_total_tokens"], info["max_client_batch_size"]) == ("gen", 64, 256)
+    assert (info["model_id"], info["max_total_tokens"], info["max_client_batch_size"]) == ("gen", 64, 2048)
     assert info["max_stop_sequences"] == 4 and info["router"] == "triptych"
 
 
