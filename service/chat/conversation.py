@@ -12,6 +12,7 @@ from service.chat.message_fit import fitted_messages, given_ids, shown_tools
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import Json, ToolUse
 from service.core.chat_template import ChatTemplate
+from service.core.context_bound import ContextBound
 from service.core.errors import invalid, shorten
 from service.core.model_registry import ServedModel
 from service.core.template_traits import TemplateTraits
@@ -164,10 +165,10 @@ async def _rendered(
     tools = conversation.use.tools if conversation.use.choice != "none" else ()
     messages = fitted_messages(conversation.messages, tools, chat, calls)
     more = {name: value for name, (value, _) in conversation.variables.items()}
-    limit = service.limits.prompt_characters_per_token * service.model_info(served.name).max_model_len
+    bound = ContextBound(service.model_info(served.name).max_model_len, service.limits.prompt_characters_per_token)
     shown = shown_tools(tools, chat.traits)
     if conversation.continues:
-        return await chat.continued(service.renderers, messages, limit, tools=shown, more=more)
+        return await chat.continued(service.renderers, messages, bound, tools=shown, more=more)
     return await chat.render(
-        service.renderers, messages, limit, add_generation_prompt=conversation.to_speak, tools=shown, more=more
+        service.renderers, messages, bound, add_generation_prompt=conversation.to_speak, tools=shown, more=more
     )

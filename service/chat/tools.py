@@ -28,7 +28,9 @@ class Tool:
     @property
     def schema(self) -> Json:
         """The JSON schema of the arguments, which are always an object."""
-        schema = dict(self.parameters or {})
+        if not self.parameters:  # a function without parameters takes no arguments
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        schema = dict(self.parameters)
         return schema if "type" in schema or "$ref" in schema else {"type": "object", **schema}
 
     def shown(self) -> Json:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from service.core.context_bound import ContextBound, context_exceeded
 from service.core.errors import ApiError, invalid, scrub
 from service.core.template_files import TOKENS, TemplateError
 from service.core.template_traits import TemplateTraits
@@ -114,24 +115,24 @@ class ChatTemplate:
         self,
         pool: RenderPool,
         messages: Messages,
-        limit: int,
+        bound: ContextBound,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         more: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render the prompt, of at most `limit` characters; raises `ApiError` naming `messages`."""
+        """Render the prompt, whose length is within `bound`; raises `ApiError` naming `messages`."""
         try:
             variables = self.variables(messages, add_generation_prompt=add_generation_prompt, tools=tools, more=more)
-            return await pool.render(self.source, variables, limit)
+            return await pool.render(self.source, variables, bound.characters)
         except RenderError as error:
-            raise _refusal(error) from None
+            raise _refusal(error, bound) from None
 
     async def continued(
         self,
         pool: RenderPool,
         messages: Messages,
-        limit: int,
+        bound: ContextBound,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         more: Mapping[str, Any] | None = None,
@@ -143,7 +144,7 @@ class ChatTemplate:
             raise invalid("continue_final_message: the last message has no content", "continue_final_message")
         tagged_last = {**last, "content": content + _TAG}
         tagged = [*messages[:-1], tagged_last if isinstance(last["content"], str) else in_parts(tagged_last)]
-        text = await self.render(pool, tagged, limit + len(_TAG), add_generation_prompt=False, tools=tools, more=more)
+        text = await self.render(pool, tagged, bound, add_generation_prompt=False, tools=tools, more=more)
         before, found, after = text.rpartition(_TAG.strip())
         if not found or content.strip() not in before:
             raise invalid(
@@ -171,7 +172,7 @@ def cannot_render(folder: str, error: RenderError) -> TemplateError:
     return TemplateError(f"{folder}: the chat template does not render ({error.kind}): {scrub(str(error))}")
 
 
-def _refusal(error: RenderError) -> ApiError:
+def _refusal(error: RenderError, bound: ContextBound) -> ApiError:
     if error.kind == "busy":
         return ApiError(
             429,
@@ -182,8 +183,7 @@ def _refusal(error: RenderError) -> ApiError:
             reason="chat_templates",
         )
     if error.kind == "length":
-        message = f"messages make a prompt of {error}, which cannot fit the model"
-        return invalid(message, "messages", "context_length_exceeded")
+        return context_exceeded(bound.tokens, f"messages give a text of {error}", "messages")
     if error.kind == "raised":
         return invalid(f"the chat template refuses these messages: {scrub(str(error))}", "messages", "chat_template")
     detail = f"{error.kind}: {scrub(str(error))}"

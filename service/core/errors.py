@@ -212,7 +212,8 @@ def render(error: ApiError) -> Response:
 def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
     """Return the body of an error as Anthropic's API has it; clients choose what to raise by the HTTP status."""
     type_ = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    detail: dict[str, Any] = {"type": type_, "message": error.message}
+    too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""  # agents look for it
+    detail: dict[str, Any] = {"type": type_, "message": too_long + error.message}
     if (error.param, error.code) == ("thread", NOT_SUPPORTED):  # by which the client knows to send whole conversations
         detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": detail, "request_id": request_id}

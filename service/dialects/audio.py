@@ -54,7 +54,8 @@ def parsed_form(form: Form, model: type[F]) -> tuple[F, bytes]:
     """Return a form as `model`, and its file; raises a 400 that names the field."""
     fields: dict[str, Any] = {}
     for name, value in form.texts:
-        _add(fields, name, value, model)
+        if value or name.partition("[")[0] not in model.model_fields:  # pages and some clients send what is not set
+            _add(fields, name, value, model)
     files = [one for name, one in form.files if name == "file"]
     for name, _ in form.files:
         if name != "file":

@@ -21,6 +21,7 @@ from model.api.source import Source, image_source, token_source
 from model.api.stats import ModelInfo
 from model.media.images import ImageError, ImageProcessing
 from model.text.tokenizer import Encoded, Located
+from service.core.context_bound import ContextBound, context_exceeded
 from service.core.engine_client import EngineClient
 from service.core.errors import invalid, shorten, too_large
 from service.core.model_registry import Registry, ServedModel, Task
@@ -32,7 +33,6 @@ from service.planning.outputs.registry import OUTPUTS, output_of
 from service.planning.tokenization import (
     Side,
     TokenizerThreads,
-    check_characters,
     check_vocabulary,
     truncate_ids,
     truncate_text,
@@ -244,7 +244,7 @@ class EncodePlanner:
             if one.pair is not None and served.config.encoder is None and served.pairs is None:
                 raise invalid(f"{one.param}.text_pair: model {served.name} reads one text", f"{one.param}.text_pair")
             if not may_cut and not divided:
-                check_characters(one.text + (one.pair or ""), per_token * info.max_model_len, one.param)
+                ContextBound(info.max_model_len, per_token).check(one.text + (one.pair or ""), one.param)
             characters += one.characters
         bound = per_token * bounds.tokens
         if characters > bound and not may_cut:
@@ -342,8 +342,7 @@ def _fit_one(one: EncodeInput, served: ServedModel, limit: int, side: Side | Non
     if len(encoded.ids) <= limit:
         return encoded, False
     if side is None:
-        message = f"{one.param} has {len(encoded.ids)} tokens, more than the {limit} that model {served.name} takes"
-        raise invalid(message, one.param, "context_length_exceeded")
+        raise context_exceeded(limit, f"{one.param} has {len(encoded.ids)} tokens", one.param)
     if pairs is not None:
         if side == "left":
             raise invalid("truncate: documents are cut at the right end; found 'left', expected 'right'", "truncate")
@@ -382,8 +381,7 @@ def _whole(one: EncodeInput, served: ServedModel, limit: int) -> Located:
     located = served.require_tokenizer(one.param).locate(one.text)
     check_vocabulary(located.ids, served.source_vocab_size, one.param)
     if len(located.ids) > limit:
-        message = f"{one.param} has {len(located.ids)} tokens, more than the {limit} that model {served.name} takes"
-        raise invalid(message, one.param, "context_length_exceeded")
+        raise context_exceeded(limit, f"{one.param} has {len(located.ids)} tokens", one.param)
     return located
 
 
@@ -403,8 +401,7 @@ def _windows(one: EncodeInput, served: ServedModel, limit: int, stride: int | No
     inside = [at for at, of in enumerate(located.texts) if of == divided]
     room = limit - (len(located.ids) - len(inside))
     if room < 1:
-        message = f"{one.param}.text has more tokens than the {limit} that model {served.name} takes leave room for"
-        raise invalid(message, one.param, "context_length_exceeded")
+        raise context_exceeded(limit, f"{one.param}.text leaves no room for tokens of the other text", one.param)
     common = min(_DEFAULT_STRIDE, room // 2) if stride is None else stride
     if common >= room:
         raise invalid(f"stride must be below the {room} tokens that a window has of {one.param}", "stride")

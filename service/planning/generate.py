@@ -17,6 +17,7 @@ from model.api.request import Request
 from model.api.source import token_source
 from model.api.stats import ModelInfo
 from model.errors import ModelNotLoadedError
+from service.core.context_bound import ContextBound, context_exceeded
 from service.core.engine_client import EngineClient
 from service.core.errors import REFUSALS, engine_refusal, invalid
 from service.core.model_registry import Registry, ServedModel, Task
@@ -28,7 +29,6 @@ from service.planning.response_format import GrammarChecker, OutputConstraint, c
 from service.planning.sampling import num_beams, sampling_params
 from service.planning.tokenization import (
     TokenizerThreads,
-    check_characters,
     check_vocabulary,
     outside_vocabulary,
 )
@@ -256,9 +256,8 @@ class GeneratePlanner:
         for prompt in prompts:
             if isinstance(prompt.value, str):
                 served.require_tokenizer(prompt.param)
-                check_characters(
-                    prompt.value, self._limits.prompt_characters_per_token * info.max_model_len, prompt.param
-                )
+                bound = ContextBound(info.max_model_len, self._limits.prompt_characters_per_token)
+                bound.check(prompt.value, prompt.param)
                 characters += len(prompt.value)
 
         def work() -> list[tuple[int, ...]]:
@@ -347,8 +346,7 @@ def _check_fit(served: ServedModel, info: ModelInfo, prompt_tokens: int, length:
     if served.is_encoder_decoder:
         bound = min(info.max_model_len, info.max_num_batched_tokens)
         if prompt_tokens > bound:
-            message = f"{param} has {prompt_tokens} tokens, more than the {bound} that the encoder takes in one step"
-            raise invalid(message, param, "context_length_exceeded")
+            raise context_exceeded(bound, f"{param} has {prompt_tokens}, which the encoder reads in one step", param)
     if beams > info.max_num_seqs:
         raise invalid(f"num_beams must be at most {info.max_num_seqs}, the maximum batch size", "num_beams")
     if shortage is not None:

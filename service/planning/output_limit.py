@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from model.api.stats import ModelInfo
-from service.core.errors import ApiError, invalid
+from service.core.context_bound import context_exceeded
+from service.core.errors import ApiError
 from service.core.model_registry import ServedModel
 from service.planning.body_limits import most_tokens_with_logprobs
 from service.schemas.bodies import GenerateBody
@@ -71,5 +72,4 @@ def _pool_room(served: ServedModel, info: ModelInfo, start: int) -> int:
 
 def _too_long(start: int, max_tokens: int, max_model_len: int, param: str) -> ApiError:
     total = start + max_tokens
-    message = f"{start} prompt tokens + {max_tokens} max_tokens = {total}, more than max_model_len {max_model_len}"
-    return invalid(message, param, "context_length_exceeded")
+    return context_exceeded(max_model_len, f"{start} prompt tokens + {max_tokens} max_tokens = {total}", param)

@@ -44,13 +44,6 @@ class TokenizerThreads(Threads):
         return work() if len(ids) <= _INLINE_TOKENS else await self.run_in_thread(work)
 
 
-def check_characters(text: str, limit: int, param: str) -> None:
-    """Refuse a text that is certain to have too many tokens."""
-    if len(text) > limit:
-        message = f"{param} has {len(text)} characters, more than the {limit} that can fit the model"
-        raise invalid(message, param, "context_length_exceeded")
-
-
 def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Refuse ids outside `[0, vocab_size)`, naming the first."""
     if max(ids, default=0) >= vocab_size:

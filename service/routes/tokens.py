@@ -6,13 +6,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.core.context_bound import ContextBound
 from service.core.errors import invalid
 from service.core.model_registry import Task
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.json_replies import Json
 from service.http.model_use import hold_model
 from service.lifecycle.state import service_of
-from service.planning.tokenization import check_characters, check_vocabulary
+from service.planning.tokenization import check_vocabulary
 from service.routes.docs import BODY_ERRORS, error_responses, request_body
 from service.schemas.bodies import DetokenizeBody, TokenizeBody
 from service.schemas.replies import DetokenizeReply, TokenizeReply
@@ -38,9 +39,9 @@ async def tokenize(request: Request) -> Response:
     served = service.registry.resolve(body.model, Task.TOKENIZE)
     tokenizer = served.require_tokenizer("text")
     info = service.model_info(served.name)
-    bound = service.limits.prompt_characters_per_token * info.max_model_len
-    check_characters(body.text, bound, "text")
-    check_characters(body.text_pair or "", bound, "text_pair")
+    bound = ContextBound(info.max_model_len, service.limits.prompt_characters_per_token)
+    bound.check(body.text, "text")
+    bound.check(body.text_pair or "", "text_pair")
     context = context_of_request()
     context.model = served.name
 

@@ -272,7 +272,7 @@ def test_messages_help(app: App) -> None:
         assert "did you mean 'temperature'?" in await message(G, gen(temprature=1))
         assert "did you mean 'text_pair'?" in await message(E, enc(input=[{"text": "w1", "txt_pair": "w2"}]))
         assert await message(G, gen(prompt="a" * 30, max_tokens=40)) == (
-            "31 prompt tokens + 40 max_tokens = 71, more than max_model_len 64"
+            "this model's maximum context length is 64 tokens, but 31 prompt tokens + 40 max_tokens = 71"
         )
         assert "gen, seq" in await message(G, {"prompt": "a"})
         assert "seq" in await message(G, gen(model="enc"))
@@ -306,7 +306,7 @@ def test_routes_answer_the_same_with_and_without_the_layers_of_fastapi() -> None
     assert app.app._direct_paths == set(paths) and len(paths) > 30
     bodies: list[dict[str, Any]] = [
         {"json": {}},
-        {"json": {"model": "none", "input": "w1", "prompt": "a"}},
+        {"json": {"model": "nope", "input": "w1"}},
         {"json": {"model": "gen", "prompt": "a", "max_tokens": 2, "inputs": "a"}},
         {"content": b"[", "headers": {"Content-Type": "application/json"}},
         {"content": b"{}", "headers": {"Content-Type": "text/plain"}},

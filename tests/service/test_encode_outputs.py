@@ -204,7 +204,7 @@ class TestQuestionAnswering:
         ("given", "param", "words"),
         [
             ("the cat", "input", "must be {text: question, text_pair: context}"),
-            ([{"text": "the cat " * 40, "text_pair": "a"}], "input[0]", "leave room for"),
+            ([{"text": "the cat " * 40, "text_pair": "a"}], "input[0]", "leaves no room for"),
             ([[5, 6]], "input[0]", "must be {text"),
         ],
     )

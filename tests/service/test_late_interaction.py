@@ -134,6 +134,6 @@ class TestMultiVector:
             model="late_unread", output="multi_vector", input="the cat " * 9, input_type="query"
         )
         error = check_error(client.post(**body), 400, "input", "context_length_exceeded")
-        assert "more than the 11" in error["message"]
+        assert "maximum context length is 11 tokens" in error["message"]
         [item] = client.encode(**body, truncate="right")["data"]
         assert (len(item["vectors"]), item["truncated"]) == (12, True)

@@ -193,6 +193,11 @@ class TestForms:
         error = check_error(send(url, model="speech", **fields), 400)
         assert error["param"] == param, error
 
+    def test_an_empty_field_counts_as_not_sent(self, url: str) -> None:
+        empty = dict.fromkeys(("language", "temperature", "response_format", "seed", "timestamp_granularities[]"), "")
+        assert send(url, model="speech", prompt="", stream="", **empty).status_code == 200
+        assert check_error(send(url, model="speech", temprature=""), 400)["param"] == "temprature"
+
     def test_files(self, url: str) -> None:
         assert check_error(httpx.post(f"{url}/v1/audio/transcriptions", data={"a": "b"}), 415)
         assert check_error(send(url, {"sound": SHORT}), 400)["param"] == "sound"

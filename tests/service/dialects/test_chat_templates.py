@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from model.errors import ConfigError
 from service.chat.template_probe import probed_template, read_chat_template
 from service.core.chat_template import ChatTemplate
+from service.core.context_bound import ContextBound
 from service.core.template_files import TemplateFiles, template_files
 from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
 from service.settings.service_settings import Limits, ServiceSettings
@@ -95,7 +96,7 @@ def test_a_continued_message_is_the_reference_librarys(style: str) -> None:
     async def work() -> str:
         pool = RenderPool(20)
         try:
-            return await ChatTemplate(source, TOKENS, frozenset()).continued(pool, messages, 10_000)
+            return await ChatTemplate(source, TOKENS, frozenset()).continued(pool, messages, ContextBound(10_000, 1))
         finally:
             pool.close()
 

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from model.text.grammar_matcher import Vocabulary, compile_grammar
+from model.text.token_bytes import token_bytes
 from tests.service.dialects.client_types import paths
 from tests.service.dialects.field_table import BODIES, PAGE, Row, markdown, table, types
+from tests.service.dialects.support import calling_app, prompt_of, says
+from tests.service.support import App, ask, byte_tokenizer
 
 RECORDED: dict[str, dict[str, list[str]]] = json.loads(
     (Path(__file__).parents[2] / "data" / "client_fields.json").read_text(encoding="utf-8")
@@ -83,3 +87,69 @@ def _holds(path: str, rows: dict[str, Row]) -> Any:
     if path not in rows:
         return False
     return rows[path].use != "used" or not any(one.startswith((f"{path}.", f"{path}[")) for one in rows)
+
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+HELLO = [{"role": "user", "content": "Hello"}]
+BODIES_OF = {
+    CHAT: {"model": "chat", "messages": HELLO, "max_tokens": 4},
+    "/v1/completions": {"model": "chat", "prompt": "ab", "max_tokens": 4},
+    RESPONSES: {"model": "chat", "input": "Hello", "max_output_tokens": 4},
+    MESSAGES: {"model": "chat", "messages": HELLO, "max_tokens": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def app() -> App:
+    return calling_app()
+
+
+@pytest.mark.parametrize("route", BODIES_OF)
+def test_top_p_of_0_is_greedy(app: App, route: str) -> None:
+    reply = ask(app, "POST", route, json={**BODIES_OF[route], "top_p": 0, "temperature": 0.8})
+    assert reply.status_code == 200, reply.text
+    assert app.client.submitted[-1].params.temperature == 0
+
+
+def test_no_alternatives_need_no_logprobs(app: App) -> None:
+    body = {**BODIES_OF[CHAT], "logprobs": False, "top_logprobs": 0}
+    assert ask(app, "POST", CHAT, json=body).status_code == 200
+
+
+def test_a_refusal_is_the_assistants_text(app: App) -> None:
+    refused = {"role": "assistant", "content": None, "refusal": "I cannot.", "annotations": [], "audio": None}
+    in_parts = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]}
+    for said in (refused, in_parts, {**refused, "content": "I cannot.", "refusal": None}):
+        assert ask(app, "POST", CHAT, json={**BODIES_OF[CHAT], "messages": [*HELLO, said, *HELLO]}).status_code == 200
+        assert prompt_of(app).count("I cannot.") == 1
+    item = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", **in_parts}
+    given = [{"role": "user", "content": "Hello"}, item, {"role": "user", "content": "Why?"}]
+    assert ask(app, "POST", RESPONSES, json={**BODIES_OF[RESPONSES], "input": given}).status_code == 200
+    assert prompt_of(app).count("I cannot.") == 1
+
+
+@pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_function_without_parameters_takes_no_arguments(app: App, parameters: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "now", "strict": True, **parameters}}
+    says(app, '<tool_call>{"name": "now", "arguments": {}}</tool_call>')
+    reply = ask(
+        app, "POST", CHAT, json={**BODIES_OF[CHAT], "max_tokens": 99, "tools": [tool], "tool_choice": "required"}
+    )
+    assert reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == "{}", reply.text
+    grammar = app.client.submitted[-1].params.grammar
+    for arguments, is_allowed in (("{}", True), ('{"a": 1}', False)):
+        text = f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>'
+        matcher = compile_grammar(grammar, Vocabulary(token_bytes(byte_tokenizer(), 257)))
+        ids = byte_tokenizer().encode(text, add_special_tokens=False).ids
+        assert all(matcher.tokens[token] and matcher.accept(token) is None for token in ids) == is_allowed
+
+
+def test_a_prompt_beyond_the_context_is_told_in_the_words_that_clients_look_for(app: App) -> None:
+    long = "a" * 9_000
+    bodies = {CHAT: {"messages": [{"role": "user", "content": long}]}, "/v1/completions": {"prompt": long}}
+    bodies |= {RESPONSES: {"input": long * 20}, MESSAGES: {"messages": [{"role": "user", "content": long * 20}]}}
+    for route, changes in bodies.items():
+        error = ask(app, "POST", route, json={**BODIES_OF[route], **changes}).json()["error"]
+        assert "this model's maximum context length is 8192 tokens" in error["message"], error
+        assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
+        assert ("prompt is too long" in error["message"]) == (route == MESSAGES)
