@@ -500,6 +500,7 @@ def test_heads_of_newer_decoders_are_called_score(name: str, head: str) -> None:
     assert found == ["score.weight", "score.bias"][: 1 + (head == "Token")]  # as their classes have them
 
 
+@pytest.mark.slow  # it reads the sources of all models
 def test_the_list_of_known_keys_is_that_of_the_library() -> None:
     """`python -m tests.model.config_keys` writes it anew."""
     found = config_keys.known_keys()

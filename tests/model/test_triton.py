@@ -84,7 +84,7 @@ def test_attention_is_the_formulas(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize("parts", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "case",
     [
@@ -104,6 +104,7 @@ def test_keys_in_parts_are_the_same_keys(case: Case, parts: int, device: torch.d
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 300])
 def test_one_long_sequence_among_short_ones(window: int | None, device: torch.device) -> None:
     """Its keys are divided as if it were alone; the others' are one part, and their other parts end at once."""
@@ -114,8 +115,10 @@ def test_one_long_sequence_among_short_ones(window: int | None, device: torch.de
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("parts", [None, 2])
-@pytest.mark.parametrize(("causal", "buckets"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("parts", [pytest.param(None, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    ("causal", "buckets"), [pytest.param(True, False, marks=pytest.mark.slow), (False, False), (True, True)]
+)
 def test_decoding_apart_from_prompts(causal: bool, buckets: bool, parts: int | None, device: torch.device) -> None:
     """Two launches of one step, each with its own tiles and parts, fill one output."""
     segments = ((1, 33), (1, 1), (1, 16), (21, 21), (5, 40), (2, 2))
@@ -256,7 +259,7 @@ def test_a_captured_step_is_replayed_over_other_lengths(parts: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("width", [torch.int32, torch.int64])
+@pytest.mark.parametrize("width", [torch.int32, pytest.param(torch.int64, marks=pytest.mark.slow)])
 def test_integers_of_either_width_at_any_place(width: torch.dtype, device: torch.device) -> None:
     """As a step is packed into one row of integers: nothing in it is aligned to more than an element."""
     given = problem(Case(MIXED), device)

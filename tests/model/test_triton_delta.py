@@ -23,6 +23,7 @@ from tests.model.triton_cases import DEVICES
 pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.parametrize("device", DEVICES)]
 SHARED = GatedDeltaConfig(2, 4, 12, 8, 4, 1e-6)  # two heads of values to one of keys, of no power of two
 WIDE = GatedDeltaConfig(1, 1, 16, 40, 3, 1e-3)  # values in two blocks
+SLOW = pytest.mark.slow  # in the interpreter, which takes seconds for each
 
 
 class Problem:
@@ -103,7 +104,7 @@ def check(problem: Problem, spans: Sequence[StateSpan], within: float = 2e-5, *,
                 assert (there[slot].double() - wanted).abs().max() < within * 10
 
 
-@pytest.mark.parametrize("config", [SHARED, WIDE])
+@pytest.mark.parametrize("config", [pytest.param(SHARED, marks=SLOW), WIDE])
 def test_single_tokens(config: GatedDeltaConfig, device: str) -> None:
     """Of a state, of none, of one that is not kept, and a row that is nobody's."""
     check(
@@ -111,6 +112,7 @@ def test_single_tokens(config: GatedDeltaConfig, device: str) -> None:
     )
 
 
+@SLOW
 def test_rows_beyond_a_recorded_step_change_nothing(device: str) -> None:
     problem = Problem(SHARED, 4, device)
     spans = [StateSpan(0, 1, 2, 5), StateSpan(1, 2, 3, 0)]
@@ -124,7 +126,7 @@ def test_rows_beyond_a_recorded_step_change_nothing(device: str) -> None:
         assert torch.equal(there[[1, 2, 3, 4]], was)
 
 
-@pytest.mark.parametrize("config", [SHARED, WIDE])
+@pytest.mark.parametrize("config", [pytest.param(SHARED, marks=SLOW), WIDE])
 def test_packed_prompts_beside_decoding(config: GatedDeltaConfig, device: str) -> None:
     """Chunks of all lengths, snapshots within a prompt, one row behind one, and a prompt shorter than the taps."""
     spans = [
@@ -136,10 +138,12 @@ def test_packed_prompts_beside_decoding(config: GatedDeltaConfig, device: str) -
     check(Problem(config, 38, device), spans)
 
 
+@SLOW
 def test_texts_without_a_cache(device: str) -> None:
     check(Problem(SHARED, 9, device), whole_segments((5, 1, 3)), kept=False)
 
 
+@SLOW
 @pytest.mark.parametrize("scale", [0.0, 20.0])
 def test_equal_keys_and_strong_decays(scale: float, device: str) -> None:
     """Powers of the system of equal keys would grow beyond float32's digits; sums of strong decays are in thousands."""
@@ -150,11 +154,12 @@ def test_equal_keys_and_strong_decays(scale: float, device: str) -> None:
     check(problem, [StateSpan(0, 34, NO_STATE, 2)], within=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=SLOW), torch.float16])
 def test_rows_of_16_bits(dtype: torch.dtype, device: str) -> None:
     check(Problem(SHARED, 9, device, dtype), [StateSpan(0, 1, 1, 0), StateSpan(1, 9, 2, 3)], within=1e-2)
 
 
+@SLOW
 def test_a_prompt_in_parts_is_the_whole_prompt(device: str) -> None:
     problem = Problem(SHARED, 40, device)
     whole = problem.computed([StateSpan(0, 40, NO_STATE, 0)])
