@@ -46,7 +46,7 @@ COPY --from=build --chown=10001:10001 /models /models
 # The same for packed weights (`-v weights:/weights -e TRIPTYCH_WEIGHTS_CACHE=/weights`).
 COPY --from=build --chown=10001:10001 /weights /weights
 # All else that is written goes below /tmp: with a read-only root, mount a tmpfs there.
-ENV PATH=/opt/triptych/bin:${PATH} HOME=/tmp USER=triptych PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+ENV PATH=/opt/triptych/bin:${PATH} HOME=/tmp USER=triptych PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 \
     TRIPTYCH_HOST=0.0.0.0 TRIPTYCH_PORT=8000 NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 WORKDIR /tmp

@@ -51,7 +51,7 @@ MODEL = """
 """
 SERVICE = """
     settings            : model/errors model/api model/pretrained
-    sandbox             : model/errors model/text model/media
+    sandbox             : model/errors model/system model/text model/media
     core                : model/errors model/api model/config model/gguf model/text model/checkpoint sandbox
     schemas             : settings core
     observability       : model/errors model/api settings core

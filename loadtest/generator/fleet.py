@@ -45,6 +45,19 @@ class Collected:
         self.cpu_s[number] = report.cpu_s
 
 
+async def start_worker() -> asyncio.subprocess.Process:
+    """Start a worker process, which imports nothing from the working directory."""
+    paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]  # empty: where it runs
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "loadtest.generator.worker"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        start_new_session=True,
+        limit=_LONGEST_LINE,
+    )
+
+
 class Fleet:
     """Runs `settings.workers` processes and collects their reports (`collected`)."""
 
@@ -56,16 +69,8 @@ class Fleet:
 
     async def start(self) -> None:
         """Start the processes and wait until each has prepared its items."""
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
         for job in self._jobs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "loadtest.generator.worker"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-                limit=_LONGEST_LINE,
-            )
+            process = await start_worker()
             self._processes.append(process)
             self._tell(process, msgspec.json.encode(job))
         for process in self._processes:

@@ -7,8 +7,9 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Iterable
+
+from model.system import python_child
 
 ENGINE_VARIABLE = "TRIPTYCH_ENGINE_MODULE"  # names another module that speaks the same frames, for measurements
 ENGINE = os.environ.get(ENGINE_VARIABLE) or "model.engine"  # the module of the engine process
@@ -69,13 +70,11 @@ def engine_environment() -> dict[str, str]:
 
 def start_child(module: str, *arguments: int, descriptors: Iterable[int]) -> subprocess.Popen[bytes]:
     """Start `python -m module arguments` with this process's import path; it inherits only these `descriptors`."""
-    environment = engine_environment()
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
+        python_child.command(module, *map(str, arguments)),
         pass_fds=tuple(descriptors),
         stdin=subprocess.DEVNULL,
-        env=environment,
+        env=engine_environment() | python_child.import_path(),
     )
 
 

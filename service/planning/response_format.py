@@ -7,8 +7,6 @@ and the result is cached.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -197,5 +195,4 @@ def _busy() -> ApiError:
 
 
 def _worker(seconds: float) -> Worker:
-    environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return Worker(seconds, [sys.executable, "-m", "service.sandbox.grammar_main"], environment)
+    return Worker(seconds, "service.sandbox.grammar_main")

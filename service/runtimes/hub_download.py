@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from model.errors import ConfigError
+from model.system import python_child
 from service.observability import logs
 from service.settings.service_settings import LogFormat
 
@@ -27,13 +28,11 @@ async def download(path: str, *, pickle: bool, max_bytes: int, log_format: LogFo
 
     What was downloaded stays in the cache, and the next attempt continues there.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "service.runtimes.hub_download"),
-        *(path, str(int(pickle)), str(max_bytes), log_format),
+        *python_child.command("service.runtimes.hub_download", path, str(int(pickle)), str(max_bytes), log_format),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment,
+        env=os.environ | python_child.import_path(),
     )
     assert process.stdin is not None and process.stdout is not None
     try:

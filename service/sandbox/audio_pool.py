@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import asdict
 
 import numpy as np
@@ -19,12 +17,7 @@ class AudioWorker(Worker):
     """Runs one process, started on first use. Not thread-safe."""
 
     def __init__(self, seconds: float, limits: AudioLimits) -> None:
-        environment = {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        super().__init__(seconds, [sys.executable, "-m", "service.sandbox.audio_main"], environment)
+        super().__init__(seconds, "service.sandbox.audio_main", {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
         self._limits = limits
 
     def decode(self, data: bytes, sampling_rate: int) -> NDArray[np.float32]:

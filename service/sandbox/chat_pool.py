@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from service.sandbox.process_pool import Worker, WorkerError, WorkerPool
 
-_WORKER = Path(__file__).with_name("chat_main.py")
 _WORKERS = 4
 
 # A template gave no text. `kind`: raised (by the template itself), syntax, failed, memory, length, or any worker's.
@@ -20,7 +17,7 @@ class RenderWorker(Worker):
     """Runs one process with an empty environment, started on first use. Not thread-safe."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(seconds, [sys.executable, "-I", str(_WORKER)], {})
+        super().__init__(seconds, "service.sandbox.chat_main")
 
     def render(self, template: str, variables: Mapping[str, Any], limit: int) -> str:
         """Return the text, of at most `limit` characters; raises `RenderError`."""

@@ -14,14 +14,18 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from queue import LifoQueue
-from typing import Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, Generic, TypeVar
+
+from model.system import python_child
 
 T = TypeVar("T")
 W = TypeVar("W", bound="Worker")
 
+NO_VARIABLES: Final[Mapping[str, str]] = MappingProxyType({})
 _LENGTH = struct.Struct(">I")
 _BYTES_FOLLOW = b"\0"  # which JSON never contains
 _PART = 1 << 20  # bytes received at a time
@@ -41,10 +45,11 @@ class WorkerError(Exception):
 class Worker:
     """Runs one process, started on first use. Not thread-safe."""
 
-    def __init__(self, seconds: float, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, seconds: float, module: str, variables: Mapping[str, str] = NO_VARIABLES) -> None:
+        """`module` is run with nothing in its environment but its import path and these `variables`."""
         self._seconds = seconds
-        self._command = list(command)
-        self._environment = dict(environment)
+        self._command = python_child.command(module)
+        self._environment = {**python_child.import_path(), **variables}
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
 

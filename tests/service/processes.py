@@ -33,11 +33,12 @@ def eventually(
 class ServiceProcess:
     """A started `triptych serve`; `url` is known once it is ready."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "service.cli.main", "serve", "--port", "0", *arguments]
+    def __init__(self, arguments: Sequence[str], folder: Path = ROOT) -> None:
+        """Start it in `folder`, with the import path of the installed `triptych`."""
+        command = [sys.executable, "-P", "-m", "service.cli.main", "serve", "--port", "0", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRIPTYCH_", "RAY_"))}
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -120,10 +121,18 @@ class ServiceProcess:
                 os.kill(pid, signal.SIGCONT)
 
 
+def strange_folder(folder: Path) -> Path:
+    """Return `folder` with modules as folders of models have them, which note that they were imported."""
+    for name in ("model", "service", "json", "torch", "ray", "msgspec"):
+        noted = f"open({str(folder / 'imported')!r}, 'a').write(__name__)"
+        (folder / f"{name}.py").write_text(f"{noted}; raise SystemExit(9)")
+    return folder
+
+
 @contextmanager
-def running(arguments: Sequence[str]) -> Iterator[ServiceProcess]:
+def running(arguments: Sequence[str], folder: Path = ROOT) -> Iterator[ServiceProcess]:
     """A service that is ready; stopped in the end, if it still runs."""
-    service = ServiceProcess(arguments)
+    service = ServiceProcess(arguments, folder)
     try:
         service.wait_ready()
         yield service

@@ -33,7 +33,7 @@ from tests.service.asking import (
     stream,
     transcribe,
 )
-from tests.service.processes import ServiceProcess, eventually, running
+from tests.service.processes import ServiceProcess, eventually, running, strange_folder
 
 
 @pytest.fixture(
@@ -53,8 +53,10 @@ def service(
     # float32: in torch's bfloat16 and that of AMX tiles sums depend on the others in the batch.
     # A machine that runs other tests beside these may be thirty times slower: what runs may end all the same.
     options = [*later, *RUNTIMES[request.param], "--log-format", "json", "--dtype", "float32", "--drain-timeout", "100"]
-    with running([*models, SPEECH, *options]) as started:
+    elsewhere = strange_folder(tmp_path_factory.mktemp("elsewhere"))
+    with running([*models, SPEECH, *options], elsewhere) as started:
         yield started
+    assert not (elsewhere / "imported").exists()
 
 
 def order(base_url: str, path: str, body: dict[str, Any]) -> httpx.Response:

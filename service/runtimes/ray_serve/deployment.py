@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from ray import serve
 from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray.exceptions import RayActorError, RayError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.job_config import JobConfig
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig, HTTPOptions, ProxyLocation
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -370,6 +371,7 @@ def _session(folder: Path, signals: MainSignals) -> Iterator[None]:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=_OBJECT_STORE_BYTES,
+                job_config=_job_config(),
                 _temp_dir=str(folder),
                 _node_ip_address="127.0.0.1",
             )
@@ -380,6 +382,20 @@ def _session(folder: Path, signals: MainSignals) -> Iterator[None]:
         with redirect_stdout(io.StringIO()):  # Ray prints that its controller is dead, after killing it
             _end_ray()
         _end_remaining_processes(_EXIT_SECONDS)
+
+
+class _NoPaths(list[str]):
+    """Stays empty: Ray adds the working directory, where workers would find a user's `model.py` before ours."""
+
+    def extend(self, paths: Iterable[str]) -> None:
+        pass
+
+
+def _job_config() -> JobConfig:
+    """Return the settings of a job whose workers import what `PYTHONPATH` names, and nothing else."""
+    job = JobConfig()
+    job._py_driver_sys_path = _NoPaths()
+    return job
 
 
 def _end_ray() -> None:

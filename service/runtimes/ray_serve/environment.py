@@ -60,6 +60,7 @@ def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # of this session; otherwise Ray writes one into the home folder
         "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
+        "PYTHONSAFEPATH": "1",  # Ray's processes import nothing from the working directory
         MULTIPROCESS_FOLDER: str(folder / "metrics"),
     }
     return settings | (haproxy.variables(config, folder) if with_haproxy else {})

@@ -1,0 +1,46 @@
+"""Programs in a folder that holds modules named like ours and like those of the standard library: none is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.service.processes import strange_folder
+
+DOWNLOAD = """
+import asyncio
+from model.errors import ConfigError
+from service.runtimes.hub_download import download
+try:
+    asyncio.run(download("hf:no name", pickle=False, max_bytes=1, log_format="plain"))
+except ConfigError as error:
+    print(error)
+"""
+FLEET = """
+import asyncio
+from loadtest.generator import fleet
+async def start():
+    process = await fleet.start_worker()
+    process.stdin.close()
+    print(await process.wait())
+asyncio.run(start())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["-m", "loadtest", "--help"], "usage: python -m loadtest"),
+        (["-P", "-c", DOWNLOAD], "hf:no name"),
+        (["-P", "-c", FLEET], "1"),  # a worker whose input ends before it has a job
+    ],
+)
+def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, command: list[str], expected: str) -> None:
+    strange_folder(tmp_path)
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(expected), (done.stdout, done.stderr)
+    assert not (tmp_path / "imported").exists()
