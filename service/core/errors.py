@@ -133,6 +133,14 @@ def engine_refusal(error: QueueFullError | EngineGoneError | ModelNotLoadedError
     )
 
 
+def no_room(what: str, reason: str) -> ApiError:
+    """Return the error for a limit of what is held at a time, of all requests together."""
+    message = f"{what}, which is the most at a time; try again later"
+    return ApiError(
+        *(429, message), type="overloaded_error", code="queue_full", headers={"Retry-After": "5"}, reason=reason
+    )
+
+
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:
     headers = {"Retry-After": str(retry_after_s)}
     return ApiError(503, message, type="unavailable_error", code=code, headers=headers)

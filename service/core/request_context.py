@@ -33,8 +33,15 @@ class RequestContext:
     rejection: str = ""  # why it was refused
     outcome: str = ""  # how it ended, once accepted
     status: int = 0  # of the reply; 0: not started
+    on_reply: list[Callable[[], None]] = field(default_factory=list)  # called when the reply begins, or will not
     on_end: list[Callable[[], None]] = field(default_factory=list)  # called when the reply has been sent, or given up
     started: float = field(default_factory=time.monotonic)
+
+    def begin_reply(self) -> None:
+        """Call what waits for the reply's beginning."""
+        for call in self.on_reply:
+            call()
+        self.on_reply.clear()
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("triptych_request", default=None)

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
 from service.http.connection_loss import LOSS, ConnectionLoss
 from service.http.guard import AUDIO_PATHS
+from service.http.idle_connections import IdleConnections
 from service.http.immediate_refusal import ImmediateRefusals
 from service.settings.service_settings import Limits
 
@@ -35,7 +36,7 @@ def bounded_protocol(limits: Limits, refusals: ImmediateRefusals | None = None) 
 
     `refusals` answers what it can of the requests before the application is called.
     """
-    return partial(BoundedProtocol, limits, refusals, set())
+    return partial(BoundedProtocol, limits, refusals, set(), IdleConnections(limits.max_idle_connections))
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -53,16 +54,19 @@ class BoundedProtocol(HttpToolsProtocol):
         limits: Limits,
         refusals: ImmediateRefusals | None,
         drained: set[BoundedProtocol],
+        idle: IdleConnections,
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """`drained`: the connections of the server that are being drained, shared by all its protocols."""
+        """`drained`: the connections of the server that are being drained, shared by all its protocols, as `idle`."""
         super().__init__(*args, **kwargs)
         self._refusals = refusals
         self._parsing = False
         self._unstarted: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until parsing ends
         self._newest_reply: _ReplyTransport | None = None
         self._drained = drained
+        self._idle = idle
+        self._is_known = False  # a request was accepted
         self._drain_left = self._drain_limit = _DRAIN_FACTOR * limits.max_body_bytes  # bytes
         self._audio_drain_limit = max(self._drain_limit, limits.max_audio_bytes)
         self._discards_input = False  # after the writing side was closed
@@ -82,11 +86,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer()
+        self._idle.add(self, is_known=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_watching()
         self._drained.discard(self)
+        self._idle.remove(self)
         super().connection_lost(exc)
         for loss in self._losses:
             loss.lost()
@@ -120,6 +126,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self._idle.remove(self)
         self._in_head = False
         self._progressed = self._in_body = True
         self._newest = ConnectionLoss()
@@ -139,15 +146,23 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._newest.has_whole_request = True
         self._drained.discard(self)
+        if not self._losses:  # its reply came before
+            self._idle.add(self, is_known=self._is_known)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._losses.popleft()
+        self._is_known |= self._losses.popleft().is_known
         super().on_response_complete()
+        if not self._losses and not self._in_body and not self.transport.is_closing():
+            self._idle.add(self, is_known=self._is_known)
         if self._answered_early():
             self._drain()
         if self.transport.get_write_buffer_size():
             self._watch_unread()
+
+    def close_idle(self) -> None:
+        """Close the connection, which has no request."""
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -20,9 +20,10 @@ LOSS: Final = "triptych.loss"  # key of a scope: its `ConnectionLoss`
 class ConnectionLoss:
     """Whether the connection of one request has been lost, and the work to cancel then."""
 
-    __slots__ = ("_is_lost", "_working", "has_whole_request")
+    __slots__ = ("_is_lost", "_working", "has_whole_request", "is_known")
 
     def __init__(self) -> None:
+        self.is_known = False  # the client may send requests
         self.has_whole_request = False  # then the next message is there at once
         self._is_lost = False
         self._working: asyncio.Task[Any] | None = None

@@ -41,6 +41,10 @@ class Guard:
         self._check_key(scope)
         self._check_declared_body(scope)
 
+    def knows(self, scope: Scope) -> bool:
+        """Whether a request that was checked shows that its client may send requests: the open paths do not."""
+        return self._keys is None or scope["path"] not in OPEN_PATHS
+
     def max_body_bytes(self, scope: Scope) -> int:
         """Return how many bytes a body may have on this path."""
         return self._limits.max_audio_bytes if scope["path"] in AUDIO_PATHS else self._limits.max_body_bytes

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.core.errors import ANTHROPIC_PATHS, ApiError, internal, log_unexpected, render, request_too_slow
-from service.core.request_context import RequestContext, request_id_from, set_current
+from service.core.request_context import RequestContext, current, request_id_from, set_current
+from service.http.body_room import FREE_BYTES, BodyRoom, HeldBody
 from service.http.connection_loss import LOSS, ConnectionLoss
-from service.http.guard import Guard, header_of
+from service.http.guard import AUDIO_PATHS, Guard, header_of
 from service.observability.logs import access
 from service.observability.metrics import Metrics
 from service.settings.service_settings import Limits
@@ -49,6 +50,7 @@ class Accounts:
         if context.task is not None and not context.accepted:
             self._metrics.rejected(context, context.rejection or "client_closed")
         access(context, scope["method"], scope["path"])
+        context.begin_reply()
         for release in context.on_end:
             release()
 
@@ -84,6 +86,7 @@ class ContextMiddleware:
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
+                context.begin_reply()
                 message["headers"] = [*message["headers"], *request_id_headers(context)]
             await send(message)
 
@@ -97,12 +100,16 @@ class ContextMiddleware:
 
 
 class GuardMiddleware:
-    """Refuses large headers (431), missing and wrong keys (401, 403), and large or slow bodies (413, 408)."""
+    """Refuses large headers (431), missing and wrong keys (401, 403), and large or slow bodies (413, 408).
+
+    Of bodies that are too much together, it refuses the one that grows (429).
+    """
 
     def __init__(self, app: ASGIApp, guard: Guard, limits: Limits) -> None:
         self._app = app
         self._guard = guard
         self._limits = limits
+        self._room = BodyRoom(limits.max_held_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,6 +121,8 @@ class GuardMiddleware:
             await render(error)(scope, receive, send)
             return
         loss: ConnectionLoss | None = scope.get(LOSS)
+        if loss is not None and self._guard.knows(scope):
+            loss.is_known = True
         await self._app(scope, self._counted(scope, receive, loss), send)
 
     def _counted(self, scope: Scope, receive: Receive, loss: ConnectionLoss | None) -> Receive:
@@ -121,9 +130,10 @@ class GuardMiddleware:
         deadline, most = asyncio.get_running_loop().time() + self._limits.receive_s, self._guard.max_body_bytes(scope)
         seen = 0
         complete = False
+        held = None
 
         async def counted() -> Message:
-            nonlocal seen, complete
+            nonlocal seen, complete, held
             if complete:
                 return await receive()
             if loss is not None and loss.has_whole_request:
@@ -135,9 +145,19 @@ class GuardMiddleware:
                 seen += len(message.get("body", b""))
                 if seen > most:
                     raise self._guard.body_too_large(scope)
+                if seen > FREE_BYTES and scope["path"] not in AUDIO_PATHS:
+                    held = held or self._enter()
+                    held.hold(seen)
             return message
 
         return counted
+
+    def _enter(self) -> HeldBody:
+        """Return what holds a body until its reply begins."""
+        held, context = self._room.enter(), current()
+        assert context is not None
+        context.on_reply.append(held.release)
+        return held
 
     async def _in_time(self, receive: Receive, deadline: float) -> Message:
         try:

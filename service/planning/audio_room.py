@@ -6,7 +6,7 @@ keeps nobody else from being served. Once decoded it counts with its samples, un
 
 from __future__ import annotations
 
-from service.core.errors import ApiError
+from service.core.errors import no_room
 
 
 class AudioRoom:
@@ -26,12 +26,12 @@ class AudioRoom:
 
     def _check_files(self) -> None:
         if self.num_files >= self._most_files:
-            raise _full(f"{self._most_files} audio files are being transcribed", "audio_files")
+            raise no_room(f"{self._most_files} audio files are being transcribed", "audio_files")
 
     def _check_bytes(self, more: int) -> None:
         """Raise for bytes beyond the limit; a file alone is taken, since it has limits of its own."""
         if self.num_bytes and self.num_bytes + more > self._most_bytes:
-            raise _full(f"the audio that is held has {self._most_bytes} bytes", "audio_bytes")
+            raise no_room(f"the audio that is held has {self._most_bytes} bytes", "audio_bytes")
 
 
 class HeldAudio:
@@ -70,10 +70,3 @@ class HeldAudio:
         self._room.num_files -= self._has_place
         self._room.num_bytes -= self._num_bytes
         self._has_place, self._num_bytes, self._file = False, 0, b""
-
-
-def _full(what: str, reason: str) -> ApiError:
-    message = f"{what}, which is the most at a time; try again later"
-    return ApiError(
-        *(429, message), type="overloaded_error", code="queue_full", headers={"Retry-After": "5"}, reason=reason
-    )

@@ -37,6 +37,9 @@ class Limits:
     max_body_bytes: int = _limit(2_000_000, "maximum bytes of a body (413)")
     max_json_values: int = _limit(50_000, "maximum number of names, texts, lists and objects in a body (413)")
     max_json_numbers: int = _limit(500_000, "maximum number of numbers in a body (413)")
+    max_held_body_bytes: int = _limit(
+        256 << 20, "maximum bytes of all bodies above 64 KiB that are read or wait for their replies (429)"
+    )
     max_audio_bytes: int = _limit(26_214_400, "maximum bytes of a body of the routes that take an audio file (413)")
     max_audio_seconds: float = _limit(3600.0, "maximum length of an audio file, in seconds")
     max_audio_requests: int = _limit(16, "maximum number of audio files that are transcribed at a time (429)")
@@ -49,6 +52,10 @@ class Limits:
     audio_decode_s: float = _limit(30.0, "seconds for decoding an audio file")
     max_header_bytes: int = _limit(16 * 1024, "maximum bytes of all header names and values (431)")
     max_header_fields: int = _limit(100, "maximum number of header fields (431)")
+    max_idle_connections: int = _limit(
+        1_024,
+        "maximum number of connections without a request whose client has had none accepted; the oldest are closed",
+    )
     receive_s: float = _limit(60.0, "seconds for receiving the headers, and again for the body (408)")
     max_prompts: int = _limit(32, "maximum number of prompts in a request")
     max_n: int = _limit(8, "maximum number of choices for a prompt")
