@@ -1,4 +1,4 @@
-"""Conversations of recent responses, so that a request can go on from one by its id.
+"""Recent responses with their conversations, so that a request can read one, or go on from it, by its id.
 
 They are kept in this process alone, the oldest are dropped, and each is seen only by requests of its own API key.
 """
@@ -7,24 +7,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 Messages = Sequence[Mapping[str, Any]]
 
-_MESSAGE_BYTES = 512  # of the dictionary that a message is, and its part of the entry
+_ENTRY_BYTES = 512  # of the store, besides the JSON
+
+
+class _Kept(NamedTuple):
+    """One response: JSON of the messages up to it, its own last, and of the response itself."""
+
+    messages: bytes
+    reply: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.messages) + len(self.reply) + _ENTRY_BYTES
 
 
 class ResponseStore:
-    """Holds messages by the id of the response that they end with, at most `max_bytes`; 0: none.
-
-    A conversation counts as its JSON, and each message as `_MESSAGE_BYTES` more.
-    """
+    """Holds responses by id as the JSON that they count as, at most `max_bytes`; 0: none."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[tuple[str, str], tuple[Messages, int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._bytes = 0
 
     @property
@@ -34,16 +42,26 @@ class ResponseStore:
     def get(self, tenant: str, id: str) -> Messages | None:
         """Return the messages up to a response, None if they are not, or no longer, there."""
         found = self._kept.get((tenant, id))
-        return None if found is None else found[0]
+        return None if found is None else msgspec.json.decode(found.messages, type=list[dict[str, Any]])
 
-    def put(self, tenant: str, id: str, messages: Messages) -> None:
-        """Keep the messages; one that is larger than the whole store is not kept."""
-        size = len(msgspec.json.encode(messages)) + _MESSAGE_BYTES * len(messages)
-        if size > self._max_bytes:
+    def reply(self, tenant: str, id: str) -> bytes | None:
+        """Return a response as JSON, None if it is not, or no longer, there."""
+        found = self._kept.get((tenant, id))
+        return None if found is None else found.reply
+
+    def put(self, tenant: str, id: str, messages: Messages, reply: Mapping[str, Any]) -> None:
+        """Keep a response; one that is larger than the whole store is not kept."""
+        kept = _Kept(msgspec.json.encode(messages), msgspec.json.encode(reply))
+        if kept.size > self._max_bytes:
             return
-        _, before = self._kept.pop((tenant, id), (None, 0))
-        self._kept[tenant, id] = messages, size
-        self._bytes += size - before
+        self.drop(tenant, id)
+        self._kept[tenant, id] = kept
+        self._bytes += kept.size
         while self._bytes > self._max_bytes:
-            _, (_, dropped) = self._kept.popitem(last=False)
-            self._bytes -= dropped
+            self.drop(*next(iter(self._kept)))
+
+    def drop(self, tenant: str, id: str) -> bool:
+        """Forget a response, and return whether it was there."""
+        found = self._kept.pop((tenant, id), None)
+        self._bytes -= 0 if found is None else found.size
+        return found is not None

@@ -23,7 +23,7 @@ from service.dialects.common import (
     by_content,
     by_type,
 )
-from service.dialects.other_fields import Cached, ChatNotServed, Harmless, NotServed
+from service.dialects.other_fields import Cached, ChatNotServed, Harmless, NotServed, OtherNames
 from service.schemas.types import Prompt, Text, TextOrTexts, TokenId
 
 SCHEMA_EXAMPLE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -73,7 +73,7 @@ class StructuredOutputs(DialectBody):
     disable_additional_properties: NotTrue = None
 
 
-class Sampling(Extended, Harmless, NotServed):
+class Sampling(Extended, Harmless, NotServed, OtherNames):
     """Holds the fields that completions and chat completions share."""
 
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])

@@ -91,6 +91,22 @@ class NotServed(Transferred):
     routed_experts_start_len: Annotated[Any, Refused(0)] = None
 
 
+class OtherNames(DialectBody):
+    """Adds what other APIs call fields that are served, so that the error can say which."""
+
+    format: Annotated[Any, Refused(instead="response_format")] = None
+    response_schema: Annotated[Any, Refused(instead="response_format")] = None
+    choice: Annotated[Any, Refused(instead="structured_outputs.choice")] = None
+    stop_sequences: Annotated[Any, Refused(instead="stop")] = None
+    max_new_tokens: Annotated[Any, Refused(instead="max_tokens")] = None
+    max_output_tokens: Annotated[Any, Refused(instead="max_tokens")] = None
+    max_length: Annotated[Any, Refused(instead="max_tokens")] = None
+    n_predict: Annotated[Any, Refused(instead="max_tokens")] = None
+    num_return_sequences: Annotated[Any, Refused(instead="n")] = None
+    repeat_penalty: Annotated[Any, Refused(instead="repetition_penalty")] = None
+    random_seed: Annotated[Any, Refused(instead="seed")] = None
+
+
 class ChatNotServed(DialectBody):
     """Adds the fields of other servers that chats alone have, and that are refused by name."""
 

@@ -177,14 +177,14 @@ def is_held(body: ResponsesBody) -> bool:
 
 
 class Responses(BlockRendering):
-    """Renders a response and its events. `keep` gets the response's id and its message when it is complete."""
+    """Renders a response and its events. `keep` gets its id, its message and itself when it is complete."""
 
     def __init__(
         self,
         generation: Generation,
         body: ResponsesBody,
         format: ReplyFormat,
-        keep: Callable[[str, Json], None] | None,
+        keep: Callable[[str, Json, Json], None] | None,
     ) -> None:
         super().__init__(generation, format)
         self._body = body
@@ -268,7 +268,7 @@ class Responses(BlockRendering):
             "total_tokens": usage["total_tokens"],
         }
         if self._keep is not None and response["status"] != "failed":
-            self._keep(self._id, self._message())
+            self._keep(self._id, self._message(), response)
         return response
 
     def _message(self) -> Json:

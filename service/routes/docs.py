@@ -36,8 +36,10 @@ from service.schemas.conversation_replies import (
     AnthropicError,
     AnthropicEvent,
     AnthropicMessage,
+    DeletedResponse,
     OpenAIResponse,
     OpenAIResponseEvent,
+    ResponseItems,
 )
 from service.schemas.dialect_replies import (
     Classified,
@@ -83,7 +85,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
 _REPLIES: tuple[type[BaseModel], ...] = (
     *(GenerateReply, GenerateEvent, EncodeReply),
     *(OpenAICompletion, OpenAIChatCompletion, OpenAIChatChunk, OpenAIEmbeddings),
-    *(OpenAIResponse, OpenAIResponseEvent, AnthropicMessage, AnthropicEvent),
+    *(OpenAIResponse, OpenAIResponseEvent, DeletedResponse, ResponseItems, AnthropicMessage, AnthropicEvent),
     *(HuggingFaceText, HuggingFaceEvent, HuggingFaceRank, HuggingFaceClass),
     *(Ranked, Scored, Classified, CohereVectors),
     *(HuggingFaceSparse, HuggingFaceFill, HuggingFaceAnswer, HuggingFaceEntity),

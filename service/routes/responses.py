@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's responses, with the same planner, streams and parts as chat completions."""
+"""OpenAI's responses, with the same planner, streams and parts as chat completions, and those that are stored."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.chat.conversation import take_turn
-from service.core.errors import invalid, shorten
-from service.dialects import responses
+from service.core.errors import ApiError, invalid, not_found, shorten
+from service.core.response_store import ResponseStore
+from service.dialects import response_items, responses
 from service.dialects.common import naming_errors
 from service.dialects.responses_bodies import ResponsesBody
-from service.http.bodies import context_of_request, read_body
+from service.http.bodies import context_of_request, json_response, read_body
 from service.http.json_replies import Json
 from service.http.model_use import chat_model
 from service.lifecycle.state import Service, service_of
 from service.routes import generate
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
-from service.schemas.conversation_replies import OpenAIResponse, OpenAIResponseEvent
+from service.schemas.conversation_replies import DeletedResponse, OpenAIResponse, OpenAIResponseEvent, ResponseItems
 
 router = APIRouter()
 
@@ -58,6 +59,66 @@ async def create(request: Request) -> Response:
         )
 
 
+@router.get(
+    "/v1/responses/{response_id}",
+    summary="A stored response",
+    response_model=None,
+    responses={**ok_response("The `response`.", OpenAIResponse), **error_responses(400, 404)},
+)
+async def retrieve(request: Request, response_id: str, stream: str = "false") -> Response:
+    """Returns a response that this process keeps. Its events are not kept."""
+    if stream.lower() != "false":
+        raise invalid("stream: events of stored responses are not kept", "stream", "not_supported")
+    store = service_of(request).responses
+    found = store.reply(context_of_request().tenant, response_id)
+    if found is None:
+        raise _not_kept(store, response_id)
+    return Response(found, media_type="application/json")
+
+
+@router.delete(
+    "/v1/responses/{response_id}",
+    summary="Forget a stored response",
+    response_model=None,
+    responses={**ok_response("It is forgotten.", DeletedResponse), **error_responses(404)},
+)
+async def delete(request: Request, response_id: str) -> Response:
+    """Forgets a response and its conversation."""
+    store = service_of(request).responses
+    if not store.drop(context_of_request().tenant, response_id):
+        raise _not_kept(store, response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    summary="The input of a stored response",
+    response_model=None,
+    responses={**ok_response("A page of items.", ResponseItems), **error_responses(400, 404)},
+)
+async def input_items(
+    request: Request, response_id: str, after: str | None = None, limit: str = "20", order: str = "desc"
+) -> Response:
+    """Lists the items up to a response, those of earlier ones that it went on from too."""
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= 100:
+        raise invalid("limit must be from 1 to 100", "limit")
+    if order not in ("asc", "desc"):
+        raise invalid("order must be asc or desc", "order")
+    store = service_of(request).responses
+    messages = store.get(context_of_request().tenant, response_id)
+    if messages is None:
+        raise _not_kept(store, response_id)
+    found = response_items.items(messages[:-1])
+    return json_response(response_items.page(found, after=after, limit=int(limit), descends=order == "desc"))
+
+
+def _not_kept(store: ResponseStore, id: str) -> ApiError:
+    if not store.is_on:
+        return not_found("this service keeps no responses: --response-store is 0", "response_not_found")
+    message = f"no response {shorten(id)} is kept here: a process keeps its own, and forgets the oldest"
+    return not_found(message, "response_not_found")
+
+
 def _previous(service: Service, body: ResponsesBody) -> Sequence[Mapping[str, Any]]:
     """Return the messages up to the previous response; raises a 400 if they are not there."""
     if body.store and not service.responses.is_on:
@@ -76,9 +137,9 @@ def _previous(service: Service, body: ResponsesBody) -> Sequence[Mapping[str, An
 
 def _keeper(
     service: Service, body: ResponsesBody, messages: Sequence[Mapping[str, Any]]
-) -> Callable[[str, Json], None] | None:
+) -> Callable[[str, Json, Json], None] | None:
     """Return what keeps the conversation with its answer; None if it is not to be kept."""
     if body.store is False or not service.responses.is_on:
         return None
     tenant = context_of_request().tenant
-    return lambda id, answer: service.responses.put(tenant, id, [*messages, answer])
+    return lambda id, answer, reply: service.responses.put(tenant, id, [*messages, answer], reply)

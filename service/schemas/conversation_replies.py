@@ -76,6 +76,20 @@ class OpenAIResponse(Reply):
     user: str | None = Field(description="Of the request.")
 
 
+class DeletedResponse(Reply):
+    id: str = _ID
+    object: Literal["response"] = Field(description="The type of this object.", examples=["response"])
+    deleted: Literal[True] = Field(description="It is forgotten.", examples=[True])
+
+
+class ResponseItems(Reply):
+    object: Literal["list"] = Field(description="The type of this object.", examples=["list"])
+    data: list[dict[str, Any]] = Field(description="Messages, calls, their outputs and reasoning.")
+    first_id: str | None = Field(description="Of the first of them.", examples=["item_3"])
+    last_id: str | None = Field(description="Of the last: `after` of the next page.", examples=["item_0"])
+    has_more: bool = Field(description="Whether there is a next page.", examples=[False])
+
+
 class OpenAIResponseEvent(Reply):
     """An event of a stream; which fields it has depends on its type, which is also its name."""
 

@@ -395,7 +395,7 @@ OPTIONS: tuple[Option, ...] = (
         "response_store",
         byte_size,
         _SERVICE.response_store_bytes,
-        "memory of a replica for conversations that previous_response_id of /v1/responses may name; 0: none are kept",
+        "memory of a replica for responses that previous_response_id and GET /v1/responses/ID may name; 0: none",
         "SIZE",
         "64MiB",
     ),

@@ -186,7 +186,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (V, {"truncation_side": "left"}, 400, "truncation_side", "invalid_value"),
     (V, {"truncate_prompt_tokens": 8}, 400, "truncate_prompt_tokens", NO),
     (V, {"truncate_prompt_tokens": -1, "truncate": False}, 400, "truncate_prompt_tokens", IV),
-    (V, {"late_chunking": True, "input": ["w1"] * 257}, 413, "input", "too_many_inputs"),
+    (V, {"late_chunking": True, "input": ["w1"] * 2049}, 413, "input", "too_many_inputs"),
     (V, {"task": "query", "input": [4, 5]}, 400, "task", IV),
     (V, {"task": "query", "truncate_prompt_tokens": -1, "truncation_side": "left"}, 400, "truncate_prompt_tokens", IV),
     (V, {"messages": HELLO}, 400, "messages", NO),
@@ -225,7 +225,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/generate_stream", hf(repetition_penalty=0), 400, "parameters.repetition_penalty", "invalid_value"),
     ("/embed", {"inputs": "w1 " * 20}, 400, "inputs", "context_length_exceeded"),
     ("/embed", {"inputs": ["w1", ""]}, 400, "inputs[1]", "invalid_value"),
-    ("/embed", {"inputs": ["w1"] * 257}, 413, "inputs", "too_many_inputs"),
+    ("/embed", {"inputs": ["w1"] * 2049}, 413, "inputs", "too_many_inputs"),
     ("/embed", {"prompt_name": "passage"}, 400, "prompt_name", "invalid_value"),
     ("/embed", {"truncation_direction": "up"}, 400, "truncation_direction", "invalid_value"),
     ("/rerank", {"texts": []}, 400, "texts", "invalid_value"),
@@ -283,7 +283,7 @@ def test_words_of_a_message_are_not_renamed_as_fields() -> None:
             return str(check_error(reply, 400)["message"])
 
         assert await message(E, {"dimensions": 0}) == "dimensions: input should be greater than or equal to 1"
-        assert "messages make a prompt of more than" in await message(M, said("a" * 2000))
+        assert "messages give a text of more than" in await message(M, said("a" * 2000))
         assert await message(G, hf(top_p=2, typical_p=2)) == (
             "parameters.top_p: input should be less than or equal to 1; "
             "parameters.typical_p: input should be less than or equal to 1"

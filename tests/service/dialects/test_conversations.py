@@ -237,9 +237,10 @@ def test_a_model_without_reasoning_or_a_template_says_so() -> None:
 def test_the_store_is_bounded_can_be_off_and_is_each_keys_own() -> None:
     store = ResponseStore(1_200)  # two messages, which are more than their text
     for id in "abc":
-        store.put("t", id, [{"role": "user", "content": "x" * 10}])
+        store.put("t", id, [{"role": "user", "content": "x" * 10}], {"id": id})
     assert [store.get("t", id) is not None for id in "abc"] == [False, True, True]
-    store.put("t", "d", [{"content": "x" * 1_000}])
+    assert store.reply("t", "c") == b'{"id":"c"}' and store.reply("u", "c") is None
+    store.put("t", "d", [{"content": "x" * 1_000}], {})
     assert store.get("t", "d") is None and store.get("t", "c") is not None and store.get("u", "c") is None
     app = chat_app(settings=ServiceSettings(response_store_bytes=0))
     good = ask(app, "POST", RESPONSES, json=GOOD[RESPONSES])
@@ -257,6 +258,33 @@ def test_the_store_is_bounded_can_be_off_and_is_each_keys_own() -> None:
         check_error(await status("two", previous_response_id=id), 400, "previous_response_id")
 
     run(keys, work)
+
+
+def test_stored_responses_can_be_read_and_deleted() -> None:
+    app = calling_app()
+    says(app, "<think>\nHm.\n</think>\n\nHello")
+    with live(app) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        first = client.responses.create(model="chat", input="Hi", store=True)
+        streamed = client.responses.create(model="chat", input="And?", previous_response_id=first.id, stream=True)
+        last = list(streamed)[-1].response  # type: ignore[union-attr]
+        assert client.responses.retrieve(first.id) == first
+        assert client.responses.retrieve(last.id).output == last.output
+        listed = list(client.responses.input_items.list(last.id, limit=1, order="asc"))
+        assert [item.type for item in listed] == ["message", "reasoning", "message", "message"]
+        assert [item.content[0].text.strip() for item in listed] == ["Hi", "Hm.", "Hello", "And?"]  # type: ignore[union-attr]
+        with pytest.raises(openai.BadRequestError, match="stream"):
+            client.responses.retrieve(first.id, stream=True)
+        client.responses.delete(first.id)
+        for again in (client.responses.retrieve, client.responses.delete):
+            with pytest.raises(openai.NotFoundError, match="no response"):
+                again(first.id)
+        unkept = client.responses.create(model="chat", input="Hi", store=False)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.input_items.list(unkept.id)
+    off = calling_app(settings=ServiceSettings(response_store_bytes=0))
+    error = check_error(ask(off, "GET", f"{RESPONSES}/resp_1"), 404, None, "response_not_found")
+    assert "--response-store" in error["message"]
 
 
 def test_deadlines_and_clients_that_leave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,50 @@
+"""The input of a stored response as a list of items, page by page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from service.chat.tools import Json
+
+
+def page(items: Sequence[Json], *, after: str | None, limit: int, descends: bool) -> Json:
+    """Return the `limit` items that follow the one of the id `after`, as OpenAI's lists are."""
+    ordered = list(reversed(items)) if descends else list(items)
+    begin = next((at for at, item in enumerate(ordered, start=1) if item["id"] == after), 0)
+    shown = ordered[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": begin + limit < len(ordered),
+    }
+
+
+def items(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """Return messages of a template as items, with ids by their place."""
+    found = [item for message in messages for item in _items(message)]
+    return [{"id": f"item_{at}", **item} for at, item in enumerate(found)]
+
+
+def _items(message: Mapping[str, Any]) -> Iterator[Json]:
+    done: Json = {"status": "completed"}
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        yield {"type": "function_call_output", "call_id": message["tool_call_id"], "output": content, **done}
+        return
+    if thought := message.get("reasoning_content"):
+        yield {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}], **done}
+    is_assistant = message["role"] == "assistant"
+    if content or not is_assistant:
+        text: Json = {"type": "input_text", "text": content}
+        if is_assistant:
+            text = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
+        yield {"type": "message", "role": message["role"], "content": [text], **done}
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        named = {"call_id": call["id"], "name": call["function"]["name"], "arguments": written}
+        yield {"type": "function_call", **named, **done}
