@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from service.chat.json_text import JsonText
+
 _ID_BYTES = 12
 
 
@@ -99,13 +101,14 @@ class PartSink:
         self._reasoning_began = False
         self._drops = False  # the current call is left out
         self._arguments: list[str] = []  # of the last call
+        self._json = JsonText()  # which rewrites them
         self.calls = 0
 
     @property
     def call_is_whole(self) -> bool:
         """Whether the last call has all its arguments."""
         try:
-            json.loads("".join(self._arguments), strict=False)
+            json.loads("".join(self._arguments))
         except (ValueError, RecursionError):
             return False
         return True
@@ -125,6 +128,7 @@ class PartSink:
         return joined
 
     def content(self, text: str) -> None:
+        self._end_arguments()
         if self._behind_block:
             text = text.lstrip()
         if not text:
@@ -154,20 +158,30 @@ class PartSink:
 
     def call(self, name: str) -> None:
         """Begin a call."""
+        self._end_arguments()
         self._spaces, self._behind_block = "", True
         self._drops = self._one_call and self.calls > 0
         if not self._drops:
             self._parts.append(Call(self.calls, self._new_id(), name))
-            self._arguments = []
+            self._arguments, self._json = [], JsonText()
             self.calls += 1
 
     def arguments(self, text: str) -> None:
-        if text and not self._drops:
+        """Add to the arguments of the last call."""
+        if not self._drops:
+            self._add_arguments(self._json.push(text))
+
+    def _end_arguments(self) -> None:
+        self._add_arguments(self._json.end())
+
+    def _add_arguments(self, text: str) -> None:
+        if text:
             self._arguments.append(text)
             self._parts.append(Arguments(self.calls - 1, text))
 
     def end(self) -> None:
-        """Give out the white space at the end of content."""
+        """Give out the end of arguments, and the white space at the end of content."""
+        self._end_arguments()
         if self._spaces and not self._behind_block and not self._reasoning_began:
             self._parts.append(Content(self._spaces))
         self._spaces = ""

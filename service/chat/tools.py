@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from service.chat.json_text import read_json
 from service.core.errors import invalid, shorten
 
 Json = dict[str, Any]
@@ -50,8 +50,8 @@ def called_arguments(text: str) -> object:
     if not text.strip():
         return {}
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read_json(text)
+    except ValueError:
         return text
 
 

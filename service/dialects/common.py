@@ -150,7 +150,8 @@ def native(model: type[B], fields: Mapping[str, Any]) -> B:
     It is validated from JSON, so that errors are the same as for a native request. `naming_errors` renames the fields.
     """
     try:
-        return model.model_validate_json(msgspec.json.encode({k: v for k, v in fields.items() if v is not None}))
+        given = {name: value for name, value in fields.items() if value is not None}
+        return model.model_validate_json(pydantic_core.to_json(given, inf_nan_mode="constants"))
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_input=False)) from None
 

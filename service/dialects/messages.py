@@ -304,7 +304,7 @@ class JsonBeginning:
     def _begins_json(self, size: int) -> bool:
         text = self._text[:size]
         try:
-            pydantic_core.from_json(text, allow_partial=True)
+            pydantic_core.from_json(text, allow_partial=True, allow_inf_nan=False)
         except ValueError:
             return not text.strip()
         return True
@@ -321,7 +321,7 @@ def _shown(block: Block) -> Json:
 def _input(arguments: str) -> Json:
     """Return the arguments of a call, of one that was cut off as far as they go."""
     try:
-        found = pydantic_core.from_json(arguments, allow_partial="trailing-strings")
+        found = pydantic_core.from_json(arguments, allow_partial="trailing-strings", allow_inf_nan=False)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

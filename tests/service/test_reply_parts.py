@@ -20,6 +20,7 @@ from service.chat.call_grammar import reply_grammar
 from service.chat.call_parsers import DEEPSEEK_MARKS
 from service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, fitting_id
 from service.chat.instructions import plain_messages
+from service.chat.json_text import JsonText
 from service.chat.parts import WholeReply
 from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.tools import Tool, ToolUse
@@ -429,3 +430,47 @@ def test_reasoning_is_counted_by_decoding_each_token_about_once(place: int, clos
     format = ReplyFormat(reasoning=REASONING_FORMATS["think"])
     assert reasoning_tokens(format, ids, tokenizer) == (len(said) if closed else len(ids))
     assert decoded[0] < 1.1 * len(ids) + 4 * 256
+
+
+JSON_TEXTS = [
+    ('{"a": "\\ud800"}', '{"a": "\\ufffd"}'),
+    ('{"\\udc00x": "\\udc00\\ud800"}', '{"\\ufffdx": "\\ufffd\\ufffd"}'),
+    (
+        '["\\uD83D\\uDE00", "\\ud83d\\ud83d\\ude00", "\\ud83d"]',
+        '["\\uD83D\\uDE00", "\\ufffd\\ud83d\\ude00", "\\ufffd"]',
+    ),
+    ('["\\\\ud800", "\\\\\\ud800\\n", "\\ud800\\\\udc00"]', '["\\\\ud800", "\\\\\\ufffd\\n", "\\ufffd\\\\udc00"]'),
+    ('{\n"a": "b\nc\x01\t"\n}', '{\n"a": "b\\nc\\u0001\\t"\n}'),
+    ('[NaN, -Infinity, Infinity, -1, "NaN -Infinity", -', '[null, null, null, -1, "NaN -Infinity", -'),
+    ('["\\ud800', '["\\ufffd'),
+    ('["\\ud800\\ud', '["\\ufffd\\ud'),
+    ('["\\ud8', '["\\ud8'),
+    ('["\\u12x4\\q"', '["\\u12x4\\q"'),
+    ("[Na", "[Na"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), JSON_TEXTS)
+def test_arguments_are_json_that_every_library_reads(text: str, expected: str) -> None:
+    """However they are cut."""
+    assert JsonText.whole(text) == expected
+    generator = random.Random(text)
+    for _ in range(40):
+        one, shown, at = JsonText(), "", 0
+        while at < len(text):
+            size = generator.choice([1, 1, 2, 3, 7])
+            shown += one.push(text[at : at + size])
+            at += size
+        assert shown + one.end() == expected
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_no_format_gives_out_half_of_a_surrogate_pair(name: str) -> None:
+    for format_name, text, _ in REPLIES:
+        for value in ('"\\ud800"', '"a\\udc00\\ud800', '"\\ud83d\\ude00"'):
+            if format_name == name and '"Zü' in text:
+                format = ReplyFormat(REASONING_FORMATS["think"], calls=TOOL_FORMATS[name], tools=TOOLS)
+                found = ReplyParser(format).whole(text.replace('"Zü', value, 1))
+                for shown in (found.content, *(call.arguments for call in found.calls)):
+                    shown.encode()
+                    assert "\\ud800" not in shown or shown is found.content

@@ -204,7 +204,6 @@ GBNF, LARK = 'root ::= "a" root | "b"', 'start: "a" start | "b"\n'
     [
         ("/generate", {"prompt": "a", "grammar": GBNF}, GBNF),
         ("/generate", {"prompt": "a", "grammar": LARK}, LARK),
-        ("/generate", {"text": "a", "sampling_params": {"ebnf": GBNF}}, GBNF),
         ("/v1/completions", {"prompt": "a", "structured_outputs": {"grammar": LARK}}, LARK),
         ("/v1/completions", {"prompt": "a", "guided_grammar": GBNF}, GBNF),
         ("/v1/completions", {"prompt": "a", "grammar": GBNF}, GBNF),
@@ -226,7 +225,6 @@ def test_grammars_of_all_dialects(route: str, body: dict[str, Any], grammar: str
         ("/generate", {"prompt": "a", "grammar": "x" * 70_000}, "grammar", "has 70000 bytes, more than 65536"),
         ("/generate", {"prompt": "a", "grammar": GBNF, "regex": "a"}, "grammar", "grammar and regex exclude"),
         ("/generate", {"prompt": "a", "grammar": GBNF, "ignore_eos": True}, "ignore_eos", "grammar"),
-        ("/generate", {"text": "a", "sampling_params": {"ebnf": "x"}}, "sampling_params.ebnf", "'::=' is expected"),
         (
             "/v1/completions",
             {"prompt": "a", "structured_outputs": {"grammar": "x"}},
