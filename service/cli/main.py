@@ -66,7 +66,11 @@ def _open_standard_files() -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    file = arguments.config or os.environ.get("TRIPTYCH_CONFIG")
+    file = os.environ.get("TRIPTYCH_CONFIG") if arguments.config is None else arguments.config
+    if file is not None and not file.strip():  # the keys may be in it
+        raise ConfigError(
+            "--config (TRIPTYCH_CONFIG): found an empty text, expected the path of a file; or leave it out"
+        )
     content = sources.from_file(Path(file)) if file else sources.FileSettings()
     settings = content.settings | sources.from_environment(os.environ)
     settings |= sources.from_arguments(arguments, OPTIONS)

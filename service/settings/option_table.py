@@ -20,7 +20,18 @@ from model.api.engine_config import (
 )
 from model.errors import ConfigError
 from service.settings.model_settings import ModelSettings
-from service.settings.parsers import boolean, byte_size, context, folder, keys, one_of, replicas, route, sources
+from service.settings.parsers import (
+    boolean,
+    byte_size,
+    context,
+    folder,
+    key_file,
+    keys,
+    one_of,
+    replicas,
+    route,
+    sources,
+)
 from service.settings.scaling import Scaling
 from service.settings.service_settings import REASONING_FORMATS, TOOL_FORMATS, Limits, ServiceSettings
 
@@ -49,11 +60,33 @@ class Option:
 
     def read(self, value: Any, where: str) -> Any:
         """Parse a value from any source; raises `ConfigError` that names `where` it was found."""
+        if value is None:
+            raise ConfigError(f"{where}: found nothing; give a value, or leave the setting out")
+        if self.is_secret:
+            return self._read_secret(value, where)
         try:
             return self.parse(value if isinstance(value, str) else _text(value))
         except ValueError as error:
             expected = str(error) if "invalid literal" not in str(error) else "a whole number"
             raise ConfigError(f"{where}: found {value!r}, expected {expected}") from None
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether the value is shown to nobody."""
+        return self.parse is keys
+
+    def _read_secret(self, value: Any, where: str) -> Any:
+        """Parse a text, or a list of texts of which each is one key: YAML reads a number in many ways."""
+        texts = value if isinstance(value, list) else [value]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            what = "an empty list" if not texts else "a key that is no text"
+            raise ConfigError(f"{where}: found {what}, expected texts in quotation marks, one or more")
+        if isinstance(value, list) and all(text.strip() for text in texts):
+            return tuple(text.strip() for text in texts)
+        try:
+            return tuple(key for text in texts for key in self.parse(text))
+        except ValueError as error:
+            raise ConfigError(f"{where}: found an empty key, expected {error}") from None
 
 
 def _text(value: Any) -> str:
@@ -104,7 +137,9 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "api_keys", keys, (), "API keys, one of which a client must send as a bearer token", "KEY[,KEY]", "none: open"
     ),
-    Option("api_key_file", str, "", "file of more API keys, one a line; read again when it changes", "FILE", "none"),
+    Option(
+        "api_key_file", key_file, "", "file of more API keys, one a line; read again when it changes", "FILE", "none"
+    ),
     Option(
         "admin_keys",
         keys,
@@ -114,7 +149,12 @@ OPTIONS: tuple[Option, ...] = (
         "none: off",
     ),
     Option(
-        "admin_key_file", str, "", "file of more admin keys, one a line; read again when it changes", "FILE", "none"
+        "admin_key_file",
+        key_file,
+        "",
+        "file of more admin keys, one a line; read again when it changes",
+        "FILE",
+        "none",
     ),
     Option(
         "models_dir",

@@ -23,14 +23,24 @@ def byte_size(text: str) -> int:
 
 
 def keys(text: str) -> tuple[str, ...]:
-    """Split a list of keys at its commas."""
-    return tuple(key.strip() for key in text.split(",") if key.strip())
+    """Split a list of keys at its commas; raises `ValueError` where one is empty, as no key would mean open."""
+    found = tuple(key.strip() for key in text.split(","))
+    if not all(found):
+        raise ValueError("keys with commas between them, none of them empty; leave the setting out for none")
+    return found
+
+
+def key_file(text: str) -> str:
+    """Check the path of a file of keys; raises `ValueError` for an empty one, as no file would mean open."""
+    if not text.strip():
+        raise ValueError("the path of a file; leave the setting out for none")
+    return text
 
 
 def sources(text: str) -> tuple[str, ...]:
     """Parse a list of what may be loaded; `ModelSettings` checks the words."""
-    found = keys(text)
-    if not found or not set(found) <= set(LOAD_SOURCES):
+    found = tuple(word.strip() for word in text.split(","))
+    if not set(found) <= set(LOAD_SOURCES):
         raise ValueError(f"some of {', '.join(LOAD_SOURCES)}, with commas between them")
     return found
 

@@ -82,7 +82,7 @@ def from_file(path: Path) -> FileSettings:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a file; an empty file is an empty mapping. Raises `ConfigError`."""
+    """Return the content of a file; raises `ConfigError`, also for one without content."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -96,11 +96,14 @@ def read_yaml(path: Path) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader) or {}
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        raise ConfigError(f"{path} holds no setting: give some, or leave the file out")
+    return content
 
 
 def from_mapping(content: Any, where: str, known: Iterable[Option] = OPTIONS) -> FileSettings:

@@ -119,7 +119,7 @@ from importlib import import_module
 from ray.serve.schema import ServeDeploySchema
 (application,) = ServeDeploySchema.model_validate(json.loads(sys.argv[1])).applications
 module, _, name = application.import_path.partition(":")
-built = getattr(import_module(module), name)({**application.args, "api_key_file": ""})
+built = getattr(import_module(module), name)({k: v for k, v in application.args.items() if k != "api_key_file"})
 assert built._bound_deployment.name == application.deployments[0].name, built
 """
 RUN = """

@@ -9,9 +9,11 @@ import pytest
 
 from model.errors import ConfigError
 from service.cli import banner
+from service.cli.main import main
 from service.settings import option_table, sources
 from service.settings.parsers import byte_size
 from service.settings.resolve import resolve_config
+from service.settings.service_settings import ServiceSettings
 from tests.service.support import info
 
 
@@ -63,7 +65,52 @@ def test_the_banner_says_which_context_is_served_and_why() -> None:
 
 def test_keys_may_be_repeated_or_listed() -> None:
     assert parse("--api-key", "a", "--api-key", "b") == {"api_keys": ("a", "b")}
-    assert sources.from_environment({"TRIPTYCH_API_KEYS": "a, b,"}) == {"api_keys": ("a", "b")}
+    assert sources.from_environment({"TRIPTYCH_API_KEYS": "a, b"}) == {"api_keys": ("a", "b")}
+
+
+EMPTY = ("", " ", ",", " , ", "a,,b", "a,")
+
+
+@pytest.mark.parametrize("name", ["api_keys", "admin_keys", "api_key_file", "admin_key_file"])
+def test_an_empty_security_setting_is_an_error_in_every_source(name: str, tmp_path: Path) -> None:
+    is_list = name.endswith("_keys")
+    for text in EMPTY if is_list else EMPTY[:2]:
+        with pytest.raises(ConfigError, match=f"TRIPTYCH_{name.upper()}: found .*expected"):
+            sources.from_environment({f"TRIPTYCH_{name.upper()}": text})
+        with pytest.raises(ConfigError, match=f"{name}: found .*expected"):
+            sources.from_mapping({name: text}, "file")
+    flag = "--" + name.replace("_", "-").removesuffix("s")
+    with pytest.raises(ConfigError, match="not empty" if is_list else flag):
+        ServiceSettings(**parse(flag, ""))
+    for value in [None, [], [""], [None], ["secret", " "], [["secret"]], [True], [1234], 1234, {"secret": 1}]:
+        if is_list or not value:
+            with pytest.raises(ConfigError, match=f"{name}: found ") as caught:
+                sources.from_mapping({name: value}, "file")
+            assert "secret" not in str(caught.value) and "1234" not in str(caught.value)
+
+
+def test_a_key_of_a_file_is_its_text_alone() -> None:
+    assert sources.from_mapping({"api_keys": ["0123", " b,c "]}, "file").settings == {"api_keys": ("0123", "b,c")}
+    assert sources.from_mapping({"api_keys": "a, b"}, "file").settings == {"api_keys": ("a", "b")}
+
+
+@pytest.mark.parametrize("given", ["", " "])
+def test_an_empty_path_of_a_configuration_file_is_an_error(
+    given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRIPTYCH_CONFIG", given)
+    for arguments in (["serve"], ["serve", "--config", given]):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        assert "TRIPTYCH_CONFIG): found an empty text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "~\n", "[]\n", "port:\n"])
+def test_a_file_without_a_setting_is_an_error(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "triptych.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"holds no setting|expected a mapping|port: found nothing"):
+        sources.from_file(file)
 
 
 def test_every_option_reads_its_own_variable() -> None:

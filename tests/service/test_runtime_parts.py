@@ -112,6 +112,13 @@ def test_a_variable_that_the_user_has_set_stays(no_ray_settings: pytest.MonkeyPa
     assert not folder.exists()
 
 
+def test_an_empty_variable_does_not_open_ray(no_ray_settings: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        no_ray_settings.setitem(os.environ, name, "")
+    with environment.prepared(ServeConfig(SPECS)):
+        assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
+
+
 def test_a_folder_for_metrics_that_cannot_be_made_is_an_error_and_nothing_is_left(
     no_ray_settings: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

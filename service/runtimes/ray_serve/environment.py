@@ -1,7 +1,7 @@
 """Environment variables that must be set before Ray is imported, and the folder of a Ray session. Imports no Ray.
 
 Ray and Serve read their settings once, on import, in this process and in every process below it. A variable that the
-user has set is left as it is.
+user has set is left as it is, unless it is empty: without a token Ray would be open.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def prepared(config: ServeConfig) -> Iterator[Path]:
     """
     folder = _session_folder()
     for name, value in variables(config, folder).items():
-        os.environ.setdefault(name, value)
+        os.environ[name] = os.environ.get(name) or value
     try:
         make_folder()
         if haproxy.is_used(config, os.environ):
