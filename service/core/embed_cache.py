@@ -20,6 +20,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b
 from typing import Protocol
 
 from model.api.messages import ModelSpec
@@ -313,8 +314,15 @@ class CachingClient:
 
 
 def _key(tenant: str, request: EncodeRequest) -> Key:
-    """Return everything that the result depends on, and whose it is. A source's digest covers all of it."""
-    return (tenant, request.source.digest, *(getattr(request, name) for name in _FIELDS))
+    """Return everything that the result depends on, and whose it is: of what may be long, a digest."""
+    return (tenant, request.source.digest, *(_short(getattr(request, name)) for name in _FIELDS))
+
+
+def _short(value: Hashable) -> Hashable:
+    """Return a digest of a list's values, which a client may make long, and anything else as it is."""
+    if not isinstance(value, tuple) or not value:
+        return value
+    return blake2b(repr(value).encode(), digest_size=32).digest()
 
 
 def _size(output: EncodeOutput) -> int:

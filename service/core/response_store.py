@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from service.core.json_size import json_size
+
 Messages = Sequence[Mapping[str, Any]]
 
-_ENTRY_BYTES = 512  # of the store, besides the JSON
+_ENTRY_BYTES = 1_024  # of the store, besides the JSON: keys, objects, links
 
 
 class _Kept(NamedTuple):
@@ -28,10 +30,14 @@ class _Kept(NamedTuple):
 
 
 class ResponseStore:
-    """Holds responses by id as the JSON that they count as, at most `max_bytes`; 0: none."""
+    """Holds responses by id as the JSON that they count as, at most `max_bytes`; 0: none.
 
-    def __init__(self, max_bytes: int) -> None:
+    A conversation of more than `max_values` values is not kept: reading it again would hold the event loop.
+    """
+
+    def __init__(self, max_bytes: int, max_values: int) -> None:
         self._max_bytes = max_bytes
+        self._max_values = max_values
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._bytes = 0
 
@@ -52,7 +58,8 @@ class ResponseStore:
     def put(self, tenant: str, id: str, messages: Messages, reply: Mapping[str, Any]) -> None:
         """Keep a response; one that is larger than the whole store is not kept."""
         kept = _Kept(msgspec.json.encode(messages), msgspec.json.encode(reply))
-        if kept.size > self._max_bytes:
+        values = json_size(kept.messages, self._max_values, self._max_values)
+        if kept.size > self._max_bytes or values.values + values.commas > self._max_values:
             return
         self.drop(tenant, id)
         self._kept[tenant, id] = kept

@@ -72,7 +72,7 @@ class Service:
         self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
         self.decoders = AudioPool(self.limits.audio_decode_s, audio_limits(self.limits))
         self.speech_planner = SpeechPlanner(registry, client, self.limits, self.threads, self.decoders)
-        self.responses = ResponseStore(settings.response_store_bytes)
+        self.responses = ResponseStore(settings.response_store_bytes, settings.limits.max_json_values)
         self.created = int(time.time())
         self.models = ModelManager(client, registry, reader, settings, metrics, self.version)
         watched = settings.models.models_dir if reader is not None else ""

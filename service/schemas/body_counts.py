@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, get_args, get_origin
 from pydantic import BaseModel
 
 from service.core.errors import invalid, path_of, too_large
-from service.schemas.json_size import json_size
+from service.core.json_size import json_size
 from service.settings.service_settings import Limits
 
 MOST: Final[Mapping[str, str]] = {  # the limit of a field that holds a list, or an object of any names
@@ -31,9 +31,15 @@ MOST: Final[Mapping[str, str]] = {  # the limit of a field that holds a list, or
     "suppress_tokens": "max_logit_bias",
     "logit_bias": "max_logit_bias",
     "choice": "max_choices",
+    "prompt": "max_prompts",
+    **dict.fromkeys(("input", "inputs", "texts", "documents", "sentences", "text_1", "text_2"), "max_encode_inputs"),
 }
-_OF_MODEL: Final = {("ResponsesBody", "input"): "max_chat_messages", ("TranscribeBody", "suppress_tokens"): ""}
-_ENCODED: Final = frozenset({"input", "inputs", "texts", "documents", "sentences", "text_1", "text_2"})
+_OF_MODEL: Final = {
+    ("ResponsesBody", "input"): "max_chat_messages",
+    ("ToolUseBlock", "input"): "",
+    ("TranscribeBody", "suppress_tokens"): "",
+}
+_INPUTS: Final = frozenset({"prompt", "input", "inputs", "text_1", "text_2"})
 _JSON_TEXTS: Final = frozenset({"arguments", "json_schema", "json", "schema", "value"})
 _MOST_UNKNOWN: Final = 32  # fields of an object; each is an error, which the client is told
 
@@ -46,14 +52,14 @@ class _Place:
         self.items: _Place | None = None
         self.limit = ""  # of its entries
         self.has_any_names = False
-        self.is_encoded = False  # a list here has an input of an encoder in each entry
+        self.holds_inputs = False  # a list here has inputs of a model, or is the ids of one
         self.is_json = False  # a text here is parsed as JSON
 
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing to check."""
         inner = self.items is not None and not self.items.is_plain
-        return not (self.fields or self.limit or self.is_json or self.is_encoded or inner)
+        return not (self.fields or self.limit or self.is_json or inner)
 
     def add(self, annotation: Any) -> None:
         """Read one more alternative of what stands here."""
@@ -64,7 +70,7 @@ class _Place:
                 known = field.alias or name
                 place = self.fields.setdefault(known, _Place())
                 place.limit = _OF_MODEL.get((annotation.__name__, known), MOST.get(known, place.limit))
-                place.is_encoded = known in _ENCODED and not place.limit
+                place.holds_inputs = known in _INPUTS
                 place.is_json = known in _JSON_TEXTS
                 place.add(field.annotation)
         elif get_origin(annotation) is list:
@@ -105,9 +111,8 @@ class _Counter:
             if place.is_json:
                 self._check_text(value)
         elif isinstance(value, list):
-            if place.is_encoded and value and not isinstance(value[0], int | float):  # ids are one input
-                self._check_inputs(len(value))
-            self._check_number("entries", len(value), place.limit)
+            if not (place.holds_inputs and value and isinstance(value[0], int | float)):  # ids are one input
+                self._check_number("entries", len(value), place.limit)
             if place.items is not None and not place.items.is_plain:
                 for at, one in enumerate(value):
                     self._check_inner(at, one, place.items)
@@ -129,13 +134,10 @@ class _Counter:
         most = getattr(self._limits, limit) if isinstance(limit, str) and limit else limit
         if most and found > most:
             name = path_of(self._path)
-            raise invalid(f"{name or 'the body'} has {found} {what}, more than {most}", name or None)
-
-    def _check_inputs(self, found: int) -> None:
-        most = self._limits.max_encode_inputs
-        if found > most:
-            name = path_of(self._path)
-            raise too_large(f"{name} has {found} entries, more than {most}", name, "too_many_inputs")
+            message = f"{name or 'the body'} has {found} {what}, more than {most}"
+            if limit == "max_encode_inputs":
+                raise too_large(message, name, "too_many_inputs")
+            raise invalid(message, name or None)
 
     def _check_text(self, text: str) -> None:
         most = self._limits.max_json_values // 2  # they are parsed on the event loop

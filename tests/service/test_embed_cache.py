@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from model.api.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason
 from model.api.source import token_source
 from model.errors import ConfigError
-from service.core.embed_cache import ENTRY_BYTES, CachingClient, ResultStore
+from service.core.embed_cache import ENTRY_BYTES, CachingClient, Key, ResultStore, _key
 from service.schemas.replies import InfoReply
 from service.settings.service_settings import ServiceSettings
 from tests.service.support import App, ask, check_accounts, hold, make_app, opened, run, samples, until
@@ -232,6 +233,24 @@ def test_the_least_recently_used_results_go_first() -> None:
     assert len(store) == 3
     store.forget("n")
     assert (store.size, len(store), dict(store.sizes)) == (each, 1, {"m": each, "n": 0})
+
+
+def test_a_kept_result_takes_no_more_than_it_counts() -> None:
+    """What a client makes long, such as ids to choose among, is not kept with each result."""
+
+    def key(at: int) -> Key:
+        ids, spans = tuple(range(10_000, 11_000)), tuple((one, one + 1) for one in range(256))
+        source = token_source((1, 2, at + 1_000))
+        return _key("", EncodeRequest(str(at), "m", source, candidates=ids, positions=ids[:at], spans=spans))
+
+    store = ResultStore(10**9)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for at in range(200):
+        store.put(key(at), "m", output(3072))
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(store) == 200 and after - before < store.size
 
 
 def test_without_the_setting_nothing_is_kept() -> None:

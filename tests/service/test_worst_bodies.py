@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import re
+import time
 from typing import Any
 
 import pytest
 
+from service.core import json_size as sizes
+from service.core.json_size import json_size
 from service.http.bodies import JSON
-from service.schemas import json_size as sizes
-from service.schemas.json_size import json_size
+from service.runtimes.assembly import tune_garbage_collector
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask
 from tests.service.worst_bodies import CHAT, GENERATE, MESSAGES, RESPONSES, Worst, worst_bodies
 
 LONGEST_S = 0.05  # that the loop may be held
-_TRIES = 4  # other processes hold it too
+_TRIES = 4  # a busy machine computes more slowly
 _PIECE = 65_536  # bytes of a body that come at a time
 
 
@@ -44,15 +47,18 @@ async def _answer(app: App, worst: Worst, body: bytes) -> tuple[int, bytes]:
 
 
 async def _longest_hold(app: App, worst: Worst, body: bytes) -> tuple[float, int, bytes]:
-    """Return the longest time that the loop was held while a body was answered, and the reply."""
+    """Return the longest time that the loop was held while a body was answered, and the reply.
+
+    What other processes take does not count: it is at most the time that this process computed.
+    """
     held, loop = 0.0, asyncio.get_running_loop()
 
     async def watch() -> None:
         nonlocal held
         while True:
-            began = loop.time()
+            began, computed = loop.time(), time.process_time()
             await asyncio.sleep(0.001)
-            held = max(held, loop.time() - began - 0.001)
+            held = max(held, min(loop.time() - began - 0.001, time.process_time() - computed))
 
     watcher = asyncio.create_task(watch())
     await asyncio.sleep(0.01)
@@ -73,6 +79,8 @@ async def _longest_hold(app: App, worst: Worst, body: bytes) -> tuple[float, int
 )
 def test_no_body_holds_the_event_loop(most: int) -> None:
     app = chat_app(max_model_len=65_536, max_num_batched_tokens=65_536)
+    threshold = gc.get_threshold()
+    tune_garbage_collector()  # as the service does
 
     async def work() -> list[str]:
         slow = []
@@ -88,7 +96,11 @@ def test_no_body_holds_the_event_loop(most: int) -> None:
                     slow.append(f"{worst.name}: {min(tries) * 1000:.0f} ms, {status}")
         return slow
 
-    assert not asyncio.run(work())
+    try:
+        assert not asyncio.run(work())
+    finally:
+        gc.set_threshold(*threshold)
+        gc.unfreeze()
 
 
 def _sizes(value: Any) -> tuple[int, int]:

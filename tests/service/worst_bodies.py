@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from service.schemas.json_size import json_size
+from service.core.json_size import json_size
 
 SIZE = 1_990_000  # bytes, nearly `max_body_bytes`
 CHAT, MESSAGES, RESPONSES, GENERATE = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/generate"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -235,13 +237,15 @@ def test_a_model_without_reasoning_or_a_template_says_so() -> None:
 
 
 def test_the_store_is_bounded_can_be_off_and_is_each_keys_own() -> None:
-    store = ResponseStore(1_200)  # two messages, which are more than their text
+    store = ResponseStore(2_300, 50)  # two messages, which are more than their text
     for id in "abc":
         store.put("t", id, [{"role": "user", "content": "x" * 10}], {"id": id})
     assert [store.get("t", id) is not None for id in "abc"] == [False, True, True]
     assert store.reply("t", "c") == b'{"id":"c"}' and store.reply("u", "c") is None
-    store.put("t", "d", [{"content": "x" * 1_000}], {})
+    store.put("t", "d", [{"content": "x" * 2_000}], {})
     assert store.get("t", "d") is None and store.get("t", "c") is not None and store.get("u", "c") is None
+    store.put("t", "e", [{"content": [""] * 50}], {})  # small, but of too many values
+    assert store.get("t", "e") is None and store.get("t", "c") is not None
     app = chat_app(settings=ServiceSettings(response_store_bytes=0))
     good = ask(app, "POST", RESPONSES, json=GOOD[RESPONSES])
     assert good.status_code == 200 and good.json()["store"] is False
@@ -285,6 +289,20 @@ def test_stored_responses_can_be_read_and_deleted() -> None:
     off = calling_app(settings=ServiceSettings(response_store_bytes=0))
     error = check_error(ask(off, "GET", f"{RESPONSES}/resp_1"), 404, None, "response_not_found")
     assert "--response-store" in error["message"]
+
+
+def test_a_kept_conversation_takes_no_more_than_it_counts() -> None:
+    store = ResponseStore(10**9, 10**6)
+    arguments = json.dumps({"a": [{}] * 5_000})
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for at in range(20):
+        call = {"id": f"c{at}", "type": "function", "function": {"name": "f", "arguments": json.loads(arguments)}}
+        store.put("t", str(at), [{"role": "assistant", "content": "", "tool_calls": [call]}], {})
+        del call
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < store._bytes
 
 
 def test_deadlines_and_clients_that_leave(monkeypatch: pytest.MonkeyPatch) -> None:
