@@ -247,7 +247,9 @@ class Message(DialectBody):
     type: Annotated[Any, Ignored("a message has none; lm-eval sends it")] = None
     id: Annotated[Any, Ignored("nothing refers to a message")] = None
     cache_control: Cached = None
+    images: NotFilled = None
     reasoning_details: _OfAnother = None
+    reasoning_items: _OfAnother = None
     thinking_blocks: _OfAnother = None
     provider_specific_fields: _OfAnother = None
 

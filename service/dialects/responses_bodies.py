@@ -37,6 +37,7 @@ class InputText(DialectBody):
     text: str = Field(description="The text.", examples=["Hello"])
     annotations: Annotated[Any, Ignored("templates read no citations")] = None
     logprobs: _Marked = None
+    parsed: Annotated[Any, Ignored("the text has it; clients that parse replies add it")] = None
     prompt_cache_breakpoint: Cached = None
 
 
@@ -73,6 +74,7 @@ class InputItem(DialectBody):
 
     id: _Marked = None
     status: _Marked = None
+    created_by: _Marked = None
 
 
 class InputMessage(InputItem):

@@ -71,7 +71,7 @@ from service.schemas.speech_bodies import TranscribeBody, TranscribeEvent, Trans
 
 Responses = dict[int | str, dict[str, Any]]
 
-_BODIES: tuple[type[BaseModel], ...] = (
+BODIES: tuple[type[BaseModel], ...] = (
     *(GenerateBody, EncodeBody, TokenizeBody, DetokenizeBody),
     *(CompletionBody, ChatBody, EmbeddingBody, ResponsesBody),
     *(MessagesBody, CountBody),
@@ -178,7 +178,7 @@ def ok_response(description: str, *shapes: Any, events: Sequence[type[BaseModel]
 
 
 def _schema(shape: Any) -> dict[str, Any]:
-    """Return the JSON schema of a type; models become references, and must be among `_BODIES` or `_REPLIES`."""
+    """Return the JSON schema of a type; models become references, and must be among `BODIES` or `_REPLIES`."""
     if isinstance(shape, type(BaseModel)):  # whose schema would be made in vain, a hundred times at each start
         return {"$ref": _REFS.format(model=shape.__name__)}
     found = TypeAdapter(shape).json_schema(ref_template=_REFS)
@@ -236,7 +236,7 @@ def install(app: FastAPI, *, with_keys: bool) -> None:
 def _build(app: FastAPI, with_keys: bool) -> dict[str, Any]:
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     components = schema.setdefault("components", {})
-    models = [(model, "validation") for model in _BODIES]
+    models = [(model, "validation") for model in BODIES]
     models += [(model, "serialization") for model in _REPLIES]
     _, definitions = models_json_schema(models, ref_template=_REFS)  # type: ignore[arg-type]
     known = components.setdefault("schemas", {})

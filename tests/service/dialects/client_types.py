@@ -24,7 +24,7 @@ def paths(kind: type, served: Types, path: str = "", above: tuple[type, ...] = (
     for name, hint in hints.items():
         place = f"{path}.{name}" if path else name
         yield place
-        for mark, inner in _within(hint):
+        for mark, inner in within(hint):
             if inner not in above:
                 yield from paths(inner, served, place + mark, (*above, inner))
 
@@ -45,18 +45,18 @@ def _alias(hint: Any) -> str | None:
     return next((one.alias for one in get_args(hint)[1:] if getattr(one, "alias", None)), None)
 
 
-def _within(hint: Any) -> Iterator[tuple[str, type]]:
+def within(hint: Any) -> Iterator[tuple[str, type]]:
     """Yield the types of objects within a hint, each with `[]` for every list around it."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is None:
         if isinstance(hint, type) and (is_typeddict(hint) or dataclasses.is_dataclass(hint) or _is_model(hint)):
             yield "", hint
     elif origin is Annotated or origin in (typing.Required, typing.NotRequired):
-        yield from _within(args[0])
+        yield from within(args[0])
     elif origin is not Literal and origin is not dict:
         is_list = isinstance(origin, type) and hasattr(origin, "__iter__")
         for arg in args:
-            for mark, inner in _within(arg):
+            for mark, inner in within(arg):
                 yield ("[]" if is_list else "") + mark, inner
 
 

@@ -11,7 +11,10 @@ import pytest
 
 from model.text.grammar_matcher import Vocabulary, compile_grammar
 from model.text.token_bytes import token_bytes
-from tests.service.dialects.client_types import paths
+from service.dialects.audio_bodies import AudioForm
+from service.dialects.common import DialectBody
+from service.routes.docs import BODIES as REQUEST_BODIES
+from tests.service.dialects.client_types import paths, within
 from tests.service.dialects.field_table import BODIES, PAGE, Row, markdown, table, types
 from tests.service.dialects.support import calling_app, prompt_of, says
 from tests.service.support import App, ask, byte_tokenizer
@@ -46,6 +49,31 @@ TYPES = [
         f"{HUB}.automatic_speech_recognition.AutomaticSpeechRecognitionInput",
     ),
 ]
+
+SENT_BACK = [  # of replies, which clients send back within the next request
+    ("/v1/chat/completions", "messages[]", f"{OPENAI}.chat.ChatCompletionMessage"),
+    ("/v1/chat/completions", "messages[]", f"{OPENAI}.chat.ParsedChatCompletionMessage"),
+    ("/v1/chat/completions", "messages[]", f"{HUB}.chat_completion.ChatCompletionOutputMessage"),
+    ("/v1/responses", "input[]", f"{OPENAI}.responses.ResponseOutputItem"),
+    ("/v1/responses", "input[]", f"{OPENAI}.responses.parsed_response.ParsedResponseOutputMessage"),
+    ("/v1/responses", "input[]", f"{OPENAI}.responses.parsed_response.ParsedResponseFunctionToolCall"),
+    ("/v1/messages", "messages[].content[]", f"{ANTHROPIC}.ContentBlock"),
+    ("/v1/messages", "messages[].content[]", f"{ANTHROPIC}.beta.BetaContentBlock"),
+]
+
+
+@pytest.mark.parametrize(("route", "place", "name"), SENT_BACK, ids=lambda value: value)
+def test_every_field_of_a_reply_that_is_sent_back_is_in_the_table(route: str, place: str, name: str) -> None:
+    module, _, kind = name.rpartition(".")
+    kinds = list(within(getattr(importlib.import_module(module), kind)))
+    found = {path for _, one in kinds for path in paths(one, types(BODIES[route]), place)}
+    assert len(found) > 3
+    assert missing(found, route) == []
+
+
+def test_every_body_of_a_dialect_is_in_the_table() -> None:
+    described = {body for body in REQUEST_BODIES if issubclass(body, DialectBody | AudioForm)}
+    assert described == set(BODIES.values())
 
 
 @pytest.mark.parametrize(("route", "name"), TYPES, ids=lambda value: value)
