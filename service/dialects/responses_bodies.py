@@ -329,6 +329,7 @@ class ResponsesBody(Extended, Routed):
     session_id: Annotated[Any, Ignored("prefixes are found without it; SGLang's")] = None
     extra_key: NotFilled = None
     background: NotTrue = None
+    background_options: NotFilled = None
     conversation: NotSupported = None
     context_management: NotFilled = None
     max_tool_calls: NotSupported = None

@@ -70,16 +70,21 @@ _NOT_SENT = {"self", "request_options"}
 
 def main(folders: dict[str, Path]) -> None:
     found: dict[str, dict[str, list[str]]] = {}
-    for package, files in SOURCES.items():
-        root = folders[package]
-        [info] = root.glob(f"{package}-*.dist-info")
-        client = found.setdefault(info.name.removesuffix(".dist-info").replace("-", " "), {})
-        for file, names in files.items():
-            definitions = _definitions(root / file)
-            for name, (route, prefix) in names.items():
-                paths = client.setdefault(route, [])
-                paths += [path for one in _names(name, definitions) if (path := prefix + one) not in paths]
+    for package in SOURCES:
+        [info] = folders[package].glob(f"{package}-*.dist-info")
+        found[info.name.removesuffix(".dist-info").replace("-", " ")] = fields(package, folders[package])
     OUT.write_text(json.dumps({key: found[key] for key in sorted(found)}, indent=1) + "\n", encoding="utf-8")
+
+
+def fields(package: str, root: Path) -> dict[str, list[str]]:
+    """Return the paths of the fields that a package knows, by route; raises `KeyError` for a class that is gone."""
+    found: dict[str, list[str]] = {}
+    for file, names in SOURCES[package].items():
+        definitions = _definitions(root / file)
+        for name, (route, prefix) in names.items():
+            paths = found.setdefault(route, [])
+            paths += [path for one in _names(name, definitions) if (path := prefix + one) not in paths]
+    return found
 
 
 def _definitions(path: Path) -> dict[str, ast.ClassDef | ast.FunctionDef]:
@@ -91,13 +96,12 @@ def _definitions(path: Path) -> dict[str, ast.ClassDef | ast.FunctionDef]:
 
 def _names(name: str, definitions: dict[str, ast.ClassDef | ast.FunctionDef]) -> list[str]:
     """Return the fields of a class, with those of its bases, or the arguments of a function."""
-    node = definitions.get(name)
+    node = definitions[name]
     if isinstance(node, ast.FunctionDef):
         arguments = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
         return [one for one in arguments if one not in _NOT_SENT]
-    if node is None:
-        return []
-    found = [one for base in node.bases if isinstance(base, ast.Name) for one in _names(base.id, definitions)]
+    bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in definitions]
+    found = [one for base in bases for one in _names(base, definitions)]
     own = [one for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
     return [*found, *(ast.unparse(one.target) for one in own if not _is_internal(one))]
 

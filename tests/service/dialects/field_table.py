@@ -65,7 +65,8 @@ BODIES: dict[str, type[BaseModel]] = {
 _HEAD = """# Fields of other servers' APIs
 
 What each route does with every field that clients of its API send. This page is made from the bodies
-(`python -m tests.service.dialects.field_table`), and a test compares it with the clients' own types.
+(`python -m tests.service.dialects.field_table`). Tests compare it with the clients' own types, `make conformance` with
+those of the newest releases.
 
 - **Used** fields are read; `/docs` describes them.
 - **Ignored** fields are accepted with any value, because no output depends on them.
