@@ -57,7 +57,7 @@ class ResponseStore:
 
     def put(self, tenant: str, id: str, messages: Messages, reply: Mapping[str, Any]) -> None:
         """Keep a response; one that is larger than the whole store is not kept."""
-        kept = _Kept(msgspec.json.encode(messages), msgspec.json.encode(reply))
+        kept = _Kept(_json(messages), _json(reply))
         values = json_size(kept.messages, self._max_values, self._max_values)
         if kept.size > self._max_bytes or values.values + values.commas > self._max_values:
             return
@@ -72,3 +72,8 @@ class ResponseStore:
         found = self._kept.pop((tenant, id), None)
         self._bytes -= 0 if found is None else found.size
         return found is not None
+
+
+def _json(value: object) -> bytes:
+    """Return a value as JSON in as many bytes as it has; the encoder's buffer is larger."""
+    return bytes(memoryview(msgspec.json.encode(value)))
