@@ -101,7 +101,8 @@ LAB = """
     bench/gpu           : loadtest/results bench bench/peers model/config model/api model/system model/checkpoint
                           model/linear model/cache model/attention model/network model/engine/execution model/engine
     paced_engine        : model/api model/system
-    commands            : training faults bench bench/peers paced_engine loadtest/errors loadtest/settings
+    worst_bodies        :
+    commands            : training faults bench bench/peers paced_engine worst_bodies loadtest/errors loadtest/settings
                           loadtest/records loadtest/results loadtest/generator loadtest/server loadtest/runs
                           loadtest/commands model/errors model/api model/system model/llm model/quantization
                           model/pretrained

@@ -16,6 +16,7 @@ _COMMANDS = (
     ("overhead", "lab.commands.overhead", "what the service adds to the engine"),
     ("front", "lab.commands.front", "what the service costs a token, at any rate"),
     ("requests", "lab.commands.requests", "what a request costs the service"),
+    ("bodies", "lab.commands.bodies", "what streams notice of bodies that cost much"),
     ("faults", "lab.faults.command", "what clients see when something goes wrong"),
 )
 

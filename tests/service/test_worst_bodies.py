@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lab.worst_bodies import CHAT, GENERATE, MESSAGES, RESPONSES, Worst, worst_bodies
 from service.core import json_size as sizes
 from service.core.json_size import json_size
 from service.http.bodies import JSON
@@ -19,7 +20,6 @@ from service.runtimes.assembly import tune_garbage_collector
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask
-from tests.service.worst_bodies import CHAT, GENERATE, MESSAGES, RESPONSES, Worst, worst_bodies
 
 LONGEST_S = 0.05  # that the loop may be held
 _TRIES = 4  # a busy machine computes more slowly

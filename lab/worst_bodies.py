@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from typing import NamedTuple
-
-from service.core.json_size import json_size
 
 SIZE = 1_990_000  # bytes, nearly `max_body_bytes`
 CHAT, MESSAGES, RESPONSES, GENERATE = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/generate"
@@ -21,6 +20,11 @@ class Worst(NamedTuple):
     item: bytes  # repeated up to the size, with commas between; %d is replaced by its number
     after: bytes
 
+    def of_model(self, name: str) -> Worst:
+        """Return the request for a model of another name."""
+        model = b'{"model":"%b"' % name.encode()
+        return self._replace(before=re.sub(rb'^\{"model":"\w+"', model, self.before))
+
     def body(self, *, size: int = SIZE, values: int = SIZE) -> bytes:
         """Return the body, of at most `size` bytes and about so many values, numbers not counted."""
         room = size - len(self.before) - len(self.after)
@@ -30,7 +34,7 @@ class Worst(NamedTuple):
         return self.before + b",".join(self.item.replace(b"%d", b"%d" % at) for at in range(count)) + self.after
 
     def _item_values(self) -> int:
-        return json_size(self.item, SIZE, SIZE).values or 1
+        return self.item.count(b'"') // 2 + self.item.count(b"{") + self.item.count(b"[") or 1
 
 
 def _chat(before: bytes, item: bytes, after: bytes, name: str) -> Worst:
@@ -145,6 +149,3 @@ def worst_bodies() -> Iterator[Worst]:
         several = b",".join([part] * 9)
         yield of(before + field, b'{"role":"user","content":[' + several + b"]}", b"]", f"{name} of parts")
     yield _other("/detokenize", b'{"model":"gen","token_ids":[', b"0", b"]}")
-
-
-HEADERS: Mapping[str, str] = {"content-type": "application/json"}
