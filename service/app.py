@@ -20,6 +20,7 @@ from service.core.engine_client import EngineClient
 from service.core.model_registry import Registry
 from service.core.model_source import ModelReader
 from service.http.bodies import cancel_all
+from service.http.cors import CorsMiddleware, CrossOrigins
 from service.http.direct_routes import DirectRoutes, direct_endpoints
 from service.http.guard import Guard
 from service.http.immediate_refusal import ImmediateRefusals
@@ -123,6 +124,7 @@ def create_app(
 
     guard = Guard(settings.limits, keys, admins, tenants or Tenants())
     accounts = Accounts(metrics, _TASKS)
+    origins = CrossOrigins(settings.cors_origins)
     app = Application(
         title="triptych",
         version=service.version,
@@ -131,6 +133,7 @@ def create_app(
         redirect_slashes=False,
         openapi_url=None,  # `docs.install` adds this and /docs
         middleware=[
+            *([Middleware(CorsMiddleware, origins=origins)] if origins else []),
             Middleware(ContextMiddleware, accounts=accounts),
             Middleware(GuardMiddleware, guard=guard, limits=settings.limits),
         ],
@@ -142,5 +145,5 @@ def create_app(
         app.router.routes.extend(module.router.routes)
     docs.install(app, with_keys=settings.asks_for_key)
     app.call_directly()
-    app.refusals = ImmediateRefusals(service, accounts, guard)
+    app.refusals = ImmediateRefusals(service, accounts, guard, origins)
     return app

@@ -10,7 +10,7 @@ from service.settings.serve_config import Ready, ServeConfig
 
 _ROUTES = (
     "/generate /encode /v1/completions /v1/chat/completions /v1/responses /v1/messages /v1/embeddings /v1/models "
-    "/tokenize /detokenize /info /metrics /livez /readyz /docs"
+    "/tokenize /detokenize /info /metrics /livez /readyz /health /docs"
 )
 _EXAMPLES = {  # by form: path and body of the example request
     "decoder-only": ("/generate", '{{"model": "{name}", "prompt": "def add(a, b):\\n    ", "max_tokens": 16}}'),

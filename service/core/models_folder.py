@@ -18,7 +18,8 @@ from model.errors import ConfigError
 from model.gguf.container import gguf_files, is_gguf
 from model.gguf.container import model_name as gguf_name
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"  # of models that are loaded while the service runs
+# Of models that are loaded while the service runs: one part, or two as on the Hub.
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(/[A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"
 MAX_FOLDERS = 1_000
 _NAME = re.compile(NAME_PATTERN[:-1] + r"\Z")
 

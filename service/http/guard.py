@@ -19,7 +19,7 @@ ADMIN_PATHS = frozenset({"/models", "/models/load", "/models/unload"})
 AUDIO_PATHS = frozenset(
     {"/v1/audio/transcriptions", "/v1/audio/translations", "/pipeline/automatic-speech-recognition"}
 )
-OPEN_PATHS = frozenset({"/livez", "/readyz"})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 _BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
 
 _Headers = Iterable[tuple[bytes, bytes]]

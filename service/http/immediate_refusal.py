@@ -14,6 +14,7 @@ from starlette.types import Scope
 
 from service.core.errors import ApiError, render
 from service.http.bodies import JSON
+from service.http.cors import CrossOrigins
 from service.http.early_refusal import REFUSING, FullQueue, full_queue
 from service.http.guard import Guard, header_of
 from service.http.middleware import Accounts, request_id_headers
@@ -25,10 +26,11 @@ _Headers = Iterable[tuple[bytes, bytes]]
 class ImmediateRefusals:
     """Refuses requests whose body has come whole with their headers."""
 
-    def __init__(self, service: Service, accounts: Accounts, guard: Guard) -> None:
+    def __init__(self, service: Service, accounts: Accounts, guard: Guard, origins: CrossOrigins) -> None:
         self._service = service
         self._accounts = accounts
         self._guard = guard
+        self._origins = origins
 
     def of(self, scope: Scope, body: bytearray) -> tuple[int, _Headers, bytes] | None:
         """Return status, headers and body of the refusal of an HTTP request; None if the application must answer it.
@@ -54,6 +56,8 @@ class ImmediateRefusals:
         try:
             reply = render(full.refusal)
             context.status = reply.status_code
-            return reply.status_code, [*reply.raw_headers, *request_id_headers(context)], bytes(reply.body)
+            headers = [*reply.raw_headers, *request_id_headers(context)]
+            headers += self._origins.reply_headers(scope) if self._origins else []
+            return reply.status_code, headers, bytes(reply.body)
         finally:
             self._accounts.end(context, scope)

@@ -19,7 +19,7 @@ from service.core.request_context import RequestContext, current
 from service.settings.service_settings import LogFormat
 
 _access = logging.getLogger("triptych.access")
-_QUIET = frozenset({"/livez", "/readyz", "/metrics"})  # polled: logged only at debug level
+_QUIET = frozenset({"/livez", "/readyz", "/health", "/metrics"})  # polled: logged only at debug level
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 

@@ -24,6 +24,7 @@ from service.http.bodies import (
     whole_body,
     with_model,
 )
+from service.http.cors import CrossOrigins
 from service.http.model_use import choose_model
 from service.http.multipart import boundary_of, read_form
 from service.http.parsing import parsed
@@ -221,5 +222,7 @@ def _bytes_of(text: str) -> bytes:
 
 def _check_same_site(request: Request) -> None:
     """Refuse what a page of another site makes a browser send: such bodies need no permission by CORS."""
+    if CrossOrigins(service_of(request).settings.cors_origins).allows(request.headers.get("origin")):
+        return
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise forbidden("pages of other sites may not send audio here", "cross_site")

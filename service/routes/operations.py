@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -37,19 +38,23 @@ async def livez(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-@router.get(
-    "/readyz",
-    summary="Does it take work?",
-    response_model=None,
-    responses={
-        200: {"model": HealthReply, "description": "Models are loaded and work is taken."},
-        **error_responses(503),
-    },
-)
+_READY: dict[int | str, dict[str, Any]] = {
+    200: {"model": HealthReply, "description": "Models are loaded and work is taken."},
+    **error_responses(503),
+}
+
+
+@router.get("/readyz", summary="Does it take work?", response_model=None, responses=_READY)
 async def readyz(request: Request) -> Response:
     """Reports whether new requests are accepted; the error's message is the reason if not. Needs no key."""
     service_of(request).check_ready()
     return json_response({"status": "ok"})
+
+
+@router.get("/health", summary="Does it take work, as other servers say it?", response_model=None, responses=_READY)
+async def health(request: Request) -> Response:
+    """Is /readyz by the name that clients of other servers ask for. Needs no key."""
+    return await readyz(request)
 
 
 @router.get(
@@ -101,7 +106,7 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get(
-    "/v1/models/{id}",
+    "/v1/models/{id:path}",
     summary="One model, as OpenAI shows it",
     response_model=None,
     responses={200: {"model": ModelCard, "description": "The model."}, **error_responses(404)},

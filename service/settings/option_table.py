@@ -28,6 +28,7 @@ from service.settings.parsers import (
     key_file,
     keys,
     one_of,
+    origins,
     replicas,
     route,
     sources,
@@ -154,6 +155,14 @@ OPTIONS: tuple[Option, ...] = (
         "",
         "file of more admin keys, one a line; read again when it changes",
         "FILE",
+        "none",
+    ),
+    Option(
+        "cors_origins",
+        origins,
+        (),
+        "origins whose web pages may call the API from a browser, or * for all",
+        "ORIGIN[,ORIGIN]",
         "none",
     ),
     Option(

@@ -37,6 +37,14 @@ def key_file(text: str) -> str:
     return text
 
 
+def origins(text: str) -> tuple[str, ...]:
+    """Split a list of origins at its commas; `ServiceSettings` checks each."""
+    found = tuple(one.strip() for one in text.split(",") if one.strip())
+    if not found:
+        raise ValueError("origins such as https://app.example.com, with commas between them, or *")
+    return found
+
+
 def sources(text: str) -> tuple[str, ...]:
     """Parse a list of what may be loaded; `ModelSettings` checks the words."""
     found = tuple(word.strip() for word in text.split(","))

@@ -7,6 +7,7 @@ a model (context, batch, queue) are in its `EngineConfig` and `ModelInfo` instea
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from service.settings.model_settings import ModelSettings
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100  # of a request; smaller is served first
 _MAX_STREAM_INTERVAL = 10.0  # seconds
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 
 TOOL_FORMATS = (
     *("auto", "hermes", "qwen3_coder", "llama3", "mistral", "mistral_args", "gemma", "functiongemma", "harmony"),
@@ -120,6 +122,7 @@ class ServiceSettings:
     api_key_file: str = ""  # more keys, one a line, read again when it changes; without any key, requests need none
     admin_keys: tuple[str, ...] = field(default=(), repr=False)  # of the routes that load and unload models
     admin_key_file: str = ""  # more of them; without any, these routes are off
+    cors_origins: tuple[str, ...] = ()  # whose pages may call the API from a browser; *: all
     limits: Limits = field(default_factory=Limits)
     models: ModelSettings = field(default_factory=ModelSettings)
     drain_timeout_s: float = 30.0  # how long running requests may continue after `begin_drain`
@@ -148,6 +151,10 @@ class ServiceSettings:
             check_key(key, "an API key")
         for key in self.admin_keys:
             check_key(key, "an admin key")
+        for origin in self.cors_origins:
+            check_origin(origin)
+        if "*" in self.cors_origins and len(self.cors_origins) > 1:
+            raise ConfigError("cors_origins: * stands for all origins, so give it alone")
         if set(self.admin_keys) & set(self.api_keys):
             raise ConfigError("an admin key must not be an API key as well")
         if not 0 <= self.drain_timeout_s < math.inf:
@@ -171,6 +178,13 @@ class ServiceSettings:
     def has_admin(self) -> bool:
         """Whether the routes that load and unload models are on."""
         return bool(self.admin_keys or self.admin_key_file)
+
+
+def check_origin(origin: str) -> None:
+    """Raise `ConfigError` for what no browser sends as `Origin`, and for `null`, which any page can have."""
+    if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+        message = "cors_origins: expected scheme://host or scheme://host:port, without a path, or *"
+        raise ConfigError(f"{message}; found {origin!r}"[:300])
 
 
 def check_key(key: str, where: str) -> None:

@@ -25,20 +25,22 @@ from service.settings.option_table import (
 )
 from service.settings.parsers import boolean
 
-_REPEATED = ("api_keys", "admin_keys")
+_REPEATED = ("api_keys", "admin_keys", "cors_origins")
 # Read by `service.cli.main`, and by `model.system.child_process`.
 _OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG", "TRIPTYCH_ENGINE_MODULE"})
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Add a flag for each option; `--api-key` and `--admin-key` are repeated where the variable has a list."""
+    """Add a flag for each option; `--api-key` and others are repeated where the variable has a list."""
     limits = parser.add_argument_group("limits of one request")
     for option in options:
         group = limits if option in LIMIT_OPTIONS else parser
         default = option.shown or option.default
         text = f"{option.help} (default: {default}; {option.variable})"
         if option.name in _REPEATED:
-            group.add_argument(option.flag[:-1], dest=option.name, action="append", metavar="KEY", help=text)
+            group.add_argument(
+                option.flag[:-1], dest=option.name, action="append", metavar=option.metavar.partition("[")[0], help=text
+            )
         elif option.parse is boolean and not option.default:
             group.add_argument(option.flag, dest=option.name, action="store_const", const="true", help=text)
         elif option.parse is boolean:  # on by default

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from model.errors import ConfigError, LoadFailedError, MemoryShortageError
@@ -165,7 +166,8 @@ BAD = {
     "a NUL": ({"path": "one\0"}, 400, "invalid_value"),
     "not a hub name": ({"path": "hf:../x/y"}, 400, "invalid_value"),
     "no path": ({}, 400, "missing_field"),
-    "a slash in the name": ({"name": "a/b", "path": "one"}, 400, "invalid_value"),
+    "slashes in the name": ({"name": "a/b/c", "path": "one"}, 400, "invalid_value"),
+    "a part of dots in the name": ({"name": "a/..", "path": "one"}, 400, "invalid_value"),
     "a quote in the name": ({"name": 'a"b', "path": "one"}, 400, "invalid_value"),
     "a long name": ({"name": "a" * 65, "path": "one"}, 400, "invalid_value"),
     "a newline": ({"name": "a\n", "path": "one"}, 400, "invalid_value"),
@@ -415,3 +417,31 @@ def test_the_documentation_has_the_settings_of_models(folder: Path) -> None:
     body = schema["components"]["schemas"]["LoadBody"]["properties"]["settings"]
     assert {"dtype", "quantization", "max_model_len"} <= body["properties"].keys()
     assert json.dumps(schema["paths"]["/models/load"])
+
+
+def test_a_name_with_a_slash_works_wherever_names_do(folder: Path) -> None:
+    """As a text of a body and in a path, plain and percent-encoded, which is how clients send it."""
+    app = make(folder, names=("org/new-1.5B",))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        assert (await load(client, "org/new-1.5B", path="one")).status_code == 200
+        for shown in ("org/new-1.5B", "org%2Fnew-1.5B", "org%2fnew-1%2E5B"):
+            reply = await client.get(f"/v1/models/{shown}")
+            assert (reply.status_code, reply.json()["id"]) == (200, "org/new-1.5B")
+        assert (await generate(client, "org/new-1.5B")).json()["model"] == "org/new-1.5B"
+        reply = await client.post("/generate?model=org%2Fnew-1.5B", json=PROMPT)
+        assert reply.json()["model"] == "org/new-1.5B"
+        for other in ("org", "org/", "org/new-1.5B/", "org/new-1.5B/x", "/org/new-1.5B", "new-1.5B", "%2e%2e/new-1.5B"):
+            reply = await client.get(f"/v1/models/{other}")
+            assert (reply.status_code, code(reply)) == (404, "model_not_found"), other
+        assert (await unload(client, "org/new-1.5B")).status_code == 200
+        assert (await client.get("/v1/models/org/new-1.5B")).status_code == 404
+
+    run(app, work)
+    with live(app) as url:
+        body = {"name": "org/new-1.5B", "path": "one"}
+        assert httpx.post(f"{url}/models/load", json=body, headers=ADMIN).status_code == 200
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        assert client.models.retrieve("org/new-1.5B").id == "org/new-1.5B"
+        assert "org/new-1.5B" in [model.id for model in client.models.list()]
+    check_accounts(app)

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -66,9 +67,10 @@ def test_models_and_docs(app: App) -> None:
 
 
 def test_health(app: App) -> None:
-    assert ask(app, "GET", "/livez").json() == ask(make_app(), "GET", "/readyz").json() == {"status": "ok"}
+    for path in ("/livez", "/readyz", "/health"):
+        assert ask(make_app(), "GET", path).json() == {"status": "ok"}
     app = make_app(ready=False, live=False, reason="engine died at 0x7fff12345678 in /usr/lib/secret.py")
-    for path, code in (("/livez", "not_live"), ("/readyz", "not_ready")):
+    for path, code in (("/livez", "not_live"), ("/readyz", "not_ready"), ("/health", "not_ready")):
         error = check_error(ask(app, "GET", path), 503, None, code)
         assert "engine died" in error["message"] and "secret" not in error["message"]
     for shown, number in ((make_app(), 1), (app, 0)):  # (A12)
@@ -184,7 +186,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 def test_every_route_asks_for_a_key() -> None:
     app = make_app(settings=ServiceSettings(api_keys=("canary-key", "other-key")))
-    paths = [route.path.replace("{id}", "x") for route in _routes(app)] + [
+    paths = [re.sub(r"{id(:path)?}", "x", route.path) for route in _routes(app)] + [
         "/nope",
         "/generate/",
         "//generate",
@@ -202,7 +204,7 @@ def test_every_route_asks_for_a_key() -> None:
                 )
                 for headers in ({}, *wrong):
                     reply = await client.request(method, path, headers=headers)
-                    if path in ("/livez", "/readyz"):
+                    if path in ("/livez", "/readyz", "/health"):
                         assert reply.status_code in (200, 405)
                     elif method == "HEAD":
                         assert reply.status_code == 401

@@ -70,8 +70,8 @@ def base_url(service: ServiceProcess) -> str:
 
 
 def test_it_is_ready_and_says_what_it_serves(base_url: str) -> None:
-    assert httpx.get(f"{base_url}/livez").json() == {"status": "ok"}
-    assert httpx.get(f"{base_url}/readyz").json() == {"status": "ok"}
+    for path in ("/livez", "/readyz", "/health"):
+        assert httpx.get(f"{base_url}{path}").json() == {"status": "ok"}
     info = httpx.get(f"{base_url}/info").json()
     assert [(model["name"], model["state"]) for model in info["models"]] == [
         *(("gen", "loaded"), ("enc", "loaded"), ("speech", "loaded"), ("lazy", "available"))
