@@ -92,9 +92,14 @@ class Tokenizer:
         names: Mapping[str, str] | None = None,
         *,
         cleans_up: bool = False,
+        pair_of_languages: tuple[str, str] | None = None,
     ) -> None:
-        """`names` are special tokens by what they are for: "mask_token"; `cleans_up`: texts are shown cleaned up."""
+        """`names` are special tokens by what they are for: "mask_token"; `cleans_up`: texts are shown cleaned up.
+
+        `pair_of_languages`: those of a translator that knows one source and one target.
+        """
         self.cleans_up = cleans_up
+        self.pair_of_languages = pair_of_languages
         self.source_languages = languages
         self._pieces = built if isinstance(built, PieceTokenizer) else None
         tokenizer = built.tokenizer if isinstance(built, PieceTokenizer) else built
@@ -131,7 +136,9 @@ class Tokenizer:
             put_end_after_texts(built, files.special("eos_token", "</s>"))
         with library_errors(f"{folder.name}: its tokenizer cannot be used"):
             languages = source_languages(built, files)
-            return cls(built, languages, _special_names(files), cleans_up=cleans_up(built, files))
+            pair = _pair_of_languages(files)
+            names = _special_names(files)
+            return cls(built, languages, names, cleans_up=cleans_up(built, files), pair_of_languages=pair)
 
     def _first(self, name: str, names: Mapping[str, str], usual: Sequence[str]) -> str | None:
         """Return the special token `name`, by the folder's files or else by its usual texts, if it is there."""
@@ -273,6 +280,12 @@ def _asked(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         if type(error) is not Exception and not is_panic(error):  # it raises nothing narrower
             raise
         raise TokenizerError(f"the model's tokenizer gave up: {error!s:.300}") from None
+
+
+def _pair_of_languages(files: Files) -> tuple[str, str] | None:
+    """Return what Marian's settings of the tokenizer say of its languages."""
+    pair = files.text("source_lang", ""), files.text("target_lang", "")
+    return pair if all(pair) else None
 
 
 def _special_names(files: Files) -> dict[str, str]:

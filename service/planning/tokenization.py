@@ -14,6 +14,7 @@ from service.core.errors import ApiError, invalid
 from service.core.threads import Threads
 
 T = TypeVar("T")
+_LONGEST_TOKEN = 16  # characters; a text whose tokens are longer on the average keeps less than it could
 Side = Literal["left", "right"]
 
 _INLINE_CHARACTERS = 2_048  # tokenised on the event loop, in about 1 ms: a thread would cost more under load
@@ -61,6 +62,25 @@ def first_tokens(tokenizer: Tokenizer, text: str, count: int) -> str:
     located = tokenizer.locate(text)
     ends = [end for (_, end), of in zip(located.offsets, located.texts, strict=True) if of is not None]
     return text if len(ends) <= count else text[: ends[count - 1]]
+
+
+def beginning(tokenizer: Tokenizer, prefix: str, text: str, limit: int) -> str:
+    """Return the longest beginning of `text`, up to a few characters, with which `prefix` has at most `limit` tokens.
+
+    Some tokenizers cannot tell where their tokens are, so it asks for the tokens of half of what is left, and again.
+    """
+    text = text[: limit * _LONGEST_TOKEN]
+
+    def fits(end: int) -> bool:
+        return len(tokenizer.encode(prefix + text[:end]).ids) <= limit
+
+    if fits(len(text)):
+        return text
+    low, high = 0, len(text)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return text[:low]
 
 
 def truncate_ids(ids: tuple[int, ...], limit: int, side: Side) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from service.dialects.pipeline_bodies import (
 )
 from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.dialects.responses_bodies import ResponsesBody
+from service.dialects.text2text_bodies import Text2TextBody, TranslationBody
 from service.http.route_prefix import prefix_of
 from service.http.static_pages import page
 from service.schemas.bodies import DetokenizeBody, GenerateBody, TokenizeBody
@@ -52,7 +53,9 @@ from service.schemas.dialect_replies import (
     HuggingFaceRank,
     HuggingFaceSparse,
     HuggingFaceSpeech,
+    HuggingFaceSummary,
     HuggingFaceText,
+    HuggingFaceTranslation,
     OpenAIChatChunk,
     OpenAIChatCompletion,
     OpenAICompletion,
@@ -80,6 +83,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     *(RankBody, ScoreBody, ClassifyBody, CohereEmbedBody),
     *(EmbedAllBody, EmbedSparseBody, SimilarityBody),
     *(FillMaskBody, QuestionBody, EntityBody, ZeroShotBody, ClassBody),
+    *(Text2TextBody, TranslationBody),
     *(TranscribeBody, TranscriptionForm, TranslationForm, SpeechBody),
 )
 _REPLIES: tuple[type[BaseModel], ...] = (
@@ -89,6 +93,7 @@ _REPLIES: tuple[type[BaseModel], ...] = (
     *(HuggingFaceText, HuggingFaceEvent, HuggingFaceRank, HuggingFaceClass),
     *(Ranked, Scored, Classified, CohereVectors),
     *(HuggingFaceSparse, HuggingFaceFill, HuggingFaceAnswer, HuggingFaceEntity),
+    *(HuggingFaceTranslation, HuggingFaceSummary),
     *(TranscribeReply, TranscribeEvent, HuggingFaceSpeech),
     *(OpenAITranscript, OpenAIVerboseTranscript, OpenAITranscriptDelta, OpenAITranscriptDone),
 )

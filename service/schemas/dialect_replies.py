@@ -212,6 +212,14 @@ class HuggingFaceText(Reply):
     details: HuggingFaceDetails | None = Field(None, description="If requested.")
 
 
+class HuggingFaceTranslation(Reply):
+    translation_text: str = Field(description="The translation.", examples=["der dritte März"])
+
+
+class HuggingFaceSummary(Reply):
+    summary_text: str = Field(description="The summary.", examples=["They paid."])
+
+
 class HuggingFaceStreamEnding(HuggingFaceEnding):
     input_length: int = _PROMPT_TOKENS
 

@@ -32,6 +32,7 @@ from service.dialects.pipeline_bodies import (
 )
 from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.dialects.responses_bodies import ResponsesBody
+from service.dialects.text2text_bodies import Text2TextBody, TranslationBody
 from service.schemas.field_paths import walk
 
 PAGE = Path(__file__).parents[3] / "docs" / "fields.md"
@@ -61,6 +62,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "/pipeline/zero-shot-classification": ZeroShotBody,
     "/pipeline/text-classification": ClassBody,
     "/pipeline/automatic-speech-recognition": SpeechBody,
+    "/pipeline/translation": TranslationBody,
+    "/pipeline/summarization, /pipeline/text2text-generation": Text2TextBody,
 }
 _HEAD = """# Fields of other servers' APIs
 

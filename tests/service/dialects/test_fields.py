@@ -43,6 +43,9 @@ TYPES = [
     ("/pipeline/token-classification", f"{HUB}.token_classification.TokenClassificationInput"),
     ("/pipeline/text-classification", f"{HUB}.text_classification.TextClassificationInput"),
     ("/pipeline/zero-shot-classification", f"{HUB}.zero_shot_classification.ZeroShotClassificationInput"),
+    ("/pipeline/translation", f"{HUB}.translation.TranslationInput"),
+    ("/pipeline/summarization, /pipeline/text2text-generation", f"{HUB}.summarization.SummarizationInput"),
+    ("/pipeline/summarization, /pipeline/text2text-generation", f"{HUB}.text2text_generation.Text2TextGenerationInput"),
     ("/similarity, /pipeline/sentence-similarity", f"{HUB}.sentence_similarity.SentenceSimilarityInput"),
     (
         "/pipeline/automatic-speech-recognition",

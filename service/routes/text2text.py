@@ -1,0 +1,139 @@
+"""Hugging Face's tasks for encoder-decoders: /pipeline/translation, summarization, text2text-generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.core.model_registry import ServedModel, Task
+from service.dialects import text2text
+from service.dialects.common import naming_errors
+from service.dialects.huggingface_bodies import TextGenerationBody
+from service.dialects.text2text import AnyBody, Options
+from service.dialects.text2text_bodies import Text2TextBody, TranslationBody
+from service.http.bodies import read_body
+from service.http.model_use import choose_model
+from service.lifecycle.state import service_of
+from service.planning.generate import ReplyShape, loaded_info
+from service.planning.tokenization import beginning
+from service.planning.translation import Translation
+from service.routes import generate
+from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
+from service.schemas.dialect_replies import (
+    HuggingFaceEvent,
+    HuggingFaceSummary,
+    HuggingFaceText,
+    HuggingFaceTranslation,
+)
+
+router = APIRouter()
+
+_EXAMPLE = {"model": "normalize", "inputs": "they paid twelve dollars fifty"}
+
+
+def rewrites(served: ServedModel) -> bool:
+    """Return whether a model makes texts of texts with an encoder and a decoder."""
+    return served.is_encoder_decoder and served.config.can_generate and served.reads_text
+
+
+@router.post(
+    "/pipeline/translation",
+    summary="Translate, as InferenceClient asks for it",
+    response_model=None,
+    responses={**ok_response("The translations.", list[HuggingFaceTranslation]), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**request_body(TranslationBody, huggingface=_EXAMPLE), **query_model()},
+)
+async def translation(request: Request) -> Response:
+    """Requires an encoder-decoder. Languages are those of its tokenizer, or of the tasks of its config.json."""
+    return await translate(request, await read_body(request, TranslationBody), [text2text.TRANSLATED])
+
+
+@router.post(
+    "/pipeline/summarization",
+    summary="Summarize, as InferenceClient asks for it",
+    response_model=None,
+    responses={**ok_response("The summaries.", list[HuggingFaceSummary]), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**request_body(Text2TextBody, huggingface=_EXAMPLE), **query_model()},
+)
+async def summarization(request: Request) -> Response:
+    """Requires an encoder-decoder. The task `summarization` of its config.json gives the prefix and the defaults."""
+    return await rewrite(request, await read_body(request, Text2TextBody), "summarization", [text2text.SUMMARY])
+
+
+@router.post(
+    "/pipeline/text2text-generation",
+    summary="Make texts of texts, as InferenceClient asks for it",
+    response_model=None,
+    responses={**ok_response("The texts.", list[HuggingFaceText]), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**request_body(Text2TextBody, huggingface=_EXAMPLE), **query_model()},
+)
+async def text2text_generation(request: Request) -> Response:
+    """Requires an encoder-decoder."""
+    return await rewrite(request, await read_body(request, Text2TextBody), "text2text-generation", [text2text.TEXT])
+
+
+@router.post(
+    "/pipeline/text-generation",
+    summary="Generate, as InferenceClient asks for it",
+    response_model=None,
+    responses={
+        **ok_response("One text in a list, or its events.", list[HuggingFaceText], events=(HuggingFaceEvent,)),
+        **error_responses(*WORK_ERRORS),
+    },
+    openapi_extra={**request_body(TextGenerationBody), **query_model()},
+)
+async def text_generation(request: Request) -> Response:
+    """The same as /generate with a body of Hugging Face."""
+    return await generate.huggingface_answer(request, await read_body(request, TextGenerationBody), as_list=True)
+
+
+async def translate(request: Request, body: TranslationBody, keys: Sequence[str]) -> Response:
+    """Translate the inputs, and show them under `keys`."""
+    served = await _model(request, body)
+    with naming_errors(text2text.names_of(Options(body))):
+        chosen = text2text.languages_of(body, served)
+    return await _answer(request, body, served, chosen, keys)
+
+
+async def rewrite(request: Request, body: AnyBody, task: str, keys: Sequence[str]) -> Response:
+    """Make texts of the inputs by a task that the folder may have, and show them under `keys`."""
+    served = await _model(request, body)
+    return await _answer(request, body, served, text2text.task_of(served, task), keys)
+
+
+async def _model(request: Request, body: AnyBody) -> ServedModel:
+    return await choose_model(
+        request, body.model, rewrites, "makes texts of texts with an encoder", body.timeout_s, task=Task.GENERATE
+    )
+
+
+async def _answer(
+    request: Request, body: AnyBody, served: ServedModel, chosen: Translation, keys: Sequence[str]
+) -> Response:
+    service, options = service_of(request), Options(body)
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    names = text2text.names_of(options)
+    with service.handling(), naming_errors(names):
+        if options.parameters.truncation not in (None, False, "do_not_truncate"):
+            texts = await _truncated(request, served, chosen, texts)
+        found = text2text.generate(body, options, served, chosen, texts)
+        return await generate.answer_taken(
+            request, found, lambda generation: text2text.Text2Text(generation, options, keys), names, ReplyShape()
+        )
+
+
+async def _truncated(request: Request, served: ServedModel, chosen: Translation, texts: Sequence[str]) -> list[str]:
+    """Return the beginnings of texts that the model's encoder can read, with what stands in front of them."""
+    service, tokenizer = service_of(request), served.require_tokenizer("prompt")
+    info = loaded_info(service.client, served)
+    task = served.checkpoint.tasks.get(chosen.task or "")
+    prefix = chosen.prefix + (task.prefix if task is not None else "")
+    limit = min(info.max_model_len, info.max_num_batched_tokens)
+
+    def work() -> list[str]:
+        return [beginning(tokenizer, prefix, text, limit) for text in texts]
+
+    return await service.threads.run(served.name, sum(map(len, texts)), work)
