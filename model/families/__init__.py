@@ -6,57 +6,12 @@ from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from model.config.model import ModelConfig
 from model.errors import ConfigError
-from model.families import (
-    albert,
-    bart,
-    bert,
-    bert_variants,
-    bloom,
-    cohere,
-    deberta,
-    distilbert,
-    esm,
-    eurobert,
-    exaone4,
-    falcon,
-    gemma,
-    gemma2,
-    gemma3,
-    gemma4,
-    glm,
-    gpt2,
-    gpt_neo,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    llama,
-    llama_like,
-    marian,
-    mixtral,
-    modernbert,
-    mpnet,
-    olmo,
-    opt,
-    phi,
-    qwen3_next,
-    qwen_moe,
-    rotary_bert,
-    scored_experts,
-    smollm3,
-    stablelm,
-    starcoder2,
-    t5,
-    t5gemma,
-    vit,
-    whisper,
-    xglm,
-    xlnet,
-)
 from model.families.table.known_keys import known_keys
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
@@ -64,54 +19,19 @@ from model.families.table.text_part import text_part
 from model.families.table.token_rules import generation_rules
 from model.families.wholes import NOT_SERVED, WHOLES
 
-_TABLES = (
-    albert,
-    bart,
-    bert,
-    bert_variants,
-    bloom,
-    cohere,
-    deberta,
-    distilbert,
-    esm,
-    eurobert,
-    exaone4,
-    falcon,
-    gemma,
-    gemma2,
-    gemma3,
-    gemma4,
-    glm,
-    gpt2,
-    gpt_neo,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    llama,
-    llama_like,
-    marian,
-    mixtral,
-    modernbert,
-    mpnet,
-    olmo,
-    opt,
-    phi,
-    qwen3_next,
-    qwen_moe,
-    rotary_bert,
-    scored_experts,
-    smollm3,
-    stablelm,
-    starcoder2,
-    t5,
-    t5gemma,
-    vit,
-    whisper,
-    xglm,
-    xlnet,
-)
-FAMILIES: dict[str, Family] = {name: family for table in _TABLES for name, family in table.FAMILIES.items()}
+
+def _found() -> dict[str, Family]:
+    """Return the families of this folder's modules by `model_type`; each module that has any declares `FAMILIES`."""
+    found: dict[str, Family] = {}
+    for module in iter_modules(__path__):
+        tables: dict[str, Family] = getattr(import_module(f"{__name__}.{module.name}"), "FAMILIES", {})
+        if twice := found.keys() & tables.keys():
+            raise ImportError(f"{module.name}: {', '.join(sorted(twice))} is another module's too")
+        found |= tables
+    return found
+
+
+FAMILIES = _found()
 
 
 def _own_type(raw: dict[str, Any]) -> dict[str, Any]:
