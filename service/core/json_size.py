@@ -15,19 +15,21 @@ class JsonSize(NamedTuple):
     """The number of values of a JSON text, or of its beginning where that has too many."""
 
     values: int  # names, texts, lists and objects
-    commas: int  # as many as numbers, true, false and null, or more
+    marks: int  # commas, as many as numbers or more, and escapes in texts
 
 
-def json_size(raw: bytes, most_values: int, most_commas: int) -> JsonSize:
+def json_size(raw: bytes, most_values: int, most_marks: int) -> JsonSize:
     """Count the values of `raw`, and stop after a part in which a maximum is exceeded."""
-    opened = quotes = commas = 0
+    opened = quotes = marks = 0
     is_inside = is_escaped = False  # of a text, at the beginning of a part
     for at in range(0, len(raw), _PART):
         part = raw[at : at + _PART]
         if is_escaped:
             part, is_escaped = b"_" + part[1:], False
         if b"\\" in part:
+            marks += part.count(rb"\\")
             part = part.replace(rb"\\", b"__")
+            marks += part.count(b"\\")
             is_escaped = part.endswith(b"\\")
             part = part.replace(rb"\"", b"__")
         pieces = part.split(b'"')
@@ -35,7 +37,7 @@ def json_size(raw: bytes, most_values: int, most_commas: int) -> JsonSize:
         is_inside ^= len(pieces) % 2 == 0
         quotes += len(pieces) - 1
         opened += outside.count(b"{") + outside.count(b"[")
-        commas += outside.count(b",")
-        if opened + quotes // 2 > most_values or commas > most_commas:
+        marks += outside.count(b",")
+        if opened + quotes // 2 > most_values or marks > most_marks:
             break
-    return JsonSize(opened + quotes // 2, commas)
+    return JsonSize(opened + quotes // 2, marks)

@@ -58,8 +58,8 @@ class ResponseStore:
     def put(self, tenant: str, id: str, messages: Messages, reply: Mapping[str, Any]) -> None:
         """Keep a response; one that is larger than the whole store is not kept."""
         kept = _Kept(_json(messages), _json(reply))
-        values = json_size(kept.messages, self._max_values, self._max_values)
-        if kept.size > self._max_bytes or values.values + values.commas > self._max_values:
+        values = json_size(kept.messages, self._max_values, len(kept.messages)).values
+        if kept.size > self._max_bytes or values > self._max_values:
             return
         self.drop(tenant, id)
         self._kept[tenant, id] = kept

@@ -88,7 +88,7 @@ def check_size(raw: bytes, limits: Limits) -> None:
     size = json_size(raw, limits.max_json_values, limits.max_json_numbers)
     for name, found, what in (
         ("max_json_values", size.values, "names, texts, lists and objects"),
-        ("max_json_numbers", size.commas, "numbers"),
+        ("max_json_numbers", size.marks, "numbers and escapes in texts"),
     ):
         most: int = getattr(limits, name)
         if found > most:

@@ -142,7 +142,7 @@ class _Counter:
     def _check_text(self, text: str) -> None:
         most = self._limits.max_json_values // 2  # they are parsed on the event loop
         size = json_size(text.encode(errors="replace"), most, most)
-        self._values += size.values + size.commas
+        self._values += size.values + size.marks
         if self._values > most:
             name = path_of(self._path)
             message = f"{name}: JSON in texts has more than {most} values, half of max_json_values"

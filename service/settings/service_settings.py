@@ -38,7 +38,7 @@ class Limits:
 
     max_body_bytes: int = _limit(2_000_000, "maximum bytes of a body (413)")
     max_json_values: int = _limit(50_000, "maximum number of names, texts, lists and objects in a body (413)")
-    max_json_numbers: int = _limit(500_000, "maximum number of numbers in a body (413)")
+    max_json_numbers: int = _limit(500_000, "maximum number of numbers, and of escapes in texts, in a body (413)")
     max_held_body_bytes: int = _limit(
         256 << 20, "maximum bytes of all bodies above 64 KiB that are read or wait for their replies (429)"
     )

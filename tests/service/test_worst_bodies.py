@@ -8,11 +8,12 @@ import json
 import random
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from lab.worst_bodies import CHAT, GENERATE, MESSAGES, RESPONSES, Worst, worst_bodies
+from lab.worst_bodies import CHAT, GENERATE, MESSAGES, RESPONSES, worst_bodies
 from service.core import json_size as sizes
 from service.core.json_size import json_size
 from service.http.bodies import JSON
@@ -26,7 +27,7 @@ _TRIES = 4  # a busy machine computes more slowly
 _PIECE = 65_536  # bytes of a body that come at a time
 
 
-async def _answer(app: App, worst: Worst, body: bytes) -> tuple[int, bytes]:
+async def _answer(app: App, route: str, body: bytes, content_type: str = JSON) -> tuple[int, bytes]:
     """Send a body in pieces, as a server does, and return the status and the reply."""
     pieces = [body[at : at + _PIECE] for at in range(0, len(body), _PIECE)][::-1]
     sent: list[Any] = []
@@ -40,13 +41,13 @@ async def _answer(app: App, worst: Worst, body: bytes) -> tuple[int, bytes]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    headers = [(b"content-type", JSON.encode()), (b"content-length", b"%d" % len(body))]
-    scope = {"type": "http", "method": "POST", "path": worst.route, "headers": headers, "query_string": b""}
+    headers = [(b"content-type", content_type.encode()), (b"content-length", b"%d" % len(body))]
+    scope = {"type": "http", "method": "POST", "path": route, "headers": headers, "query_string": b""}
     await app.app(scope | {"http_version": "1.1", "scheme": "http", "root_path": "", "client": None}, receive, send)
     return sent[0]["status"], b"".join(one.get("body", b"") for one in sent[1:])
 
 
-async def _longest_hold(app: App, worst: Worst, body: bytes) -> tuple[float, int, bytes]:
+async def _longest_hold(app: App, route: str, body: bytes, content_type: str = JSON) -> tuple[float, int, bytes]:
     """Return the longest time that the loop was held while a body was answered, and the reply.
 
     What other processes take does not count: it is at most the time that this process computed.
@@ -62,7 +63,7 @@ async def _longest_hold(app: App, worst: Worst, body: bytes) -> tuple[float, int
 
     watcher = asyncio.create_task(watch())
     await asyncio.sleep(0.01)
-    status, reply = await _answer(app, worst, body)
+    status, reply = await _answer(app, route, body, content_type)
     await asyncio.sleep(0.003)
     watcher.cancel()
     return held, status, reply
@@ -88,7 +89,7 @@ def test_no_body_holds_the_event_loop(most: int) -> None:
             for worst in worst_bodies():
                 body, tries = worst.body(values=most), []
                 while len(tries) < _TRIES and (not tries or min(tries) > LONGEST_S):
-                    held, status, reply = await _longest_hold(app, worst, body)
+                    held, status, reply = await _longest_hold(app, worst.route, body)
                     tries.append(held)
                     assert status < 500, (worst.name, reply[:300])
                     assert len(reply) < 2_000 or status == 200, worst.name
@@ -103,8 +104,47 @@ def test_no_body_holds_the_event_loop(most: int) -> None:
         gc.unfreeze()
 
 
+_AUDIO, _FORM = "/pipeline/automatic-speech-recognition", "/v1/audio/transcriptions"
+_LARGE = 24_000_000
+
+
+@pytest.mark.parametrize(
+    ("route", "content_type", "body"),
+    [
+        pytest.param(_AUDIO, JSON, lambda: b'{"inputs":[' + b"{}," * (_LARGE // 3) + b"{}]}", id="objects"),
+        pytest.param(_AUDIO, JSON, lambda: b'{"inputs":[' + b"0," * (_LARGE // 2) + b"0]}", id="numbers"),
+        pytest.param(_AUDIO, JSON, lambda: b'{"inputs":"' + b"\\u0041" * (_LARGE // 6) + b'"}', id="escapes"),
+        pytest.param(_AUDIO, JSON, lambda: b'{"inputs":"' + b"AAAA" * (_LARGE // 4) + b'"}', id="base64"),
+        pytest.param(_AUDIO, JSON, lambda: b'{"inputs":"' + b"*" * _LARGE + b'"}', id="no base64"),
+        pytest.param(_AUDIO, JSON, lambda: b'{"inputs":"AA=="' + b" " * _LARGE + b"}", id="spaces"),
+        pytest.param(_AUDIO, JSON, lambda: b" " * _LARGE, id="nothing"),
+        pytest.param(_AUDIO, "audio/wav", lambda: bytes(_LARGE), id="file"),
+        pytest.param(_FORM, "multipart/form-data; boundary=----b", lambda: b"\r\n----" * (_LARGE // 6), id="no parts"),
+        pytest.param(
+            _FORM,
+            "multipart/form-data; boundary=----b",
+            lambda: b"------b\r\n" + b"\r\n----" * (_LARGE // 6),
+            id="a part without an end",
+        ),
+    ],
+)
+def test_no_file_holds_the_event_loop(route: str, content_type: str, body: Callable[[], bytes]) -> None:
+    app, made = chat_app(), body()
+
+    async def work() -> float:
+        async with app.app.router.lifespan_context(app.app):
+            tries: list[float] = []
+            while len(tries) < _TRIES and (not tries or min(tries) > LONGEST_S):
+                held, status, reply = await _longest_hold(app, route, made, content_type)
+                assert 400 <= status < 500, reply
+                tries.append(held)
+            return min(tries)
+
+    assert asyncio.run(work()) <= LONGEST_S
+
+
 def _sizes(value: Any) -> tuple[int, int]:
-    """Count as `json_size` does, in what the text says: names, texts, lists and objects, and commas."""
+    """Count as `json_size` does, in what the text says: names, texts, lists and objects, and commas without escapes."""
     if isinstance(value, str):
         return 1, 0
     if not isinstance(value, list | dict):
@@ -133,7 +173,9 @@ def test_values_are_counted_as_a_parser_finds_them(monkeypatch: pytest.MonkeyPat
         for one in values:
             for ascii in (True, False):
                 raw = json.dumps(one, ensure_ascii=ascii).encode()
-                assert json_size(raw, 10**6, 10**6) == _sizes(one), raw
+                counted, commas = _sizes(one)
+                escapes = len(re.findall(rb"\\.", raw))
+                assert json_size(raw, 10**6, 10**6) == (counted, commas + escapes), raw
     assert json_size(b"[[[[", 2, 2).values == 4
 
 
