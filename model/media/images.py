@@ -1,17 +1,17 @@
 """Image preprocessing for vision models, as the checkpoint's preprocessor_config.json describes it.
 
 Decoding is bounded: format, pixel count and frame count are checked in the header before any pixel is decoded.
-`prepare` runs in the front process and needs Pillow, no torch. It returns 8 bits a channel; the engine normalises them
-on the model's device with `scale` and `shift`.
+The service runs `prepare` in a process of its own (`service.sandbox.image_main`); it needs Pillow, no torch. It returns
+8 bits a channel; the engine normalises them on the model's device with `scale` and `shift`.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from model.errors import ConfigError
 if TYPE_CHECKING:
     from PIL import Image  # imported where an image is read: text models do not need it
 
+T = TypeVar("T")
 _BILINEAR = 2  # Pillow's number of the filter, also in preprocessor_config.json
 
 FORMATS = ("JPEG", "PNG")
@@ -75,8 +76,18 @@ class ImageProcessing:
         return np.asarray(image, dtype=np.uint8).transpose(2, 0, 1).tobytes()
 
 
+def num_pixels(data: bytes) -> int:
+    """Return how many pixels a file has by its header; raises `ImageError` as `decode`."""
+    return _opened(data, lambda image: image.width * image.height)
+
+
 def decode(data: bytes) -> Image.Image:
     """Decode a JPEG or PNG file of one frame and at most `MAX_PIXELS` to RGB; raises `ImageError`."""
+    return _opened(data, lambda image: image.convert("RGB"))
+
+
+def _opened(data: bytes, use: Callable[[Image.Image], T]) -> T:
+    """Return what `use` makes of a file whose header was read and checked."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -90,7 +101,7 @@ def decode(data: bytes) -> Image.Image:
             # A camera's JPEG may contain further pictures (thumbnails), which are no animation.
             if image.format == "PNG" and getattr(image, "n_frames", 1) > 1:
                 raise ImageError("an animated image is not taken")
-            return image.convert("RGB")
+            return use(image)
     except Image.DecompressionBombError:
         raise ImageError(f"the image has more than {MAX_PIXELS:,} pixels, which are not taken") from None
     except UnidentifiedImageError:

@@ -35,6 +35,7 @@ from service.planning.speech import SpeechPlanner, audio_limits
 from service.planning.tokenization import TokenizerThreads
 from service.sandbox.audio_pool import AudioPool
 from service.sandbox.chat_pool import RenderPool
+from service.sandbox.image_pool import ImagePool
 from service.settings.service_settings import ServiceSettings
 
 _MODELS_SECONDS = 1.0  # between looks for idle models
@@ -69,7 +70,8 @@ class Service:
         self.renderers = RenderPool(self.limits.chat_template_s)
         self.grammars = GrammarChecker(self.limits)
         self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
-        self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads)
+        self.images = ImagePool(self.limits.image_decode_s, self.limits.max_image_pixels)
+        self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads, self.images)
         self.decoders = AudioPool(self.limits.audio_decode_s, audio_limits(self.limits))
         self.speech_planner = SpeechPlanner(registry, client, self.limits, self.threads, self.decoders)
         self.responses = ResponseStore(settings.response_store_bytes, settings.limits.max_json_values)
@@ -114,6 +116,7 @@ class Service:
         await asyncio.to_thread(self.renderers.close)
         await asyncio.to_thread(self.grammars.close)
         await asyncio.to_thread(self.decoders.close)
+        await asyncio.to_thread(self.images.close)
         await self.client.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 
 from model.api.request import EncodeOutput, EncodeRequest, Pooling
-from model.api.source import Source, image_source, token_source
+from model.api.source import image_source, token_source
 from model.api.stats import ModelInfo
-from model.media.images import ImageError, ImageProcessing
+from model.media.images import ImageError
 from model.text.tokenizer import Encoded, Located
 from service.core.context_bound import ContextBound, context_exceeded
 from service.core.engine_client import EngineClient
-from service.core.errors import invalid, shorten, too_large
+from service.core.errors import invalid, shorten, too_large, unavailable
 from service.core.model_registry import Registry, ServedModel, Task
 from service.planning.body_limits import EncodeBounds, check_encode, encode_bounds
 from service.planning.generate import check_room, engine_id, loaded_info
@@ -37,6 +37,8 @@ from service.planning.tokenization import (
     truncate_ids,
     truncate_text,
 )
+from service.sandbox.image_pool import ImagePool, RequestImages
+from service.sandbox.process_pool import WorkerError
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
 
@@ -90,11 +92,14 @@ class EncodePlan:
 class EncodePlanner:
     """Makes plans of bodies, for the loaded models."""
 
-    def __init__(self, registry: Registry, client: EngineClient, limits: Limits, threads: TokenizerThreads) -> None:
+    def __init__(
+        self, registry: Registry, client: EngineClient, limits: Limits, threads: TokenizerThreads, images: ImagePool
+    ) -> None:
         self._registry = registry
         self._client = client
         self._limits = limits
         self._threads = threads
+        self._images = images
 
     async def plan(self, body: EncodeBody, request_id: str, arrival: float, uncounted: int = 0) -> EncodePlan:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served.
@@ -176,11 +181,8 @@ class EncodePlanner:
         assert image is not None and processing is not None
         bounds.check_tokens(image.num_tokens * len(inputs))
         shape = (image.channels, image.size, image.size)
-
-        def work() -> list[Source]:
-            return [image_source(_pixels(one, served, processing), shape, image.num_tokens) for one in inputs]
-
-        found = await self._threads.run_in_thread(work)
+        images = self._images.request(processing)
+        found = [image_source(await _pixels(one, served, images), shape, image.num_tokens) for one in inputs]
         base = self._base(body, served, output, arrival)
         requests = tuple(EncodeRequest(engine_id(request_id), source=one, **base) for one in found)
         readings = tuple(_Reading(owner, one, Encoded((), ())) for owner, one in enumerate(inputs))
@@ -320,13 +322,15 @@ def _prepared(one: EncodeInput, served: ServedModel, prompt: str) -> EncodeInput
     return one if text == one.text else msgspec.structs.replace(one, text=text)
 
 
-def _pixels(one: EncodeInput, served: ServedModel, processing: ImageProcessing) -> bytes:
+async def _pixels(one: EncodeInput, served: ServedModel, images: RequestImages) -> bytes:
     """Decode and resize an image file as the model needs; raises a 400 that names the input."""
     if one.image is None:
         raise invalid(f'{one.param}: model {served.name} reads images: send [{{"image": base64}}]', one.param)
     param = f"{one.param}.image"
     try:
-        return processing.prepare(base64.b64decode(one.image, validate=True))
+        return await images.prepare(base64.b64decode(one.image, validate=True))
+    except WorkerError as error:
+        raise unavailable(f"no process is free to decode images: {error}; try again", "image_busy", 2) from None
     except ImageError as error:
         raise invalid(f"{param}: {error}", param, "invalid_image") from None
     except ValueError:

@@ -26,7 +26,7 @@ class AudioWorker(Worker):
             raise AudioError(f"the audio file has {len(data)} bytes, more than {self._limits.file_bytes} are not taken")
         request = {"sampling_rate": sampling_rate, "limits": asdict(self._limits)}
         try:
-            return np.frombuffer(self.ask_with_bytes(request, data), "<f4")
+            return np.frombuffer(self.ask_with_bytes(request, data)[1], "<f4")
         except WorkerError as error:
             if error.kind in ("refused", "memory"):
                 raise AudioError(str(error)) from None

@@ -57,12 +57,12 @@ class Worker:
         """Send a request and return the reply, within the worker's time limit; raises `WorkerError`."""
         return self._reply(self._exchange(self._request(request)))
 
-    def ask_with_bytes(self, request: Mapping[str, Any], data: bytes) -> memoryview:
-        """Send a request with bytes and return those of the reply; raises `WorkerError`."""
+    def ask_with_bytes(self, request: Mapping[str, Any], data: bytes) -> tuple[Any, memoryview]:
+        """Send a request with bytes and return the reply and its bytes; raises `WorkerError`."""
         answer = self._exchange(b"".join((self._request(request), _BYTES_FOLLOW, data)))
         end = answer.find(_BYTES_FOLLOW)
-        self._reply(answer[: end if end >= 0 else None])
-        return memoryview(answer)[end + 1 :]
+        reply = self._reply(answer[: end if end >= 0 else None])
+        return reply, memoryview(answer)[end + 1 :]
 
     def close(self) -> None:
         """Kill the process."""

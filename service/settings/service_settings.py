@@ -52,6 +52,10 @@ class Limits:
         8, "maximum windows of an audio that are computed at a time, with chunking: parallel"
     )
     audio_decode_s: float = _limit(30.0, "seconds for decoding an audio file")
+    max_image_pixels: int = _limit(
+        64_000_000, "maximum pixels of all images of a request, as their files have them; a file has 32,000,000 at most"
+    )
+    image_decode_s: float = _limit(10.0, "seconds for decoding an image file")
     max_header_bytes: int = _limit(16 * 1024, "maximum bytes of all header names and values (431)")
     max_header_fields: int = _limit(100, "maximum number of header fields (431)")
     max_idle_connections: int = _limit(
