@@ -5,6 +5,9 @@ Their clients name no model in the body; it may be given in the URL (`?model=`).
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -13,16 +16,32 @@ from starlette.responses import Response
 from service.dialects import huggingface
 from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
+from service.dialects.pipeline_bodies import (
+    ClassBody,
+    EntityBody,
+    FillMaskBody,
+    QuestionBody,
+    SimilarityBody,
+    ZeroShotBody,
+)
 from service.dialects.ranking_bodies import RankBody
-from service.http.bodies import read_body, read_one_of
-from service.lifecycle.state import Service, service_of
-from service.routes import encode, generate, ranking
+from service.dialects.root_task import RootBody, RootTask
+from service.dialects.text2text_bodies import TranslationBody
+from service.http.bodies import named_model, raw_body, read_body, read_one_of, with_model
+from service.http.parsing import parsed
+from service.lifecycle.state import service_of
+from service.routes import encode, generate, pipelines, ranking, text2text
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.dialect_replies import (
+    HuggingFaceAnswer,
     HuggingFaceClass,
+    HuggingFaceEntity,
     HuggingFaceEvent,
+    HuggingFaceFill,
     HuggingFaceRank,
+    HuggingFaceSummary,
     HuggingFaceText,
+    HuggingFaceTranslation,
     Ranked,
     Vectors,
 )
@@ -33,27 +52,53 @@ _GENERATE = {"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"
 _EMBED = {"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]}
 _EVENTS = (HuggingFaceEvent,)
 _RERANK_NAMES = {"input": "texts"}
+
+
+async def _generate(request: Request, body: TextGenerationBody) -> Response:
+    return await generate.huggingface_answer(request, body, as_list=True)
+
+
+# What parses the bodies at `/` and answers them.
+_ROOT: dict[RootTask, tuple[type[BaseModel], Callable[[Request, Any], Awaitable[Response]]]] = {
+    RootTask.TEXT_GENERATION: (TextGenerationBody, _generate),
+    RootTask.TRANSLATION: (TranslationBody, text2text.any_task),
+    RootTask.FEATURE_EXTRACTION: (EmbedBody, encode.huggingface_answer),
+    RootTask.SENTENCE_SIMILARITY: (SimilarityBody, pipelines.compare),
+    RootTask.QUESTION_ANSWERING: (QuestionBody, pipelines.answer_question),
+    RootTask.ZERO_SHOT: (ZeroShotBody, pipelines.classify_by),
+    RootTask.FILL_MASK: (FillMaskBody, pipelines.fill),
+    RootTask.TOKEN_CLASSIFICATION: (EntityBody, pipelines.find_entities),
+    RootTask.TEXT_CLASSIFICATION: (ClassBody, pipelines.classify),
+}
 _RERANK_BODIES: dict[str, type[BaseModel]] = {"texts": RerankBody, "documents": RankBody}
 
 
 @router.post(
     "/",
-    summary="Generate or embed, as Hugging Face's servers do",
+    summary="Do any task, as Hugging Face's servers do",
     response_model=None,
     responses={
-        **ok_response("One text in a list, or its events; or vectors.", list[HuggingFaceText], Vectors, events=_EVENTS),
+        **ok_response(
+            "A list, or the events of a text; what is in it depends on the task.",
+            *(list[HuggingFaceText], list[HuggingFaceTranslation], list[HuggingFaceSummary], Vectors),
+            *(list[list[HuggingFaceClass]], list[HuggingFaceEntity], list[HuggingFaceFill], HuggingFaceAnswer),
+            *(list[HuggingFaceClass], list[float]),
+            events=_EVENTS,
+        ),
         **error_responses(*WORK_ERRORS),
     },
-    openapi_extra={**request_body(TextGenerationBody, EmbedBody, huggingface=_GENERATE), **query_model()},
+    openapi_extra={**request_body(*(kind for kind, _ in _ROOT.values()), huggingface=_GENERATE), **query_model()},
 )
 async def root(request: Request) -> Response:
-    """Generates text, or embeds it if the model of the URL, or every model, can only encode."""
-    kind: type[BaseModel] = TextGenerationBody if _can_generate(service_of(request), request) else EmbedBody
-    body = await read_body(request, kind)
-    if isinstance(body, EmbedBody):
-        return await encode.huggingface_answer(request, body)
-    assert isinstance(body, TextGenerationBody)
-    return await generate.huggingface_answer(request, body, as_list=True)
+    """Does the task that the body is for, or else that of its model: see /pipeline/TASK for each of them.
+
+    An encoder-decoder's reply has its text as `generated_text`, `translation_text` and `summary_text`.
+    """
+    raw = await raw_body(request)
+    found, registry = RootBody(raw), service_of(request).registry
+    name = named_model(request, found.model)
+    kind, answer = _ROOT[found.task([one for one in registry.candidates if name in (None, one.name)])]
+    return await answer(request, with_model(request, await parsed(request, raw, kind)))
 
 
 @router.post(
@@ -118,10 +163,3 @@ async def predict(request: Request) -> Response:
     body = read.model_copy(update={"model": (await ranking.classifier_of(request, read)).name})
     with naming_errors(huggingface.ENCODE_NAMES):
         return await encode.answer(request, huggingface.predict(body), huggingface.predict_reply(body))
-
-
-def _can_generate(service: Service, request: Request) -> bool:
-    """Return whether the model of the URL, or any model if it names none, can generate."""
-    name = request.query_params.get("model")
-    models = [one for one in service.registry.candidates if name in (None, one.name)]
-    return any(one.config.can_generate for one in models) or not models

@@ -75,8 +75,8 @@ async def embed_sparse(request: Request) -> Response:
         return await encode.answer(request, pipelines.embed_all(body, "sparse"), pipelines.embed_sparse_reply)
 
 
-async def _similarity(request: Request) -> Response:
-    body = await read_body(request, SimilarityBody)
+async def compare(request: Request, body: SimilarityBody) -> Response:
+    """Return the cosines of a source sentence and others."""
     with naming_errors(pipelines.similarity_names(body)):
         return await encode.answer(request, pipelines.similarity(body), pipelines.similarity_reply, uncounted=1)
 
@@ -90,7 +90,7 @@ async def _similarity(request: Request) -> Response:
 )
 async def similarity(request: Request) -> Response:
     """Returns the cosine of the source sentence's vector and each other one's."""
-    return await _similarity(request)
+    return await compare(request, await read_body(request, SimilarityBody))
 
 
 @router.post(
@@ -102,7 +102,7 @@ async def similarity(request: Request) -> Response:
 )
 async def sentence_similarity(request: Request) -> Response:
     """The same as /similarity."""
-    return await _similarity(request)
+    return await compare(request, await read_body(request, SimilarityBody))
 
 
 @router.post(
@@ -129,9 +129,7 @@ async def feature_extraction(request: Request) -> Response:
 )
 async def fill_mask(request: Request) -> Response:
     """Requires a model with the output `fill_mask`."""
-    body = await read_body(request, FillMaskBody)
-    with naming_errors(pipelines.FILL_NAMES):
-        return await encode.answer(request, pipelines.fill_mask(body), pipelines.fill_mask_reply(body))
+    return await fill(request, await read_body(request, FillMaskBody))
 
 
 @router.post(
@@ -146,9 +144,7 @@ async def fill_mask(request: Request) -> Response:
 )
 async def question_answering(request: Request) -> Response:
     """Requires a model with the output `question_answering`."""
-    body = await read_body(request, QuestionBody)
-    with naming_errors(pipelines.QUESTION_NAMES):
-        return await encode.answer(request, pipelines.question(body), pipelines.question_reply(body))
+    return await answer_question(request, await read_body(request, QuestionBody))
 
 
 @router.post(
@@ -163,9 +159,7 @@ async def question_answering(request: Request) -> Response:
 )
 async def token_classification(request: Request) -> Response:
     """Requires a model with the output `token_classification`. Neighbours of one label are joined by default."""
-    body = await read_body(request, EntityBody)
-    with naming_errors(pipelines.ENTITY_NAMES):
-        return await encode.answer(request, pipelines.entities(body), pipelines.entities_reply(body))
+    return await find_entities(request, await read_body(request, EntityBody))
 
 
 @router.post(
@@ -177,9 +171,7 @@ async def token_classification(request: Request) -> Response:
 )
 async def zero_shot_classification(request: Request) -> Response:
     """Requires a model with the output `zero_shot`."""
-    body = await read_body(request, ZeroShotBody)
-    with naming_errors(pipelines.ZERO_SHOT_NAMES):
-        return await encode.answer(request, pipelines.zero_shot(body), pipelines.zero_shot_reply)
+    return await classify_by(request, await read_body(request, ZeroShotBody))
 
 
 @router.post(
@@ -194,7 +186,35 @@ async def zero_shot_classification(request: Request) -> Response:
 )
 async def text_classification(request: Request) -> Response:
     """Requires a model that classifies texts."""
-    body = await read_body(request, ClassBody)
+    return await classify(request, await read_body(request, ClassBody))
+
+
+async def fill(request: Request, body: FillMaskBody) -> Response:
+    """Return candidates for the masks."""
+    with naming_errors(pipelines.FILL_NAMES):
+        return await encode.answer(request, pipelines.fill_mask(body), pipelines.fill_mask_reply(body))
+
+
+async def answer_question(request: Request, body: QuestionBody) -> Response:
+    """Return answers with their places."""
+    with naming_errors(pipelines.QUESTION_NAMES):
+        return await encode.answer(request, pipelines.question(body), pipelines.question_reply(body))
+
+
+async def find_entities(request: Request, body: EntityBody) -> Response:
+    """Return entities with their places."""
+    with naming_errors(pipelines.ENTITY_NAMES):
+        return await encode.answer(request, pipelines.entities(body), pipelines.entities_reply(body))
+
+
+async def classify_by(request: Request, body: ZeroShotBody) -> Response:
+    """Return scores of the labels of the body."""
+    with naming_errors(pipelines.ZERO_SHOT_NAMES):
+        return await encode.answer(request, pipelines.zero_shot(body), pipelines.zero_shot_reply)
+
+
+async def classify(request: Request, body: ClassBody) -> Response:
+    """Return the classes of texts."""
     served = await classifier_of(request, body)
     body = body.model_copy(update={"model": served.name})
     with naming_errors(pipelines.CLASS_NAMES):

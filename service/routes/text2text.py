@@ -98,6 +98,17 @@ async def translate(request: Request, body: TranslationBody, keys: Sequence[str]
     return await _answer(request, body, served, chosen, keys)
 
 
+async def any_task(request: Request, body: TranslationBody) -> Response:
+    """Translate, or summarize where the folder is for that alone; show texts under the names of all tasks."""
+    keys = [text2text.TEXT, text2text.TRANSLATED, text2text.SUMMARY]
+    parameters = body.parameters
+    if parameters is None or (parameters.src_lang is None and parameters.tgt_lang is None):
+        tasks = (await _model(request, body)).checkpoint.tasks
+        if "summarization" in tasks and not any(name.startswith("translation") for name in tasks):
+            return await rewrite(request, body, "summarization", keys)
+    return await translate(request, body, keys)
+
+
 async def rewrite(request: Request, body: AnyBody, task: str, keys: Sequence[str]) -> Response:
     """Make texts of the inputs by a task that the folder may have, and show them under `keys`."""
     served = await _model(request, body)

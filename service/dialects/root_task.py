@@ -1,0 +1,102 @@
+"""Which of Hugging Face's tasks a body at `/` is for. There a client sends any task, and the server's model decides.
+
+What only one task has decides first: a question, a source sentence, labels, languages. Else it is the task of the
+model, or of the only model that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from service.core.model_registry import ServedModel
+from service.dialects.huggingface_bodies import GenerateParameters
+from service.dialects.text2text_bodies import GenerationOptions, TranslationParameters
+
+
+class RootTask(StrEnum):
+    """The tasks that `/` serves, by the names of Hugging Face."""
+
+    TEXT_GENERATION = "text-generation"
+    TRANSLATION = "translation"  # and whatever else makes texts of texts
+    FEATURE_EXTRACTION = "feature-extraction"
+    SENTENCE_SIMILARITY = "sentence-similarity"
+    QUESTION_ANSWERING = "question-answering"
+    ZERO_SHOT = "zero-shot-classification"
+    FILL_MASK = "fill-mask"
+    TOKEN_CLASSIFICATION = "token-classification"
+    TEXT_CLASSIFICATION = "text-classification"
+
+
+_OF_TEXT2TEXT = frozenset(TranslationParameters.model_fields) - set(GenerationOptions.model_fields)
+_OF_GENERATION = frozenset(GenerateParameters.model_fields) - set(TranslationParameters.model_fields)
+
+
+class _Root(msgspec.Struct):
+    """The fields of a body that tell what it is for."""
+
+    model: Any = None
+    inputs: msgspec.Raw = msgspec.Raw(b"null")
+    parameters: msgspec.Raw = msgspec.Raw(b"null")
+    stream: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class RootBody:
+    """Reads what decides from a body, and leaves everything that is wrong with it to its model."""
+
+    def __init__(self, raw: bytes) -> None:
+        try:
+            root = msgspec.json.decode(raw, type=_Root)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            root = _Root()
+        self.model: str | None = root.model if isinstance(root.model, str) else None
+        self._inputs = _keys(root.inputs)
+        self._parameters = _keys(root.parameters)
+        self._streams = bytes(root.stream) != b"null"
+
+    def task(self, models: Sequence[ServedModel]) -> RootTask:
+        """Return the task; `models` are those that may answer: the one that the request names, or all."""
+        inputs, parameters = self._inputs or frozenset(), self._parameters or frozenset()
+        if "source_sentence" in inputs:
+            return RootTask.SENTENCE_SIMILARITY
+        if "question" in inputs:
+            return RootTask.QUESTION_ANSWERING
+        if "candidate_labels" in parameters:
+            return RootTask.ZERO_SHOT
+        if parameters & _OF_TEXT2TEXT:
+            return RootTask.TRANSLATION
+        writers = [one for one in models if one.config.can_generate and one.reads_text]
+        if writers or not models:
+            only_rewrites = bool(writers) and all(one.is_encoder_decoder for one in writers)
+            generates = self._streams or parameters & _OF_GENERATION
+            return RootTask.TRANSLATION if only_rewrites and not generates else RootTask.TEXT_GENERATION
+        return self._of_encoder(models)
+
+    def _of_encoder(self, models: Sequence[ServedModel]) -> RootTask:
+        """Return the task of the only model with a head; InferenceClient sends parameters with every task of those."""
+        tasks = {task for one in models if (task := _task_of_head(one)) is not None}
+        if len(models) > 1 and (self._parameters is None or len(tasks) != 1):
+            return RootTask.FEATURE_EXTRACTION
+        found = tasks.pop() if tasks else RootTask.FEATURE_EXTRACTION
+        masked = found is RootTask.FILL_MASK and self._parameters is None
+        return RootTask.FEATURE_EXTRACTION if masked else found
+
+
+def _keys(raw: msgspec.Raw) -> frozenset[str] | None:
+    """Return the names of an object's fields; None for anything else."""
+    try:
+        return frozenset(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]))
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+
+
+def _task_of_head(served: ServedModel) -> RootTask | None:
+    head = served.config.classifier
+    if head is None:
+        return RootTask.FILL_MASK if served.config.masked_head is not None else None
+    if head.spans:
+        return RootTask.QUESTION_ANSWERING
+    return RootTask.TOKEN_CLASSIFICATION if head.per_token else RootTask.TEXT_CLASSIFICATION

@@ -1,0 +1,98 @@
+"""`InferenceClient(model=URL)` with nothing but the service's address: `/` does what each model is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from huggingface_hub import InferenceClient
+
+from service.dialects.root_task import RootBody, RootTask
+from tests.service.encode_models import TEXT, encode_app, pipeline
+from tests.service.support import App, ask, live, make_app
+
+pytestmark = pytest.mark.usefixtures("hub_client")
+KINDS = ("bert", "bert-masked", "bert-entities", "bert-answers", "bert-nli")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    app = encode_app(*KINDS)
+    with live(cast(App, SimpleNamespace(app=app, service=app.state.service))) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def writer() -> Iterator[str]:
+    """An encoder-decoder alone."""
+    app = make_app()
+    with live(app) as address:
+        yield f"{address}/?model=seq"
+
+
+def client(url: str, model: str) -> InferenceClient:
+    return InferenceClient(model=f"{url}/?model={model}", token="any")
+
+
+def test_each_encoder_does_its_task(url: str) -> None:
+    classes = client(url, "bert-nli").text_classification(TEXT)
+    judged = pipeline("text-classification", "bert-nli")(TEXT, top_k=None)
+    assert [one.label for one in classes] == [one["label"] for one in judged]
+    entities = client(url, "bert-entities").token_classification(TEXT)
+    assert [one.word for one in entities] == [
+        one["word"] for one in pipeline("token-classification", "bert-entities")(TEXT, aggregation_strategy="simple")
+    ]
+    filled = client(url, "bert-masked").fill_mask("the [MASK] sat")
+    assert [one.token for one in filled] == [
+        one["token"] for one in pipeline("fill-mask", "bert-masked")("the [MASK] sat")
+    ]
+    answer = client(url, "bert-answers").question_answering(question="the cat", context=TEXT)
+    assert TEXT[answer.start : answer.end] == answer.answer  # type: ignore[union-attr]
+    zero = client(url, "bert-nli").zero_shot_classification(TEXT, ["cat", "mat"])
+    assert {one.label for one in zero} == {"cat", "mat"}
+    assert len(client(url, "bert").sentence_similarity("the cat", other_sentences=["a mat", TEXT])) == 2
+    assert np.asarray(client(url, "bert").feature_extraction(TEXT)).shape == (1, 32)
+    assert np.asarray(client(url, "bert-masked").feature_extraction(TEXT)).shape == (1, 32)
+
+
+def test_the_body_finds_the_only_model_of_its_task(url: str) -> None:
+    anyone = InferenceClient(model=url, token="any")
+    assert anyone.zero_shot_classification(TEXT, ["cat", "mat"])
+    assert anyone.question_answering(question="the cat", context=TEXT)
+
+
+def test_an_encoder_decoder_does_all_of_its_tasks(writer: str) -> None:
+    asks = InferenceClient(model=writer, token="any")
+    assert asks.text_generation("ab", max_new_tokens=5) == "hello"
+    options: dict[str, Any] = {"generate_parameters": {"max_new_tokens": 5}}
+    assert asks.summarization("ab", **options).summary_text == "hello"
+    assert asks.translation("ab", **options).translation_text == "hello"
+    assert asks.summarization("ab").summary_text.startswith("hello")
+    assert "".join(asks.text_generation("ab", max_new_tokens=5, stream=True)) == "hello"
+
+
+def test_languages_are_not_passed_over(writer: str) -> None:
+    with pytest.raises(Exception, match=r"parameters\.tgt_lang: model seq does not tell languages apart"):
+        InferenceClient(model=writer, token="any").translation("ab", src_lang="en", tgt_lang="de")
+
+
+@pytest.mark.parametrize("body", [b"[", b"{}", b"3", b'{"inputs": 7}', b'{"inputs": {"a": 1}}', b'{"parameters": 3}'])
+def test_bad_bodies_are_refused_as_elsewhere(body: bytes) -> None:
+    for model in ("gen", "seq", "enc"):
+        reply = ask(make_app(), "POST", f"/?model={model}", content=body, headers={"content-type": "application/json"})
+        assert reply.status_code == 400, (model, reply.text)
+
+
+def test_what_only_one_task_has_decides() -> None:
+    for body, task in (
+        (b'{"inputs": {"question": "a", "context": "b"}}', RootTask.QUESTION_ANSWERING),
+        (b'{"inputs": {"source_sentence": "a", "sentences": ["b"]}}', RootTask.SENTENCE_SIMILARITY),
+        (b'{"inputs": "a", "parameters": {"candidate_labels": ["b"]}}', RootTask.ZERO_SHOT),
+        (b'{"inputs": "a", "parameters": {"src_lang": "b"}}', RootTask.TRANSLATION),
+        (b'{"inputs": "a", "parameters": {"truncation": "only_first"}}', RootTask.TRANSLATION),
+        (b'{"inputs": "a"}', RootTask.TEXT_GENERATION),
+    ):
+        assert RootBody(body).task([]) is task
