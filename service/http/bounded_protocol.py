@@ -1,4 +1,8 @@
-"""uvicorn's HTTP protocol with limits on slow, endless and unread connections, which uvicorn does not have."""
+"""uvicorn's HTTP protocol, with strict framing, and with limits on slow, endless and unread connections.
+
+Where a message ends follows from its fields alone. An offer to upgrade is ignored, trailers are no headers, and what
+cannot be read as a request is answered after the replies of the requests before it, then the connection is closed.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
@@ -20,6 +26,8 @@ from service.http.connection_loss import LOSS, ConnectionLoss
 from service.http.guard import AUDIO_PATHS
 from service.http.idle_connections import IdleConnections
 from service.http.immediate_refusal import ImmediateRefusals
+from service.http.message_head import check_head, origin_target
+from service.http.reply_transport import ReplyTransport, without_chunks
 from service.settings.service_settings import Limits
 
 # Times `max_header_bytes`. The application refuses headers up to here, with a request id. HAProxy has the same factor.
@@ -27,7 +35,8 @@ _HEADER_FACTOR = 4
 _DRAIN_FACTOR = 8  # times `max_body_bytes`: bytes that are read and discarded after a reply
 _AUDIO_PATHS = tuple(AUDIO_PATHS)
 _MAX_DRAINED = 64  # connections of a server that are drained at a time
-_JOINED_BYTES = 65_536  # copied behind a head, rather than sent as two buffers
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})  # fields that tell where a message ends
+_MAX_PIPELINED = 16  # requests of a connection that are read while an earlier one is answered
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
 
 
@@ -60,10 +69,14 @@ class BoundedProtocol(HttpToolsProtocol):
     ) -> None:
         """`drained`: the connections of the server that are being drained, shared by all its protocols, as `idle`."""
         super().__init__(*args, **kwargs)
+        self.parser = self._new_parser()
         self._refusals = refusals
         self._parsing = False
+        self._is_replayed = False  # the parser is given a head again, without its offer to upgrade
+        self._fault: ApiError | None = None  # of the head that is being parsed
+        self._refusal: ApiError | None = None  # the last reply of the connection
         self._unstarted: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until parsing ends
-        self._newest_reply: _ReplyTransport | None = None
+        self._newest_reply: ReplyTransport | None = None
         self._drained = drained
         self._idle = idle
         self._is_known = False  # a request was accepted
@@ -81,12 +94,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread = 0  # bytes of replies at the last check
         self._unread_timer: asyncio.TimerHandle | None = None
         self._newest = ConnectionLoss()  # of the request that is being received, or was last
-        self._losses: deque[ConnectionLoss] = deque()  # of requests without a complete reply, the oldest first
+        # Of requests without a complete reply, the oldest first.
+        self._unanswered: deque[tuple[RequestResponseCycle, ConnectionLoss]] = deque()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
-        self._idle.add(self, is_known=False)
+        self._become_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -94,8 +107,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._drained.discard(self)
         self._idle.remove(self)
         super().connection_lost(exc)
-        for loss in self._losses:
-            loss.lost()
+        for cycle, loss in self._unanswered:
+            _abandon(cycle, loss)
 
     def data_received(self, data: bytes) -> None:
         if self in self._drained:
@@ -103,62 +116,138 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._drain_left < 0:
                 self.transport.close()
                 return
-        if self._discards_input:
+        if self._discards_input or self._refusal is not None:
             return
         if self._newest_reply is not None:
-            self._newest_reply.send_head()  # of a reply without a body: a refusal is written at once, behind it
+            self._newest_reply.send_head()  # of a reply without a body: a refusal is written at once, after it
         self._progressed = False
         self._parsing = True
         try:
-            super().data_received(data)
+            self._unset_keepalive_if_required()
+            self._parse(data)
         finally:
             self._parsing = False
             self._start_or_refuse()
-        if self._in_head:  # the rest of it must come in time
+        has_request = self._progressed or self._in_body or bool(self._unanswered)
+        if self._in_head or not (has_request or self.transport.is_closing()):  # the rest of it must come in time
             self._start_timer()
         self._unparsed = 0 if self._progressed else self._unparsed + len(data)
         if self._unparsed > self._max_header_bytes:
             self._refuse(headers_too_large(f"the headers exceed {self._max_header_bytes} bytes"))
 
+    def _parse(self, data: bytes) -> None:
+        """Give data to the parser, which stops at the end of a head that offers an upgrade."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                data = self._head_without_offer() + data[stop.args[0] :]
+            except httptools.HttpParserError:
+                fault, self._fault = self._fault, None
+                self._refuse(fault or invalid("this is not a valid HTTP request", code="invalid_http"))
+                return
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_keep_alive=True)  # a trailer `Connection: close` would end the parser
+        return parser
+
+    def _head_without_offer(self) -> bytes:
+        """Return a head that frames the message as the one that was parsed, for a new parser."""
+        self.parser = self._new_parser()
+        self._is_replayed = True
+        lines = [b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING]
+        return b"".join((b"POST / HTTP/1.1\r\n", *lines, b"\r\n"))
+
+    def _should_upgrade(self) -> bool:
+        return False
+
     def on_message_begin(self) -> None:
+        if self._is_replayed:
+            return
         super().on_message_begin()
         self._in_head = True
 
+    def on_url(self, url: bytes) -> None:
+        if not self._is_replayed:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # a field after the body is no header
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self._is_replayed:
+            self._is_replayed = False
+            return
+        version = self.parser.get_http_version()
+        if self.cycle is not None and not self.cycle.keep_alive:
+            raise ConnectionError("a request after the last one")
+        try:
+            method = self.parser.get_method()
+            check_head(method, version, self.headers)
+            self.url = origin_target(method, self.url)
+        except ApiError as error:
+            self._fault = error
+            raise
+        if version == "1.0":
+            self.expect_100_continue = False
         self._stop_timer()
         self._idle.remove(self)
         self._in_head = False
         self._progressed = self._in_body = True
         self._newest = ConnectionLoss()
-        self._losses.append(self._newest)
         self.scope[LOSS] = self._newest  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
-        self._newest_reply = _ReplyTransport(self.transport, self._close, self.loop)
+        self._newest_reply = ReplyTransport(self.transport, self._close, self.loop)
         self.cycle.transport = self._newest_reply  # type: ignore[assignment]
+        self._unanswered.append((self.cycle, self._newest))
+        if self.pipeline and self._has_room():
+            self.flow.resume_reading()  # a connection that is not read is not known to be lost
+
+    def _has_room(self) -> bool:
+        """Whether more requests may be read while an earlier one is answered."""
+        held = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        return len(self.pipeline) <= _MAX_PIPELINED and held <= HIGH_WATER_LIMIT
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # its body comes yet
         self._stop_timer()
         self._progressed = True
         self._in_body = False
         self._newest.has_whole_request = True
         self._drained.discard(self)
-        if not self._losses:  # its reply came before
-            self._idle.add(self, is_known=self._is_known)
         super().on_message_complete()
+        if not self._unanswered:  # its reply came before
+            self._become_idle()
 
     def on_response_complete(self) -> None:
-        self._is_known |= self._losses.popleft().is_known
+        cycle, loss = self._unanswered.popleft()
+        self._is_known |= loss.is_known
         super().on_response_complete()
-        if not self._losses and not self._in_body and not self.transport.is_closing():
-            self._idle.add(self, is_known=self._is_known)
+        if self._refusal is not None and not self._unanswered:
+            if isinstance(cycle.transport, ReplyTransport):
+                cycle.transport.send_head()
+            self._send_refusal(self._refusal)
+            return
+        if not self._unanswered and not self._in_body and not self.transport.is_closing():
+            self._become_idle()
         if self._answered_early():
             self._drain()
         if self.transport.get_write_buffer_size():
             self._watch_unread()
+
+    def _become_idle(self) -> None:
+        """Wait for the next request, as long as an idle connection stays open."""
+        self._idle.add(self, is_known=self._is_known)
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def close_idle(self) -> None:
         """Close the connection, which has no request."""
@@ -168,15 +257,17 @@ class BoundedProtocol(HttpToolsProtocol):
         super().pause_writing()
         self._watch_unread()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(invalid("this is not a valid HTTP request", code="invalid_http"))
-
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Call the application for a request, of those that are being parsed only after that: it may be refused."""
         if self._parsing:
             self._unstarted = cycle, app
         else:
-            super()._start_asgi_task(cycle, app)
+            self._start(cycle, app)
+
+    def _start(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = without_chunks(app, cycle)  # type: ignore[arg-type, assignment]
+        super()._start_asgi_task(cycle, app)
 
     def _start_or_refuse(self) -> None:
         """Answer a request that is to be refused at once, or call the application for it."""
@@ -184,7 +275,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         (cycle, app), self._unstarted = self._unstarted, None
         if not self._refuse_at_once(cycle):
-            super()._start_asgi_task(cycle, app)
+            self._start(cycle, app)
 
     def _refuse_at_once(self, cycle: RequestResponseCycle) -> bool:
         """Send the reply of `refusals`, and return whether there is one; only for a request that has come whole."""
@@ -281,11 +372,33 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
 
     def _refuse(self, error: ApiError) -> None:
-        """Send an error and close; only close if a reply has begun."""
-        if self.transport.is_closing():
+        """Read no more, send an error after the replies of the requests before, and close.
+
+        A request whose body is at fault gets the error in place of its reply; if that has begun, the connection ends.
+        """
+        if self.transport.is_closing() or self._refusal is not None:
             return
-        if self._in_body or (self.cycle is not None and not self.cycle.response_complete):
-            self.transport.close()
+        if self._in_body:
+            if self.cycle.response_started:
+                self.transport.close()
+                return
+            self._in_body = False
+            self._give_up(self.cycle)
+        self._stop_timer()
+        self._refusal = error
+        if not self._unanswered:
+            self._send_refusal(error)
+
+    def _give_up(self, cycle: RequestResponseCycle) -> None:
+        """Give the newest request no reply of the application."""
+        _abandon(*self._unanswered.pop())
+        if self._unstarted is not None and self._unstarted[0] is cycle:
+            self._unstarted = None
+        elif self.pipeline and self.pipeline[0][0] is cycle:
+            self.pipeline.popleft()
+
+    def _send_refusal(self, error: ApiError) -> None:
+        if self.transport.is_closing() or self._discards_input:
             return
         body = msgspec.json.encode(error.body())
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nconnection: close\r\n"
@@ -294,43 +407,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close_writing()
 
 
-class _ReplyTransport:
-    """Is the transport that a reply writes to; the protocol decides how to close the connection.
-
-    The head of a reply is sent together with what follows it in the same turn of the event loop: each write is a system
-    call, and wakes the client.
-    """
-
-    def __init__(
-        self, transport: asyncio.Transport, close: Callable[[], None], loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self._transport = transport
-        self._close = close
-        self._loop = loop
-        self._head: bytes | None = None
-        self._has_begun = False
-        self.is_closing = transport.is_closing
-
-    def write(self, data: bytes) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self._head = data
-            self._loop.call_soon(self.send_head)
-        elif self._head is None:
-            self._transport.write(data)
-        else:
-            head, self._head = self._head, None
-            if len(data) > _JOINED_BYTES:
-                self._transport.writelines((head, data))
-            else:
-                self._transport.write(head + data)
-
-    def close(self) -> None:
-        self.send_head()
-        self._close()
-
-    def send_head(self) -> None:
-        """Send the head of the reply if it still waits for what follows."""
-        head, self._head = self._head, None
-        if head is not None and not self.is_closing():
-            self._transport.write(head)
+def _abandon(cycle: RequestResponseCycle, loss: ConnectionLoss) -> None:
+    """Let a request know that its reply has no reader."""
+    cycle.disconnected = True
+    cycle.message_event.set()
+    loss.lost()

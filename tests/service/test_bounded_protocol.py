@@ -178,7 +178,7 @@ async def test_a_body_that_goes_on_after_its_answer_is_ended(begin: bytes, more:
 async def test_a_refusal_without_the_application_closes_where_the_client_asks() -> None:
     refused = SimpleNamespace(of=lambda scope, body: (429, [(b"content-length", b"2")], bytes(body)))
     client = Connection(protocols=bounded_protocol(LIMITS, refused))  # type: ignore[arg-type]
-    head = b"POST / HTTP/1.%d\r\nContent-Length: 2\r\n\r\n"
+    head = b"POST / HTTP/1.%d\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
     await client.send(head % 1 + b"ab")
     assert not client.transport.ended
     await client.send(head % 0 + b"cd")
@@ -192,9 +192,9 @@ async def test_a_refusal_without_the_application_closes_where_the_client_asks() 
 async def test_a_reply_without_a_body_comes_before_the_refusal_of_the_next_request() -> None:
     refused = SimpleNamespace(of=lambda scope, body: (429, [], b"") if scope["method"] == "POST" else None)
     client = Connection(protocols=bounded_protocol(LIMITS, refused))  # type: ignore[arg-type]
-    client.protocol.data_received(b"HEAD / HTTP/1.1\r\n\r\n")
+    client.protocol.data_received(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n")
     await asyncio.sleep(0)  # until it is answered; its head is sent in the turn after that
-    client.protocol.data_received(b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\nab")
+    client.protocol.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nab")
     statuses = [reply[:3] for reply in client.transport.written.split(b"HTTP/1.1 ")[1:]]
     assert statuses == [b"200", b"429"]
 
@@ -423,6 +423,64 @@ async def test_work_for_a_lost_connection_is_cancelled(connected_to: str) -> Non
     client.protocol.connection_lost(None)
     await client.send(b"") if not client.transport.ended else await asyncio.sleep(0.01)
     assert seen == [499, 0]
+
+
+@pytest.mark.parametrize("connected_to", ["this protocol", "another"])
+@in_a_loop
+async def test_a_pipelined_request_does_not_hide_the_loss_of_the_first(connected_to: str) -> None:
+    seen = list[object]()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        if connected_to == "another":
+            seen.append((await receive())["type"])
+            return
+        try:
+            await cancel_on_disconnect(Request(scope, receive, send), asyncio.sleep(60))
+        except ApiError as error:
+            seen.append(error.status)
+
+    client = Answering(answer)
+    await client.send(GET + b"\r\n")
+    await client.send(GET + b"\r\n")
+    client.protocol.connection_lost(None)
+    await asyncio.sleep(0.01)
+    assert seen == [499 if connected_to == "this protocol" else "http.disconnect"]
+
+
+@in_a_loop
+async def test_a_trailer_is_no_header() -> None:
+    seen = list[object]()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        seen.append([name for name, _ in scope["headers"]])
+        await Response(b"x")(scope, receive, send)
+
+    client = Answering(answer)
+    trailer = b"0\r\nAuthorization: Bearer k\r\nConnection: close, upgrade\r\nUpgrade: h2c\r\n\r\n"
+    for offer in (b"\r\n", b"Connection: upgrade\r\nUpgrade: h2c\r\n\r\n"):
+        await client.send(CHUNKED[:-2] + offer + b"2\r\n{}\r\n" + trailer)
+        await client.send(CHUNKED[:-2] + offer)
+        await client.send(b"2\r\n{}\r\n" + trailer)
+    plain, offering = [b"host", b"transfer-encoding"], [b"host", b"transfer-encoding", b"connection", b"upgrade"]
+    assert seen == [plain, plain, offering, offering]
+    assert client.transport.written.count(b"HTTP/1.1 200 ") == 4
+
+
+@in_a_loop
+async def test_a_stream_to_http_1_0_has_no_chunks() -> None:
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first ", "more_body": True})
+        await send({"type": "http.response.body", "body": b"last", "more_body": False})
+
+    client = Answering(stream)
+    await client.send(GET.replace(b"1.1", b"1.0") + b"\r\n")
+    head, _, body = client.transport.written.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head and body == b"first last"
+    assert client.transport.ended == "closed"
 
 
 @in_a_loop
