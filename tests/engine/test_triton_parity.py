@@ -18,10 +18,21 @@ from tests.model.checkpoints import DECODERS, loaded, prompt, saved
 from tests.model.parity import difference, hidden_states
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
-KINDS = ("llama-mqa-head-dim", "qwen3", "gemma2", "bloom", "qwen3-next", "t5-relu")
-# What these have, one of those has: windows (gemma2), norms of heads (qwen3), biases and cross attention (T5). Sinks
-# are in `test_triton.py`, rotations in part (gpt-neox) and of neighbours (cohere) in `test_triton_heads.py`.
-SLOW = ("mistral", "gemma3", "umt5", "gpt-oss", "gpt-neox", "cohere", "bart")
+KINDS = ("gemma2", "t5-relu")
+# Each takes seconds in the interpreter. `test_triton.py` and its like have each mechanism of the slow ones by itself.
+SLOW = (
+    "llama-mqa-head-dim",
+    "qwen3",
+    "bloom",
+    "qwen3-next",
+    "mistral",
+    "gemma3",
+    "umt5",
+    "gpt-oss",
+    "gpt-neox",
+    "cohere",
+    "bart",
+)
 SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
 
 
@@ -52,7 +63,7 @@ def test_chunked_prompts_beside_decoding(kind: str) -> None:
     assert backend.launched >= 2 * 3  # layers, steps
 
 
-@pytest.mark.parametrize("kind", ["bert", "modernbert", "xlnet"])
+@pytest.mark.parametrize("kind", ["bert", pytest.param("modernbert", marks=pytest.mark.slow), "xlnet"])
 def test_encoders(kind: str) -> None:
     backend = Counting()
     ours, _ = hidden_states(loaded(kind, backend))
@@ -61,7 +72,9 @@ def test_encoders(kind: str) -> None:
     assert backend.launched == {"bert": 2, "modernbert": 5, "xlnet": 0}[kind]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "kv_cache_dtype", ["auto", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "fp8"))]
+)
 def test_a_setting_chooses_it_and_the_tokens_are_torchs(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "check_kv_dtype", lambda *_: None)  # torch reads fp8 pages on a CPU, slowly
 

@@ -29,8 +29,8 @@ _SPECIALS = [
 @cache
 def texts() -> list[str]:
     """Lines of texts that hardly change, as random models' outputs depend on them, and some in other scripts."""
-    archive, training = ROOT / "docs" / "archive", ROOT / "model" / "pretrained" / "training"
-    files = [ROOT / "LICENSE", *sorted(archive.glob("*.md")), *sorted(training.glob("*.py"))]
+    archive, training = ROOT / "docs" / "archive", ROOT / "lab" / "training"
+    files = [ROOT / "LICENSE", *sorted(archive.glob("*.md")), *sorted(training.glob("[!_]*.py"))]
     lines = [line for file in files for line in file.read_text().splitlines() if line.strip()]
     others = ["Grüße aus Köln, ça va? Привет мир", "你好世界 こんにちは 안녕하세요", "مرحبا بالعالم שלום"]
     return lines[:3000] + others * 20

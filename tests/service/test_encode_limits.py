@@ -64,7 +64,7 @@ def test_pairs_count_once(app: App) -> None:
 )
 def test_what_others_are_compared_with_is_named(app: App, path: str, body: dict[str, Any], param: str) -> None:
     reply = ask(app, "POST", f"{path}?model=enc", json=body)
-    assert check_error(reply, 400, param, "context_length_exceeded")["message"].startswith(f"{param} has ")
+    assert check_error(reply, 400, param, "context_length_exceeded")["message"].endswith(f"but {param} has 22 tokens")
 
 
 def test_outputs_for_each_token_have_lower_limits(app: App) -> None:

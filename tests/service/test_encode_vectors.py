@@ -127,7 +127,7 @@ class TestLongTexts:
             (dict(chunks=[[0, 3]], input=["a", "b"]), "chunks", "needs one text"),
             (dict(chunks=[[0, 3]], input=[5, 6]), "chunks", "needs texts"),
             (dict(chunks=[[0, 3]], split="pooled"), "chunks", "exclude each other"),
-            (dict(chunks=[[0, 3]], input=LONG), "input", "more than the 64"),
+            (dict(chunks=[[0, 3]], input=LONG), "input", "maximum context length is 64 tokens"),
             (dict(split="pooled", truncate="right"), "split", "exclude each other"),
             (dict(split="pooled", output="tokens"), "split", "no meaning with output 'tokens'"),
             (dict(split="pooled", stride=62, input=LONG), "stride", "must be below the 62 tokens"),
