@@ -206,6 +206,11 @@ def query_model() -> dict[str, Any]:
     return {"parameters": [parameter]}
 
 
+def query_parameter(name: str, description: str, **schema: Any) -> dict[str, Any]:
+    """Return one of the `parameters` of a route that reads it itself."""
+    return {"name": name, "in": "query", "schema": schema, "description": description}
+
+
 def path_parameter(name: str, description: str) -> dict[str, Any]:
     """Return `openapi_extra=` for a route that reads a path parameter itself."""
     parameter = {

@@ -20,10 +20,12 @@ from service.http.json_replies import Json
 from service.http.model_use import chat_model
 from service.lifecycle.state import Service, service_of
 from service.routes import generate
-from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
+from service.routes.docs import WORK_ERRORS, error_responses, ok_response, path_parameter, query_parameter, request_body
 from service.schemas.conversation_replies import DeletedResponse, OpenAIResponse, OpenAIResponseEvent, ResponseItems
 
 router = APIRouter()
+
+_ID = path_parameter("response_id", "The id of a response, such as `resp_5f0c1d`.")["parameters"]
 
 
 @router.post(
@@ -64,13 +66,14 @@ async def create(request: Request) -> Response:
     summary="A stored response",
     response_model=None,
     responses={**ok_response("The `response`.", OpenAIResponse), **error_responses(400, 404)},
+    openapi_extra={"parameters": [*_ID, query_parameter("stream", "Only `false` is served.", enum=["false"])]},
 )
-async def retrieve(request: Request, response_id: str, stream: str = "false") -> Response:
+async def retrieve(request: Request) -> Response:
     """Returns a response that this process keeps. Its events are not kept."""
-    if stream.lower() != "false":
+    if request.query_params.get("stream", "false").lower() != "false":
         raise invalid("stream: events of stored responses are not kept", "stream", "not_supported")
-    store = service_of(request).responses
-    found = store.reply(context_of_request().tenant, response_id)
+    store, tenant, response_id = _stored(request)
+    found = store.reply(tenant, response_id)
     if found is None:
         raise _not_kept(store, response_id)
     return Response(found, media_type="application/json")
@@ -81,11 +84,12 @@ async def retrieve(request: Request, response_id: str, stream: str = "false") ->
     summary="Forget a stored response",
     response_model=None,
     responses={**ok_response("It is forgotten.", DeletedResponse), **error_responses(404)},
+    openapi_extra={"parameters": _ID},
 )
-async def delete(request: Request, response_id: str) -> Response:
+async def delete(request: Request) -> Response:
     """Forgets a response and its conversation."""
-    store = service_of(request).responses
-    if not store.drop(context_of_request().tenant, response_id):
+    store, tenant, response_id = _stored(request)
+    if not store.drop(tenant, response_id):
         raise _not_kept(store, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -95,21 +99,35 @@ async def delete(request: Request, response_id: str) -> Response:
     summary="The input of a stored response",
     response_model=None,
     responses={**ok_response("A page of items.", ResponseItems), **error_responses(400, 404)},
+    openapi_extra={
+        "parameters": [
+            *_ID,
+            query_parameter("after", "The id of the item before the page.", type="string"),
+            query_parameter("limit", "Items of a page; default: 20.", type="integer", minimum=1, maximum=100),
+            query_parameter("order", "Default: `desc`, the last first.", enum=["asc", "desc"]),
+        ]
+    },
 )
-async def input_items(
-    request: Request, response_id: str, after: str | None = None, limit: str = "20", order: str = "desc"
-) -> Response:
+async def input_items(request: Request) -> Response:
     """Lists the items up to a response, those of earlier ones that it went on from too."""
+    query = request.query_params
+    limit, order = query.get("limit", "20"), query.get("order", "desc")
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= 100:
         raise invalid("limit must be from 1 to 100", "limit")
     if order not in ("asc", "desc"):
         raise invalid("order must be asc or desc", "order")
-    store = service_of(request).responses
-    messages = store.get(context_of_request().tenant, response_id)
+    store, tenant, response_id = _stored(request)
+    messages = store.get(tenant, response_id)
     if messages is None:
         raise _not_kept(store, response_id)
     found = response_items.items(messages[:-1])
-    return json_response(response_items.page(found, after=after, limit=int(limit), descends=order == "desc"))
+    page = response_items.page(found, after=query.get("after"), limit=int(limit), descends=order == "desc")
+    return json_response(page)
+
+
+def _stored(request: Request) -> tuple[ResponseStore, str, str]:
+    """Return the store, whose responses the request may see, and the id that it names."""
+    return service_of(request).responses, context_of_request().tenant, request.path_params["response_id"]
 
 
 def _not_kept(store: ResponseStore, id: str) -> ApiError:
