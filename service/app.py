@@ -36,6 +36,7 @@ from service.routes import (
     encode,
     generate,
     huggingface,
+    images,
     messages,
     models,
     openai,
@@ -51,7 +52,7 @@ from service.settings.api_keys import KeyRing, Tenants
 from service.settings.service_settings import ServiceSettings
 
 _ROUTES = (
-    *(generate, encode, openai, responses, messages, huggingface, ranking, pipelines, text2text, audio),
+    *(generate, encode, openai, responses, messages, huggingface, ranking, pipelines, text2text, images, audio),
     *(tokens, operations, models, playground),
 )
 _TASKS = {
@@ -61,6 +62,7 @@ _TASKS = {
     **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed", "/rerank", "/v1/rerank", "/v2/rerank"), "encode"),
     **dict.fromkeys(("/score", "/v1/score", "/classify", "/v1/classify"), "encode"),
     **dict.fromkeys((route.path for route in pipelines.router.routes if isinstance(route, APIRoute)), "encode"),
+    "/pipeline/image-classification": "encode",
     **dict.fromkeys((route.path for route in text2text.router.routes if isinstance(route, APIRoute)), "generate"),
     **dict.fromkeys((route.path for route in audio.router.routes if isinstance(route, APIRoute)), "generate"),
 }

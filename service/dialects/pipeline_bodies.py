@@ -127,6 +127,13 @@ class ClassParameters(DialectBody):
     top_k: int | None = Field(None, ge=1, description="Return this many classes; default: all.", examples=[2])
 
 
+class ImageBody(HuggingFaceBody):
+    """Classify an image, as InferenceClient asks for it where there are parameters."""
+
+    inputs: str = Field(min_length=1, description="A JPEG or PNG file as base64.", examples=["iVBORw0KGgo="])
+    parameters: ClassParameters | None = Field(None, description="Parameters.")
+
+
 class ClassBody(HuggingFaceBody):
     """Classify texts."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from pydantic import BaseModel
@@ -16,6 +16,7 @@ from service.dialects.pipeline_bodies import (
     EmbedAllBody,
     EntityBody,
     FillMaskBody,
+    ImageBody,
     QuestionBody,
     SimilarityBody,
     ZeroShotBody,
@@ -41,6 +42,7 @@ ZERO_SHOT_NAMES = {
     "hypothesis_template": "parameters.hypothesis_template",
 }
 CLASS_NAMES = {"input": "inputs"}
+IMAGE_NAMES = {"input[0].image": "inputs", "input": "inputs"}
 
 
 def embed_all(body: EmbedAllBody, output: str) -> EncodeBody:
@@ -162,11 +164,20 @@ def zero_shot_reply(plan: EncodePlan, reply: Json) -> object:
 
 def classes(body: ClassBody) -> EncodeBody:
     """Translate texts to classify: scores are the model's own, or what a named function makes of its logits."""
+    return native(EncodeBody, _common(body) | {"input": body.inputs, "output": _numbers_of(body)})
+
+
+def image(body: ImageBody) -> EncodeBody:
+    return native(EncodeBody, _common(body) | {"input": [{"image": body.inputs}], "output": _numbers_of(body)})
+
+
+def _numbers_of(body: ClassBody | ImageBody) -> str:
+    """Return the output with what the scores are made of."""
     named = body.parameters is not None and body.parameters.function_to_apply is not None
-    return native(EncodeBody, _common(body) | {"input": body.inputs, "output": "logits" if named else "scores"})
+    return "logits" if named else "scores"
 
 
-def classes_reply(body: ClassBody) -> Show:
+def classes_reply(body: ClassBody | ImageBody) -> Show:
     """Return each text's classes by descending score; in a list of lists, also for one text."""
     parameters = body.parameters
     function = parameters.function_to_apply if parameters is not None else None
@@ -179,6 +190,17 @@ def classes_reply(body: ClassBody) -> Show:
             pairs = zip(scored(item["scores"]), reply["labels"], strict=True)
             ranked = sorted(pairs, key=lambda pair: -float(pair[0]))[:top_k]
             found.append([{"label": label, "score": score} for score, label in ranked])
+        return found
+
+    return show
+
+
+def image_reply(body: ImageBody) -> Show:
+    """Return the image's classes by descending score."""
+    several = classes_reply(body)
+
+    def show(plan: EncodePlan, reply: Json) -> object:
+        [found] = cast("list[object]", several(plan, reply))
         return found
 
     return show

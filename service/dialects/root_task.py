@@ -29,6 +29,8 @@ class RootTask(StrEnum):
     FILL_MASK = "fill-mask"
     TOKEN_CLASSIFICATION = "token-classification"
     TEXT_CLASSIFICATION = "text-classification"
+    IMAGE_CLASSIFICATION = "image-classification"
+    SPEECH_RECOGNITION = "automatic-speech-recognition"
 
 
 _OF_TEXT2TEXT = frozenset(TranslationParameters.model_fields) - set(GenerationOptions.model_fields)
@@ -73,9 +75,9 @@ class RootBody:
             only_rewrites = bool(writers) and all(one.is_encoder_decoder for one in writers)
             generates = self._streams or parameters & _OF_GENERATION
             return RootTask.TRANSLATION if only_rewrites and not generates else RootTask.TEXT_GENERATION
-        return self._of_encoder(models)
+        return self._of_head(models)
 
-    def _of_encoder(self, models: Sequence[ServedModel]) -> RootTask:
+    def _of_head(self, models: Sequence[ServedModel]) -> RootTask:
         """Return the task of the only model with a head; InferenceClient sends parameters with every task of those."""
         tasks = {task for one in models if (task := _task_of_head(one)) is not None}
         if len(models) > 1 and (self._parameters is None or len(tasks) != 1):
@@ -83,6 +85,19 @@ class RootBody:
         found = tasks.pop() if tasks else RootTask.FEATURE_EXTRACTION
         masked = found is RootTask.FILL_MASK and self._parameters is None
         return RootTask.FEATURE_EXTRACTION if masked else found
+
+
+def task_of_file(media_type: str, models: Sequence[ServedModel]) -> RootTask | None:
+    """Return the task of a body that is a file of a type; None if no file may be a body, or none of this type."""
+    if media_type.startswith("image/"):
+        return RootTask.IMAGE_CLASSIFICATION
+    if media_type.startswith(("audio/", "video/")) or media_type == "application/ogg":
+        return RootTask.SPEECH_RECOGNITION
+    if media_type not in ("", "application/octet-stream"):
+        return None
+    tasks = {_task_of_head(one) for one in models}
+    found = (RootTask.SPEECH_RECOGNITION, RootTask.IMAGE_CLASSIFICATION)
+    return next((task for task in found if task in tasks), None)
 
 
 def _keys(raw: msgspec.Raw) -> frozenset[str] | None:
@@ -95,6 +110,10 @@ def _keys(raw: msgspec.Raw) -> frozenset[str] | None:
 
 def _task_of_head(served: ServedModel) -> RootTask | None:
     head = served.config.classifier
+    if served.config.audio is not None:
+        return RootTask.SPEECH_RECOGNITION
+    if served.config.image is not None:
+        return RootTask.IMAGE_CLASSIFICATION if head is not None else None
     if head is None:
         return RootTask.FILL_MASK if served.config.masked_head is not None else None
     if head.spans:

@@ -14,9 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from service.core.errors import ApiError, client_gone, invalid
+from service.core.errors import ApiError, client_gone, forbidden, invalid
 from service.core.request_context import RequestContext, current
 from service.http.connection_loss import LOSS, ConnectionLoss
+from service.http.cors import CrossOrigins
 from service.http.parsing import one_of, parsed
 from service.lifecycle.state import service_of
 
@@ -73,9 +74,9 @@ def named_model(request: Request, given: str | None) -> str | None:
 
     A placeholder names none, unless a model is served by that name.
     """
-    if given is not None and (given not in PLACEHOLDERS or service_of(request).registry.knows(given)):
-        return given
-    return request.query_params.get("model") if request.scope["query_string"] else None
+    in_url = request.query_params.get("model") if request.scope["query_string"] else None
+    names = [name for name in (given, in_url) if name is not None]
+    return next((one for one in names if one not in PLACEHOLDERS or service_of(request).registry.knows(one)), None)
 
 
 async def raw_body(request: Request, counted: Callable[[int], None] | None = None) -> bytes:
@@ -118,6 +119,14 @@ def _check_content_type(request: Request) -> None:
     if declared != "application/json" and not (declared.startswith("application/") and declared.endswith("+json")):
         message = "send JSON with the header Content-Type: application/json"
         raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
+
+
+def check_same_site(request: Request, what: str) -> None:
+    """Refuse what a page of another site makes a browser send: such bodies need no permission by CORS."""
+    if CrossOrigins(service_of(request).settings.cors_origins).allows(request.headers.get("origin")):
+        return
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise forbidden(f"pages of other sites may not send {what} here", "cross_site")
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -11,20 +11,20 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.errors import ApiError, forbidden, invalid
+from service.core.errors import ApiError, invalid
 from service.core.model_registry import Task
 from service.dialects import audio
 from service.dialects.audio_bodies import AudioForm, SpeechBody, TranscriptionForm, TranslationForm
 from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
 from service.http.bodies import (
     cancel_on_disconnect,
+    check_same_site,
     context_of_request,
     named_model,
     raw_body,
     whole_body,
     with_model,
 )
-from service.http.cors import CrossOrigins
 from service.http.model_use import choose_model
 from service.http.multipart import boundary_of, read_form
 from service.http.parsing import parsed
@@ -36,8 +36,8 @@ from service.planning.audio_room import HeldAudio
 from service.planning.speech import READS_AUDIO, lacks_for_audio, reads_audio
 from service.routes.docs import (
     WORK_ERRORS,
-    audio_body,
     error_responses,
+    file_body,
     form_body,
     ok_response,
     query_model,
@@ -96,25 +96,33 @@ async def translations(request: Request) -> Response:
     summary="Transcribe speech, as InferenceClient asks for it",
     response_model=None,
     responses={**ok_response("The text.", HuggingFaceSpeech), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**audio_body(SpeechBody), **query_model()},
+    openapi_extra={**file_body(SpeechBody, "audio/*"), **query_model()},
 )
 async def automatic_speech_recognition(request: Request) -> Response:
     """The body is the file, or JSON with the file as base64 and parameters."""
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    model = named_model(request, None)
-    body: SpeechBody | None = None
     if declared.endswith("json"):
         held = _enter(request)
-        body = await _from_json(request, await raw_body(request, held.hold), held)
-    else:
-        _check_same_site(request)
-        if declared and not declared.startswith(_TYPES):
-            message = "send an audio file with its Content-Type (audio/...), or JSON"
-            raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
-        held = _enter(request)
-        held.put(await whole_body(request.receive, held.hold))
+        return await _recognised(request, held, await raw_body(request, held.hold))
+    check_same_site(request, "audio")
+    if declared and not declared.startswith(_TYPES):
+        message = "send an audio file with its Content-Type (audio/...), or JSON"
+        raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
+    held = _enter(request)
+    held.put(await whole_body(request.receive, held.hold))
+    return await _recognised(request, held)
+
+
+async def recognise(request: Request, raw: bytes) -> Response:
+    """Transcribe the file of a JSON body that has been read."""
+    return await _recognised(request, _enter(request), raw)
+
+
+async def _recognised(request: Request, held: HeldAudio, raw: bytes | None = None) -> Response:
+    """Transcribe the file of `held`, or that of a JSON body."""
+    body = None if raw is None else await _from_json(request, raw, held)
     with naming_errors(audio.HUGGINGFACE_NAMES):
-        found = audio.huggingface(body, model if body is None else named_model(request, body.model))
+        found = audio.huggingface(body, named_model(request, None if body is None else body.model))
         return await answer(request, found, held, audio.SpeechReply, audio.HUGGINGFACE_NAMES)
 
 
@@ -128,7 +136,7 @@ async def _from_json(request: Request, raw: bytes, held: HeldAudio) -> SpeechBod
 
 async def _form_answer(request: Request, kind: type[AudioForm], task: str) -> Response:
     boundary = boundary_of(request.headers.get("content-type", ""))
-    _check_same_site(request)
+    check_same_site(request, "audio")
     held = _enter(request)
     form = _from_form(await whole_body(request.receive, held.hold), boundary, kind, held)
     with naming_errors(audio.FORM_NAMES):
@@ -218,11 +226,3 @@ def _bytes_of(text: str) -> bytes:
         return b"".join(base64.b64decode(text[at : at + _BASE64_PART], validate=True) for at in parts)
     except (binascii.Error, ValueError):
         raise invalid("audio is not base64", "audio", "invalid_audio") from None
-
-
-def _check_same_site(request: Request) -> None:
-    """Refuse what a page of another site makes a browser send: such bodies need no permission by CORS."""
-    if CrossOrigins(service_of(request).settings.cors_origins).allows(request.headers.get("origin")):
-        return
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise forbidden("pages of other sites may not send audio here", "cross_site")

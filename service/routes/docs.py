@@ -23,6 +23,7 @@ from service.dialects.pipeline_bodies import (
     EmbedSparseBody,
     EntityBody,
     FillMaskBody,
+    ImageBody,
     QuestionBody,
     SimilarityBody,
     ZeroShotBody,
@@ -83,7 +84,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     *(RankBody, ScoreBody, ClassifyBody, CohereEmbedBody),
     *(EmbedAllBody, EmbedSparseBody, SimilarityBody),
     *(FillMaskBody, QuestionBody, EntityBody, ZeroShotBody, ClassBody),
-    *(Text2TextBody, TranslationBody),
+    *(Text2TextBody, TranslationBody, ImageBody),
     *(TranscribeBody, TranscriptionForm, TranslationForm, SpeechBody),
 )
 _REPLIES: tuple[type[BaseModel], ...] = (
@@ -145,10 +146,10 @@ def form_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _schema(model)}}}}
 
 
-def audio_body(model: type[BaseModel]) -> dict[str, Any]:
+def file_body(model: type[BaseModel], media_type: str) -> dict[str, Any]:
     """Return `openapi_extra=` for a route whose body is a file, or `model` with the file in it."""
     file = {"schema": {"type": "string", "format": "binary"}}
-    content = {"audio/*": file, "application/octet-stream": file, "application/json": {"schema": _schema(model)}}
+    content = {media_type: file, "application/octet-stream": file, "application/json": {"schema": _schema(model)}}
     return {"requestBody": {"required": True, "content": content}}
 
 

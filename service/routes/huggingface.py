@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.core.model_registry import ServedModel
 from service.dialects import huggingface
 from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
@@ -20,17 +21,18 @@ from service.dialects.pipeline_bodies import (
     ClassBody,
     EntityBody,
     FillMaskBody,
+    ImageBody,
     QuestionBody,
     SimilarityBody,
     ZeroShotBody,
 )
 from service.dialects.ranking_bodies import RankBody
-from service.dialects.root_task import RootBody, RootTask
+from service.dialects.root_task import RootBody, RootTask, task_of_file
 from service.dialects.text2text_bodies import TranslationBody
 from service.http.bodies import named_model, raw_body, read_body, read_one_of, with_model
 from service.http.parsing import parsed
 from service.lifecycle.state import service_of
-from service.routes import encode, generate, pipelines, ranking, text2text
+from service.routes import audio, encode, generate, images, pipelines, ranking, text2text
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.dialect_replies import (
     HuggingFaceAnswer,
@@ -69,6 +71,11 @@ _ROOT: dict[RootTask, tuple[type[BaseModel], Callable[[Request, Any], Awaitable[
     RootTask.FILL_MASK: (FillMaskBody, pipelines.fill),
     RootTask.TOKEN_CLASSIFICATION: (EntityBody, pipelines.find_entities),
     RootTask.TEXT_CLASSIFICATION: (ClassBody, pipelines.classify),
+    RootTask.IMAGE_CLASSIFICATION: (ImageBody, images.classify),
+}
+_FILES = {
+    RootTask.IMAGE_CLASSIFICATION: images.image_classification,
+    RootTask.SPEECH_RECOGNITION: audio.automatic_speech_recognition,
 }
 _RERANK_BODIES: dict[str, type[BaseModel]] = {"texts": RerankBody, "documents": RankBody}
 
@@ -94,11 +101,23 @@ async def root(request: Request) -> Response:
 
     An encoder-decoder's reply has its text as `generated_text`, `translation_text` and `summary_text`.
     """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    task = task_of_file(media_type, _candidates(request, None))
+    if task is not None:
+        return await _FILES[task](request)
     raw = await raw_body(request)
-    found, registry = RootBody(raw), service_of(request).registry
-    name = named_model(request, found.model)
-    kind, answer = _ROOT[found.task([one for one in registry.candidates if name in (None, one.name)])]
+    found = RootBody(raw)
+    task = found.task(_candidates(request, found.model))
+    if task is RootTask.SPEECH_RECOGNITION:
+        return await audio.recognise(request, raw)
+    kind, answer = _ROOT[task]
     return await answer(request, with_model(request, await parsed(request, raw, kind)))
+
+
+def _candidates(request: Request, given: str | None) -> list[ServedModel]:
+    """Return the model that the request names, or all."""
+    name = named_model(request, given)
+    return [one for one in service_of(request).registry.candidates if name in (None, one.name)]
 
 
 @router.post(

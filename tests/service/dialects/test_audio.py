@@ -338,6 +338,10 @@ class TestHuggingFace:
     def test_a_file(self, url: str, app: App, tmp_path: Any) -> None:
         app.script.answer = saying(ids(" Hello."))
         assert self.client(url).automatic_speech_recognition(b"0.5").text == "Hello."
+        anyone = InferenceClient(model=f"{url}/?model=speech", token="any")
+        assert anyone.automatic_speech_recognition(b"0.5").text == "Hello."
+        timed = anyone.automatic_speech_recognition(b"0.5", extra_body={"return_timestamps": True})
+        assert timed.text == "Hello." and timed.chunks
         file = tmp_path / "speech.flac"
         file.write_bytes(b"0.5")
         assert self.client(url, "").automatic_speech_recognition(str(file)).text == "Hello."

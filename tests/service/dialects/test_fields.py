@@ -42,6 +42,7 @@ TYPES = [
     ("/pipeline/question-answering", f"{HUB}.question_answering.QuestionAnsweringInput"),
     ("/pipeline/token-classification", f"{HUB}.token_classification.TokenClassificationInput"),
     ("/pipeline/text-classification", f"{HUB}.text_classification.TextClassificationInput"),
+    ("/pipeline/image-classification", f"{HUB}.image_classification.ImageClassificationInput"),
     ("/pipeline/zero-shot-classification", f"{HUB}.zero_shot_classification.ZeroShotClassificationInput"),
     ("/pipeline/translation", f"{HUB}.translation.TranslationInput"),
     ("/pipeline/summarization, /pipeline/text2text-generation", f"{HUB}.summarization.SummarizationInput"),

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import InferenceClient
+from huggingface_hub.errors import HfHubHTTPError
 
 from service.dialects.root_task import RootBody, RootTask
+from tests.model.checkpoints import saved
 from tests.service.encode_models import TEXT, encode_app, pipeline
 from tests.service.support import App, ask, live, make_app
+from tests.service.test_heads import FILES, pixel_values
 
 pytestmark = pytest.mark.usefixtures("hub_client")
-KINDS = ("bert", "bert-masked", "bert-entities", "bert-answers", "bert-nli")
+KINDS = ("bert", "bert-masked", "bert-entities", "bert-answers", "bert-nli", "vit-image")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +61,40 @@ def test_each_encoder_does_its_task(url: str) -> None:
     assert len(client(url, "bert").sentence_similarity("the cat", other_sentences=["a mat", TEXT])) == 2
     assert np.asarray(client(url, "bert").feature_extraction(TEXT)).shape == (1, 32)
     assert np.asarray(client(url, "bert-masked").feature_extraction(TEXT)).shape == (1, 32)
+
+
+@pytest.mark.parametrize("path", ["/?model=vit-image", "/pipeline/image-classification"])
+@pytest.mark.parametrize("function", [None, "sigmoid", "none"])
+def test_images(url: str, path: str, function: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(FILES[0])
+    asks = InferenceClient(model=url + path, token="any")
+    with torch.inference_mode():
+        logits = saved("vit-image").reference(pixel_values=pixel_values(FILES[0])).logits[0]
+    ways = {None: torch.nn.Softmax(-1), "sigmoid": torch.nn.Sigmoid(), "none": torch.nn.Identity()}
+    expected = sorted(ways[function](logits).tolist(), reverse=True)
+    for image in (FILES[0], str(tmp_path / "a.png")):
+        found = asks.image_classification(image, function_to_apply=function)
+        assert [one.score for one in found] == pytest.approx(expected, abs=1e-4)
+        assert found[0].label == f"LABEL_{int(logits.argmax())}"
+    assert len(asks.image_classification(FILES[1], top_k=2)) == 2
+
+
+def test_files_that_no_model_takes() -> None:
+    for media_type, status in (("image/png", 400), ("audio/wav", 400), ("text/plain", 415), ("", 415)):
+        reply = ask(make_app(), "POST", "/", content=b"x", headers={"content-type": media_type})
+        assert reply.status_code == status, (media_type, reply.text)
+    for body in (b"", b"{}"):
+        headers = {"content-type": "application/json"} if body else {}
+        assert (
+            ask(make_app(), "POST", "/pipeline/image-classification", content=body, headers=headers).status_code == 400
+        )
+    cross = {"content-type": "image/png", "sec-fetch-site": "cross-site"}
+    assert ask(make_app(), "POST", "/pipeline/image-classification", content=b"x", headers=cross).status_code == 403
+
+
+def test_broken_images_are_named(url: str) -> None:
+    with pytest.raises(HfHubHTTPError, match="inputs: not an image file of JPEG or PNG"):
+        InferenceClient(model=f"{url}/pipeline/image-classification", token="any").image_classification(b"hello")
 
 
 def test_the_body_finds_the_only_model_of_its_task(url: str) -> None:

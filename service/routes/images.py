@@ -1,0 +1,61 @@
+"""Hugging Face's task for images: /pipeline/image-classification takes a file, or JSON with it as base64."""
+
+from __future__ import annotations
+
+import base64
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.core.errors import ApiError, invalid
+from service.core.model_registry import ServedModel
+from service.dialects import pipelines
+from service.dialects.common import naming_errors
+from service.dialects.pipeline_bodies import ImageBody
+from service.http.bodies import check_same_site, named_model, raw_body, whole_body, with_model
+from service.http.model_use import choose_model
+from service.http.parsing import parsed
+from service.routes import encode
+from service.routes.docs import WORK_ERRORS, error_responses, file_body, ok_response, query_model
+from service.schemas.dialect_replies import HuggingFaceClass
+
+router = APIRouter()
+
+_TYPES = ("image/", "application/octet-stream")  # of a file that is the whole body
+
+
+def classifies_images(served: ServedModel) -> bool:
+    """Return whether a model has a classifier of images."""
+    return served.config.image is not None and served.config.classifier is not None
+
+
+@router.post(
+    "/pipeline/image-classification",
+    summary="Classify an image, as InferenceClient asks for it",
+    response_model=None,
+    responses={**ok_response("The classes, the best first.", list[HuggingFaceClass]), **error_responses(*WORK_ERRORS)},
+    openapi_extra={**file_body(ImageBody, "image/*"), **query_model()},
+)
+async def image_classification(request: Request) -> Response:
+    """The body is the file, or JSON with the file as base64 and parameters; JPEG or PNG."""
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if declared.endswith("json"):
+        return await classify(request, with_model(request, await parsed(request, await raw_body(request), ImageBody)))
+    check_same_site(request, "images")
+    if declared and not declared.startswith(_TYPES):
+        message = "send an image file with its Content-Type (image/...), or JSON"
+        raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
+    file = await whole_body(request.receive)
+    if not file:
+        raise invalid("the body is empty; expected an image file", code="invalid_image")
+    fields = {"inputs": base64.b64encode(file).decode(), "model": named_model(request, None)}
+    return await classify(request, ImageBody.model_validate(fields))
+
+
+async def classify(request: Request, body: ImageBody) -> Response:
+    """Return the classes of an image."""
+    served = await choose_model(request, body.model, classifies_images, "classifies images", body.timeout_s)
+    with naming_errors(pipelines.IMAGE_NAMES):
+        asked = pipelines.image(body.model_copy(update={"model": served.name}))
+        return await encode.answer(request, asked, pipelines.image_reply(body))
