@@ -515,9 +515,9 @@ class ModelConfig:
 
     @property
     def short_context(self) -> int | None:
-        """Tokens up to which a request's keys are computed in another way than beyond (LongRoPE); None: there is none.
+        """Tokens up to which a sequence's keys are computed in another way than beyond (LongRoPE); None: there is none.
 
-        What a request may come to decides for all of its tokens, so that keys in the cache keep what they were.
+        Its length decides for all of its tokens. One that leaves the short context is computed anew.
         """
         rotaries = self.decoder.rotaries if self.decoder is not None else ()
         found = [int(one.original_max_positions) for one in rotaries if one.scaling is RopeScaling.LONGROPE]

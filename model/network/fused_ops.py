@@ -164,7 +164,7 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine `[T, 1, R]` of positions `[T]`, for `model.network.rotary.rotate`.
 
-    `contexts` `[T]` are what the rows' requests may come to, which LongRoPE asks for.
+    `contexts` `[T]` are the tokens that the rows' keys are turned for, which LongRoPE asks for.
     """
     frequencies = rotary_frequencies(config, positions.device)
     if config.scaling is RopeScaling.LONGROPE:

@@ -40,12 +40,16 @@ class RecordingProgram:
 
 
 class RecordingRunner(ModelRunner):
-    """`rows[request_id]`: every (position, logits) that was computed, in order, whether it was sampled from or not."""
+    """`rows[request_id]`: every (position, logits) that was computed, in order, whether it was sampled from or not.
+
+    `short_rows`: how many of them come before the sequence left the short context of LongRoPE.
+    """
 
     def __init__(self, model: Transformer, cache: KVCache, block_manager: BlockManager) -> None:
         super().__init__(model, cache, block_manager)
         self._program = self.recording = RecordingProgram(self._program)  # type: ignore[assignment]
         self.rows: dict[str, list[tuple[int, Tensor]]] = {}
+        self.short_rows: dict[str, int] = {}
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
         sampled = super().execute(output)
@@ -54,12 +58,20 @@ class RecordingRunner(ModelRunner):
         for step in decodes_first(output.scheduled):
             rows = self.rows.setdefault(step.sequence.request.request_id, [])
             rows += [(position, next(logits)) for position in range(step.start, step.start + step.num_tokens)]
+            if step.sequence.rotary_context <= (self.model.config.short_context or 0):
+                self.short_rows[step.sequence.request.request_id] = len(rows)
         return sampled
 
     def worst(self, kind: str, request: Request, output_ids: Sequence[int]) -> float:
         """The largest difference from `transformers`' full forward, over all rows of the request."""
-        expected = reference_logits(kind, [*request.prompt_token_ids, *output_ids], request.source)
-        return max((row - expected[position]).abs().max().item() for position, row in self.rows[request.request_id])
+        ids = [*request.prompt_token_ids, *output_ids]
+        rows, count = self.rows[request.request_id], self.short_rows.get(request.request_id, 0)
+        parts = [(rows[:count], ids[: self.model.config.short_context]), (rows[count:], ids)]
+        return max(_farthest(part, reference_logits(kind, read, request.source)) for part, read in parts if part)
+
+
+def _farthest(rows: Sequence[tuple[int, Tensor]], expected: Tensor) -> float:
+    return max((row - expected[position]).abs().max().item() for position, row in rows)
 
 
 @dataclass

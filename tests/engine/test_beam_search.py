@@ -14,7 +14,7 @@ from model.engine.scheduling.beam_search import BeamSearch
 from model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence, SchedulerOutput
 from tests.engine.scripted import Harness, Late, ScriptedRunner, expected_tokens, next_token, source_ids
 from tests.engine.support import running
-from tests.model.checkpoints import START, prompt, saved
+from tests.model.checkpoints import DECODERS, START, prompt, saved
 
 SETTINGS: list[dict[str, Any]] = [
     {"num_beams": 2},
@@ -24,7 +24,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"num_beams": 4, "no_repeat_ngram_size": 2},
     {"num_beams": 3, "repetition_penalty": 1.5, "min_tokens": 6},
 ]
-KINDS = ["t5-relu", "bart", "marian", "llama"]
+KINDS = ["t5-relu", "bart", "marian", "llama", "phi3-longrope"]
 MAX_TOKENS = 12
 EOS = (2, 5, 17, 33)  # tiny random models do come to these, so that hypotheses end at different lengths
 
@@ -34,7 +34,7 @@ def asked(kind: str, name: str, length: int, **settings: Any) -> Request:
     ids = prompt(length, length)
     return (
         Request(name, kind, ids, params)
-        if kind == "llama"
+        if kind in DECODERS
         else Request(name, kind, (START,), params, token_source(ids))
     )
 

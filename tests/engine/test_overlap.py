@@ -37,7 +37,7 @@ from tests.engine.support import pools_for, request
 from tests.engine.test_beam_search import BeamRunner
 from tests.model.checkpoints import CPU, loaded
 
-KINDS = ["gpt2", "llama-gqa", "gemma3", "qwen3-next", "t5-relu", "bart"]
+KINDS = ["gpt2", "llama-gqa", "phi3-longrope", "gemma3", "qwen3-next", "t5-relu", "bart"]
 
 
 class LengthsBackend(SdpaBackend):
@@ -115,7 +115,7 @@ def outputs_of(
     assert decoder is not None
     pools = pools_for(decoder, num_blocks)
     states = StateSize(24, 12) if decoder.recurrences else None
-    blocks = BlockManager(pools, 4, states=states)
+    blocks = BlockManager(pools, 4, short_context=model.config.short_context, states=states)
     num_states = states.num_slots if states is not None else 0
     cache = KVCache(decoder, [pool.num_pages for pool in pools], 4, torch.float32, CPU, num_states)
     decode = None

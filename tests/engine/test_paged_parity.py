@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from model.api.request import Request
 from model.attention.base import AttentionBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from tests.engine.support import Running, add_all, mixed, request, running
-from tests.model.checkpoints import DECODERS, ENCODER_DECODERS, native_backends, reference_logits
+from tests.model.checkpoints import DECODERS, ENCODER_DECODERS, native_backends, reference_logits, saved
 from tests.model.decoder_rows import DENSE_DECODERS
 
 KINDS = (
@@ -20,6 +21,7 @@ KINDS = (
         "mistral",
         "qwen3",
         "phi3",
+        "phi3-longrope",
         "gemma",
         "gemma2",
         "gemma3",
@@ -105,17 +107,20 @@ def test_chunks_prefix_hits_and_preemption(kind: str, backend: AttentionBackend)
 
 
 def test_short_and_long_requests_of_one_prompt_share_no_blocks() -> None:
-    """LongRoPE: what a request may come to decides how its keys are turned, from the first on (16 tokens here)."""
+    """LongRoPE: a sequence that leaves the short context (16 tokens here) is computed anew, as `transformers` does."""
     kind, length = "phi3-longrope", 9
     for backend in BACKENDS:
         run = running(kind, backend=backend)
-        requests = [request(kind, f"r{i}", length, 0, max_tokens=most) for i, most in enumerate((7, 8, 20, 6))]
+        requests = [request(kind, f"r{i}", length, 0, max_tokens=most) for i, most in enumerate((7, 8, 20, 6, 20))]
         for one in requests:
             run.engine.add(one)
             run.run()
         assert worst(kind, run, requests) < CLOSE
         hits = [max(o.cached_tokens for o in run.outputs if o.request_id == one.request_id) for one in requests]
-        assert hits == [0, 0, 8, 8]
+        assert hits == [0, 8, 8, 8, 8]  # two blocks of the prompt, while it is short
+        assert [run.runner.short_rows[f"r{i}"] for i in range(5)] == [15, 8, 8, 6, 8]
+        # The third computes 17 tokens again, of which the last finds 16 that are long.
+        assert [len(run.runner.rows[f"r{i}"]) for i in range(5)] == [15, 8, 8 + 28, 6, 8 + 12]
 
 
 TABLES = [(kind, "tables") for kind in KINDS] + [(kind, "source_tables") for kind in KINDS if kind in ENCODER_DECODERS]
@@ -174,3 +179,20 @@ def test_no_stop_id_is_sampled_before_min_tokens() -> None:
     held = ids(stop_token_ids=(free[0],), min_tokens=5)
     assert len(held) > 5
     assert free[0] not in held[:5]
+
+
+def test_a_generation_leaves_the_short_context_as_that_of_transformers_does() -> None:
+    """LongRoPE, with prompts on both sides of the limit of 16 tokens and at it."""
+    kind = "phi3-longrope"
+    requests = [request(kind, f"r{length}", length, length, max_tokens=20) for length in (3, 9, 15, 16, 17, 24)]
+    for num_blocks in (200, 22):  # the second has them preempted for room, too
+        run = running(kind, num_blocks=num_blocks)
+        add_all(run, requests)
+        run.run()
+        for one in requests:
+            with torch.inference_mode():
+                prompt = torch.tensor([one.prompt_token_ids])
+                found = saved(kind).reference.generate(
+                    prompt, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+                )
+            assert run.ids(one.request_id) == found[0, prompt.shape[1] :].tolist()

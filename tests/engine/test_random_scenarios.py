@@ -33,7 +33,7 @@ from tests.model.decoder_rows import VOCAB
 
 MAX_LEN = 80
 # Windows and sinks, experts, recurrent layers; encoders of text and sound.
-KINDS = ["llama-gqa", "gemma3", "gpt-oss", "qwen3-moe", "qwen3-next", "t5-relu", "bart", "whisper"]
+KINDS = ["llama-gqa", "phi3-longrope", "gemma3", "gpt-oss", "qwen3-moe", "qwen3-next", "t5-relu", "bart", "whisper"]
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 60))]
 TEXTS = (b"", b"", b"", *(bytes([32 + place]) for place in range(VOCAB - 3)))
 GRAMMARS = (regex_grammar("[a-z]{2,6}(-[A-Z]+)*"), choice_grammar(["abc", "abd", "x"]), regex_grammar("[012]*9"))
@@ -108,7 +108,8 @@ def engine_of(kind: str, pools: list[int], size: int, cache_dtype: torch.dtype, 
     specs = pools_of(paged_specs(decoder, "float32"))
     sizes = [PoolSize(count, spec.window) for count, spec in zip(pools, specs, strict=True)]
     states = StateSize(chosen["num_seqs"], chosen.get("snapshots", 0)) if decoder.recurrences else None
-    blocks = BlockManager(sizes, size, prefix_caching=chosen["shares"], states=states)
+    short, shares = model.config.short_context, chosen["shares"]
+    blocks = BlockManager(sizes, size, prefix_caching=shares, short_context=short, states=states)
     slots = states.num_slots if states is not None else 0
     pages = KVCache(decoder, [one.num_pages for one in sizes], size, cache_dtype, CPU, slots)
     runner = ModelRunner(model, pages, blocks)

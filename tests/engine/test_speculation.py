@@ -149,7 +149,7 @@ def drafting(max_tokens: int, prompt: Sequence[int], source: tuple[int, ...] = (
 CASES = [
     *(("llama-gqa", *one) for one in (("float32", "none"), ("float32", "int8"), ("bfloat16", "none"))),
     *(("gemma3", "bfloat16", quantization) for quantization in ("none", "int8", "int4")),
-    *((kind, "float32", "none") for kind in ("t5-relu", "bloom", "qwen3-next")),
+    *((kind, "float32", "none") for kind in ("t5-relu", "bloom", "qwen3-next", "phi3-longrope")),
     ("qwen3-next", "bfloat16", "int8"),
 ]
 

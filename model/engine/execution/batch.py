@@ -83,7 +83,7 @@ class StepBatch:
 
     ids: Tensor  # [T]
     positions: Tensor  # [T]
-    contexts: Tensor  # [T] tokens that the row's request may come to
+    contexts: Tensor  # [T] tokens that the keys of the row's sequence are turned for
     slots: Tensor  # [P, T] in each pool, for its keys and values
     placeholders: Tensor  # [T] row of the previous step whose token this is, not known on the host; else NO_SLOT
     cu_seqlens: Tensor  # [B + 1]
@@ -175,7 +175,7 @@ def _pack_single(
 ) -> None:
     ids, positions, contexts, slots, rows = columns
     count = len(steps)
-    contexts[:count] = [step.sequence.longest_context for step in steps]
+    contexts[:count] = [step.sequence.rotary_context for step in steps]
     ids[:count] = [step.sequence.token_ids[step.start] for step in steps]
     positions[:count] = at = np.array([step.start for step in steps], dtype=np.int64)
     for pool, pool_slots in enumerate(slots):
@@ -194,7 +194,7 @@ def _pack_runs(
         end, stop = begin + step.num_tokens, step.start + step.num_tokens
         ids[begin:end] = [*step.sequence.token_ids[step.start : stop], *step.drafts]
         positions[begin:end] = at = np.arange(step.start, stop)
-        contexts[begin:end] = step.sequence.longest_context
+        contexts[begin:end] = step.sequence.rotary_context
         for pool_slots, table in zip(slots, step.sequence.tables, strict=True):
             pool_slots[begin:end] = table.row[at // size] * size + at % size
         rows[end - 1] = placeholders.get(id(step.sequence), NO_SLOT)

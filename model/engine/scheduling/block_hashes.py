@@ -15,7 +15,7 @@ from model.engine.scheduling.sequence import SequenceState
 class BlockHasher:
     """Hashes of blocks of `block_size` tokens; `across_requests`: equal ones of two requests are equal.
 
-    Beyond `short_context` tokens a request's keys are others than up to it (`ModelConfig.short_context`).
+    Beyond `short_context` tokens a sequence's keys are others than up to it (`ModelConfig.short_context`).
     """
 
     def __init__(self, block_size: int, *, across_requests: bool, short_context: int | None = None) -> None:
@@ -24,12 +24,12 @@ class BlockHasher:
         self._short_context = short_context
 
     def root(self, sequence: SequenceState) -> bytes:
-        """The hash of what all blocks depend on before the first token: salt, source, and whether it may be long."""
+        """The hash of what all blocks depend on before the first token: salt, source, and whether it is long."""
         if sequence.root_hash is None:
             request = sequence.request
             salt = (request.cache_salt if self._across_requests else request.request_id).encode()
             source = request.source.digest if request.source is not None else b""
-            long = self._short_context is not None and sequence.longest_context > self._short_context
+            long = self._short_context is not None and sequence.rotary_context > self._short_context
             sequence.root_hash = sha256(pack("<q", len(salt)) + salt + source + b"long" * long).digest()
         return sequence.root_hash
 

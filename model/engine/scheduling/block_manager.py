@@ -50,11 +50,12 @@ class BlockManager:
         short_context: int | None = None,
         states: StateSize | None = None,
     ) -> None:
-        """`short_context` is the model's: longer requests share no blocks with others (`BlockHasher`). `states` are for
-        recurrent layers; None: there are none."""
+        """`short_context` is the model's: longer sequences share no blocks with shorter ones (`BlockHasher`). `states`
+        are for recurrent layers; None: there are none."""
         self.pools = tuple(BlockPool(*size, block_size) for size in pools)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.short_context = short_context
         self.num_queried_tokens = 0  # prompt tokens that were looked for
         self.num_hit_tokens = 0  # and found
         self._windowed = [at for at, pool in enumerate(self.pools) if pool.window is not None]

@@ -97,6 +97,7 @@ class Scheduler:
         may take more, by a layer of the encoder; or whole, where layers cannot be computed apart.
         """
         output = SchedulerOutput()
+        self._turn_long()
         left, preempted = self._schedule_running(output, budget)
         if not preempted:
             self._admit(output, left, budget.whole_tokens)
@@ -118,7 +119,7 @@ class Scheduler:
         for drafted, place in enumerate(places):
             step = steps[place]
             unread -= step.sequence.read_for_drafts(unread)
-            share = max(0, budget // (len(places) - drafted)) if step.samples else 0
+            share = self._draftable(step.sequence, budget // (len(places) - drafted)) if step.samples else 0
             drafts = step.sequence.propose_drafts(share)
             asked = step.sequence.ask_draft_model(share)
             if asked:
@@ -131,6 +132,13 @@ class Scheduler:
                 count = self.block_manager.extend(step.sequence, step.num_tokens, len(drafts), len(self.running))
                 steps[place] = step._replace(num_tokens=step.num_tokens + count, drafts=tuple(drafts[:count]))
                 budget -= count
+
+    def _draftable(self, sequence: SequenceState, share: int) -> int:
+        """How many of `share` drafts a sequence may get: none beyond the tokens that its keys are turned for."""
+        short = self.block_manager.short_context
+        if short is not None and sequence.rotary_context <= short:
+            share = min(share, short - sequence.num_tokens)
+        return max(0, share)
 
     def _draft_run(self, step: ScheduledSequence, place: int, asked: int, most: int) -> DraftRun:
         """Let the draft model compute what it has not of a sequence, and say `asked` tokens behind it, as far as there
@@ -153,6 +161,17 @@ class Scheduler:
         self.draft_pages.fill(table[drafting.num_filled : full], hashes[drafting.num_filled : full])
         drafting.num_filled = max(full, drafting.num_filled)
         return DraftRun(place, sequence, drafting, start, stop, count)
+
+    def _turn_long(self) -> None:
+        """Let the sequences that have left the short context of LongRoPE be computed anew."""
+        if self.block_manager.short_context is not None:
+            for sequence in list(self.running):
+                if sequence.status is SequenceStatus.RUNNING and self._leaves_short_context(sequence):
+                    self.preempt(sequence)
+
+    def _leaves_short_context(self, sequence: SequenceState) -> bool:
+        short = self.block_manager.short_context
+        return short is not None and sequence.rotary_context <= short < sequence.num_tokens
 
     def _schedule_running(self, output: SchedulerOutput, limits: StepBudget) -> tuple[int, bool]:
         """Continue what runs, oldest first; returns the tokens left and whether someone was preempted.
@@ -260,6 +279,9 @@ class Scheduler:
             if sequence.status is SequenceStatus.RUNNING or self._waits(sequence):
                 continue  # admitted with its other beams, or later
             together = self._together(sequence)
+            for one in together:
+                if self._leaves_short_context(one):
+                    one.turn_long()
             places -= sum(one.num_slots for one in together)
             begun = source_budget < most  # the first goes, however long
             encodes = self.block_manager.must_encode(sequence)
@@ -312,8 +334,10 @@ class Scheduler:
             insort(self.running, child, key=lambda s: s.order)
 
     def _waits(self, sequence: SequenceState) -> bool:
-        """Whether a waiting sequence's grammar is not compiled, or a running prompt computes the next of its tokens."""
-        if not sequence.is_prepared:
+        """Whether a waiting sequence's grammar is not compiled, its last token is not known here, or a running prompt
+        computes the next of its tokens.
+        """
+        if not sequence.is_prepared or sequence.has_placeholder:
             return True
         return bool(self._frontiers) and self.block_manager.prefixes.frontier_found(sequence) in self._frontiers
 

@@ -52,7 +52,7 @@ class SequenceState:
     token_ids: list[int]
     stop_token_ids: frozenset[int]
     num_prompt_tokens: int = 0
-    longest_context: int = 0  # tokens that it may come to
+    rotary_context: int = 0  # tokens that its keys are turned for, where long contexts turn them otherwise (LongRoPE)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of them, found in the cache
     num_offered_blocks: int = 0  # of its full blocks, offered to the cache
@@ -91,7 +91,7 @@ class SequenceState:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         p = self.params
-        self.longest_context = self.num_prompt_tokens + p.max_tokens
+        self.rotary_context = self.num_prompt_tokens
         compared = p.encoder_no_repeat_ngram_size or p.encoder_repetition_penalty != 1.0
         history = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty or p.no_repeat_ngram_size
         questions = (p.prompt_logprobs, p.probe, self.request.alignment)
@@ -141,7 +141,7 @@ class SequenceState:
         child.source_tables = [BlockTable() for _ in self.source_tables]
         child.state_slot, child.state_writes = NO_STATE, []
         child.uses_source = False
-        child.num_prompt_tokens, child.longest_context = self.num_prompt_tokens, self.longest_context
+        child.num_prompt_tokens, child.rotary_context = self.num_prompt_tokens, self.rotary_context
         child.history = self.history.fork() if self.history is not None else None
         child.block_hashes = list(self.block_hashes)
         if self.matcher is not None:
@@ -309,6 +309,12 @@ class SequenceState:
     def finish(self, reason: FinishReason) -> None:
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
+
+    def turn_long(self) -> None:
+        """Have its keys turned for all its tokens; nothing that was computed or hashed of them before holds."""
+        self.rotary_context = self.num_tokens
+        self.root_hash = None
+        self.block_hashes.clear()
 
     def restart(self) -> None:
         """Back to waiting after its blocks were taken; everything is computed anew."""
