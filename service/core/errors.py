@@ -15,6 +15,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -46,6 +47,7 @@ _ANTHROPIC_TYPES = {
 }
 
 _SHOWN_ERRORS = 5
+_SHOWN_CHARACTERS = 560  # of their texts together
 _SHOWN_NAMES = 20
 _UNSAFE = re.compile(r"0x[0-9a-fA-F]{4,}|(?:/[\w.\-]+){2,}|[A-Za-z]:\\\S+")
 
@@ -241,8 +243,10 @@ def from_validation(
     `known` returns the names of the fields at the place of one that is not known, for suggestions of similar names.
     """
     described = [_describe(error, known) for error in errors[:_SHOWN_ERRORS]]
-    more = len(errors) - len(described)
-    message = "; ".join(text for _, text, _ in described) + (f"; and {more} more" if more else "")
+    lengths = accumulate(len(text) + 2 for _, text, _ in described)
+    shown = max(1, sum(length <= _SHOWN_CHARACTERS for length in lengths))
+    more = len(errors) - shown
+    message = "; ".join(text for _, text, _ in described[:shown]) + (f"; and {more} more" if more else "")
     param, _, code = described[0]
     return invalid(message, param, code)
 

@@ -123,6 +123,18 @@ def _holds(path: str, rows: dict[str, Row]) -> Any:
     return rows[path].use != "used" or not any(one.startswith((f"{path}.", f"{path}[")) for one in rows)
 
 
+def test_an_error_names_the_place_and_the_nearest_field_and_is_short(app: App) -> None:
+    part = {"type": "text", "text": "Hello", "x" * 900: 1}
+    unknown = {f"{letter * 70}": 1 for letter in "abcdefgh"}
+    body = {**BODIES_OF[CHAT], "messages": [{"role": "user", "content": [part]}], **unknown}
+    error = ask(app, "POST", CHAT, json=body).json()["error"]
+    assert error["param"].startswith("messages[0].content[0].xxx") and len(error["message"]) <= 600
+    assert error["message"].endswith(" more")
+    tools = [{"type": "function", "function": {"name": "f", "parametrs": {}}}]
+    error = ask(app, "POST", CHAT, json={**BODIES_OF[CHAT], "tools": tools}).json()["error"]
+    assert error["message"] == "unknown field 'parametrs' in tools[0].function; did you mean 'parameters'?"
+
+
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "Hello"}]
 BODIES_OF = {
