@@ -73,6 +73,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
     content = sources.from_file(Path(file)) if file else sources.FileSettings()
     settings = content.settings | sources.from_environment(os.environ)
+    sources.forget_secrets(os.environ)
     settings |= sources.from_arguments(arguments, OPTIONS)
     models = {name: {"path": path} for name, path in (_named(text) for text in arguments.models)}
     if len(models) < len(arguments.models):

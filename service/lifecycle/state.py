@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
@@ -33,10 +34,13 @@ from service.planning.generate import GeneratePlanner
 from service.planning.response_format import GrammarChecker
 from service.planning.speech import SpeechPlanner, audio_limits
 from service.planning.tokenization import TokenizerThreads
+from service.sandbox import confinement
 from service.sandbox.audio_pool import AudioPool
 from service.sandbox.chat_pool import RenderPool
 from service.sandbox.image_pool import ImagePool
 from service.settings.service_settings import ServiceSettings
+
+logger = logging.getLogger(__name__)
 
 _MODELS_SECONDS = 1.0  # between looks for idle models
 
@@ -67,6 +71,7 @@ class Service:
         self.jobs = Jobs(client, metrics, self.tracer)
         self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
         self.body_threads = Threads(1, "triptych-bodies")  # parsing lets few other threads run: more would not help
+        self.confinement = confinement.support()
         self.renderers = RenderPool(self.limits.chat_template_s)
         self.grammars = GrammarChecker(self.limits)
         self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
@@ -92,6 +97,11 @@ class Service:
 
     async def start(self) -> None:
         """Load the models; raises as `EngineClient.start`."""
+        if self.confinement.missing:
+            logger.warning(
+                "templates, grammars, images and audio files are processed without %s, which this kernel or container lacks",
+                " and ".join(self.confinement.missing),
+            )
         self.client.on_step(self.metrics.step)
         await self.client.start()
         self.models.started()

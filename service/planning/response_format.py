@@ -17,7 +17,7 @@ from model.errors import GrammarError
 from model.text.grammar import choice_grammar, json_grammar, regex_grammar, written_grammar
 from service.core.errors import ApiError, invalid, unavailable
 from service.core.model_registry import ServedModel
-from service.sandbox.process_pool import Worker, WorkerError, WorkerPool
+from service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
 from service.schemas.bodies import GenerateBody, ResponseFormat
 from service.settings.service_settings import Limits
 
@@ -194,5 +194,5 @@ def _busy() -> ApiError:
     )
 
 
-def _worker(seconds: float) -> Worker:
-    return Worker(seconds, "service.sandbox.grammar_main")
+def _worker(seconds: float) -> ForkingWorker:
+    return ForkingWorker(seconds, "service.sandbox.grammar_main")

@@ -86,6 +86,7 @@ async def info(request: Request) -> Response:
         "elsewhere": service.registry.elsewhere,
         "asks_for_key": service.settings.asks_for_key,
         "embed_cache": _embed_cache(service),
+        "confinement": asdict(service.confinement),
         "limits": asdict(service.limits),
         **huggingface_info(service),
     }

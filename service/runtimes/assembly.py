@@ -18,6 +18,7 @@ from model.system.child_process import ConnectedChild
 from service.app import Application, create_app
 from service.core.model_registry import Registry, ServedModel
 from service.runtimes.model_reader import FolderReader, read_model
+from service.sandbox import confinement
 from service.settings.serve_config import ServeConfig
 from service.settings.service_settings import ServiceSettings
 
@@ -53,6 +54,7 @@ def build_app(config: ServeConfig, engine: ConnectedChild | None = None) -> Appl
 
     The first child process may have been started before, as `engine`.
     """
+    confinement.hide_process()  # it holds keys, and what clients send
     started = [engine] if engine is not None else []
     config = with_folders(config)
     registry = build_registry(config)

@@ -8,16 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.media.audio_file import AudioError, AudioLimits
-from service.sandbox.process_pool import Worker, WorkerError, WorkerPool
+from service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
 
 _WORKERS = 2
 
 
-class AudioWorker(Worker):
-    """Runs one process, started on first use. Not thread-safe."""
+class AudioWorker(ForkingWorker):
+    """Runs one process, started on first use, with a process of its own for each file. Not thread-safe."""
 
     def __init__(self, seconds: float, limits: AudioLimits) -> None:
-        super().__init__(seconds, "service.sandbox.audio_main", {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
+        variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        super().__init__(seconds, "service.sandbox.audio_main", variables=variables)
         self._limits = limits
 
     def decode(self, data: bytes, sampling_rate: int) -> NDArray[np.float32]:
@@ -26,7 +27,8 @@ class AudioWorker(Worker):
             raise AudioError(f"the audio file has {len(data)} bytes, more than {self._limits.file_bytes} are not taken")
         request = {"sampling_rate": sampling_rate, "limits": asdict(self._limits)}
         try:
-            return np.frombuffer(self.ask_with_bytes(request, data)[1], "<f4")
+            _, samples = self.ask_with_bytes(request, data, 4 * int(self._limits.seconds * sampling_rate))
+            return np.frombuffer(samples[: len(samples) & ~3], "<f4")
         except WorkerError as error:
             if error.kind in ("refused", "memory"):
                 raise AudioError(str(error)) from None

@@ -1,23 +1,20 @@
-"""The process that renders chat templates, which its parent can kill. It runs as a file and imports no other module.
+"""The process that renders chat templates: `python -m service.sandbox.chat_main`.
 
 A template is a program. Neither Jinja's sandbox nor a tracing function limits its cost: one operation such as
-`9**9**9` or `'x' * 10**10` does not return to the interpreter. Here the kernel limits time (an alarm ends the process),
-memory, open files and their size, and the environment is empty. Templates are compiled here too, because the compiler
-evaluates constants.
+`9**9**9` or `'x' * 10**10` does not return to the interpreter. So it runs in a process that
+`service.sandbox.worker_main` confines and the kernel ends in time. Templates are compiled here too, because the
+compiler evaluates constants. The process is kept for the next conversation, as compiling takes longer than rendering.
 
-Messages on standard input, a socket, are a length of 4 bytes (big-endian) and JSON, in both directions. A request
-`{template, variables, limit, seconds}` gets one reply, `{"text"}` or `{"error", "message"}`; without `variables` the
-reply is `{"names"}`, those of the variables that the template takes from outside.
+A request `{template, variables, limit, seconds}` gets one reply, `{"text"}` or `{"error", "message"}`; without
+`variables` the reply is `{"names"}`, those of the variables that the template takes from outside.
 """
 
 from __future__ import annotations
 
+import codecs
+import importlib
 import json
-import resource
-import signal
-import socket
-import struct
-from collections.abc import Callable
+import time
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -31,10 +28,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-READY = b"R"
-_LENGTH = struct.Struct(">I")
+from service.sandbox import worker_main
+
 _MEMORY = 512 << 20
-_FILES = 16
 _MESSAGE = 300
 
 
@@ -146,39 +142,20 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": "failed", "message": type(error).__name__}
 
 
-def _confine() -> None:
-    for kind, bound in (
-        (resource.RLIMIT_AS, _MEMORY),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, _FILES),
-    ):
-        resource.setrlimit(kind, (bound, bound))
-
-
-def _take(channel: socket.socket, size: int) -> bytes:
-    """Receive `size` bytes, or fewer if the other side has closed."""
-    data = bytearray()
-    while len(data) < size and (part := channel.recv(size - len(data))):
-        data += part
-    return bytes(data)
-
-
-def _serve(channel: socket.socket, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    while len(header := _take(channel, _LENGTH.size)) == _LENGTH.size:
-        request = json.loads(_take(channel, _LENGTH.unpack(header)[0]))
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # without a handler, the signal ends the process
-        reply = json.dumps(answer(request)).encode()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        channel.sendall(_LENGTH.pack(len(reply)) + reply)
+def _load_all() -> None:
+    """Load what Jinja and the clock load at first use, as no file can be opened later."""
+    for module in ("html", "jinja2.debug", "pprint", "textwrap", "urllib.parse"):
+        importlib.import_module(module)
+    for encoding in ("unicode_escape", "ascii", "latin-1", "utf-16", "utf-32", "idna"):
+        codecs.lookup(encoding)
+    time.tzset()
+    _now("%c")
 
 
 def main() -> None:
     """Answer requests until the other side closes."""
-    channel = socket.socket(fileno=0)
-    _confine()
-    channel.sendall(READY)
-    _serve(channel, answer)
+    _load_all()
+    worker_main.serve(lambda request, _: (answer(request), b""), _MEMORY)
 
 
 if __name__ == "__main__":

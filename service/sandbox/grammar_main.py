@@ -1,30 +1,24 @@
-"""The process that test-compiles grammars, which its parent can kill: `python -m service.sandbox.grammar_main`.
+"""The process that test-compiles grammars: `python -m service.sandbox.grammar_main`.
 
 The grammar library limits most of a grammar's cost, but not all: `multipleOf: 1000003` takes seconds and hundreds of
-megabytes. Here the kernel limits time (an alarm ends the process) and memory. A grammar that compiles is then matched
-against a few random one-byte tokens, so that most grammars that are too expensive to match are refused before a request
-is accepted.
+megabytes. So each grammar gets a process of its own, which `service.sandbox.worker_main` confines and the kernel ends
+in time. A grammar that compiles is then matched against a few random one-byte tokens, so that most grammars that are
+too expensive to match are refused before a request is accepted.
 
-Messages on standard input, a socket, are a length of 4 bytes (big-endian) and JSON, in both directions. A request
-`{grammar, seconds}` gets one reply, `{}` or `{"error", "message"}`.
+A request `{grammar, seconds}` gets one reply, `{}` or `{"error", "message"}`.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
-import resource
-import signal
-import socket
-import struct
+from typing import Any
 
 from model.errors import GrammarError
 from model.text.grammar_matcher import Vocabulary, compile_grammar
 from model.text.token_bytes import TokenBytes
+from service.sandbox import worker_main
 
-READY = b"R"
-_LENGTH = struct.Struct(">I")
 _MEMORY = 512 << 20
 _TRIAL_TOKENS = 64
 _TRIALS = 4
@@ -49,30 +43,16 @@ def try_grammar(grammar: str, vocabulary: Vocabulary) -> dict[str, str]:
     return {}
 
 
-def _take(channel: socket.socket, size: int) -> bytes:
-    """Receive `size` bytes, or fewer if the other side has closed."""
-    data = bytearray()
-    while len(data) < size and (part := channel.recv(size - len(data))):
-        data += part
-    return bytes(data)
-
-
 def main() -> None:
     """Answer requests until the other side closes."""
-    channel = socket.socket(fileno=0)
     single = (*(bytes([byte]) for byte in range(256)), b"")  # the last stands for all special tokens
     vocabulary = Vocabulary(TokenBytes(single, single))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    channel.sendall(READY)
-    while len(header := _take(channel, _LENGTH.size)) == _LENGTH.size:
-        request = json.loads(_take(channel, _LENGTH.unpack(header)[0]))
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # without a handler, the signal ends the process
-        grammar = _SPECIAL.sub(f"<[{_ANY_SPECIAL}]>", request["grammar"])
-        reply = json.dumps(try_grammar(grammar, vocabulary)).encode()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        channel.sendall(_LENGTH.pack(len(reply)) + reply)
+    try_grammar('start: "a"', vocabulary)  # what the library loads at first use is loaded before it is confined
+
+    def answer(request: dict[str, Any], _: bytes) -> tuple[dict[str, Any], bytes]:
+        return dict(try_grammar(_SPECIAL.sub(f"<[{_ANY_SPECIAL}]>", request["grammar"]), vocabulary)), b""
+
+    worker_main.serve_forking(answer, lambda _: _MEMORY)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from model.media.images import ImageError, ImageProcessing
-from service.sandbox.process_pool import Worker, WorkerError, WorkerPool
+from service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
 
 _WORKERS = 2
 
 
-class ImageWorker(Worker):
-    """Runs one process, started on first use. Not thread-safe."""
+class ImageWorker(ForkingWorker):
+    """Runs one process, started on first use, with a process of its own for each file. Not thread-safe."""
 
     def __init__(self, seconds: float, all_pixels: int) -> None:
         variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,8 +1,7 @@
 """A pool of processes for tasks that a client can make expensive; a process that takes too long is killed.
 
-Each process works on one task at a time. Requests and replies are JSON with a length before it
-(`service.sandbox.chat_main`, `service.sandbox.grammar_main`), and may have bytes behind a NUL
-(`service.sandbox.audio_main`). The next task replaces a process that was killed.
+Each process works on one task at a time, and `service.sandbox.worker_main` says what it may do and how messages look.
+The next task replaces a process that was killed. What a process answers is checked like anything from outside.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 import json
 import signal
 import socket
-import struct
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -21,15 +19,16 @@ from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar
 
 from model.system import python_child
+from service.sandbox.worker_main import LENGTH, STATUS
 
 T = TypeVar("T")
 W = TypeVar("W", bound="Worker")
 
 NO_VARIABLES: Final[Mapping[str, str]] = MappingProxyType({})
-_LENGTH = struct.Struct(">I")
 _BYTES_FOLLOW = b"\0"  # which JSON never contains
 _PART = 1 << 20  # bytes received at a time
 _START_SECONDS = 20.0
+_REPLY_BYTES = 64 << 20  # of a reply, at most
 _GRACE_SECONDS = 0.5  # beyond the time limit, until a worker that has not ended by its alarm is killed
 _QUEUE_SECONDS = 5.0  # for a worker to become free
 
@@ -45,24 +44,33 @@ class WorkerError(Exception):
 class Worker:
     """Runs one process, started on first use. Not thread-safe."""
 
-    def __init__(self, seconds: float, module: str, variables: Mapping[str, str] = NO_VARIABLES) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        module: str,
+        *arguments: str,
+        variables: Mapping[str, str] = NO_VARIABLES,
+    ) -> None:
         """`module` is run with nothing in its environment but its import path and these `variables`."""
         self._seconds = seconds
-        self._command = python_child.command(module)
+        self._command = python_child.command(module, *arguments)
         self._environment = {**python_child.import_path(), **variables}
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
 
-    def ask(self, request: Mapping[str, Any]) -> Any:
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and return the reply, within the worker's time limit; raises `WorkerError`."""
         return self._reply(self._exchange(self._request(request)))
 
-    def ask_with_bytes(self, request: Mapping[str, Any], data: bytes) -> tuple[Any, memoryview]:
-        """Send a request with bytes and return the reply and its bytes; raises `WorkerError`."""
-        answer = self._exchange(b"".join((self._request(request), _BYTES_FOLLOW, data)))
+    def ask_with_bytes(self, request: Mapping[str, Any], data: bytes, most: int = 0) -> tuple[Any, memoryview]:
+        """Send a request with bytes and return the reply and its bytes, of which `most` may follow a usual reply.
+
+        Raises `WorkerError`.
+        """
+        answer = self._exchange(b"".join((self._request(request), _BYTES_FOLLOW, data)), most + _REPLY_BYTES)
         end = answer.find(_BYTES_FOLLOW)
         reply = self._reply(answer[: end if end >= 0 else None])
-        return reply, memoryview(answer)[end + 1 :]
+        return reply, memoryview(answer)[end + 1 if end >= 0 else len(answer) :]
 
     def close(self) -> None:
         """Kill the process."""
@@ -76,32 +84,48 @@ class Worker:
     def _request(self, request: Mapping[str, Any]) -> bytes:
         return json.dumps({**request, "seconds": self._seconds}).encode()
 
-    @staticmethod
-    def _reply(answer: bytes) -> Any:
-        reply = json.loads(answer)
+    def _reply(self, answer: bytes) -> dict[str, Any]:
+        try:
+            reply = json.loads(answer)
+        except (ValueError, RecursionError):
+            reply = None
+        if not isinstance(reply, dict):
+            self.close()
+            raise WorkerError("crashed", "its process gave no answer")
         if "error" in reply:
-            raise WorkerError(reply["error"], reply["message"])
+            raise WorkerError(str(reply["error"]), str(reply.get("message", "")))
         return reply
 
-    def _exchange(self, request: bytes) -> bytes:
+    def _exchange(self, request: bytes, most: int = _REPLY_BYTES) -> bytes:
         try:
             channel = self._started()
         except OSError:
             self.close()
             raise WorkerError("start", "its process did not start") from None
+        end = time.monotonic() + self._seconds + _GRACE_SECONDS
         try:
-            end = time.monotonic() + self._seconds + _GRACE_SECONDS
-            channel.settimeout(self._seconds + _GRACE_SECONDS)
-            channel.sendall(_LENGTH.pack(len(request)))
-            channel.sendall(request)
-            size = _LENGTH.unpack(_take(channel, _LENGTH.size, end))[0]
-            return _take(channel, size, end)
+            return self._answer(channel, request, end, most)
         except OSError as error:  # a timeout is one
-            timed_out = isinstance(error, TimeoutError) or self._ended_by_alarm()
-            self.close()
-            if timed_out:
-                raise WorkerError("time", f"more than {self._seconds:g} s") from None
-            raise WorkerError("crashed", "its process ended") from None
+            raise self._failure(timed_out=isinstance(error, TimeoutError)) from None
+
+    def _failure(self, *, timed_out: bool) -> WorkerError:
+        """End the process and return the reason why it gave no answer."""
+        timed_out = timed_out or self._ended_by_alarm()
+        self.close()
+        return self._slow() if timed_out else WorkerError("crashed", "its process ended")
+
+    def _slow(self) -> WorkerError:
+        return WorkerError("time", f"more than {self._seconds:g} s")
+
+    def _answer(self, channel: socket.socket, request: bytes, end: float, most: int) -> bytes:
+        """Send the request over `channel` and return its answer, of at most `most` bytes; raises `OSError`."""
+        channel.settimeout(self._seconds + _GRACE_SECONDS)
+        channel.sendall(LENGTH.pack(len(request)))
+        channel.sendall(request)
+        size = LENGTH.unpack(_take(channel, LENGTH.size, end))[0]
+        if size > most:
+            raise ConnectionResetError
+        return _take(channel, size, end)
 
     def _ended_by_alarm(self) -> bool:
         try:
@@ -110,7 +134,12 @@ class Worker:
             return False
 
     def _started(self) -> socket.socket:
-        if self._channel is not None and self._process is not None and self._process.poll() is None:
+        if (
+            self._channel is not None
+            and self._process is not None
+            and self._process.poll() is None
+            and not _has_more(self._channel)
+        ):
             return self._channel
         self.close()
         self._channel, theirs = socket.socketpair()
@@ -125,6 +154,47 @@ class Worker:
             )
         _take(self._channel, 1, time.monotonic() + _START_SECONDS)
         return self._channel
+
+
+class ForkingWorker(Worker):
+    """Runs a process that answers each request in a new process of its own, over a socket of its own."""
+
+    def _answer(self, channel: socket.socket, request: bytes, end: float, most: int) -> bytes:
+        mine, theirs = socket.socketpair()
+        with mine:
+            with theirs:
+                channel.settimeout(_GRACE_SECONDS)
+                socket.send_fds(channel, [b"T"], [theirs.fileno()])
+            answer = super()._answer(mine, request, end, most)
+        self._take_status(end)
+        return answer
+
+    def _failure(self, *, timed_out: bool) -> WorkerError:
+        """Return the reason why there is no answer, and end the process only if the one for the request goes on."""
+        try:
+            status = None if timed_out else self._take_status(time.monotonic() + _GRACE_SECONDS)
+        except OSError:
+            status = None
+        if status is None:
+            return super()._failure(timed_out=timed_out)
+        return self._slow() if status == -signal.SIGALRM else WorkerError("crashed", "its process ended")
+
+    def _take_status(self, end: float) -> int:
+        """Return how the process of the last request ended; raises `OSError`."""
+        assert self._channel is not None
+        return int(STATUS.unpack(_take(self._channel, STATUS.size, end))[0])
+
+
+def _has_more(channel: socket.socket) -> bool:
+    """Tell whether a process has sent what nobody asked for, or has closed."""
+    channel.settimeout(0.0)
+    try:
+        channel.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _take(channel: socket.socket, size: int, end: float) -> bytes:

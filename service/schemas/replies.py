@@ -196,6 +196,11 @@ class InfoReply(Reply):
     )
     embed_cache: EmbedCacheInfo | None = Field(description="The cache of results of /encode; null without one.")
     asks_for_key: bool = Field(description="Whether requests must carry a key.", examples=[False])
+    confinement: dict[str, Any] = Field(
+        description="What the kernel confines the processing of templates, grammars, images and audio files with: the version "
+        "of Landlock (0: none), and whether there are seccomp filters.",
+        examples=[{"landlock": 7, "seccomp": True}],
+    )
     limits: dict[str, float] = Field(description="The limits on one request.", examples=[{"max_n": 8}])
 
     model_id: str = Field(description="For clients of Hugging Face's servers: the first model.", examples=["code"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,13 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     ours = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
     _refuse_unknown(ours.keys() - _OTHER_VARIABLES, variables, "environment variable")
     return {variables[n].name: variables[n].read(v, n) for n, v in ours.items() if n in variables}
+
+
+def forget_secrets(environment: MutableMapping[str, str]) -> None:
+    """Remove what has been read and is shown to nobody, so that no process that is started later inherits it."""
+    for option in OPTIONS:
+        if option.is_secret:
+            environment.pop(option.variable, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -78,20 +80,40 @@ def test_a_file_that_is_not_taken_leaves_the_process_alive(
     assert worker._process is before and before is not None and before.poll() is None
 
 
-def test_a_process_that_ends_is_the_files_fault_and_is_replaced(worker: AudioWorker) -> None:
-    worker.decode(flac(0.1), 16_000)
+def child_of(worker: AudioWorker) -> int:
+    """The process that decodes a file, once there is one."""
     assert worker._process is not None
-    os.kill(worker._process.pid, signal.SIGSTOP)  # as a decoder that does not return
-    hanging = AudioWorker(0.2, LIMITS)
-    hanging._process, hanging._channel = worker._process, worker._channel
-    worker._process = worker._channel = None
-    with pytest.raises(AudioError, match=r"more than 0\.2 s"):
-        hanging.decode(flac(0.1), 16_000)
+    children = Path(f"/proc/{worker._process.pid}/task/{worker._process.pid}/children")
+    while not (found := children.read_text().split()):
+        time.sleep(0.001)
+    return int(found[0])
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGSEGV, "its decoder failed"), (signal.SIGSTOP, r"more than 0\.5 s")]
+)
+def test_a_process_that_ends_or_hangs_is_its_files_fault_alone(number: signal.Signals, reason: str) -> None:
+    worker = AudioWorker(0.5, LIMITS)
+    worker.decode(flac(0.1), 16_000)
+    before = worker._process
+    killer = threading.Thread(target=lambda: os.kill(child_of(worker), number))
+    killer.start()
+    with pytest.raises(AudioError, match=reason):
+        worker.decode(flac(29.0, 8_000) * 10, 192_000)
+    killer.join()
     assert len(worker.decode(flac(0.1), 16_000)) == 1600
-    crashing = AudioWorker(5.0, LIMITS)
-    crashing._command = [sys.executable, "-c", "import socket, os; socket.socket(fileno=0).send(b'R'); os._exit(11)"]
-    with pytest.raises(AudioError, match="its decoder failed"):
-        crashing.decode(flac(0.1), 16_000)
+    assert worker._process is before or number == signal.SIGSTOP  # no other file waits for a new start
+    worker.close()
+
+
+def test_each_file_has_a_process_of_its_own_that_ends_with_it(worker: AudioWorker) -> None:
+    seen = []
+    for _ in range(2):
+        watcher = threading.Thread(target=lambda: seen.append(child_of(worker)))
+        watcher.start()
+        worker.decode(flac(29.0, 8_000), 192_000)
+        watcher.join()
+    assert len(set(seen)) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in seen)
 
 
 def test_a_pool_decodes_beside_the_event_loop_and_says_when_no_process_starts() -> None:
@@ -111,10 +133,10 @@ def test_a_pool_decodes_beside_the_event_loop_and_says_when_no_process_starts() 
 
 
 def test_a_process_has_neither_torch_nor_open_ended_memory() -> None:
-    code = "import resource, sys, json; from dataclasses import asdict; from service.sandbox import audio_main as m; "
-    code += "from model.media.audio_file import AudioLimits; m._confine({'limits': asdict(AudioLimits(seconds=60)), "
-    code += "'sampling_rate': 16000}); print(json.dumps([sorted({'torch', 'fastapi'} & sys.modules.keys()), "
-    code += "resource.getrlimit(resource.RLIMIT_AS)[0], resource.getrlimit(resource.RLIMIT_FSIZE)[0]]))"
+    code = "import sys, json; from dataclasses import asdict; from service.sandbox import audio_main as m; "
+    code += "from model.media.audio_file import AudioLimits; request = {'limits': asdict(AudioLimits(seconds=60)), "
+    code += "'sampling_rate': 16000}; print(json.dumps([sorted({'torch', 'fastapi'} & sys.modules.keys()), "
+    code += "m.memory(request)]))"
     reply = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    modules, memory, written = json.loads(reply.stdout)
-    assert modules == [] and memory < 1.5 * 2**30 and written == 0
+    modules, memory = json.loads(reply.stdout)
+    assert modules == [] and memory < 1.5 * 2**30

@@ -47,6 +47,7 @@ from service.runtimes.ray_serve.descendants import adopt_orphans, end_descendant
 from service.runtimes.ray_serve.main_signals import MainSignals, time_limit
 from service.runtimes.ray_serve.placement import check_gpus, gpus_of_replica
 from service.runtimes.ray_serve.replicated_fleet import ReplicatedFleet
+from service.sandbox import confinement
 from service.settings.scaling import Scaling
 from service.settings.serve_config import KEEP_ALIVE_SECONDS, OnReady, Ready, ServeConfig
 
@@ -214,6 +215,7 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
     """
     for one in config.applications:
         build_registry(one)  # raises for a bad model folder before Ray starts
+    confinement.hide_process()
     config = _with_port_and_log_format(config)
     signals = MainSignals()
     signals.install()

@@ -1,0 +1,107 @@
+"""The loop of a worker process: takes requests from its parent, and answers them confined.
+
+Messages are a length of 4 bytes (big-endian) and content: JSON, and where both sides agree a NUL and bytes. The
+standard input is a socket. A lasting worker confines itself and answers there. A worker that forks confines a copy of
+itself for each request, which comes over a socket of its own and whose process ends with it, so nothing that a request
+does reaches the next one; on standard input it takes these sockets and tells how each process ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from service.sandbox import confinement
+
+READY = b"R"
+LENGTH = struct.Struct(">I")
+STATUS = struct.Struct(">i")  # an exit code, or the negative number of a signal
+_TRIAL_MEMORY = 1 << 32
+_PART = 1 << 20  # bytes received at a time
+
+# From a request and what follows it to a reply and what follows that.
+Answer = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]
+
+
+def serve(answer: Answer, memory: int) -> None:
+    """Confine this process to `memory` bytes and answer requests until the parent closes."""
+    channel = socket.socket(fileno=0)
+    confinement.confine(memory)
+    channel.sendall(READY)
+    while _serve_one(channel, answer):
+        pass
+
+
+def serve_forking(answer: Answer, memory: Callable[[dict[str, Any]], int]) -> None:
+    """Answer each request in a process of its own, confined to `memory(request)` bytes, until the parent closes."""
+    channel = socket.socket(fileno=0)
+    gc.freeze()
+    if _wait(
+        _fork(channel, None, answer, lambda _: _TRIAL_MEMORY)
+    ):  # where a process cannot be confined, none is offered
+        return
+    channel.sendall(READY)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+        if not data:
+            return
+        child = _fork(channel, descriptors[0], answer, memory)
+        os.close(descriptors[0])
+        channel.sendall(STATUS.pack(_wait(child)))
+
+
+def _fork(channel: socket.socket, request: int | None, answer: Answer, memory: Callable[[dict[str, Any]], int]) -> int:
+    """Start a process that answers what comes over the descriptor `request`; without one it only confines itself."""
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        confinement.end_with_parent(parent)
+        if request is None:
+            confinement.confine(memory({}))
+        else:
+            os.dup2(request, channel.fileno())  # in the place of the parent's
+            os.close(request)
+            _serve_one(channel, answer, lambda taken: confinement.confine(memory(taken)))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _wait(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _serve_one(
+    channel: socket.socket, answer: Answer, prepare: Callable[[dict[str, Any]], None] = lambda _: None
+) -> bool:
+    """Answer a request after `prepare`, and return True, or False if there is none; nothing of it is kept."""
+    header = _take(channel, LENGTH.size)
+    if len(header) < LENGTH.size:
+        return False
+    message, _, data = _take(channel, LENGTH.unpack(header)[0]).partition(b"\0")
+    request = json.loads(message)
+    prepare(request)
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # without a handler, the signal ends the process
+    reply, bytes_of_reply = answer(request, data)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    head = json.dumps(reply).encode() + (b"\0" if bytes_of_reply else b"")
+    channel.sendall(LENGTH.pack(len(head) + len(bytes_of_reply)) + head)
+    channel.sendall(bytes_of_reply)
+    return True
+
+
+def _take(channel: socket.socket, size: int) -> bytes:
+    """Receive `size` bytes, or fewer if the other side has closed."""
+    data = bytearray()
+    while len(data) < size and (part := channel.recv(min(size - len(data), _PART))):
+        data += part
+    return bytes(data)
