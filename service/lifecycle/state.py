@@ -99,7 +99,7 @@ class Service:
         """Load the models; raises as `EngineClient.start`."""
         if self.confinement.missing:
             logger.warning(
-                "templates, grammars, images and audio files are processed without %s, which this kernel or container lacks",
+                "templates, grammars, images and audio files are processed without %s: this kernel has none",
                 " and ".join(self.confinement.missing),
             )
         self.client.on_step(self.metrics.step)

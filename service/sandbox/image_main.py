@@ -3,9 +3,8 @@
 A decoder is a program in C that reads bytes of a stranger, and a file of 100 KB may have 32 million pixels. So each
 file gets a process of its own, which `service.sandbox.worker_main` confines and the kernel ends in time.
 
-A request `{processing, most_pixels, all_pixels, seconds}` with a
-file gets `{"pixels"}`, how many it has, and those that the model reads; or `{"error", "message"}` without bytes, the
-error being refused or memory.
+A request `{processing, most_pixels, all_pixels, seconds}` with a file gets `{"pixels"}`, how many it has, and those
+that the model reads; or `{"error", "message"}` without bytes, the error being refused or memory.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class InfoReply(Reply):
     embed_cache: EmbedCacheInfo | None = Field(description="The cache of results of /encode; null without one.")
     asks_for_key: bool = Field(description="Whether requests must carry a key.", examples=[False])
     confinement: dict[str, Any] = Field(
-        description="What the kernel confines the processing of templates, grammars, images and audio files with: the version "
+        description="What confines the processes for templates, grammars, images and audio: the version "
         "of Landlock (0: none), and whether there are seccomp filters.",
         examples=[{"landlock": 7, "seccomp": True}],
     )
