@@ -72,12 +72,14 @@ def _known_pair(
 def _marked(served: ServedModel, source: str | None, target: str | None) -> Translation:
     """Return the mark of the target in front of a text, of a model that has such marks."""
     tokenizer = served.require_tokenizer("prompt")
+    own = tokenizer.pair_of_languages
     for form in _MARKS:
         if target is not None and tokenizer.token_id(form.format(target)) is not None:
+            if source is not None and own is not None and source != own[0]:
+                raise _unknown("source_language", served, source, own[0])
             if source is not None and form == _MARKS[0] and tokenizer.token_id(form.format(source)) is None:
                 raise _unknown("source_language", served, source, "those that it writes, as <2de>")
             return Translation(prefix=f"{form.format(target)} ")
-    own = tokenizer.pair_of_languages
     if own is None:
         field = "target_language" if target is not None else "source_language"
         raise invalid(f"{field}: model {served.name} does not tell languages apart; leave it out", field)
