@@ -173,6 +173,16 @@ def test_engine_errors_print_one_line_and_exit_1(monkeypatch: pytest.MonkeyPatch
     assert (run.returncode, run.stderr.splitlines()[-1]) == (1, "triptych: it is gone")
 
 
+@pytest.mark.parametrize(("flags", "expected"), [((), 1024), (("--max-tokens", "5"), 5)])
+def test_generate_without_a_limit_may_fill_the_context(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], expected: int
+) -> None:
+    stream = mock.Mock(return_value=iter(()))
+    monkeypatch.setattr("model.llm.LLM.stream", stream)
+    assert triptych_here("generate", "code", "x", *flags).returncode == 0
+    assert stream.call_args.args[1].max_tokens == expected
+
+
 def test_generate_streams_a_normalised_date() -> None:
     run = triptych("generate", "normalize", "the third of march twenty twenty four at half past nine")
     assert run.stdout == "2024-03-03 09:30\n", run.stderr
