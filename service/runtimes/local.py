@@ -23,7 +23,7 @@ from service.http.bounded_protocol import bounded_protocol
 from service.http.idle_connections import raise_descriptor_limit
 from service.lifecycle.state import service_of
 from service.runtimes.assembly import base_url, build_app, exit_code, listening, tune_garbage_collector
-from service.settings.serve_config import KEEP_ALIVE_SECONDS, OnReady, Ready, ServeConfig
+from service.settings.serve_config import OnReady, Ready, ServeConfig
 from service.settings.service_settings import Limits
 
 _CLOSE_SECONDS = 5  # for replies that are still being sent after the drain
@@ -111,7 +111,7 @@ async def http_server(
             access_log=False,  # the application writes its own
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=limits.idle_connection_s,
             timeout_graceful_shutdown=_CLOSE_SECONDS,
         )
     )

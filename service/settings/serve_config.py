@@ -12,7 +12,6 @@ from model.errors import ConfigError
 from service.settings.scaling import Scaling
 from service.settings.service_settings import ServiceSettings
 
-KEEP_ALIVE_SECONDS = 75  # how long an idle connection stays open
 _PROXY_TIMEOUT_MARGIN = 60.0  # seconds by which proxies in front wait longer than the service itself
 
 

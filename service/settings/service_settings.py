@@ -62,6 +62,7 @@ class Limits:
         1_024,
         "maximum number of connections without a request whose client has had none accepted; the oldest are closed",
     )
+    idle_connection_s: int = _limit(120, "seconds after which a connection without a request is closed")
     receive_s: float = _limit(60.0, "seconds for receiving the headers, and again for the body (408)")
     max_prompts: int = _limit(32, "maximum number of prompts in a request")
     max_n: int = _limit(8, "maximum number of choices for a prompt")

@@ -177,7 +177,7 @@ def test_ray_runs_as_the_service_would_run_it() -> None:
     plain = ServeConfig((ModelSpec("m", "m"),), haproxy=False)
     ours = environment.variables(plain, Path("/tmp/x"))
     others = {"RAY_AUTH_TOKEN", "RAY_SERVE_LOG_TO_STDERR", "PROMETHEUS_MULTIPROC_DIR"}
-    others.add("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    others |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", environment.EDGE_LIMITS}  # the default ones
     kept = {name: value for name, value in ours.items() if name not in others}
     assert rayservice()["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
     for container in containers(rayservice()):

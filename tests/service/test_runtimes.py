@@ -33,6 +33,8 @@ from tests.service.asking import (
     stream,
     transcribe,
 )
+from tests.service.http_conformance.cases import CASES
+from tests.service.http_conformance.checks import failures
 from tests.service.processes import ServiceProcess, eventually, running, strange_folder
 
 
@@ -67,6 +69,14 @@ def order(base_url: str, path: str, body: dict[str, Any]) -> httpx.Response:
 @pytest.fixture
 def base_url(service: ServiceProcess) -> str:
     return service.url
+
+
+def test_each_request_gets_its_reply_whatever_it_offers(
+    service: ServiceProcess, request: pytest.FixtureRequest
+) -> None:
+    proxied = request.node.callspec.params["service"] == "ray"  # behind HAProxy
+    port = urlsplit(service.url).port
+    assert port is not None and failures(port, CASES, proxied=proxied) == []
 
 
 def test_it_is_ready_and_says_what_it_serves(base_url: str) -> None:

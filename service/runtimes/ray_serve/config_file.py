@@ -16,7 +16,7 @@ from model.errors import ConfigError
 from service.runtimes.ray_serve.placement import gpus_of_replica
 from service.settings import sources
 from service.settings.resolve import models_or_embedded, resolve_config
-from service.settings.serve_config import KEEP_ALIVE_SECONDS, ServeConfig
+from service.settings.serve_config import ServeConfig
 
 DEPLOYMENT: Final = "triptych"
 APPLICATION: Final = "application"  # the key of `args` that names the application
@@ -39,7 +39,7 @@ def serve_config(path: Path, num_cpus: float | None = None) -> dict[str, Any]:
             "host": config.settings.host,
             "port": config.settings.port,
             "request_timeout_s": config.proxy_timeout_s,
-            "keep_alive_timeout_s": KEEP_ALIVE_SECONDS,
+            "keep_alive_timeout_s": config.settings.limits.idle_connection_s,
         },
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         "applications": [_application(one, content, num_cpus) for one in config.applications],

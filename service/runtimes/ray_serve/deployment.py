@@ -49,7 +49,7 @@ from service.runtimes.ray_serve.placement import check_gpus, gpus_of_replica
 from service.runtimes.ray_serve.replicated_fleet import ReplicatedFleet
 from service.sandbox import confinement
 from service.settings.scaling import Scaling
-from service.settings.serve_config import KEEP_ALIVE_SECONDS, OnReady, Ready, ServeConfig
+from service.settings.serve_config import OnReady, Ready, ServeConfig
 
 _LOG_PIPE = "log"  # in the session's folder; the replicas' stderr
 _SPARE_REQUESTS = 256  # beyond the engines' queues: health, metrics, requests that the service will refuse
@@ -297,7 +297,7 @@ def _start_serve(config: ServeConfig, quiet: LoggingConfig) -> None:
         host=config.settings.host,
         port=config.settings.port,
         request_timeout_s=config.proxy_timeout_s,
-        keep_alive_timeout_s=KEEP_ALIVE_SECONDS,
+        keep_alive_timeout_s=config.settings.limits.idle_connection_s,
     )
     start = partial(serve.start, proxy_location=ProxyLocation.HeadOnly, http_options=options, logging_config=quiet)
     try:

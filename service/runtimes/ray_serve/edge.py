@@ -1,4 +1,6 @@
-"""ASGI middleware that Ray Serve installs around its own HTTP servers, so that both runtimes look the same to clients.
+"""What Ray Serve installs in its own HTTP servers, so that both runtimes look the same to clients.
+
+These are `BoundedProtocol`, in place of uvicorn's protocol, and an ASGI middleware.
 
 Without it Serve obeys internal headers sent by clients, accepts any request id and repeats it in the reply, and answers
 some errors in plain text.
@@ -6,13 +8,23 @@ some errors in plain text.
 
 from __future__ import annotations
 
+import os
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
 import msgspec
+import uvicorn.config
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.core.errors import ApiError, internal, not_found, unavailable
 from service.core.request_context import request_id_from
+from service.http.bounded_protocol import bounded_protocol
+from service.http.connection_loss import LOSS
 from service.http.stream_writer import set_outermost_send
+from service.runtimes.ray_serve.environment import EDGE_LIMITS
+from service.settings.service_settings import Limits
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -22,8 +34,26 @@ _SERVE_ROUTES = "/-/"  # routes of Ray Serve itself, which its health checks req
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middlewares for Serve; `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names this function."""
+    """Return the middlewares for Serve; `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names this function.
+
+    Serve calls it in each process that has an HTTP server, before that starts, so the protocol is set here too.
+    """
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:protocols"
     return [Middleware(EdgeMiddleware)]
+
+
+def _limits() -> Limits:
+    """Return the limits of connections: the defaults where the cluster was started without this service (KubeRay).
+
+    Idle connections are not counted: those that HAProxy keeps to a replica have no client of their own.
+    """
+    given = msgspec.json.decode(os.environ.get(EDGE_LIMITS) or "{}", type=dict[str, float])
+    whole = {item.name for item in fields(Limits) if item.type == "int"}
+    values: dict[str, Any] = {name: int(value) if name in whole else value for name, value in given.items()}
+    return replace(Limits(**values), max_idle_connections=sys.maxsize)
+
+
+protocols = bounded_protocol(_limits())  # of the servers of this process
 
 
 class EdgeMiddleware:
@@ -40,7 +70,9 @@ class EdgeMiddleware:
         given = next((value for name, value in scope["headers"] if name == _ID), None)
         request_id = request_id_from(given.decode("latin-1") if given is not None else None).encode()
         kept = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
-        await self._app({**scope, "headers": [*kept, (_ID, request_id)]}, receive, _Reply(send, request_id))
+        # The application may run in another process: there the ASGI message tells of a connection's loss.
+        passed = {key: value for key, value in scope.items() if key != LOSS}
+        await self._app({**passed, "headers": [*kept, (_ID, request_id)]}, receive, _Reply(send, request_id))
 
 
 class _Reply:

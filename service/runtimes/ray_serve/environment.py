@@ -14,11 +14,18 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from model.errors import ConfigError
 from service.observability.metrics_folder import MULTIPROCESS_FOLDER, make_folder
 from service.runtimes.ray_serve import haproxy
 from service.settings.serve_config import ServeConfig
+from service.settings.service_settings import Limits
+
+EDGE_LIMITS: Final = "TRIPTYCH_EDGE_LIMITS"  # limits of connections, as JSON, for Serve's processes
+_LIMITS = ("max_body_bytes", "max_audio_bytes", "max_header_bytes", "receive_s", "stream_stall_s")
 
 _MAX_TEMP_PATH = 16  # bytes: Ray and HAProxy append up to 85 to it for Unix sockets, whose limit is 107
 
@@ -51,6 +58,7 @@ def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": str(int(with_haproxy)),  # replicas listen themselves, else a proxy does
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "service.runtimes.ray_serve.edge:middlewares",
+        EDGE_LIMITS: _edge_limits(config.settings.limits),
         "RAY_SERVE_LOG_TO_STDERR": "0",
         # Serve kills a proxy that takes over 5 s to start, as on a busy machine, and its own start fails with that.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "45",
@@ -64,6 +72,10 @@ def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
         MULTIPROCESS_FOLDER: str(folder / "metrics"),
     }
     return settings | (haproxy.variables(config, folder) if with_haproxy else {})
+
+
+def _edge_limits(limits: Limits) -> str:
+    return msgspec.json.encode({name: getattr(limits, name) for name in _LIMITS}).decode()
 
 
 def _session_folder() -> Path:

@@ -132,11 +132,12 @@ def _defaults_section(limits: Limits, folder: Path) -> str:
     """Return the end of the section `defaults` of HAProxy's configuration.
 
     Serve copies the balance algorithm's variable there as it is, and has no settings for the timeout of a request's
-    headers, nor for the pages that HAProxy sends where no replica is reached.
+    headers, for idle connections, nor for the pages that HAProxy sends where no replica is reached.
     """
     lines = [
         "leastconn",  # Serve's own choice
         f"timeout http-request {max(1, round(1000 * limits.receive_s))}ms",
+        f"timeout http-keep-alive {round(1000 * limits.idle_connection_s)}ms",
         "option http-ignore-probes",  # an idle connection that ends gets no reply
         "option http-buffer-request",  # only a request that has arrived whole can go to another replica
         *(f"errorfile {status} {folder / _UNREACHABLE_PAGE}" for status in (502, 503, 504)),

@@ -125,7 +125,13 @@ def _framing() -> list[Case]:
         Case("chunks in HTTP/1.0", (post(chunked=True, version=b"1.0"),), (400,), False, direct=True),
         Case("good, then broken", (get() + b"\x16\x03\r\n\r\n",), (200, 400), False, direct=True),
         Case("good POST, then broken", (post() + b"GET / HTTP/1.1\r\n\r\n",), (200, 400), False, direct=True),
-        Case("two good, then broken", (get() + post() + b"GET bad HTTP/1.1\r\n\r\n" + get(),), (200, 200, 400), False),
+        Case(
+            "two good, then broken",
+            (get() + post() + b"GET bad HTTP/1.1\r\n\r\n" + get(),),
+            (200, 200, 400),
+            False,
+            direct=True,
+        ),
     ]
 
 
@@ -135,7 +141,7 @@ def _targets() -> list[Case]:
 
     return [
         Case("absolute target", line(b"http://x/livez"), (200,)),
-        Case("absolute target, port, query", line(b"HTTP://x.example:8000/livez?a=b"), (200,)),
+        Case("absolute target, port, query", line(b"HTTP://x.example:8000/livez?a=b"), (200,), direct=True),
         Case("absolute target, https", line(b"https://x/livez"), (200,), direct=True),
         Case("absolute target, no path", line(b"http://x"), (200,)),
         Case("absolute target, another host", line(b"http://y/livez"), (200,), direct=True),
@@ -157,7 +163,7 @@ def _targets() -> list[Case]:
         Case("Host with a bad port", line(b"/livez", b"Host: x:8a\r\n"), (400,), False, direct=True),
         Case("empty Host", line(b"/livez", b"Host:\r\n"), (200,), direct=True),
         Case("Host is an IPv6 address", line(b"/livez", b"Host: [::1]:8000\r\n"), (200,)),
-        Case("no Host in HTTP/1.0", line(b"/livez", b"", b"1.0"), (200,), False),
+        Case("no Host in HTTP/1.0", line(b"/livez", b"", b"1.0"), (200,), False, direct=True),
         Case("two Hosts in HTTP/1.0", line(b"/livez", b"Host: x\r\nHost: y\r\n", b"1.0"), (400,), False, direct=True),
         Case("absolute target, no Host", line(b"http://x/livez", b""), (400,), False, direct=True),
     ]
@@ -181,4 +187,5 @@ def _connections() -> list[Case]:
     ]
 
 
+OTHER_PROTOCOLS = frozenset({"HTTP/0.9", "HTTP/2 preface"})  # that a proxy may speak
 CASES = (*_upgrades(), *_framing(), *_targets(), *_connections())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.service.http_conformance.cases import Case, get
+from collections.abc import Iterable
+
+from tests.service.http_conformance.cases import OTHER_PROTOCOLS, Case, get
 from tests.service.http_conformance.raw import Client
 
 
@@ -21,3 +23,40 @@ def check(port: int, case: Case) -> None:
             reply = client.reply()
             assert reply is not None and reply.status == 200 and reply.header(b"x-request-id") == b"the-end", reply
         assert client.is_at_end()
+
+
+def check_behind_proxy(port: int, case: Case) -> None:
+    """Send a case through a proxy, then a request of another client: each gets its own replies, or a refusal.
+
+    A case that a proxy does not have to refuse or to change gets the statuses that the service gives.
+    """
+    with Client(port) as client, Client(port) as other:
+        client.send(case.segments)
+        replies = []
+        for at, status in enumerate(case.statuses):
+            reply = client.reply(case.methods[at] if case.methods else b"GET")
+            if reply is None or reply.closes:
+                replies += [reply] if reply else []
+                break
+            replies.append(reply)
+            assert reply.status in (status, 200) or 400 <= reply.status != 404, reply  # /smuggled is a 404
+        if not case.direct and not case.name.startswith("upgrade"):
+            assert [reply.status for reply in replies] == list(case.statuses), replies
+        for at in range(2):
+            name = b"other-%d" % at
+            other.send([get(b"/livez", b"X-Request-Id: " + name)])
+            reply = other.reply()
+            assert reply is not None and (reply.status, reply.header(b"x-request-id")) == (200, name), reply
+
+
+def failures(port: int, cases: Iterable[Case], *, proxied: bool = False) -> list[str]:
+    """Return what fails of `cases`, and why."""
+    found = []
+    for case in cases:
+        if proxied and case.name in OTHER_PROTOCOLS:
+            continue
+        try:
+            (check_behind_proxy if proxied else check)(port, case)
+        except AssertionError as error:
+            found.append(f"{case.name}: {str(error)[:300]}")
+    return found
