@@ -47,7 +47,7 @@ async def _answer(app: App, route: str, body: bytes, content_type: str = JSON) -
     return sent[0]["status"], b"".join(one.get("body", b"") for one in sent[1:])
 
 
-async def _longest_hold(app: App, route: str, body: bytes, content_type: str = JSON) -> tuple[float, int, bytes]:
+async def longest_hold(app: App, route: str, body: bytes, content_type: str = JSON) -> tuple[float, int, bytes]:
     """Return the longest time that the loop was held while a body was answered, and the reply.
 
     What other processes take does not count: it is at most the time that this process computed.
@@ -89,7 +89,7 @@ def test_no_body_holds_the_event_loop(most: int) -> None:
             for worst in worst_bodies():
                 body, tries = worst.body(values=most), []
                 while len(tries) < _TRIES and (not tries or min(tries) > LONGEST_S):
-                    held, status, reply = await _longest_hold(app, worst.route, body)
+                    held, status, reply = await longest_hold(app, worst.route, body)
                     tries.append(held)
                     assert status < 500, (worst.name, reply[:300])
                     assert len(reply) < 2_000 or status == 200, worst.name
@@ -135,7 +135,7 @@ def test_no_file_holds_the_event_loop(route: str, content_type: str, body: Calla
         async with app.app.router.lifespan_context(app.app):
             tries: list[float] = []
             while len(tries) < _TRIES and (not tries or min(tries) > LONGEST_S):
-                held, status, reply = await _longest_hold(app, route, made, content_type)
+                held, status, reply = await longest_hold(app, route, made, content_type)
                 assert 400 <= status < 500, reply
                 tries.append(held)
             return min(tries)
