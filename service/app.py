@@ -25,6 +25,7 @@ from service.http.direct_routes import DirectRoutes, direct_endpoints
 from service.http.guard import Guard
 from service.http.immediate_refusal import ImmediateRefusals
 from service.http.middleware import Accounts, ContextMiddleware, GuardMiddleware
+from service.http.sites import Sites
 from service.http.sse import DIRECT
 from service.http.stream_writer import direct_send
 from service.lifecycle.state import Service
@@ -126,9 +127,10 @@ def create_app(
         finally:
             await service.close()
 
-    guard = Guard(settings.limits, keys, admins, tenants or Tenants())
     accounts = Accounts(metrics, _TASKS)
     origins = CrossOrigins(settings.cors_origins)
+    sites = Sites(origins, settings.allowed_hosts if settings.checks_host else None)
+    guard = Guard(settings.limits, keys, admins, tenants or Tenants(), sites)
     app = Application(
         title="triptych",
         version=service.version,

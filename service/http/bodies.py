@@ -14,10 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from service.core.errors import ApiError, client_gone, forbidden, invalid
+from service.core.errors import ApiError, client_gone, invalid
 from service.core.request_context import RequestContext, current
 from service.http.connection_loss import LOSS, ConnectionLoss
-from service.http.cors import CrossOrigins
 from service.http.parsing import one_of, parsed
 from service.lifecycle.state import service_of
 
@@ -119,14 +118,6 @@ def _check_content_type(request: Request) -> None:
     if declared != "application/json" and not (declared.startswith("application/") and declared.endswith("+json")):
         message = "send JSON with the header Content-Type: application/json"
         raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
-
-
-def check_same_site(request: Request, what: str) -> None:
-    """Refuse what a page of another site makes a browser send: such bodies need no permission by CORS."""
-    if CrossOrigins(service_of(request).settings.cors_origins).allows(request.headers.get("origin")):
-        return
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise forbidden(f"pages of other sites may not send {what} here", "cross_site")
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.http.guard import header_of
+from service.http.headers import header_of
 
 _ALL = "*"
 _METHODS = b"GET, HEAD, POST, DELETE"

@@ -1,4 +1,4 @@
-"""What every request is checked for before its route is called: headers, key, and the size that its body declares.
+"""What every request is checked for before its route is called: headers, key, site, and the size its body declares.
 
 The path that is checked is the one that is routed (`scope["path"]`), never one built from headers.
 """
@@ -6,12 +6,13 @@ The path that is checked is the one that is routed (`scope["path"]`), never one 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
 
 from starlette.types import Scope
 
 from service.core.errors import ApiError, forbidden, headers_too_large, too_large, unauthorized
 from service.core.request_context import current
+from service.http.headers import Headers, header_of
+from service.http.sites import Sites
 from service.settings.api_keys import KeyRing, Tenants
 from service.settings.service_settings import Limits
 
@@ -22,14 +23,15 @@ AUDIO_PATHS = frozenset(
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 _BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
 
-_Headers = Iterable[tuple[bytes, bytes]]
-
 
 class Guard:
-    """Refuses large headers (431), missing and wrong keys (401, 403), and bodies that say that they are large (413)."""
+    """Refuses large headers (431), wrong keys (401, 403), pages of other sites (403), large declared bodies (413)."""
 
-    def __init__(self, limits: Limits, keys: KeyRing | None, admins: KeyRing | None, tenants: Tenants) -> None:
+    def __init__(
+        self, limits: Limits, keys: KeyRing | None, admins: KeyRing | None, tenants: Tenants, sites: Sites
+    ) -> None:
         """`admins`: the keys of the routes for operators, which are off without any."""
+        self._sites = sites
         self._limits = limits
         self._keys = keys
         self._admins = admins
@@ -39,6 +41,8 @@ class Guard:
         """Raise `ApiError` for a request that goes no further; a key's holder becomes its context's tenant."""
         self._check_headers(scope)
         self._check_key(scope)
+        if scope["path"] not in OPEN_PATHS:
+            self._sites.check(scope, is_own_key=self._has_own_key(scope))
         self._check_declared_body(scope)
 
     def knows(self, scope: Scope) -> bool:
@@ -52,6 +56,12 @@ class Guard:
     def body_too_large(self, scope: Scope) -> ApiError:
         """Return the 413 of a body above the limit."""
         return too_large(f"the body has more than {self.max_body_bytes(scope)} bytes")
+
+    def _has_own_key(self, scope: Scope) -> bool:
+        """Whether a request whose key was checked has it from its sender: a browser adds a saved password by itself."""
+        needs_key = self._admins if scope["path"] in ADMIN_PATHS else self._keys
+        scheme = (header_of(scope["headers"], b"authorization") or "").partition(" ")[0]
+        return needs_key is not None and scheme.lower() != "basic"
 
     def _check_headers(self, scope: Scope) -> None:
         headers = scope["headers"]
@@ -76,7 +86,7 @@ class Guard:
             if context is not None:
                 context.tenant = self._tenants.name(digest)
 
-    def _check_admin_key(self, admins: KeyRing, headers: _Headers) -> None:
+    def _check_admin_key(self, admins: KeyRing, headers: Headers) -> None:
         """Raise a 401 without an admin key, a 403 with a key that is only an API key."""
         key = _key_in(headers)
         if admins.find(key) is not None:
@@ -91,15 +101,7 @@ class Guard:
             raise self.body_too_large(scope)
 
 
-def header_of(headers: _Headers, name: bytes) -> str | None:
-    """Return the first header of this name, which is in lower case."""
-    for key, value in headers:
-        if key == name:
-            return value.decode("latin-1")
-    return None
-
-
-def _key_in(headers: _Headers) -> bytes:
+def _key_in(headers: Headers) -> bytes:
     """Return the key of a request; empty if there is none."""
     return _authorized_key(header_of(headers, b"authorization") or "") or (
         header_of(headers, b"x-api-key") or ""

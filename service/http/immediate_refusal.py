@@ -16,7 +16,8 @@ from service.core.errors import ApiError, render
 from service.http.bodies import JSON
 from service.http.cors import CrossOrigins
 from service.http.early_refusal import REFUSING, FullQueue, full_queue
-from service.http.guard import Guard, header_of
+from service.http.guard import Guard
+from service.http.headers import header_of
 from service.http.middleware import Accounts, request_id_headers
 from service.lifecycle.state import Service
 

@@ -15,7 +15,8 @@ from service.core.errors import ANTHROPIC_PATHS, ApiError, internal, log_unexpec
 from service.core.request_context import RequestContext, current, request_id_from, set_current
 from service.http.body_room import FREE_BYTES, BodyRoom, HeldBody
 from service.http.connection_loss import LOSS, ConnectionLoss
-from service.http.guard import AUDIO_PATHS, Guard, header_of
+from service.http.guard import AUDIO_PATHS, Guard
+from service.http.headers import header_of
 from service.observability.logs import access
 from service.observability.metrics import Metrics
 from service.settings.service_settings import Limits

@@ -18,7 +18,6 @@ from service.dialects.audio_bodies import AudioForm, SpeechBody, TranscriptionFo
 from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
 from service.http.bodies import (
     cancel_on_disconnect,
-    check_same_site,
     context_of_request,
     named_model,
     raw_body,
@@ -104,7 +103,6 @@ async def automatic_speech_recognition(request: Request) -> Response:
     if declared.endswith("json"):
         held = _enter(request)
         return await _recognised(request, held, await raw_body(request, held.hold))
-    check_same_site(request, "audio")
     if declared and not declared.startswith(_TYPES):
         message = "send an audio file with its Content-Type (audio/...), or JSON"
         raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")
@@ -136,7 +134,6 @@ async def _from_json(request: Request, raw: bytes, held: HeldAudio) -> SpeechBod
 
 async def _form_answer(request: Request, kind: type[AudioForm], task: str) -> Response:
     boundary = boundary_of(request.headers.get("content-type", ""))
-    check_same_site(request, "audio")
     held = _enter(request)
     form = _from_form(await whole_body(request.receive, held.hold), boundary, kind, held)
     with naming_errors(audio.FORM_NAMES):

@@ -13,7 +13,7 @@ from service.core.model_registry import ServedModel
 from service.dialects import pipelines
 from service.dialects.common import naming_errors
 from service.dialects.pipeline_bodies import ImageBody
-from service.http.bodies import check_same_site, named_model, raw_body, whole_body, with_model
+from service.http.bodies import named_model, raw_body, whole_body, with_model
 from service.http.model_use import choose_model
 from service.http.parsing import parsed
 from service.routes import encode
@@ -42,7 +42,6 @@ async def image_classification(request: Request) -> Response:
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if declared.endswith("json"):
         return await classify(request, with_model(request, await parsed(request, await raw_body(request), ImageBody)))
-    check_same_site(request, "images")
     if declared and not declared.startswith(_TYPES):
         message = "send an image file with its Content-Type (image/...), or JSON"
         raise ApiError(415, message, type="invalid_request_error", code="unsupported_media_type")

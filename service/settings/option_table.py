@@ -25,6 +25,7 @@ from service.settings.parsers import (
     byte_size,
     context,
     folder,
+    hosts,
     key_file,
     keys,
     one_of,
@@ -163,6 +164,15 @@ OPTIONS: tuple[Option, ...] = (
         (),
         "origins whose web pages may call the API from a browser, or * for all",
         "ORIGIN[,ORIGIN]",
+        "none",
+    ),
+    Option(
+        "allowed_hosts",
+        hosts,
+        (),
+        "names besides localhost and addresses by which clients may call the service; checked if any is given, and on "
+        "a loopback address without keys, * for all",
+        "NAME[,NAME]",
         "none",
     ),
     Option(

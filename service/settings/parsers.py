@@ -45,6 +45,11 @@ def origins(text: str) -> tuple[str, ...]:
     return found
 
 
+def hosts(text: str) -> tuple[str, ...]:
+    """Split a list of names of this service at its commas; `ServiceSettings` checks each."""
+    return tuple(one.strip() for one in text.split(","))
+
+
 def sources(text: str) -> tuple[str, ...]:
     """Parse a list of what may be loaded; `ModelSettings` checks the words."""
     found = tuple(word.strip() for word in text.split(","))

@@ -6,6 +6,7 @@ a model (context, batch, queue) are in its `EngineConfig` and `ModelInfo` instea
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from dataclasses import dataclass, field, fields
@@ -128,6 +129,7 @@ class ServiceSettings:
     admin_keys: tuple[str, ...] = field(default=(), repr=False)  # of the routes that load and unload models
     admin_key_file: str = ""  # more of them; without any, these routes are off
     cors_origins: tuple[str, ...] = ()  # whose pages may call the API from a browser; *: all
+    allowed_hosts: tuple[str, ...] = ()  # names of this service besides localhost and addresses; *: any
     limits: Limits = field(default_factory=Limits)
     models: ModelSettings = field(default_factory=ModelSettings)
     drain_timeout_s: float = 30.0  # how long running requests may continue after `begin_drain`
@@ -158,6 +160,9 @@ class ServiceSettings:
             check_key(key, "an admin key")
         for origin in self.cors_origins:
             check_origin(origin)
+        for name in self.allowed_hosts:
+            if re.fullmatch(r"[A-Za-z0-9._-]+|\*", name) is None:
+                raise ConfigError(f"allowed_hosts: expected a name such as ai.example.com, or *; found {name!r}"[:300])
         if "*" in self.cors_origins and len(self.cors_origins) > 1:
             raise ConfigError("cors_origins: * stands for all origins, so give it alone")
         if set(self.admin_keys) & set(self.api_keys):
@@ -180,9 +185,22 @@ class ServiceSettings:
         return bool(self.api_keys or self.api_key_file)
 
     @property
+    def checks_host(self) -> bool:
+        """Whether a request must name this service: if names are given, and where only this machine may ask freely."""
+        return bool(self.allowed_hosts) or (not self.asks_for_key and is_loopback(self.host))
+
+    @property
     def has_admin(self) -> bool:
         """Whether the routes that load and unload models are on."""
         return bool(self.admin_keys or self.admin_key_file)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_origin(origin: str) -> None:

@@ -25,7 +25,7 @@ from service.settings.option_table import (
 )
 from service.settings.parsers import boolean
 
-_REPEATED = ("api_keys", "admin_keys", "cors_origins")
+_REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts")
 # Read by `service.cli.main`, and by `model.system.child_process`.
 _OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG", "TRIPTYCH_ENGINE_MODULE"})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from service.settings.serve_config import ServeConfig
 
 DEPLOYMENT: Final = "triptych"
 APPLICATION: Final = "application"  # the key of `args` that names the application
+_ANY_HOST = "0.0.0.0"  # the cluster listens, on more than this machine
 CLUSTER_SETTINGS: Final = frozenset({"runtime", "host", "port", "haproxy"})
 
 
@@ -59,7 +61,8 @@ def config_of_application(arguments: Any) -> ServeConfig:
     applications = {one.name: one for one in config.applications}
     if name is not None and name not in applications:
         raise ConfigError(f"args: {APPLICATION}: found {name!r}, expected one of {', '.join(applications)}")
-    return applications[name or config.name]
+    found = applications[name or config.name]
+    return replace(found, settings=replace(found.settings, host=_ANY_HOST))
 
 
 def _application(config: ServeConfig, content: Mapping[str, Any], num_cpus: float | None) -> dict[str, Any]:
