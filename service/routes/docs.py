@@ -52,6 +52,7 @@ from service.schemas.dialect_replies import (
     HuggingFaceEvent,
     HuggingFaceFill,
     HuggingFaceRank,
+    HuggingFaceRewritten,
     HuggingFaceSparse,
     HuggingFaceSpeech,
     HuggingFaceSummary,
@@ -94,7 +95,7 @@ _REPLIES: tuple[type[BaseModel], ...] = (
     *(HuggingFaceText, HuggingFaceEvent, HuggingFaceRank, HuggingFaceClass),
     *(Ranked, Scored, Classified, CohereVectors),
     *(HuggingFaceSparse, HuggingFaceFill, HuggingFaceAnswer, HuggingFaceEntity),
-    *(HuggingFaceTranslation, HuggingFaceSummary),
+    *(HuggingFaceTranslation, HuggingFaceSummary, HuggingFaceRewritten),
     *(TranscribeReply, TranscribeEvent, HuggingFaceSpeech),
     *(OpenAITranscript, OpenAIVerboseTranscript, OpenAITranscriptDelta, OpenAITranscriptDone),
 )

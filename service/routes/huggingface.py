@@ -41,9 +41,8 @@ from service.schemas.dialect_replies import (
     HuggingFaceEvent,
     HuggingFaceFill,
     HuggingFaceRank,
-    HuggingFaceSummary,
+    HuggingFaceRewritten,
     HuggingFaceText,
-    HuggingFaceTranslation,
     Ranked,
     Vectors,
 )
@@ -87,7 +86,7 @@ _RERANK_BODIES: dict[str, type[BaseModel]] = {"texts": RerankBody, "documents": 
     responses={
         **ok_response(
             "A list, or the events of a text; what is in it depends on the task.",
-            *(list[HuggingFaceText], list[HuggingFaceTranslation], list[HuggingFaceSummary], Vectors),
+            *(list[HuggingFaceText], list[HuggingFaceRewritten], Vectors),
             *(list[list[HuggingFaceClass]], list[HuggingFaceEntity], list[HuggingFaceFill], HuggingFaceAnswer),
             *(list[HuggingFaceClass], list[float]),
             events=_EVENTS,

@@ -212,6 +212,12 @@ class HuggingFaceText(Reply):
     details: HuggingFaceDetails | None = Field(None, description="If requested.")
 
 
+class HuggingFaceRewritten(Reply):
+    generated_text: str = Field(description="The text.", examples=["der dritte März"])
+    translation_text: str = Field(description="The same, for a client that translates.", examples=["der dritte März"])
+    summary_text: str = Field(description="The same, for a client that summarizes.", examples=["der dritte März"])
+
+
 class HuggingFaceTranslation(Reply):
     translation_text: str = Field(description="The translation.", examples=["der dritte März"])
 
