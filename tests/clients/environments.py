@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.clients.table import UV, Client
 
 ROOT = Path(__file__).parents[2] / "build" / "clients"
+_WITHOUT_TORCH = Path(__file__).parent / "without_torch.txt"
 _SECONDS = 900.0
 
 
@@ -28,7 +29,10 @@ def python_of(client: Client) -> Path:
             uv = _uv()
             _run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder)])
             if client.requirements:
-                _run([uv, "pip", "install", "--quiet", "--python", str(python), *client.requirements])
+                without = ["--override", str(_WITHOUT_TORCH)] if client.torch else []
+                _run([uv, "pip", "install", "--quiet", "--python", str(python), *without, *client.requirements])
+            if client.torch:
+                _lend_torch(folder)
         made.write_text(wanted)
     return python
 
@@ -67,6 +71,17 @@ def _uv() -> str:
         venv.create(folder, with_pip=True)
         _run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", UV])
     return str(uv)
+
+
+def _lend_torch(folder: Path) -> None:
+    """Link this interpreter's torch into an environment."""
+    import torch
+
+    packages = Path(torch.__file__).parents[1]
+    [into] = folder.glob("lib/python*/site-packages")
+    for pattern in ("torch", "torchgen", "functorch", "torch-*.dist-info"):
+        for found in packages.glob(pattern):
+            (into / found.name).symlink_to(found)
 
 
 class _alone:
