@@ -23,7 +23,7 @@ def test_programs_are_those_of_the_table_and_versions_are_pinned() -> None:
     assert {one.program for one in CLIENTS} | shared == {one.name for one in PROGRAMS.iterdir() if one.is_file()}
     assert len(NAMES) == len(CLIENTS)
     for client in CLIENTS:
-        assert all(re.fullmatch(r"[\w.\[\]-]+==[\w.]+", one) for one in client.requirements), client.name
+        assert all(re.fullmatch(r"[\w.\[\],-]+==[\w.]+", one) for one in client.requirements), client.name
 
 
 def test_features_are_of_a_column() -> None:

@@ -204,6 +204,13 @@ def _structure(body: Sampling) -> Json:
 
 
 def _format(body: Format) -> Json:
+    if (bare := body.bare_schema) is not None:
+        param = f"response_format.{bare}"
+        if body.type != "json_object":
+            raise invalid(f"{param} needs the type json_object; with json_schema, send json_schema.schema", param)
+        if body.json_schema is not None or (body.value is not None and body.schema_ is not None):
+            raise invalid(f"{param} excludes the other fields for a schema", param)
+        return json_format(body.value if bare == "value" else body.schema_ or {}, param)
     if body.json_schema is None:
         return {"type": body.type}
     schema = body.json_schema.schema_
@@ -214,7 +221,8 @@ def _structure_names(body: Sampling) -> dict[str, str]:
     grammars = _grammars(body)
     named = {"grammar": grammars[0]} if grammars else {}
     if body.structured_outputs is None:
-        return named
+        bare = body.response_format and body.response_format.bare_schema
+        return named | ({"response_format.json_schema.schema": f"response_format.{bare}"} if bare else {})
     schema = (
         "structured_outputs.json" if body.structured_outputs.json_ is not None else "structured_outputs.json_object"
     )

@@ -53,8 +53,20 @@ class Format(DialectBody):
         description="Any text, any JSON object, or JSON that matches `json_schema`.", examples=["json_object"]
     )
     json_schema: FormatSchema | None = Field(None, description="With the type `json_schema`.")
-    schema_: NotSupported = Field(None, alias="schema")
+    value: Schema | None = Field(
+        None,
+        description="A JSON schema with the type `json_object`, as Hugging Face's client sends it.",
+        examples=[None],
+    )
+    schema_: Schema | None = Field(
+        None, alias="schema", description="The same as `value`, as llama.cpp has it.", examples=[None]
+    )
     grammar: NotSupported = None
+
+    @property
+    def bare_schema(self) -> str | None:
+        """Return the name of the field that has a schema without OpenAI's frame, None without one."""
+        return "value" if self.value is not None else "schema" if self.schema_ is not None else None
 
 
 class StructuredOutputs(DialectBody):

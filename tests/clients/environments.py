@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -23,7 +24,7 @@ def python_of(client: Client) -> Path:
     """Return the Python of the client's environment, which is made where it is missing."""
     folder = ROOT / "environments" / client.name
     python, made = folder / "bin" / "python", folder / "made"
-    wanted = "\n".join(client.requirements)
+    wanted = "\n".join([*client.requirements, *client.debian])
     if not made.exists() or made.read_text() != wanted:
         with _alone():
             uv = _uv()
@@ -33,6 +34,8 @@ def python_of(client: Client) -> Path:
                 _run([uv, "pip", "install", "--quiet", "--python", str(python), *without, *client.requirements])
             if client.torch:
                 _lend_torch(folder)
+            for package in client.debian:
+                _unpack(package, folder)
         made.write_text(wanted)
     return python
 
@@ -46,7 +49,7 @@ def environment_of(client: Client) -> dict[str, str]:
     closed = "http://127.0.0.1:9"  # the discard port: what is sent elsewhere fails at once
     return {
         **kept,
-        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "PATH": f"{binaries}:{binaries.parent / 'usr' / 'sbin'}:{os.environ['PATH']}",
         "HOME": str(home),
         "PYTHONDONTWRITEBYTECODE": "1",
         **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), closed),
@@ -73,6 +76,14 @@ def _uv() -> str:
     return str(uv)
 
 
+def _unpack(package: str, folder: Path) -> None:
+    """Unpack a package of Debian into a folder, where the machine has not installed it."""
+    if shutil.which(package) is None:
+        _run(["apt-get", "download", "-qq", package], folder)
+        [archive] = folder.glob(f"{package}_*.deb")
+        _run(["dpkg", "-x", str(archive), str(folder)])
+
+
 def _lend_torch(folder: Path) -> None:
     """Link this interpreter's torch into an environment."""
     import torch
@@ -96,8 +107,8 @@ class _alone:
         self._file.close()
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], folder: Path | None = None) -> None:
     environment = {**os.environ, "UV_CACHE_DIR": str(ROOT / "cache")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()[-800:]}")

@@ -21,6 +21,7 @@ class Client:
     program: str  # a file in programs/
     requirements: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # commands of the machine
+    debian: tuple[str, ...] = ()  # packages, each with a command of its name, that are unpacked where it is missing
     torch: bool = False  # its torch is the one that runs this, as PyPI's brings gigabytes for GPUs
 
     @property
@@ -31,6 +32,7 @@ class Client:
 
 
 _ARRAYS = ("numpy==2.4.6", "aiohttp==3.14.5")  # which huggingface_hub wants for vectors and for its asynchronous client
+_TORCH_NEEDS = ("jinja2==3.1.6", "sympy==1.14.0", "networkx==3.6.1")
 
 CLIENTS = (
     Client("openai", "openai_client.py", ("openai==3.57.0",)),
@@ -55,9 +57,9 @@ CLIENTS = (
     Client("openai-agents", "openai_agents_client.py", ("openai-agents==0.24.0",)),
     Client("llm", "llm_client.py", ("llm==0.36",)),
     Client("aider", "aider_client.py", ("aider-chat==0.86.2",), needs=("git",)),
-    Client("guidellm", "guidellm_client.py", ("guidellm==0.8.1",), torch=True),
+    Client("guidellm", "guidellm_client.py", ("guidellm==0.8.1", *_TORCH_NEEDS), torch=True),
     Client("aiperf", "aiperf_client.py", ("aiperf==0.13.0",)),
     Client("curl-http2", "curl_client.py", needs=("curl",)),
-    Client("nginx", "nginx_client.py", needs=("apt-get",)),
+    Client("nginx", "nginx_client.py", debian=("nginx",)),
     Client("jdk-httpclient", "java_client.py", needs=("java", "javac")),
 )

@@ -12,11 +12,11 @@ OUT = Path(os.environ["HOME"]) / "guidellm.json"
 
 def benchmark(kind):
     OUT.unlink(missing_ok=True)
-    backend = json.dumps({"api_key": KEY})
     command = [
-        *("guidellm", "benchmark", "run", "--target", URL, "--model", "assistant", "--processor", str(TOKENIZER)),
-        *("--request-type", kind, "--backend-kwargs", backend, "--profile", "synchronous", "--max-requests", "3"),
-        *("--data", "prompt_tokens=16,output_tokens=8", "--output-path", str(OUT), "--disable-console"),
+        *("guidellm", "run", "--disable-console", "--profile", "kind=synchronous", "--output", f"kind=json,path={OUT}"),
+        *("--backend", f"kind=openai_http,target={URL},model=assistant,api_key={KEY},request_format={kind}"),
+        *("--constraint", "kind=max_requests,count=3", "--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and OUT.exists(), (done.stderr or done.stdout)[-500:]
@@ -28,9 +28,9 @@ def benchmark(kind):
 
 @feature("stream")
 def chat():
-    return benchmark("chat_completions")
+    return benchmark("/v1/chat/completions")
 
 
 @feature("completion")
 def completion():
-    return benchmark("text_completions")
+    return benchmark("/v1/completions")

@@ -5,19 +5,26 @@ import os
 import subprocess
 from pathlib import Path
 
-from features import CHAT, CITY, HELLO, KEY, URL, expect, expect_city, feature
+from features import ANSWER, ASKED, CHAT, CITY, HELLO, KEY, RESULT, URL, expect, expect_city, feature
 
 FOLDER = Path(os.environ["HOME"]) / "llm"
 FOLDER.mkdir(exist_ok=True)
 MODELS = [
-    {"model_id": name, "model_name": name, "api_base": f"{URL}/v1", "supports_schema": True, "supports_tools": True}
+    {
+        "model_id": name,
+        "model_name": name,
+        "api_base": f"{URL}/v1",
+        "api_key_name": "triptych",
+        "supports_schema": True,
+        "supports_tools": True,
+    }
     for name in (CHAT, "smollm2")
 ]
 (FOLDER / "extra-openai-models.yaml").write_text(json.dumps(MODELS))  # JSON is YAML
 
 
 def llm(*arguments):
-    environment = {**os.environ, "LLM_USER_PATH": str(FOLDER), "OPENAI_API_KEY": KEY}
+    environment = {**os.environ, "LLM_USER_PATH": str(FOLDER)}
     command = ["llm", *arguments, "--key", KEY]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr[-400:]
@@ -36,9 +43,9 @@ def stream():
 
 @feature("tools")
 def tools():
-    function = 'def get_weather(city: str) -> str:\n    \'Tells the weather.\'\n    return \'{"temperature": 12, "sky": "cloudy"}\''
-    found = llm("-m", CHAT, "--functions", function, "-o", "temperature", "0", "Is it warm in Oslo?")
-    return expect(found, "It is 12 degrees and cloudy in Oslo.")
+    function = f"def get_weather(city: str) -> str:\n    'Tells the weather.'\n    return {RESULT!r}"
+    found = llm("-m", CHAT, "--functions", function, "-o", "temperature", "0", ASKED)
+    return expect(found, ANSWER)
 
 
 @feature("structured")

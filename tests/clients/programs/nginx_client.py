@@ -1,4 +1,4 @@
-"""nginx as a reverse proxy that keeps connections, with the usual lines for WebSockets; OpenAI's requests through it."""
+"""nginx as a reverse proxy that keeps connections, with the usual lines for WebSockets."""
 
 import json
 import os
@@ -10,7 +10,6 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import which
 from urllib.parse import urlsplit
 
 from features import CHAT, HELLO, KEY, SAID, SAMPLE, URL, expect, feature
@@ -29,23 +28,14 @@ http {{
     client_max_body_size 64m;
     location / {{
       proxy_pass http://service; proxy_http_version 1.1; proxy_buffering off; proxy_read_timeout 120s;
-      proxy_set_header Host $host; proxy_set_header Upgrade $http_upgrade; proxy_set_header Connection $connection_upgrade;
+      proxy_set_header Host $host;
+      proxy_set_header Upgrade $http_upgrade;
+      proxy_set_header Connection $connection_upgrade;
     }}
   }}
 }}
 """
 BODY = {"model": CHAT, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
-
-
-def nginx():
-    """Return the command: the machine's, or that of Debian's package, unpacked below the home."""
-    home = Path(os.environ["HOME"])
-    found = which("nginx") or home / "usr" / "sbin" / "nginx"
-    if not Path(found).exists():
-        subprocess.run(["apt-get", "download", "-qq", "nginx"], cwd=home, check=True, capture_output=True)
-        [package] = home.glob("nginx_*.deb")
-        subprocess.run(["dpkg", "-x", package.name, "."], cwd=home, check=True)
-    return str(found)
 
 
 @contextmanager
@@ -56,7 +46,7 @@ def proxy():
         file = Path(folder, "nginx.conf")
         file.write_text(CONFIG.format(folder=folder, service=urlsplit(URL).netloc, port=port))
         os.chmod(folder, 0o755)
-        process = subprocess.Popen([nginx(), "-c", str(file), "-p", folder])
+        process = subprocess.Popen(["nginx", "-c", str(file), "-p", folder])
         try:
             for _ in range(100):
                 with socket.socket() as probe:

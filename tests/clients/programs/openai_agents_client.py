@@ -6,7 +6,6 @@ from features import ANSWER, ASKED, CHAT, HELLO, KEY, RESULT, URL, expect, featu
 from openai import AsyncOpenAI
 
 agents.set_tracing_disabled(True)
-client = AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY)
 KINDS = {"": agents.OpenAIChatCompletionsModel, ": responses": agents.OpenAIResponsesModel}
 COLD = agents.ModelSettings(temperature=0, max_tokens=100)
 
@@ -27,6 +26,7 @@ def get_weather(city: str) -> str:
 for name, kind in KINDS.items():
 
     def agent(model=CHAT, kind=kind, **given):
+        client = AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY)  # each feature has an event loop of its own
         return agents.Agent("helper", model=kind(model, openai_client=client), model_settings=COLD, **given)
 
     @feature(f"chat{name}")

@@ -94,6 +94,17 @@ def test_a_chat(url: str) -> None:
     assert reply.choices[0].message.content == "hello"
 
 
+def test_a_chat_held_to_a_schema(url: str) -> None:
+    """With a URL the client sends {"type": "json_object", "value": SCHEMA}, whatever it was given."""
+    framed: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 1}, "strict": True}}
+    hello = [{"role": "user", "content": "ab"}]
+    client = InferenceClient(base_url=f"{url}/v1", token="any")
+    assert client.chat_completion(hello, model="chat", max_tokens=5, response_format=framed).choices
+    framed["json_schema"]["schema"] = {"type": "none"}
+    with pytest.raises(BadRequestError, match=r"response_format\.value"):
+        client.chat_completion(hello, model="chat", max_tokens=5, response_format=framed)
+
+
 @pytest.mark.parametrize("path", ["/embed", "/encode", "/?model=enc"])
 def test_feature_extraction(url: str, path: str) -> None:
     client = InferenceClient(model=url + path, token="any")

@@ -339,8 +339,12 @@ def test_structured_output(client: openai.OpenAI, app: App) -> None:
         {"json_object": True},
     ):
         client.completions.create(**ABC, extra_body={"structured_outputs": extra})
+    for name in ("value", "schema"):  # as Hugging Face's client and as llama.cpp's clients send it
+        bare = {"type": "json_object", name: schema}
+        chat.create(model="chat", messages=HELLO, max_tokens=2, response_format=bare)
     as_schema, as_object = json_grammar(schema), json_grammar({"type": "object"})
     assert [request.params.grammar for request in app.client.submitted] == [
         *(as_schema, as_object, ""),
         *(as_schema, as_schema, regex_grammar("a+"), choice_grammar(["a"]), as_object),
+        *(as_schema, as_schema),
     ]
