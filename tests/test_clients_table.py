@@ -29,7 +29,7 @@ def test_programs_are_those_of_the_table_and_versions_are_pinned() -> None:
 def test_features_are_of_a_column() -> None:
     for client in CLIENTS:
         text = (PROGRAMS / client.program).read_text(encoding="utf-8")
-        found = re.findall(r'"feature": "(\w+)|feature\("(\w+)', text)
+        found = re.findall(r'"feature": "(\w+)|feature\(f?"(\w+)', text)
         assert found and {one or other for one, other in found} <= set(COLUMNS), client.program
 
 

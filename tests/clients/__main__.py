@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from tests.clients.environments import environment_of, python_of
 from tests.clients.models import served_models
@@ -27,31 +28,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("client", nargs="*", choices=[[], *(one.name for one in CLIENTS)], help="all without any")
     parser.add_argument("-v", "--verbose", action="store_true", help="print each feature")
+    parser.add_argument("--jobs", type=int, default=2, help="clients at a time (default: 2)")
     parser.add_argument("--url", help="a service that runs already (its key: see KEY)")
     options = parser.parse_args()
     chosen = [one for one in CLIENTS if not options.client or one.name in options.client]
     if options.url:
-        return run_all(chosen, options.url, options.verbose)
+        return run_all(chosen, options.url, options.jobs, options.verbose)
     with running(["--runtime", "local", "--api-key", KEY, *served_models()]) as service:
-        return run_all(chosen, service.url, options.verbose)
+        return run_all(chosen, service.url, options.jobs, options.verbose)
 
 
-def run_all(chosen: list[Client], url: str, verbose: bool) -> int:
+def run_all(chosen: list[Client], url: str, jobs: int, verbose: bool) -> int:
     known, rows, unexpected = read_known(), dict[str, list[Result]](), list[str]()
-    print(f"{'client':<38}{''.join(f'{name:<12}' for name in COLUMNS)}seconds")
-    for client in chosen:
-        began = time.monotonic()
-        rows[client.title] = results = run_client(client, url)
-        seconds = time.monotonic() - began
-        print(f"{client.title:<38}{''.join(f'{cell:<12}' for cell in cells(results))}{seconds:.0f}", flush=True)
-        if verbose:
-            for one in results:
+    print(f"{'client':<36}{''.join(f'{name:<11}' for name in COLUMNS)}seconds")
+    with ThreadPoolExecutor(jobs) as threads:
+        for client, (results, seconds) in zip(chosen, threads.map(lambda one: timed(one, url), chosen), strict=True):
+            rows[client.title] = results
+            print(f"{client.title:<36}{''.join(f'{cell:<11}' for cell in cells(results))}{seconds:.0f}", flush=True)
+            for one in results if verbose else ():
                 print(f"  {'ok  ' if one.ok else 'FAIL'} {one.feature}: {one.detail}", flush=True)
-        unexpected += surprises(client, results, known.get(client.name, {}))
+            unexpected += surprises(client, results, known.get(client.name, {}))
     if len(chosen) == len(CLIENTS):
         write_docs(markdown(rows, {one.title: known[one.name] for one in CLIENTS if one.name in known}))
     print("\n".join(unexpected))
     return 1 if unexpected else 0
+
+
+def timed(client: Client, url: str) -> tuple[list[Result], float]:
+    """Return a client's results and the seconds that they took."""
+    began = time.monotonic()
+    return run_client(client, url), time.monotonic() - began
 
 
 def run_client(client: Client, url: str) -> list[Result]:

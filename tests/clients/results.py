@@ -35,7 +35,11 @@ def read_known(path: Path = KNOWN) -> dict[str, dict[str, str]]:
 def surprises(client: Client, results: Sequence[Result], known: Mapping[str, str]) -> list[str]:
     """Return lines for failures that are not known, and for known ones that fail no longer."""
     failed = {one.feature: one.detail for one in results if not one.ok}
-    unknown = [f"{client.name}: {feature}: {detail}" for feature, detail in failed.items() if feature not in known]
+    unknown = [
+        f"{client.name}: {feature}: {' '.join(detail.split())}"
+        for feature, detail in failed.items()
+        if feature not in known
+    ]
     stale = [f"{client.name}: known.toml lists {one!r}, which fails no longer" for one in known if one not in failed]
     return unknown + stale
 

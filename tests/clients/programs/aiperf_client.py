@@ -30,11 +30,6 @@ def chat():
     return profile("chat", "assistant", "--streaming", "--output-tokens-mean", "8")
 
 
-@feature("completion")
-def completion():
-    return profile("completions", "code", "--output-tokens-mean", "8")
-
-
 @feature("embeddings")
 def embeddings():
     return profile("embeddings", "embed")

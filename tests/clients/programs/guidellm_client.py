@@ -1,4 +1,4 @@
-"""The load generator GuideLLM, for a few requests of each kind."""
+"""The load generator GuideLLM, for a few chats, which it streams."""
 
 import json
 import os
@@ -29,8 +29,3 @@ def benchmark(kind):
 @feature("stream")
 def chat():
     return benchmark("/v1/chat/completions")
-
-
-@feature("completion")
-def completion():
-    return benchmark("/v1/completions")
