@@ -204,17 +204,17 @@ def _structure(body: Sampling) -> Json:
 
 
 def _format(body: Format) -> Json:
-    if (bare := body.bare_schema) is not None:
-        param = f"response_format.{bare}"
+    if body.bare_schema is not None:
+        param, schema = body.bare_schema
         if body.type != "json_object":
             raise invalid(f"{param} needs the type json_object; with json_schema, send json_schema.schema", param)
         if body.json_schema is not None or (body.value is not None and body.schema_ is not None):
             raise invalid(f"{param} excludes the other fields for a schema", param)
-        return json_format(body.value if bare == "value" else body.schema_ or {}, param)
+        return json_format(schema, param)
     if body.json_schema is None:
         return {"type": body.type}
-    schema = body.json_schema.schema_
-    return {"type": body.type, "json_schema": {} if schema is None else {"schema": schema}}
+    framed = body.json_schema.schema_
+    return {"type": body.type, "json_schema": {} if framed is None else {"schema": framed}}
 
 
 def _structure_names(body: Sampling) -> dict[str, str]:
@@ -222,7 +222,7 @@ def _structure_names(body: Sampling) -> dict[str, str]:
     named = {"grammar": grammars[0]} if grammars else {}
     if body.structured_outputs is None:
         bare = body.response_format and body.response_format.bare_schema
-        return named | ({"response_format.json_schema.schema": f"response_format.{bare}"} if bare else {})
+        return named | ({"response_format.json_schema.schema": bare[0]} if bare else {})
     schema = (
         "structured_outputs.json" if body.structured_outputs.json_ is not None else "structured_outputs.json_object"
     )

@@ -64,9 +64,11 @@ class Format(DialectBody):
     grammar: NotSupported = None
 
     @property
-    def bare_schema(self) -> str | None:
-        """Return the name of the field that has a schema without OpenAI's frame, None without one."""
-        return "value" if self.value is not None else "schema" if self.schema_ is not None else None
+    def bare_schema(self) -> tuple[str, Schema] | None:
+        """Return a schema that is not in OpenAI's frame, with the place of its field; None without one."""
+        if self.value is not None:
+            return "response_format.value", self.value
+        return None if self.schema_ is None else ("response_format.schema", self.schema_)
 
 
 class StructuredOutputs(DialectBody):
