@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from service.core.errors import invalid
-from service.dialects.common import native
+from service.dialects.common import native, native_encode
 from service.dialects.embedding_bodies import EmbeddingBody
 from service.http.json_replies import Json
 from service.planning.encode import EncodePlan
 from service.schemas.encode_bodies import EncodeBody
-from service.schemas.types import Body, TextPair
+from service.schemas.types import TextPair
 
 _SAME = ("model", "timeout_s", "request_id", "dimensions", "ranges", "task", "prompt_name")
 _KINDS = ("embedding_type", "encoding_type")
@@ -37,7 +37,7 @@ def embedding(body: EmbeddingBody) -> EncodeBody:
         if fields["truncate"] is not None:
             raise invalid("late_chunking and truncate exclude each other", "late_chunking")
         return native(EncodeBody, fields | _parts_of_one_text(body))
-    return native(EncodeBody, fields | {"input": _as_json(body.input)})
+    return native_encode(fields, body.input)
 
 
 def embedding_reply(body: EmbeddingBody) -> Callable[[EncodePlan, Json], Json]:
@@ -56,13 +56,6 @@ def embedding_reply(body: EmbeddingBody) -> Callable[[EncodePlan, Json], Json]:
         }
 
     return show
-
-
-def _as_json(value: object) -> object:
-    """Return an input as JSON has it; only pairs and images are objects."""
-    if isinstance(value, list) and isinstance(value[0], Body):
-        return [one.model_dump(exclude_none=True) for one in value]
-    return value
 
 
 def _normalize(body: EmbeddingBody) -> bool | None:

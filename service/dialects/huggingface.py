@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from service.core.errors import invalid
-from service.dialects.common import json_format, native, native_seed
+from service.dialects.common import json_format, native, native_encode, native_seed
 from service.dialects.huggingface_bodies import (
     EmbedBody,
     GenerateParameters,
@@ -158,8 +158,8 @@ class TextGeneration(DataEvents):
 
 def embed(body: EmbedBody) -> EncodeBody:
     """Translate an embedding body."""
-    fields = {"input": body.inputs, "dimensions": body.dimensions, "prompt_name": body.prompt_name}
-    return native(EncodeBody, encode_fields(body) | fields | {"normalize": body.normalize is not False})
+    fields = {"dimensions": body.dimensions, "prompt_name": body.prompt_name, "normalize": body.normalize is not False}
+    return native_encode(encode_fields(body) | fields, body.inputs)
 
 
 def embed_reply(plan: EncodePlan, reply: Json) -> object:
