@@ -108,6 +108,14 @@ def worst_bodies() -> Iterator[Worst]:
     yield _items(
         b'"input":[', b'{"type":"reasoning","content":[{"type":"reasoning_text","text":"a"}]}', b"]", "thoughts"
     )
+    thought = b'{"type":"reasoning","content":[{"type":"reasoning_text","text":"' + b"a" * 1_960 + b'"}]}'
+    yield _items(b'"input":[', thought, b"]", "long thoughts")
+    yield _items(b'"input":[', b'{"role":"assistant","content":"' + b"a" * 2_000 + b'"}', b"]", "long answers")
+    result = b'{"role":"tool","tool_call_id":"a","content":"' + b"a" * 1_980 + b'"}'
+    yield _chat(b'"messages":[', result, b"]", "long results")
+    yield _message(
+        b'"messages":[', b'{"role":"user","content":"' + b"a" * 2_000 + b'"}', b"]", "long texts of one role"
+    )
     yield _items(
         b'"input":"x","tools":[{"type":"namespace","name":"n","tools":[',
         b'{"type":"function","name":"a%d"}',

@@ -22,6 +22,7 @@ def plain_messages(messages: Sequence[Json], tools: Sequence[Tool]) -> list[Json
     one message of the user, since many templates want roles to alternate.
     """
     found: list[Json] = []
+    joined: dict[int, list[str]] = {}  # texts of messages, by place: joined once
     names: dict[str, str] = {}  # of functions, by the id of their call
     joins = False  # whether the last message is of tools, and takes what follows from the user
     for message in messages:
@@ -36,10 +37,12 @@ def plain_messages(messages: Sequence[Json], tools: Sequence[Tool]) -> list[Json
         else:
             text = message.get("content") or ""
         if role in ("tool", "user") and joins:
-            found[-1] = found[-1] | {"content": f"{found[-1]['content']}\n{text}"}
+            joined.setdefault(len(found) - 1, [found[-1]["content"]]).append(text)
         else:
             found.append({"role": "user", "content": text} if role == "tool" else message)
         joins = role == "tool"
+    for at, texts in joined.items():
+        found[at] = found[at] | {"content": "\n".join(texts)}
     return _introduced(found, tools) if tools else found
 
 

@@ -126,6 +126,10 @@ def input_messages(body: ResponsesBody) -> list[Json]:
                 _add(found, {"tool_calls": [call_message(item.call_id, name, item.arguments)]})
             case InputCallOutput():
                 found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+    for one in found:
+        for name in ("content", "reasoning_content"):
+            if isinstance(one.get(name), list):
+                one[name] = "".join(one[name])
     return found
 
 
@@ -139,15 +143,22 @@ def call_message(id: str, name: str, arguments: str) -> Json:
 
 
 def _add(messages: list[Json], fields: Json) -> None:
-    """Add fields to the assistant's message at the end; one that has answered or called already is complete."""
+    """Add fields to the assistant's message at the end; one that has answered or called already is complete.
+
+    Texts become a list, to be joined once: joining each would copy those before it again.
+    """
     last = messages[-1] if messages else {}
     order = ("reasoning_content", "content", "tool_calls")
     [name] = fields
     begun = [one for one in order[order.index(name) + (name != "content") :] if one in last]
     if last.get("role") != "assistant" or begun:
         messages.append({"role": "assistant", **fields})
-    elif name in last:
+    elif name == "tool_calls" and name in last:
         last[name] += fields[name]
+    elif isinstance(last.get(name), list):
+        last[name].append(fields[name])
+    elif name in last:
+        last[name] = [last[name], fields[name]]
     else:
         last.update(fields)
 
