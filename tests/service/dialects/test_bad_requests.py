@@ -14,7 +14,17 @@ from service.sandbox.chat_pool import RenderPool
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import BRACKETS, chat_app, talker
 from tests.service.speech import ids, saying, served_speech
-from tests.service.support import App, ask, check_accounts, events, make_app, run, samples, served, word_tokenizer
+from tests.service.support import (
+    App,
+    ask,
+    check_accounts,
+    events,
+    make_app,
+    run,
+    samples,
+    served,
+    word_tokenizer,
+)
 from tests.service.test_bad_requests import check_error
 
 C, M, V = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -45,6 +55,11 @@ TASKS: dict[str, dict[str, Any]] = {
     "/pipeline/zero-shot-classification": {"inputs": "w1", "parameters": {"candidate_labels": ["w2"]}},
     "/pipeline/text-classification": {"inputs": "w1"},
     "/pipeline/automatic-speech-recognition": {"inputs": "UklGRg=="},
+    "/pipeline/translation": {"inputs": "ab"},
+    "/pipeline/summarization": {"inputs": "ab"},
+    "/pipeline/text2text-generation": {"inputs": "ab"},
+    "/pipeline/text-generation": {"inputs": "ab"},
+    "/pipeline/image-classification": {"inputs": "iVBORw0KGgo="},
 }
 TOOL = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
@@ -423,5 +438,5 @@ def test_examples_of_the_document_work_as_pasted() -> None:
 
 
 def _named_like_the_embedded() -> list[Any]:
-
-    return [talker(name="code"), served("embed", "encoder-only", word_tokenizer()), served_speech()]
+    encoder = served("embed", "encoder-only", word_tokenizer())
+    return [talker(name="code"), served("normalize", "encoder-decoder", word_tokenizer()), encoder, served_speech()]
