@@ -39,6 +39,10 @@ RUN if [ "${DEVICE}" = cuda ]; then apt-get update && apt-get install -y --no-in
       || apt-get install -y --no-install-recommends python3-dev; } \
  && rm -rf /var/lib/apt/lists/*; fi
 
+# The environment in /opt brings all that runs: what the base image would install packages of Python with is not needed.
+RUN rm -rf /usr/local/bin/pip* /usr/local/lib/python3*/ensurepip /usr/local/lib/python3*/site-packages/pip \
+    /usr/local/lib/python3*/site-packages/pip-*
+
 FROM base
 COPY --from=build /opt/triptych /opt/triptych
 # Empty: a new volume for models of the Hub (`-v models:/models -e HF_HOME=/models`) takes its owner over from here.

@@ -1,12 +1,13 @@
 """A script that writes the software bill of materials of its environment, as CycloneDX 1.6 JSON.
 
-It lists all installed Python distributions and Debian packages. The format is a list of names and versions, so a
+It lists Python, all installed distributions and Debian packages. The format is a list of names and versions, so a
 generator with a dozen dependencies of its own would be the larger risk.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -29,6 +30,14 @@ def python_components() -> Iterator[Component]:
         yield component
 
 
+def python_itself() -> Component:
+    """Return the interpreter, which comes from the base image and is no distribution."""
+    version = platform.python_version()
+    purl = f"pkg:generic/python@{version}"
+    cpe = f"cpe:2.3:a:python:python:{version}:*:*:*:*:*:*:*"
+    return {"type": "platform", "bom-ref": purl, "name": "python", "version": version, "purl": purl, "cpe": cpe}
+
+
 def debian_components(status: Path = DPKG_STATUS) -> Iterator[Component]:
     """Return the packages of a dpkg status file; none without such a file."""
     if not status.exists():
@@ -43,7 +52,7 @@ def debian_components(status: Path = DPKG_STATUS) -> Iterator[Component]:
 
 def bill() -> dict[str, Any]:
     """Return the document, which depends only on the environment."""
-    components = {one["bom-ref"]: one for one in (*python_components(), *debian_components())}
+    components = {one["bom-ref"]: one for one in (python_itself(), *python_components(), *debian_components())}
     application = next(one for one in components.values() if one["name"] == "triptych")
     return {
         "bomFormat": "CycloneDX",

@@ -25,7 +25,9 @@ class RequestContext:
     task: str | None = None  # "generate" or "encode" on a route that runs a model
     model: str = ""  # a loaded model's name, once known
     path: str = ""  # the route's
+    scheme: str = "http"  # of the connection to this service
     traceparent: str = ""  # W3C Trace Context, as the client sent it
+    tracestate: str = ""
     tenant: str = ""  # a hash that identifies the API key; empty without keys
     tokens_in: int = 0
     tokens_out: int = 0
@@ -35,7 +37,21 @@ class RequestContext:
     status: int = 0  # of the reply; 0: not started
     on_reply: list[Callable[[], None]] = field(default_factory=list)  # called when the reply begins, or will not
     on_end: list[Callable[[], None]] = field(default_factory=list)  # called when the reply has been sent, or given up
+    is_over: bool = False  # that has been called
     started: float = field(default_factory=time.monotonic)
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Call it when the reply has been sent or given up; at once if that is so already."""
+        if self.is_over:
+            call()
+        else:
+            self.on_end.append(call)
+
+    def end(self) -> None:
+        """Call what waits for the reply's end."""
+        self.is_over = True
+        for call in self.on_end:
+            call()
 
     def begin_reply(self) -> None:
         """Call what waits for the reply's beginning."""

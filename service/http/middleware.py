@@ -37,7 +37,9 @@ class Accounts:
             request_id=request_id_from(header_of(headers, b"x-request-id")),
             task=self._tasks.get(scope["path"]) if scope["method"] == "POST" else None,
             path=scope["path"],
+            scheme=scope.get("scheme", "http"),
             traceparent=header_of(headers, b"traceparent") or "",
+            tracestate=",".join(value.decode("latin-1") for name, value in headers if name == b"tracestate"),
         )
 
     def begin(self, context: RequestContext) -> None:
@@ -52,8 +54,7 @@ class Accounts:
             self._metrics.rejected(context, context.rejection or "client_closed")
         access(context, scope["method"], scope["path"])
         context.begin_reply()
-        for release in context.on_end:
-            release()
+        context.end()
 
 
 def request_id_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:

@@ -4,7 +4,7 @@
 
 Spans are made when a request has ended, from times that are recorded anyway, so tracing costs nothing while tokens are
 generated. Names and attributes follow OpenTelemetry's semantic conventions for generative AI. A client's `traceparent`
-(W3C Trace Context) is the parent. Spans contain no prompt, output or key.
+(W3C Trace Context) is the parent, and its `tracestate` is kept. Spans contain no prompt, output or key.
 """
 
 from __future__ import annotations
@@ -46,16 +46,23 @@ class Tracer:
         return cls(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"), version)
 
     def ended(self, context: RequestContext, outcome: FinishReason, timings: Timings, has_output: bool) -> None:
-        """Export the spans of an accepted request that has just ended."""
+        """Export the spans of an accepted request that has just ended, once the status of its reply is known."""
+        end = time.time_ns()
+        context.at_end(lambda: self._export(context, outcome, timings, has_output, end))
+
+    def _export(
+        self, context: RequestContext, outcome: FinishReason, timings: Timings, has_output: bool, end: int
+    ) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        end = time.time_ns()
         start = end - round(timings.total_ms * 1e6)
         operation = "chat" if context.path in _CHAT else _OPERATIONS[context.task or "generate"]
         span = self._tracer.start_span(
             f"{operation} {context.model}",
-            context=TraceContextTextMapPropagator().extract({"traceparent": context.traceparent}),
+            context=TraceContextTextMapPropagator().extract(
+                {"traceparent": context.traceparent, "tracestate": context.tracestate}
+            ),
             kind=SpanKind.SERVER,
             start_time=start,
             attributes={
@@ -68,8 +75,12 @@ class Tracer:
                 "gen_ai.response.finish_reasons": [outcome.value],
                 "http.request.method": "POST",
                 "http.route": context.path,
+                "url.path": context.path,
+                "url.scheme": context.scheme,
             },
         )
+        if context.status:  # else the client left before the reply began
+            span.set_attribute("http.response.status_code", context.status)
         if outcome is FinishReason.ERROR:
             span.set_attribute("error.type", "engine_failed")
             span.set_status(Status(StatusCode.ERROR))

@@ -187,6 +187,12 @@ def test_ray_runs_as_the_service_would_run_it() -> None:
     assert set(args) <= {option.name for option in OPTIONS}
 
 
+@pytest.mark.parametrize("overlay", ["cpu", "gpu", "hub", "models-dir"])
+def test_an_apply_leaves_the_number_of_pods_to_whoever_scales(overlay: str) -> None:
+    (deployment,) = (one for one in OVERLAYS[overlay] if one["kind"] == "Deployment")
+    assert "replicas" not in deployment["spec"]
+
+
 def test_no_replica_runs_on_the_head() -> None:
     cluster = rayservice()["spec"]["rayClusterConfig"]
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +64,14 @@ def test_the_lock_is_above_versions_with_known_holes(package: str, floor: str) -
     assert version(locked[package]) >= version(floor)
 
 
+def test_the_bill_of_materials_names_python_itself(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-P", ROOT / "deploy/image/sbom.py", tmp_path / "bill"], check=True)
+    components = json.loads((tmp_path / "bill").read_text())["components"]
+    (python,) = [one for one in components if one["name"] == "python"]
+    assert (python["version"], python["type"]) == (platform.python_version(), "platform")
+    assert python["cpe"].startswith(f"cpe:2.3:a:python:python:{platform.python_version()}:")
+
+
 def test_the_image_has_the_torch_of_the_makefile() -> None:
     pin = re.search(r"^TORCH := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert pin is not None
@@ -76,7 +89,7 @@ def test_the_dockerfile_ends_as_a_user_and_listens_to_signals() -> None:
 def test_only_a_gpus_image_gets_a_compiler() -> None:
     base = (ROOT / "Dockerfile").read_text().partition(" AS base\n")[2].partition("\nFROM ")[0]
     runs = re.findall(r"^RUN (.*)$", base, re.MULTILINE)
-    assert len(runs) == 1
+    assert len(runs) == 2 and runs[1].startswith("rm -rf ")
     assert runs[0].startswith('if [ "${DEVICE}" = cuda ]; then apt-get')
 
 

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from model.errors import ConfigError
 from service.observability.metrics import Metrics
 from service.observability.metrics_folder import MULTIPROCESS_FOLDER
+from tests.service.support import ask, make_app
 
 # A process that counts, says so, and waits for a line before it shows what it sees and ends.
 REPLICA = """
@@ -128,3 +129,10 @@ def test_all_but_a_few_tokens_are_added_while_a_stream_runs() -> None:
         count(2, 0.01)
     for name in ("triptych_generation_tokens_total", "triptych_inter_token_latency_seconds_count"):
         assert 2000 - 128 < (metrics.registry.get_sample_value(name, {"model": "gen"}) or 0) <= 2000
+
+
+def test_no_series_tells_when_another_one_began() -> None:
+    app = make_app()
+    assert ask(app, "POST", "/generate", json={"model": "gen", "prompt": "a", "max_tokens": 1}).status_code == 200
+    text = ask(app, "GET", "/metrics").text
+    assert "triptych_requests_total{" in text and "_created" not in text

@@ -56,7 +56,12 @@ def test_a_request_is_a_span_with_its_parts_below(collector: str) -> None:
     app = make_app(settings=ServiceSettings(otlp_endpoint=collector))
 
     async def work(client: httpx.AsyncClient) -> None:
-        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
+        headers = [
+            ("traceparent", f"00-{TRACE}-{PARENT}-01"),
+            ("x-request-id", "mine"),
+            ("tracestate", "a=1,b=2"),
+            ("tracestate", "c=3"),
+        ]
         assert (await client.post("/generate", json=GOOD, headers=headers)).status_code == 200
         assert (await client.post("/generate", json={**GOOD, "stream": True})).status_code == 200
         assert (await client.post("/encode", json={"input": "w1"})).status_code == 200
@@ -67,6 +72,11 @@ def test_a_request_is_a_span_with_its_parts_below(collector: str) -> None:
     assert [span.name for span in roots] == ["text_completion gen", "text_completion gen", "embeddings enc"]
     first = roots[0]
     assert (first.trace_id.hex(), first.parent_span_id.hex()) == (TRACE, PARENT)
+    assert first.trace_state == "a=1,b=2,c=3"
+    for root in roots:
+        told = attributes(root)
+        assert told["http.response.status_code"] == 200
+        assert (told["url.path"], told["url.scheme"]) == (told["http.route"], "http")
     told = attributes(first)
     assert told["gen_ai.usage.input_tokens"] == 13 and told["gen_ai.usage.output_tokens"] == 4
     assert told["gen_ai.response.id"] == "mine" and told["gen_ai.request.model"] == "gen"
@@ -107,6 +117,7 @@ def test_a_failed_request_is_an_error(collector: str) -> None:
     run(app, work)
     (root,) = [span for span in Collector.spans if span.kind == Span.SPAN_KIND_SERVER]
     assert attributes(root)["error.type"] == "engine_failed"
+    assert attributes(root)["http.response.status_code"] == 500
     assert root.status.code == 2
 
 
