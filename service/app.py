@@ -23,6 +23,7 @@ from service.http.bodies import cancel_all
 from service.http.cors import CorsMiddleware, CrossOrigins
 from service.http.direct_routes import DirectRoutes, direct_endpoints
 from service.http.guard import Guard
+from service.http.head_requests import HeadMiddleware
 from service.http.immediate_refusal import ImmediateRefusals
 from service.http.middleware import Accounts, ContextMiddleware, GuardMiddleware
 from service.http.sites import Sites
@@ -140,8 +141,9 @@ def create_app(
         openapi_url=None,  # `docs.install` adds this and /docs
         middleware=[
             *([Middleware(CorsMiddleware, origins=origins)] if origins else []),
-            Middleware(ContextMiddleware, accounts=accounts),
+            Middleware(ContextMiddleware, accounts=accounts, is_closing=lambda: service.is_draining),
             Middleware(GuardMiddleware, guard=guard, limits=settings.limits),
+            Middleware(HeadMiddleware),
         ],
     )
     app.state.service = service

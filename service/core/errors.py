@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from model.errors import EngineGoneError, ModelNotLoadedError, QueueFullError
 from service.core.request_context import current
@@ -106,6 +107,13 @@ def unknown_model(name: str, known: Iterable[str]) -> ApiError:
 
 def too_large(message: str, param: str | None = None, code: str = "body_too_large") -> ApiError:
     return ApiError(413, message, type="invalid_request_error", param=param, code=code)
+
+
+def unsupported_coding(coding: str) -> ApiError:
+    """Return the 415 for a compressed body."""
+    message = f"Content-Encoding: {shorten(coding)} is not supported; send the body as it is, without compression"
+    headers = {"Accept-Encoding": "identity"}
+    return ApiError(*(415, message), type="invalid_request_error", code="unsupported_content_encoding", headers=headers)
 
 
 def headers_too_large(message: str) -> ApiError:
@@ -309,12 +317,21 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return render(not_found("there is no such route; /docs lists them"))
     if error.status_code == 405:
-        headers = dict(error.headers or {})
-        message = f"this route does not accept {request.method[:16]}"
+        allowed = ", ".join(_methods(request))
+        headers, message = {"Allow": allowed}, f"this route does not accept that method; it accepts {allowed}"
         return render(ApiError(405, message, type="invalid_request_error", code="method_not_allowed", headers=headers))
     if error.status_code < 500:
         return render(ApiError(error.status_code, "refused", type="invalid_request_error", code="refused"))
     return render(internal())
+
+
+def _methods(request: Request) -> list[str]:
+    """Return the methods of all routes that a request's path has."""
+    found: set[str] = set()
+    for route in request.app.router.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found | ({"HEAD"} if "GET" in found else set()))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:

@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
 from service.http.connection_loss import LOSS, ConnectionLoss
 from service.http.guard import AUDIO_PATHS
+from service.http.half_close import HalfClosed
 from service.http.idle_connections import IdleConnections
 from service.http.immediate_refusal import ImmediateRefusals
 from service.http.message_head import check_head, origin_target
@@ -74,6 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parsing = False
         self._is_replayed = False  # the parser is given a head again, without its offer to upgrade
         self._fault: ApiError | None = None  # of the head that is being parsed
+        self._half_closed: HalfClosed | None = None  # once the client has closed its writing side
         self._refusal: ApiError | None = None  # the last reply of the connection
         self._unstarted: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until parsing ends
         self._newest_reply: ReplyTransport | None = None
@@ -82,7 +84,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_known = False  # a request was accepted
         self._drain_left = self._drain_limit = _DRAIN_FACTOR * limits.max_body_bytes  # bytes
         self._audio_drain_limit = max(self._drain_limit, limits.max_audio_bytes)
-        self._discards_input = False  # after the writing side was closed
+        self._discards_input = False  # no request will be read any more
+        self._has_closed_writing = False
         self._max_header_bytes = _HEADER_FACTOR * limits.max_header_bytes
         self._seconds = limits.receive_s
         self._stall_seconds = limits.stream_stall_s
@@ -104,11 +107,27 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_watching()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         self._drained.discard(self)
         self._idle.remove(self)
         super().connection_lost(exc)
         for cycle, loss in self._unanswered:
             _abandon(cycle, loss)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep the connection for the replies to requests that have come whole: a client may have closed one side."""
+        if self._in_body or not self._unanswered or self.transport.is_closing():
+            return None
+        self._discards_input = True
+        if self._refusal is None:
+            self.cycle.keep_alive = False
+        self._half_closed = HalfClosed(self.transport, self.loop, self._has_begun_reply)
+        return True
+
+    def _has_begun_reply(self) -> bool | None:
+        cycle, _ = self._unanswered[0]
+        return cycle.response_started or (None if cycle.scope["http_version"] == "1.0" else False)
 
     def data_received(self, data: bytes) -> None:
         if self in self._drained:
@@ -364,7 +383,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _close_writing(self) -> None:
         """Close the writing side, and the connection once the client has closed or the body was drained."""
-        self._discards_input = True
+        self._discards_input = self._has_closed_writing = True
         self._stop_timer()
         self._drain()
         if not self.transport.is_closing():
@@ -398,7 +417,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.pipeline.popleft()
 
     def _send_refusal(self, error: ApiError) -> None:
-        if self.transport.is_closing() or self._discards_input:
+        if self.transport.is_closing() or self._has_closed_writing:
             return
         body = msgspec.json.encode(error.body())
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nconnection: close\r\n"

@@ -7,7 +7,7 @@ refuses requests that are too large or have no valid key.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -69,9 +69,11 @@ def request_id_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
 class ContextMiddleware:
     """Creates the request's context, and makes sure that the request gets a reply in one shape and is counted once."""
 
-    def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
+    def __init__(self, app: ASGIApp, accounts: Accounts, is_closing: Callable[[], bool]) -> None:
+        """`is_closing`: whether each reply is the last one of its connection."""
         self._app = app
         self._accounts = accounts
+        self._is_closing = is_closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -90,6 +92,8 @@ class ContextMiddleware:
                 context.status = message["status"]
                 context.begin_reply()
                 message["headers"] = [*message["headers"], *request_id_headers(context)]
+                if self._is_closing():
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
