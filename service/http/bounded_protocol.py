@@ -27,7 +27,7 @@ from service.http.guard import AUDIO_PATHS
 from service.http.half_close import HalfClosed
 from service.http.idle_connections import IdleConnections
 from service.http.immediate_refusal import ImmediateRefusals
-from service.http.message_head import check_head, origin_target
+from service.http.message_head import check_head, read_target
 from service.http.reply_transport import ReplyTransport, without_chunks
 from service.settings.service_settings import Limits
 
@@ -206,10 +206,12 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             method = self.parser.get_method()
             check_head(method, version, self.headers)
-            self.url = origin_target(method, self.url)
+            self.url, host = read_target(method, self.url)
         except ApiError as error:
             self._fault = error
             raise
+        if host is not None:  # it counts, whatever the field says (RFC 9112, 3.2.2)
+            self.headers[:] = [*(field for field in self.headers if field[0] != b"host"), (b"host", host)]
         if version == "1.0":
             self.expect_100_continue = False
         self._stop_timer()

@@ -40,8 +40,9 @@ def check_head(method: bytes, version: str, headers: Headers) -> None:
         _check_coding(coding, version)
 
 
-def origin_target(method: bytes, target: bytes) -> bytes:
-    """Return path and query of a request target; raises a 400 for a target of no known form."""
+def read_target(method: bytes, target: bytes) -> tuple[bytes, bytes | None]:
+    """Return path with query of a request target, and its host if it names one; raises a 400 for no known form."""
+    host = None
     if target.startswith(b"/") and b"#" not in target:
         found = target
     elif absolute := _ABSOLUTE.fullmatch(target):
@@ -55,7 +56,7 @@ def origin_target(method: bytes, target: bytes) -> bytes:
         raise invalid("the request target is not valid; expected a path, which begins with /", code=_CODE)
     if not found.isascii():
         raise invalid("the request target has bytes beyond ASCII; expected %XX in their place", code=_CODE)
-    return found
+    return found, host
 
 
 def not_implemented(message: str) -> ApiError:

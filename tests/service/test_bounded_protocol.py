@@ -470,6 +470,20 @@ async def test_a_trailer_is_no_header() -> None:
 
 
 @in_a_loop
+async def test_the_host_of_a_target_counts() -> None:
+    seen = list[object]()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append((scope["path"], [value for name, value in scope["headers"] if name == b"host"]))
+        await Response(b"x")(scope, receive, send)
+
+    client = Answering(answer)
+    await client.send(GET.replace(b"GET /", b"GET http://y:80/a?b") + b"\r\n")
+    await client.send(b"GET http://y HTTP/1.0\r\n\r\n")
+    assert seen == [("/a", [b"y:80"]), ("/", [b"y"])]
+
+
+@in_a_loop
 async def test_a_stream_to_http_1_0_has_no_chunks() -> None:
     async def stream(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
