@@ -25,6 +25,7 @@ from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.template_probe import _Probe, probed_template
 from service.chat.tools import Tool, ToolUse
 from service.core.chat_template import ChatTemplate
+from service.core.context_bound import ContextBound
 from service.core.errors import ApiError
 from service.core.template_files import TemplateError, TemplateFiles
 from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
@@ -244,7 +245,7 @@ def _compare_continued(report: Report, case: str, worker: RenderWorker, chat: Ch
     except Exception:
         expected = None
     try:
-        text: str | None = asyncio.run(chat.continued(_Pool(worker), messages, 1_000_000))
+        text: str | None = asyncio.run(chat.continued(_Pool(worker), messages, ContextBound(1_000_000, 1)))
     except (ApiError, RenderError):
         text = None
     report.check(case, text == expected, f"{text!r} is not {expected!r}")
