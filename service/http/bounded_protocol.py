@@ -28,7 +28,7 @@ from service.http.half_close import HalfClosed
 from service.http.idle_connections import IdleConnections
 from service.http.immediate_refusal import ImmediateRefusals
 from service.http.message_head import check_head, read_target
-from service.http.reply_transport import ReplyTransport, without_chunks
+from service.http.reply_transport import ReplyTransport, last_if_unread, without_chunks
 from service.settings.service_settings import Limits
 
 # Times `max_header_bytes`. The application refuses headers up to here, with a request id. HAProxy has the same factor.
@@ -77,6 +77,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._fault: ApiError | None = None  # of the head that is being parsed
         self._half_closed: HalfClosed | None = None  # once the client has closed its writing side
         self._refusal: ApiError | None = None  # the last reply of the connection
+        self._refuses_head = False  # the request that is refused is a HEAD, whose reply has no body
         self._unstarted: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until parsing ends
         self._newest_reply: ReplyTransport | None = None
         self._drained = drained
@@ -203,12 +204,12 @@ class BoundedProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version()
         if self.cycle is not None and not self.cycle.keep_alive:
             raise ConnectionError("a request after the last one")
+        method = self.parser.get_method()
         try:
-            method = self.parser.get_method()
             check_head(method, version, self.headers)
             self.url, host = read_target(method, self.url)
         except ApiError as error:
-            self._fault = error
+            self._fault, self._refuses_head = error, method == b"HEAD"
             raise
         if host is not None:  # it counts, whatever the field says (RFC 9112, 3.2.2)
             self.headers[:] = [*(field for field in self.headers if field[0] != b"host"), (b"host", host)]
@@ -288,6 +289,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if cycle.scope["http_version"] == "1.0":
             app = without_chunks(app, cycle)  # type: ignore[arg-type, assignment]
+        if cycle.waiting_for_100_continue:
+            app = last_if_unread(app, cycle)  # type: ignore[arg-type, assignment]
         super()._start_asgi_task(cycle, app)
 
     def _start_or_refuse(self) -> None:
@@ -404,6 +407,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.close()
                 return
             self._in_body = False
+            self._refuses_head = self.cycle.scope["method"] == "HEAD"
             self._give_up(self.cycle)
         self._stop_timer()
         self._refusal = error
@@ -424,7 +428,7 @@ class BoundedProtocol(HttpToolsProtocol):
         body = msgspec.json.encode(error.body())
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nconnection: close\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        self.transport.write(head.encode() + body)
+        self.transport.write(head.encode() + (b"" if self._refuses_head else body))
         self._close_writing()
 
 

@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from service.core.errors import ApiError, forbidden, headers_too_large, too_large, unauthorized, unsupported_coding
 from service.core.request_context import current
-from service.http.headers import Headers, header_of
+from service.http.headers import Headers, all_of, header_of
 from service.http.sites import Sites
 from service.settings.api_keys import KeyRing, Tenants
 from service.settings.service_settings import Limits
@@ -96,8 +96,8 @@ class Guard:
         raise unauthorized("an admin key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
 
     def _check_declared_body(self, scope: Scope) -> None:
-        coding = header_of(scope["headers"], b"content-encoding")
-        if coding is not None and coding.strip().lower() not in ("", "identity"):
+        coding = all_of(scope["headers"], b"content-encoding")
+        if any(one.strip().lower() not in ("", "identity") for one in coding.split(",")):
             raise unsupported_coding(coding)
         declared = header_of(scope["headers"], b"content-length") or ""
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self.max_body_bytes(scope)):

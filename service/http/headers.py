@@ -13,3 +13,8 @@ def header_of(headers: Headers, name: bytes) -> str | None:
         if key == name:
             return value.decode("latin-1")
     return None
+
+
+def all_of(headers: Headers, name: bytes) -> str:
+    """Return the values of all headers of this name, which is in lower case, as one list; empty if there is none."""
+    return ",".join(value.decode("latin-1") for key, value in headers if key == name)

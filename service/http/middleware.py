@@ -16,7 +16,7 @@ from service.core.request_context import RequestContext, current, request_id_fro
 from service.http.body_room import FREE_BYTES, BodyRoom, HeldBody
 from service.http.connection_loss import LOSS, ConnectionLoss
 from service.http.guard import AUDIO_PATHS, Guard
-from service.http.headers import header_of
+from service.http.headers import all_of, header_of
 from service.observability.logs import access
 from service.observability.metrics import Metrics
 from service.settings.service_settings import Limits
@@ -39,7 +39,7 @@ class Accounts:
             path=scope["path"],
             scheme=scope.get("scheme", "http"),
             traceparent=header_of(headers, b"traceparent") or "",
-            tracestate=",".join(value.decode("latin-1") for name, value in headers if name == b"tracestate"),
+            tracestate=all_of(headers, b"tracestate"),
         )
 
     def begin(self, context: RequestContext) -> None:

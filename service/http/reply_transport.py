@@ -1,4 +1,4 @@
-"""What replies are written to: a transport that joins a reply's head with its body, and replies without chunks."""
+"""What replies are written to: a transport that joins a reply's head with its body, and how a reply ends."""
 
 from __future__ import annotations
 
@@ -67,5 +67,23 @@ def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
             await send(message)
 
         await app(scope, receive, unframed)
+
+    return call
+
+
+def last_if_unread(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """Wrap an application for a client that waits for `100 Continue` before it sends the body.
+
+    A reply without it leaves open whether the body still comes: the next bytes may be the next request, of another
+    client where a proxy shares the connection. So that reply is the last one of the connection (RFC 9110, 10.1.1).
+    """
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start" and cycle.waiting_for_100_continue and cycle.more_body:
+                cycle.keep_alive = False
+            await send(message)
+
+        await app(scope, receive, closing)
 
     return call

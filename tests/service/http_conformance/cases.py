@@ -170,6 +170,7 @@ def _targets() -> list[Case]:
 
 
 def _connections() -> list[Case]:
+    expect = post(b"Expect: 100-continue").replace(b" /generate", b" /nowhere").removesuffix(JSON)
     return [
         Case("plain", (get(),), (200,)),
         Case("three at once", (get() + post() + get(b"/nowhere"),), (200, 200, 404)),
@@ -182,10 +183,23 @@ def _connections() -> list[Case]:
         Case("empty lines before", (b"\r\n" + get(),), (200,)),
         Case("byte by byte", tuple(bytes((byte,)) for byte in post()), (200,)),
         Case("HEAD", (get(method=b"HEAD") + get(),), (200, 200), methods=(b"HEAD", b"GET")),
+        Case("HEAD without Host", (b"HEAD /livez HTTP/1.1\r\n\r\n",), (400,), False, (b"HEAD",), direct=True),
+        Case(
+            "HEAD with a broken body",
+            (get(b"/livez", b"Transfer-Encoding: chunked", method=b"HEAD") + b"zz\r\n",),
+            (400,),
+            False,
+            (b"HEAD",),
+            direct=True,
+        ),
         Case("HEAD of another route", (get(b"/generate", method=b"HEAD"),), (405,), methods=(b"HEAD",)),
         Case("gzip", (post(b"Content-Encoding: gzip", body=b"\x1f\x8b"),), (415,)),
+        Case("identity, then br", (post(b"Content-Encoding: identity", b"Content-Encoding: br"),), (415,)),
         Case("identity coding of the body", (post(b"Content-Encoding: identity"),), (200,)),
         Case("expect", (post(b"Expect: 100-continue"),), (200,)),
+        Case("expect, refused", (expect, JSON), (404,), False, direct=True),
+        Case("expect, refused, no body, then another", (expect, get()), (404,), False, direct=True),
+        Case("expect, refused, with its body", (expect + JSON,), (404,)),
         Case("expect in HTTP/1.0", (post(b"Expect: 100-continue", version=b"1.0"),), (200,), False),
         Case("unknown method", (b"BREW /livez HTTP/1.1\r\nHost: x\r\n\r\n",), (400,), False, direct=True),
     ]
