@@ -289,7 +289,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if cycle.scope["http_version"] == "1.0":
             app = without_chunks(app, cycle)  # type: ignore[arg-type, assignment]
-        if cycle.waiting_for_100_continue:
+        if cycle.more_body and any(name == b"expect" for name, _ in cycle.scope["headers"]):
             app = last_if_unread(app, cycle)  # type: ignore[arg-type, assignment]
         super()._start_asgi_task(cycle, app)
 

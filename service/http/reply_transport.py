@@ -72,15 +72,15 @@ def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
 
 
 def last_if_unread(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """Wrap an application for a client that waits for `100 Continue` before it sends the body.
+    """Wrap an application for a client that may wait for `100 Continue` before it sends the body.
 
-    A reply without it leaves open whether the body still comes: the next bytes may be the next request, of another
+    A reply before the body leaves open whether the body still comes: the next bytes may be the next request, of another
     client where a proxy shares the connection. So that reply is the last one of the connection (RFC 9110, 10.1.1).
     """
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         async def closing(message: Message) -> None:
-            if message["type"] == "http.response.start" and cycle.waiting_for_100_continue and cycle.more_body:
+            if message["type"] == "http.response.start" and cycle.more_body:
                 cycle.keep_alive = False
             await send(message)
 

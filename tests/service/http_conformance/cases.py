@@ -199,6 +199,7 @@ def _connections() -> list[Case]:
         Case("expect", (post(b"Expect: 100-continue"),), (200,)),
         Case("expect, refused", (expect, JSON), (404,), False, direct=True),
         Case("expect, refused, no body, then another", (expect, get()), (404,), False, direct=True),
+        Case("expect more, refused", (expect.replace(b"continue", b"continue, x"), get()), (404,), False, direct=True),
         Case("expect, refused, with its body", (expect + JSON,), (404,)),
         Case("expect in HTTP/1.0", (post(b"Expect: 100-continue", version=b"1.0"),), (200,), False),
         Case("unknown method", (b"BREW /livez HTTP/1.1\r\nHost: x\r\n\r\n",), (400,), False, direct=True),
