@@ -233,6 +233,7 @@ class AttentionConfig:
     turns_first: bool = False  # queries and keys turn before their norms (HunYuan)
     query_offset: bool = False  # a learned vector added to every query (XLNet's content bias)
     sinks: bool = False  # a learned score of each head takes part in its softmax, without a value (gpt-oss)
+    clip: float | None = None  # projected queries, keys and values stay between -clip and clip (OLMo, MPT)
     output_gate: bool = False  # outputs are multiplied by the sigmoid of a projection of their size (Qwen3-Next)
     value_norm: NormConfig | None = None  # of each head's values: an RMS norm without gains (Gemma 4)
     keys_as_values: bool = False  # values have no projection: they are the keys before their norm (Gemma 4)
@@ -245,6 +246,8 @@ class AttentionConfig:
             require_positive(self, window=self.window)
         if self.softcap is not None:
             require_positive(self, softcap=self.softcap)
+        if self.clip is not None:
+            require_positive(self, clip=self.clip)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if isinstance(self.position, RotaryConfig) and self.position.dim > self.head_dim:
@@ -254,6 +257,9 @@ class AttentionConfig:
             raise ConfigError("queries that grow with their position have no norm of each head")
         if self.turns_first and (self.qk_norm is None or self.qk_norm_span is not NormSpan.HEAD or self.keys_of):
             raise ConfigError("queries and keys that turn first have norms of each head")
+        own = self.keys_of is None and self.value_norm is None
+        if self.clip is not None and not (own and (self.qk_norm is None or self.qk_norm_span is NormSpan.ALL_HEADS)):
+            raise ConfigError("queries, keys and values with a bound have norms over all heads, or none")
         if self.value_norm is not None and self.value_norm.kind is not NormKind.RMS:
             raise ConfigError("norms of values are RMS norms")
         if self.keys_of is not None and (self.keys_as_values or self.value_norm is not None):

@@ -73,17 +73,18 @@ def mpt(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     for unused in ("learned_pos_emb", "embedding_fraction", "init_device", "init_config", "tokenizer_name", "verbose"):
         raw.get(unused)  # positions are not learned where there are slopes; the rest is of training
     attention = raw.part("attn_config", raw.get("attn_config") or {}, "mpt.attn_config")
-    refuse_unless(attention, alibi=True, attn_type="multihead_attention", clip_qkv=None, prefix_lm=False, qk_ln=False)
+    refuse_unless(attention, alibi=True, attn_type="multihead_attention", prefix_lm=False, qk_ln=False)
     refuse_unless(attention, attn_uses_sequence_id=False)
     attention.get("attn_impl")
     size, heads = raw["d_model"], raw["n_heads"]
     dim = split_width(size, heads)
     position = AlibiConfig.of_heads(heads, attention.get("alibi_bias_max", 8))
     scale = attention.get("softmax_scale") or dim**-0.5
+    clip = attention.get("clip_qkv") or None
     attention.refuse_unread()
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_epsilon", 1e-5), bias=False)
     layer = LayerConfig(
-        mixer=AttentionConfig(heads, heads, dim, scale, position=position),
+        mixer=AttentionConfig(heads, heads, dim, scale, position=position, clip=clip),
         feed_forward=MLPConfig(4 * size, Activation.GELU, bias=False),
         norms=(Norms(pre=norm),) * 2,
     )

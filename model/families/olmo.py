@@ -17,7 +17,7 @@ from model.families import llama
 from model.families.table.bidirectional import either_way
 from model.families.table.decoders import with_attention, with_layers
 from model.families.table.experts import ExpertNames, with_experts
-from model.families.table.helpers import layers_by_type, refuse_unless
+from model.families.table.helpers import layers_by_type
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary, settings_by_type
 from model.families.table.rules import Family
@@ -28,9 +28,9 @@ _PERIOD = 4  # every fourth layer of OLMo 3 has full attention
 
 
 def olmo(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    """Build OLMo 1, of which some models bound queries, keys and values; these are not served."""
-    refuse_unless(raw, clip_qkv=None)
-    return llama.config(raw, names, norm=NormConfig(NormKind.LAYER, 1e-5, bias=False, gain=False))
+    """Build OLMo 1, of which some models bound queries, keys and values."""
+    base = llama.config(raw, names, norm=NormConfig(NormKind.LAYER, 1e-5, bias=False, gain=False))
+    return with_attention(base, clip=raw.get("clip_qkv"))
 
 
 def olmo2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -60,7 +60,6 @@ def olmo3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def olmoe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_unless(raw, clip_qkv=None)
     raw = raw.otherwise(rms_norm_eps=1e-5, max_position_embeddings=4096)
     base = llama.config(raw, names)
     assert base.decoder is not None
@@ -70,7 +69,9 @@ def olmoe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         base.decoder.layers[0].mlp,
         renormalised=bool(raw.get("norm_topk_prob", False)),
     )
-    base = with_attention(base, qk_norm=base.decoder.final_norm, qk_norm_span=NormSpan.ALL_HEADS)
+    base = with_attention(
+        base, qk_norm=base.decoder.final_norm, qk_norm_span=NormSpan.ALL_HEADS, clip=raw.get("clip_qkv")
+    )
     return with_experts(base, experts)
 
 

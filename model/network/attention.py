@@ -62,6 +62,8 @@ class SelfAttention(nn.Module):
             v = self.v_norm(v)
         if self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)
+        if config.clip is not None:
+            q, k, v = (one.clamp(-config.clip, config.clip) for one in (q, k, v))
         if isinstance(config.position, RotaryConfig) and config.position.growth:
             q = q * step.query_growth(config.position)[:, None, None].to(q.dtype)
         backend, metadata = backend_of(step.backend, config), step.inputs.metadata_of(cache)

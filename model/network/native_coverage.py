@@ -56,6 +56,7 @@ _WORDS = {  # of settings that are not listed
     "LayerConfig.normed_residual": "sums with what its sublayers read",
     "LayerConfig.channel_scales": "learned scales of channels",
     "AttentionConfig.turns_first": "norms of queries and keys after they turn",
+    "AttentionConfig.clip": "bounds of queries, keys and values",
     "MLPConfig.xielu": "xIELU",
     "ExpertsConfig.choice": "a router with biases of its choice",
     "AttentionConfig.query_offset": "XLNet's relative positions",

@@ -213,6 +213,7 @@ DENSE_DECODERS: Rows = {
     "ernie4-5": random_model("Ernie4_5ForCausalLM", LLAMA, head_dim=12, use_bias=True),
     "helium": random_model("HeliumForCausalLM", LLAMA, head_dim=8, attention_bias=True, mlp_bias=True),
     "olmo": random_model("OlmoForCausalLM", LLAMA),
+    "olmo-clipped": random_model("OlmoForCausalLM", LLAMA, clip_qkv=0.5),
     "gpt-neo": random_model(
         "GPTNeoForCausalLM",
         dict(vocab_size=VOCAB, hidden_size=32, num_heads=4, max_position_embeddings=128, **_IDS),
@@ -268,6 +269,7 @@ DENSE_DECODERS: Rows = {
         "Qwen3MoeForCausalLM", LLAMA, num_hidden_layers=3, decoder_sparse_step=2, norm_topk_prob=True, **EXPERTS
     ),
     "olmoe": random_model("OlmoeForCausalLM", LLAMA, num_experts=7, num_experts_per_tok=3),
+    "olmoe-clipped": random_model("OlmoeForCausalLM", LLAMA, num_experts=7, num_experts_per_tok=3, clip_qkv=0.5),
     "granitemoe": random_model("GraniteMoeForCausalLM", LLAMA, num_local_experts=3, **_MULTIPLIERS),
     "glm4-moe": _chosen_by_scores("Glm4MoeForCausalLM", **_GROUPS, head_dim=16, use_qk_norm=True, attention_bias=True),
     "dots1": _chosen_by_scores(
