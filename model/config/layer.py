@@ -5,6 +5,7 @@ A stack is a tuple of these (`model.config.model.StackConfig`), and no two of th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
@@ -72,8 +73,8 @@ def require_positive(owner: object, *, most: float = MOST, **sizes: float) -> No
             raise ConfigError(f"{type(owner).__name__}.{name} must be at most {most}, found {value}")
 
 
-def require_whole(config: Any, seen: set[int] | None = None) -> None:
-    """Raise `ConfigError` for a field, at any depth, that is declared as a whole number and holds something else."""
+def require_numbers(config: Any, seen: set[int] | None = None) -> None:
+    """Raise `ConfigError` for a field, at any depth, that is declared as a number and holds something else."""
     seen = set() if seen is None else seen
     if id(config) in seen or not is_dataclass(config):
         return
@@ -82,8 +83,15 @@ def require_whole(config: Any, seen: set[int] | None = None) -> None:
         value = getattr(config, one.name)
         if one.type in ("int", "int | None") and value is not None and type(value) is not int:
             raise ConfigError(f"{type(config).__name__}.{one.name} must be a whole number, found {str(value)[:40]}")
+        if one.type in ("float", "float | None") and value is not None and not _is_finite(value):
+            raise ConfigError(f"{type(config).__name__}.{one.name} must be a finite number, found {str(value)[:40]}")
         for part in value if isinstance(value, tuple) else (value,):
-            require_whole(part, seen)
+            require_numbers(part, seen)
+
+
+def _is_finite(value: object) -> bool:
+    """Return whether the value is a real number: a root of a negative setting is complex."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)

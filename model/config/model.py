@@ -26,8 +26,8 @@ from model.config.layer import (
     RopeScaling,
     RotaryConfig,
     XLNetRelativeConfig,
+    require_numbers,
     require_positive,
-    require_whole,
 )
 from model.errors import ConfigError
 
@@ -453,7 +453,7 @@ class ModelConfig:
     in_order: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        require_whole(self)
+        require_numbers(self)
         if self.encoder is None and self.decoder is None:
             raise ConfigError("a model needs an encoder, a decoder or both")
         if (self.embedding.vocab_size == 0) != (self.image is not None):

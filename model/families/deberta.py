@@ -87,12 +87,15 @@ def version_2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = config(raw, names)
     encoder = base.encoder
     assert encoder is not None and encoder.embed_norm is not None
-    refuse_unless(raw, conv_groups=1, attention_head_size=encoder.layers[0].attention.head_dim)
+    refuse_unless(raw, attention_head_size=encoder.layers[0].attention.head_dim)
     norms = {word.strip() for word in raw.get("norm_rel_ebd", "none").lower().split("|")}
     if norms - {"none", "layer_norm"}:
         raise ConfigError(f"norm_rel_ebd {raw['norm_rel_ebd']!r} is not served, only none and layer_norm")
     width, convolution = raw.get("conv_kernel_size") or 0, None
+    for unused in ("conv_groups", "conv_act"):  # without a convolution
+        raw.get(unused)
     if width > 0:
+        refuse_unless(raw, conv_groups=1)
         convolution = ConvolutionConfig(width, activation(raw, "conv_act", "tanh"), encoder.embed_norm.eps)
     shared, buckets = bool(raw.get("share_att_key", False)), raw.get("position_buckets") or -1
 
@@ -132,9 +135,13 @@ def _relative(raw: Settings, kinds: set[str]) -> DisentangledConfig | None:
 
 
 def _classifier(raw: Settings, names: Collection[str] | None) -> ClassifierConfig | None:
+    labels = classifier(raw, names)
+    if labels is None or labels.dense is None:  # keys of the pooler have no effect
+        for unused in ("pooler_hidden_size", "pooler_hidden_act"):
+            raw.get(unused)
+        return labels
     refuse_unless(raw, pooler_hidden_size=raw["hidden_size"])
-    pooler, labels = activation(raw, "pooler_hidden_act", "gelu"), classifier(raw, names)
-    return labels if labels is None or labels.dense is None else replace(labels, dense=pooler)
+    return replace(labels, dense=activation(raw, "pooler_hidden_act", "gelu"))
 
 
 def _attention(config: AttentionConfig, here: str, there: str) -> Iterator[Rule]:

@@ -9,7 +9,7 @@ from functools import partial
 from model.config.model import ModelConfig
 from model.families import gemma, llama
 from model.families.table.bidirectional import either_way
-from model.families.table.helpers import layers_by_type, refuse_unless
+from model.families.table.helpers import layers_by_type, query_scale, refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 
@@ -23,7 +23,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     layer = base.decoder.layers[0]
     full = replace(
         layer.attention,
-        scale=raw.get("query_pre_attn_scalar", 256) ** -0.5,
+        scale=query_scale(raw),
         softcap=raw.get("attn_logit_softcapping", 50.0),
     )
     layers = {

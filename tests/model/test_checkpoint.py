@@ -433,6 +433,20 @@ def test_a_spoiled_folder_gets_one_clear_error(fault: str, tmp_path: Path) -> No
     assert "\n" not in str(error.value) and len(str(error.value)) <= 600
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+def test_a_scale_without_a_real_root_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    folder = copied(kind, tmp_path)
+    edit_json(folder / "config.json", query_pre_attn_scalar=-4)
+    with pytest.raises(ConfigError, match="query_pre_attn_scalar must be positive, found -4"):
+        read_checkpoint(folder)
+
+
+def test_settings_of_parts_that_a_deberta_does_not_have_are_not_refused(tmp_path: Path) -> None:
+    folder = copied("deberta-v2", tmp_path)
+    edit_json(folder / "config.json", conv_groups=2, conv_act="snake", pooler_hidden_size=8, pooler_hidden_act="snake")
+    assert read_and_load(folder) is not None
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         read_checkpoint(tmp_path / "nowhere")

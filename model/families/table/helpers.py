@@ -192,3 +192,11 @@ def cross_attention(
     yield LinearRule(query, f"{target}.q", config.qkv_bias)
     yield from fused({key: config.kv_size, value: config.kv_size}, f"{target}.kv", bias=config.qkv_bias)
     yield LinearRule(out, f"{target}.out", config.out_bias)
+
+
+def query_scale(raw: Settings) -> float:
+    """Return what Gemma's scores are multiplied by. Raises `ConfigError`."""
+    scalar = raw.get("query_pre_attn_scalar", 256)
+    if not scalar > 0:
+        raise ConfigError(f"query_pre_attn_scalar must be positive, found {scalar}")
+    return float(scalar**-0.5)
