@@ -20,6 +20,7 @@ class Case:
     kept: bool = True
     methods: tuple[bytes, ...] = ()  # of the requests, where one is a HEAD
     direct: bool = False  # a proxy answers otherwise, and may
+    unfinished: bool = False  # a body does not come whole: a proxy that reads bodies first waits for it
 
 
 def get(path: bytes = b"/livez", *lines: bytes, method: bytes = b"GET", version: bytes = b"1.1") -> bytes:
@@ -198,8 +199,10 @@ def _connections() -> list[Case]:
         Case("identity coding of the body", (post(b"Content-Encoding: identity"),), (200,)),
         Case("expect", (post(b"Expect: 100-continue"),), (200,)),
         Case("expect, refused", (expect, JSON), (404,), False, direct=True),
-        Case("expect, refused, no body, then another", (expect, get()), (404,), False, direct=True),
-        Case("expect more, refused", (expect.replace(b"continue", b"continue, x"), get()), (404,), False, direct=True),
+        Case("expect, refused, no body, then another", (expect, get()), (404,), False, unfinished=True),
+        Case(
+            "expect more, refused", (expect.replace(b"continue", b"continue, x"), get()), (404,), False, unfinished=True
+        ),
         Case("expect, refused, with its body", (expect + JSON,), (404,)),
         Case("expect in HTTP/1.0", (post(b"Expect: 100-continue", version=b"1.0"),), (200,), False),
         Case("unknown method", (b"BREW /livez HTTP/1.1\r\nHost: x\r\n\r\n",), (400,), False, direct=True),
