@@ -6,7 +6,7 @@ import inspect
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -274,10 +274,24 @@ _DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 _WORDS = {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##", "vocab": {"a": 0, "##a": 1}}
 
 
+def _around(pieces: list[dict[str, Any]], ids: Sequence[int] = (0,)) -> dict[str, Any]:
+    token = {"id": "a", "ids": list(ids), "tokens": ["a"] * len(ids)}
+    single = [{"SpecialToken": {"id": "a", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}, *pieces]
+    pair = [{"Sequence": {"id": which, "type_id": 0}} for which in "AB"]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {"a": token}}
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
         ({"normalizer": {"type": "Sequence", "normalizers": [_DOUBLE] * 40}}, "more than 1000 times as long"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 1001}}, "more than 1000 characters before a text"),
+        (
+            {"post_processor": _around([{"SpecialToken": {"id": "a", "type_id": 0}}] * 1001)},
+            "adds more than 1000 tokens",
+        ),
+        ({"post_processor": _around([], ids=[0] * 1001)}, "adds more than 1000 tokens"),
+        ({"post_processor": _around([{"Sequence": {"id": "A", "type_id": 0}}] * 1001)}, "more than 1000 times"),
         ({"model": _WORDS | {"max_input_chars_per_word": 10**18}}, "max_input_chars_per_word is 10000"),
         ({"pre_tokenizer": _split(r"(?<n>\g<n>a)")}, "never ending recursion"),
         ({"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}, "cannot be read"),
