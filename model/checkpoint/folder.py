@@ -112,14 +112,14 @@ def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
 
 @contextmanager
 def errors_about(where: str, *names: str) -> Iterator[None]:
-    """Let messages of errors within begin with `where`, once, and have a bounded length.
+    """Let messages of errors within begin with `where`, once, and be one line of a bounded length.
 
     `names` are what a message may begin with in its place. A file that cannot be read is a `ConfigError`, too.
     """
     try:
         yield
     except ConfigError as error:
-        text = str(error)
+        text = " ".join(str(error).split())
         name = next((name for name in names if name and text.startswith(f"{name}: ")), None)
         text = text if name is None else text.removeprefix(f"{name}: ")
         text = text if not where or text.startswith(f"{where}: ") else f"{where}: {text}"

@@ -28,4 +28,6 @@ def read_json_value(path: Path) -> Any:
     except (ValueError, RecursionError) as error:
         if lfs_pointer(path):
             raise ConfigError(f"{path.name}: a Git LFS pointer, not the file itself: run `git lfs pull`") from None
+        if path.stat().st_size == 0:
+            raise ConfigError(f"{path.parent.name}: {path.name} is empty: copy or download it again") from None
         raise ConfigError(f"{path.parent.name}: {path.name} is not valid JSON: {error}") from None

@@ -40,6 +40,9 @@ def weight_files(path: Path, *, pickle: bool) -> tuple[Path, ...]:
             pointers = [file.name for file in files if lfs_pointer(file)]
             if pointers:
                 raise ConfigError(f"{', '.join(pointers[:3])}: a Git LFS pointer, not the weights: run `git lfs pull`")
+            empty = [file.name for file in files if file.stat().st_size == 0]
+            if empty:
+                raise ConfigError(f"{', '.join(empty[:3])} is empty: copy or download it again")
             return files
     refused = [] if pickle else [file.name for file in sorted(path.glob("pytorch_model*.bin"))][:3]
     if refused:

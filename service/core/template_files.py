@@ -20,6 +20,7 @@ from model.text.gguf_tokenizer import gguf_tokenizer_config
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST_TEMPLATES = 32
 _MOST_CHARACTERS = 1_000_000
+_MOST_BYTES = 4 * _MOST_CHARACTERS  # of a file: a character takes up to four
 
 
 class TemplateError(ConfigError):
@@ -71,6 +72,8 @@ def _jinja_files(folder: Path) -> dict[str, str]:
 
 def _text(folder: Path, file: Path) -> str:
     try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise TemplateError(f"{folder.name}: {file.name} has more than {_MOST_CHARACTERS:,} characters")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"{folder.name}: {file.name} cannot be read as text: {type(error).__name__}") from None
@@ -78,16 +81,17 @@ def _text(folder: Path, file: Path) -> str:
 
 def _named(folder: Path, file: str, value: Any) -> dict[str, str]:
     """Return the templates by name that `chat_template` of a JSON file holds."""
+    kind = type(value).__name__
     if value is None or isinstance(value, str):
         return {} if value is None else {"default": value}
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
-        value = {one.get("name"): one.get("template") for one in value}
+        pairs = [(one.get("name"), one.get("template")) for one in value]
+        value = dict(pairs) if all(isinstance(name, str) for name, _ in pairs) else None
     if isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair):
         return value
-    kind = type(value).__name__
     raise TemplateError(
-        f"{folder.name}: {file}: chat_template must be a text, a list of objects with name and template, or an object "
-        f"of templates by name; found {kind}"
+        f"{folder.name}: {file}: chat_template must be a text, a list of objects whose name and template are texts, "
+        f"or an object of templates by name; found {kind}"
     )
 
 

@@ -36,7 +36,8 @@ def _read_model(spec: ModelSpec) -> ServedModel:
         pairs = PairTemplate.from_folder(folder, sentences.messages, sentences.prompt(None))
     elif checkpoint.config.can_generate:
         try:
-            chat = read_chat_template(folder)
+            with errors_about(""):
+                chat = read_chat_template(folder)
         except ConfigError as error:  # the model serves all else
             problem = f"model {spec.name}: {error}"
             logger.warning("model %s serves no chats: %s", spec.name, error)

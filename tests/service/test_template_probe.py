@@ -321,7 +321,8 @@ def test_tools_are_refused_where_no_call_can_be_read_back() -> None:
     }
 
 
-def test_a_model_whose_template_cannot_be_used_serves_all_else(tmp_path: Path) -> None:
+def bare_model(tmp_path: Path) -> Path:
+    """A folder that `read_model` reads: a config.json, and weights that are not looked at."""
     folder = tmp_path / "folder"
     folder.mkdir()
     sizes = {
@@ -334,6 +335,11 @@ def test_a_model_whose_template_cannot_be_used_serves_all_else(tmp_path: Path) -
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 9, **sizes}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")  # which is not read here
+    return folder
+
+
+def test_a_model_whose_template_cannot_be_used_serves_all_else(tmp_path: Path) -> None:
+    folder = bare_model(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ nothing.x.y }}")
     read = read_model(ModelSpec("chat", str(folder)))
     problem = read.chat_problem
@@ -344,6 +350,23 @@ def test_a_model_whose_template_cannot_be_used_serves_all_else(tmp_path: Path) -
     assert error["message"].startswith(problem)
     generated = ask(app, "POST", "/generate", json={"model": "chat", "prompt": "a", "max_tokens": 1})
     assert generated.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("tokenizer_config.json", '{"chat_template": [{"name": ["x"], "template": "a"}]}', "must be a text, a list of"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": {}}]}', "must be a text, a list of"),
+        ("tokenizer_config.json", '{"chat_template": {"a\\nb": "x"}}', "(a b) have none called default"),
+        ("chat_template.jinja", "a" * 4_000_001, "chat_template.jinja has more than 1,000,000 characters"),
+        ("chat_template.jinja", "a" * 1_000_001, "more than 32 chat templates of 1,000,000 characters"),
+    ],
+)
+def test_templates_of_another_form_are_refused_in_one_line(file: str, text: str, message: str, tmp_path: Path) -> None:
+    folder = bare_model(tmp_path)
+    (folder / file).write_text(text)
+    problem = read_model(ModelSpec("chat", str(folder))).chat_problem
+    assert message in problem and "\n" not in problem and len(problem) < 700
     assert chat_abilities(None, problem)["problem"] == problem
 
 
