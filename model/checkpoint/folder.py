@@ -13,7 +13,7 @@ from typing import Any
 
 from model.api.request import Pooling
 from model.checkpoint.colbert import read_colbert
-from model.checkpoint.folder_kind import describe_folder, describe_path
+from model.checkpoint.folder_kind import describe_folder, describe_path, unfetched_tokenizer_files
 from model.checkpoint.generation_config import (
     GENERATION,
     GenerationTask,
@@ -136,6 +136,8 @@ def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
         raise ConfigError(describe_path(path))
     if any((path / name).is_file() for name in _ADAPTERS):
         raise ConfigError(describe_folder(path))
+    if pointers := unfetched_tokenizer_files(path):
+        raise ConfigError(f"{listed(pointers)}: a Git LFS pointer, not the file itself: run `git lfs pull`")
     raw = read_json(path / "config.json", required=True)
     generation = read_generation(path, raw)
     files = weight_files(path, pickle=pickle)

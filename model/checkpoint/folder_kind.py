@@ -37,6 +37,10 @@ _FORMATS = {
     ("rust_model.ot", "*.mlmodel", "*.mlpackage", "*.tflite"): "a model for another program: serve the folder that it "
     "was made from",
 }
+_BESIDE_TOKENIZERS = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("sentencepiece.bpe.model", "spm.model", "source.spm", "target.spm", "target_vocab.json"),
+)
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
 
 
@@ -44,6 +48,12 @@ def lfs_pointer(file: Path) -> bool:
     """Return whether the file is what Git leaves in place of a large file that was not fetched."""
     with file.open("rb") as opened:
         return opened.read(len(_POINTER)) == _POINTER
+
+
+def unfetched_tokenizer_files(folder: Path) -> list[str]:
+    """Return the names of the files about a folder's tokenizer that are Git LFS pointers."""
+    names = (*_TOKENIZERS, *_BESIDE_TOKENIZERS)
+    return [name for name in names if (folder / name).is_file() and lfs_pointer(folder / name)]
 
 
 def describe_path(path: Path) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.folder_kind import lfs_pointer
 from model.checkpoint.json_files import read_json
 from model.errors import ConfigError
 from model.gguf.container import gguf_path
@@ -74,6 +75,8 @@ def _text(folder: Path, file: Path) -> str:
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise TemplateError(f"{folder.name}: {file.name} has more than {_MOST_CHARACTERS:,} characters")
+        if lfs_pointer(file):
+            raise TemplateError(f"{folder.name}: {file.name} is a Git LFS pointer: run `git lfs pull`")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"{folder.name}: {file.name} cannot be read as text: {type(error).__name__}") from None

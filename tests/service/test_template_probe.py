@@ -359,6 +359,11 @@ def test_a_model_whose_template_cannot_be_used_serves_all_else(tmp_path: Path) -
         ("tokenizer_config.json", '{"chat_template": [{"name": {}}]}', "must be a text, a list of"),
         ("tokenizer_config.json", '{"chat_template": {"a\\nb": "x"}}', "(a b) have none called default"),
         ("chat_template.jinja", "a" * 4_000_001, "chat_template.jinja has more than 1,000,000 characters"),
+        (
+            "chat_template.jinja",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0",
+            "is a Git LFS pointer: run",
+        ),
         ("chat_template.jinja", "a" * 1_000_001, "more than 32 chat templates of 1,000,000 characters"),
     ],
 )
