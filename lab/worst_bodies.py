@@ -26,7 +26,7 @@ class Worst(NamedTuple):
         return self._replace(before=re.sub(rb'^\{"model":"\w+"', model, self.before))
 
     def body(self, *, size: int = SIZE, values: int = SIZE) -> bytes:
-        """Return the body, of at most `size` bytes and about so many values, numbers not counted."""
+        """Return a body of at most `size` bytes with about `values` values; numbers are not counted."""
         room = size - len(self.before) - len(self.after)
         count = min(room // (len(self.item) + 5 * (b"%d" in self.item) + 1), values // self._item_values())
         if b"%d" not in self.item:

@@ -18,7 +18,7 @@ from model.errors import QueueFullError
 _MAX_RETRY_SECONDS = 60.0
 _SHARE_STEPS = 2  # that the inputs of one call may fill in the queue: while one is computed, the next is ready
 _SHARE_SECONDS = 0.2  # for which they may fill it
-_FIRST_SHARE = 4  # parts of a step, of which they fill one before their rate is known
+_FIRST_SHARE = 4  # before a call's rate is known it fills 1 / 4 of a step
 _MAX_HELD_TOKENS = 1 << 21  # of inputs that are held back: about 80 MB
 _RATE_WINDOW = 64  # ends of requests from which their rate is computed
 
@@ -69,7 +69,7 @@ class Admission:
             raise QueueFullError("queue_tokens", self._retry_after(1))
 
     def hold(self, tokens: Sequence[int]) -> None:
-        """Admit the inputs of one call, of so many tokens each, all held; raises `QueueFullError`.
+        """Admit the inputs of one call, given the tokens of each; all are held at first; raises `QueueFullError`.
 
         A call is admitted where a single input is. What is held back is bounded, by what others hold already.
         """
@@ -81,7 +81,7 @@ class Admission:
         self._held_tokens += total
 
     def has_share(self, sequences: int, tokens: int, rate: float | None) -> bool:
-        """Return whether a call with so many inputs in the queue may have one more, with `tokens` then in all.
+        """Return whether a call that has `sequences` inputs in the queue may add one, for `tokens` in all.
 
         It may always have one; others while the queue has room, for the time that others may have to wait for them at
         `rate` tokens a second (None: not known yet), and for two steps at most.
