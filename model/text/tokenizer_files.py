@@ -18,6 +18,7 @@ from model.text.special_tokens import SpecialTokens, read_special_tokens
 from model.text.tokenizer_limits import check_cost
 
 SENTENCEPIECE_NAMES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model")
+MAX_JSON = 128 << 20  # bytes of a tokenizer.json; Gemma's has 33 MB
 _MAX_COUNT = 100_000  # of tokens that a setting makes
 
 
@@ -79,7 +80,12 @@ class Files:
         if not path.is_file():
             return None
         with library_errors(f"{self.folder.name}: tokenizer.json cannot be read"):
-            found = Tokenizer.from_file(str(path))
+            if (size := path.stat().st_size) > MAX_JSON:
+                raise ConfigError(
+                    f"{self.folder.name}: tokenizer.json has {size >> 20} MiB; at most {MAX_JSON >> 20} are read, "
+                    "as other models' streams wait while it is parsed"
+                )
+            found = Tokenizer.from_buffer(path.read_bytes())  # the library would hold the lock while it reads a disk
             check_cost(found, f"{self.folder.name}: tokenizer.json")
             return found
 

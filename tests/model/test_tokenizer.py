@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders
+from tokenizers import decoders, models
 
 from model.api.request import FinishReason, SamplingParams, TokenOutput
 from model.errors import ConfigError
 from model.text.decoders import has_fixed_texts
 from model.text.detokenizer import Detokenizer
-from model.text.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer, free_vocabulary
 from tests.model.texts import (
     CHARACTERS,
     CORPUS,
@@ -295,6 +300,44 @@ def test_many_ids_read_as_few_do(skip: bool) -> None:
     assert tokenizer.decode(ids * 100, skip_special_tokens=skip) == 100 * tokenizer.decode(
         ids, skip_special_tokens=skip
     )
+
+
+def test_a_large_vocabulary_is_freed_in_a_thread_that_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[int] = []
+
+    def free(tokenizer: tokenizers.Tokenizer) -> None:
+        assert gives_way(lambda: free_vocabulary(tokenizer) or True)
+        emptied.append(tokenizer.get_vocab_size(with_added_tokens=False))
+
+    def drop() -> None:
+        names = {f"<{number}>": number for number in range(60_000)}
+        Tokenizer(tokenizers.Tokenizer(models.BPE(names, [])))
+
+    monkeypatch.setattr("model.text.tokenizer.free_vocabulary", free)
+    drop()
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while not emptied and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert emptied == [0]
+
+
+def test_the_library_is_not_asked_for_all_tokens_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = bytes_tokenizer()
+    library = tokenizer._tokenizer
+    added = {known.content: token for token, known in library.get_added_tokens_decoder().items()}
+    decoder = json.loads(library.to_str())["decoder"]
+    monkeypatch.setattr(tokenizer, "_tokenizer", SimpleNamespace(decoder=library.decoder, get_vocab_size=lambda: 0))
+    assert tokenizer.decoder == decoder
+    assert added and {text: tokenizer.special_token_id(text) for text in added} == added
+    assert tokenizer.special_token_id("none") is None
+
+
+def test_a_huge_tokenizer_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json has 1048576 MiB; at most 128 are read"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_a_broken_tokenizer_file_is_a_configuration_error(tmp_path: Path) -> None:
