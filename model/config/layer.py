@@ -123,11 +123,18 @@ class RotaryConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # of cosine and sine
+    long_attention_factor: float | None = None  # LONGROPE: the same beyond the original context; None: no other
     growth: float = 0.0  # queries grow by 1 + growth * ln(1 + floor(position / original context)) (Llama 4)
     interleaved: bool = False  # pairs are neighbours (GPT-J); not: a half apart, as in GPT-NeoX and Llama
     short_factors: tuple[float, ...] = ()  # LONGROPE: of requests that stay within the original context
     long_factors: tuple[float, ...] = ()  # of those that may go beyond it, from their first token on
     turning: int | None = None  # so many of `dim` turn, those with the shortest wavelengths (Gemma 4); None: all
+
+    @property
+    def by_length(self) -> bool:
+        """Whether keys turn otherwise once a sequence leaves the original context."""
+        differ = self.short_factors != self.long_factors or self.long_attention_factor is not None
+        return self.scaling is RopeScaling.LONGROPE and differ
 
     def __post_init__(self) -> None:
         require_positive(self, dim=self.dim, theta=self.theta, factor=self.factor)
@@ -428,9 +435,14 @@ class ExpertsConfig:
     router_scale: float = 1.0
     expert_scales: bool = False  # what an expert counts is multiplied by a learned number of it (Gemma 4)
     choice: ChoiceConfig | None = None  # None: the largest logits, and their softmax
+    # SparseMixer's tolerance (Liu et al. 2024): an expert's score is its softmax over the logits that are left and at
+    # most twice this share below it. None: scores are not found so.
+    mixer_tolerance: float | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, per_token=self.per_token)
+        if self.mixer_tolerance is not None and (self.choice is not None or self.per_token != 2):
+            raise ConfigError(f"SparseMixer chooses 2 experts of a token by logits alone, found {self.per_token}")
         if self.count < 2 or self.per_token > self.count:
             raise ConfigError(f"a token cannot choose {self.per_token} of {self.count} experts")
         if self.count > MOST_EXPERTS:

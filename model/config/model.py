@@ -520,7 +520,7 @@ class ModelConfig:
         Its length decides for all of its tokens. One that leaves the short context is computed anew.
         """
         rotaries = self.decoder.rotaries if self.decoder is not None else ()
-        found = [int(one.original_max_positions) for one in rotaries if one.scaling is RopeScaling.LONGROPE]
+        found = [int(one.original_max_positions) for one in rotaries if one.by_length]
         return min(found, default=None)
 
     def stretched(self, context: int) -> ModelConfig:

@@ -26,7 +26,7 @@ from model.network.step_context import StepContext
 class Routes:
     """Which experts compute which tokens: T tokens, k experts each, of E."""
 
-    weights: Tensor  # [T, k] float32, what each expert's result counts, the most first
+    weights: Tensor  # [T, k] float32, what each expert's result counts, in the order of the choice
     tokens: Tensor  # [T k] whose row each is, in the order of the experts
     places: Tensor  # [T, k] where in that order a token's rows are
     starts: Tensor  # [E + 1] int32, where in it each expert's rows begin
@@ -41,6 +41,8 @@ def routes(config: ExpertsConfig, logits: Tensor, scales: Tensor | None = None, 
     if config.choice is not None:
         assert biases is not None
         experts, weights = _chosen(config, config.choice, logits, biases.float())
+    elif config.mixer_tolerance is not None:
+        experts, weights = _mixed(logits, config.per_token, 2 * config.mixer_tolerance)
     else:
         experts = _largest(logits, config.per_token)
         chosen = logits.gather(1, experts)
@@ -76,6 +78,23 @@ def _chosen(config: ExpertsConfig, choice: ChoiceConfig, logits: Tensor, biases:
     if config.renormalised:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=choice.least)
     return experts, weights * choice.factor
+
+
+def _mixed(logits: Tensor, count: int, share: float) -> tuple[Tensor, Tensor]:
+    """SparseMixer's experts of tokens in inference, and what each counts, `[T, count]` each.
+
+    One after the other is chosen. What it counts is its softmax over the logits that are left and at most `share` of
+    the larger of both below it.
+    """
+    experts, weights, left = [], [], logits
+    for _ in range(count):
+        expert = _largest(left, 1)
+        largest = left.gather(1, expert)
+        far = (largest - logits) / logits.abs().clamp(min=largest) > share
+        weights.append(left.masked_fill(far, -torch.inf).softmax(dim=-1).gather(1, expert))
+        left = left.scatter(1, expert, -torch.inf)
+        experts.append(expert)
+    return torch.cat(experts, dim=1), torch.cat(weights, dim=1)
 
 
 class Experts(nn.Module):

@@ -166,8 +166,14 @@ def rotary_tables(
 
     `contexts` `[T]` are the tokens that the rows' keys are turned for, which LongRoPE asks for.
     """
-    frequencies = rotary_frequencies(config, positions.device)
-    if config.scaling is RopeScaling.LONGROPE:
-        assert contexts is not None
-        frequencies = frequencies[(contexts > config.original_max_positions).long()]  # [T, R / 2]
-    return _turns(positions, frequencies, config.attention_factor, dtype, config.interleaved)
+    frequencies, factor = rotary_frequencies(config, positions.device), config.attention_factor
+    if config.scaling is not RopeScaling.LONGROPE:
+        return _turns(positions, frequencies, factor, dtype, config.interleaved)
+    assert contexts is not None
+    long = contexts > config.original_max_positions
+    frequencies = frequencies[long.long()]  # [T, R / 2]
+    if config.long_attention_factor is None:
+        return _turns(positions, frequencies, factor, dtype, config.interleaved)
+    cos, sin = _turns(positions, frequencies, 1.0, torch.float32, config.interleaved)
+    factors = torch.where(long, config.long_attention_factor, factor)[:, None, None]
+    return (cos * factors).to(dtype), (sin * factors).to(dtype)

@@ -38,7 +38,7 @@ _OLMO3_ROPES = dict(
     full_attention=dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16),
     sliding_attention=dict(rope_type="default", rope_theta=500.0),
 )
-_LONGROPE = dict(
+_LONGROPE: dict[str, Any] = dict(
     original_max_position_embeddings=16,
     rope_parameters=dict(
         rope_type="longrope",
@@ -48,6 +48,9 @@ _LONGROPE = dict(
         long_factor=[1.0, 2.0, 5.0, 8.0],
     ),
 )
+# Experts near each other and far apart, temperatures on both sides of the original context.
+_PHIMOE: dict[str, Any] = dict(num_local_experts=5, router_jitter_noise=0.3, attention_bias=True, lm_head_bias=True)
+_PHIMOE |= dict(rope_parameters=dict(**_LONGROPE["rope_parameters"], short_mscale=1.2, long_mscale=1.4))
 _GPTJ = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, rotary_dim=4, **_IDS)
 _BIGCODE = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, **_IDS)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
@@ -283,6 +286,7 @@ DENSE_DECODERS: Rows = {
     "granitemoeshared": random_model(
         "GraniteMoeSharedForCausalLM", LLAMA, num_local_experts=3, shared_intermediate_size=20, **_MULTIPLIERS
     ),
+    "phimoe": random_model("PhimoeForCausalLM", LLAMA, **_PHIMOE),
     "gpt-oss": random_model("GptOssForCausalLM", LLAMA, **_GPT_OSS),
     "mixtral": random_model("MixtralForCausalLM", LLAMA, num_local_experts=5, intermediate_size=20),
     "opt-post-norm": random_model("OPTForCausalLM", _OPT, do_layer_norm_before=False, enable_bias=False),

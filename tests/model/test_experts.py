@@ -86,9 +86,26 @@ def test_of_equal_scores_the_first_experts_are_chosen() -> None:
     assert chosen.places.tolist() == [[1, 3], [0, 2]]
 
 
+def test_sparse_mixer_routes_as_transformers_does() -> None:
+    """Scores of both signs, equal ones, zeros, and ones at the edge of the tolerance."""
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    logits = torch.cat((torch.randn(200, 5), torch.randn(50, 5) - 4, torch.randint(-2, 3, (200, 5)).float()))
+    for tolerance in (0.0, 0.01, 0.25, 0.5):
+        expected, experts = sparsemixer(logits, tolerance, training=False)
+        found = routes(replace(CONFIG, mixer_tolerance=tolerance), logits)
+        torch.testing.assert_close(found.weights, expected)
+        order = torch.argsort(experts.flatten(), stable=True)
+        assert torch.equal(found.tokens, order // 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"per_token": 3, "mixer_tolerance": 0.01},
+            "SparseMixer chooses 2 experts of a token by logits alone, found 3",
+        ),
         ({"per_token": 6}, "cannot choose 6 of 5 experts"),
         ({"count": 1}, "cannot choose 2 of 1 experts"),
         ({"count": 10**9}, "a layer has at most 4096 experts, found 1000000000"),

@@ -35,7 +35,7 @@ CLASSES = (
     *("Gemma4", "Gemma4Text", "Gemma4Unified", "Gemma4UnifiedText"),
     *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss"),
     *("SeedOss", "Arcee", "Nemotron", "Glm", "Glm4", "Ernie4_5", "Helium", "Olmo", "GPTNeo", "GPTBigCode"),
-    *("GraniteMoeShared", "HunYuanDenseV1", "Apertus", "XGLM", "Ernie4_5_Moe", "MiniMaxM2"),
+    *("GraniteMoeShared", "Phimoe", "HunYuanDenseV1", "Apertus", "XGLM", "Ernie4_5_Moe", "MiniMaxM2"),
     *("AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "GotOcr2", "Idefics2", "Idefics3", "InternVL"),
     *("Janus", "LightOnOcr", "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "Ovis2", "Qwen2Audio"),
     *("Qwen2VL", "Qwen2VLText", "Qwen2_5_VL", "Qwen2_5_VLText", "Qwen3VL", "Qwen3VLText", "Qwen3VLMoe"),
@@ -433,6 +433,34 @@ class TestRope:
         lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 3}
         with pytest.raises(ConfigError, match=r"longrope needs two lists of 4 factors, found \[4, 3\]"):
             config_from_raw({**LLAMA, "rope_scaling": {"type": "longrope", **lists}})
+
+    def test_phi_moe_has_temperatures_of_its_own(self) -> None:
+        """transformers 5.23 computes its frequencies without the length: the short list holds beyond it, too."""
+        lists = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 4.0, 5.0, 6.0]}
+        scaling = {"type": "longrope", **lists, "short_mscale": 1.2, "long_mscale": 1.4}
+        raw = {**LLAMA, "model_type": "phimoe", "original_max_position_embeddings": 16, "num_key_value_heads": 4}
+        config = config_from_raw({**raw, "rope_scaling": scaling})
+        found = rotary(config)
+        assert (found.attention_factor, found.long_attention_factor) == (1.2, 1.4)
+        assert found.long_factors == found.short_factors == tuple(lists["short_factor"])
+        assert config.short_context == 16
+        same = config_from_raw({**raw, "rope_scaling": {**scaling, "long_mscale": 1.2}})
+        assert same.short_context is None
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"num_experts_per_tok": 3}, "num_experts_per_tok = 3"),
+            ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.short_mscale of a phimoe must be a"),
+            (
+                {"rope_scaling": {"type": "linear", "factor": 2.0, "short_mscale": 1.0, "long_mscale": 1.0}},
+                "rope_scaling of a phimoe must be of type 'default' or 'longrope', found 'linear'",
+            ),
+        ],
+    )
+    def test_what_phi_moe_is_not_is_refused(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            config_from_raw({**LLAMA, "model_type": "phimoe", "num_key_value_heads": 4, **changes})
 
     def test_a_part_of_a_head_turns(self) -> None:
         for where in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
