@@ -22,6 +22,7 @@ RUN pip install --no-deps -r wheels/requirements.lock \
  && { python -c 'import torch' || { echo "this index has no CPU build of ${TORCH}: name one with TORCH_INDEX"; exit 1; }; }
 
 COPY pyproject.toml README.md wheel[s]/nativ[e]/*.so ./
+COPY triptych triptych
 COPY model model
 COPY service service
 COPY loadtest loadtest

@@ -12,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: help install serve test test-slow check check-native conformance clients format bench load faults pretrained lock wheels image image-test \
-        compose-test monitoring audit clean
+        compose-test monitoring audit profile clean
 help:
 	@echo "make serve       start the service with the embedded models on http://127.0.0.1:8000 (ARGS='--port 9000')"
 	@echo "make test        the default test suite            make test-slow   the slow checks too"
@@ -26,6 +26,7 @@ help:
 	@echo "make image-test, make compose-test   build and run them for real, on a Docker engine"
 	@echo "make audit       ask a vulnerability service about the lock"
 	@echo "make faults      inject faults under load, and report what clients see; twenty minutes (ARGS='--only killed')"
+	@echo "make profile PID=N  where a running process spends its time, as a flame graph (ARGS='--duration 30')"
 	@echo "make install     only .venv (TORCH_INDEX=URL takes PyTorch from another wheel index)"
 
 install: .venv/.service
@@ -131,6 +132,10 @@ audit: .venv/.service
 	build/audit/bin/pip install --quiet pip-audit
 	echo $(TORCH) >build/audit/torch.txt
 	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements.lock -r build/audit/torch.txt $(ARGS)
+
+profile: .venv/.service
+	mkdir -p build
+	$(BIN)/py-spy record --subprocesses --output build/profile.svg --pid $(PID) $(ARGS)
 
 clean:
 	rm -rf .venv build wheels out *.egg-info

@@ -1,8 +1,9 @@
 """What is said in an audio file, without a server."""
 
-from model.llm import LLM
-from model.pretrained import CHECKPOINTS
+from pathlib import Path
 
-llm = LLM(CHECKPOINTS / "speech")
-print(llm.transcribe((CHECKPOINTS / "speech" / "sample.flac").read_bytes()).text)
-llm.close()
+from triptych import LLM
+
+speech = Path("model/pretrained/checkpoints/speech")
+with LLM(speech) as llm:
+    print(llm.transcribe((speech / "sample.flac").read_bytes()).text)

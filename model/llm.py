@@ -1,7 +1,7 @@
 """The offline API: one model in this process, blocking, no server.
 
-llm = LLM(Path("checkpoint"))
-for output in llm.stream(["def add(a, b):"], SamplingParams(max_tokens=32)): ...
+with LLM("path/of/a/checkpoint") as llm:
+    for position, output in llm.stream(["def add(a, b):"], SamplingParams(max_tokens=32)): ...
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import index
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +50,8 @@ class LLM:
     child, and the native kernels raise `RuntimeError`. Start processes by spawn.
     """
 
-    def __init__(self, path: Path, engine: EngineConfig | None = None) -> None:
-        engine = engine or EngineConfig()
+    def __init__(self, path: str | Path, engine: EngineConfig | None = None) -> None:
+        path, engine = Path(path), engine or EngineConfig()
         self.checkpoint = read_checkpoint(path, pickle=engine.pickle)
         self.tokenizer = Tokenizer.from_folder(self.checkpoint.network_path)
         loaded = load(ModelSpec(path.name, str(path), engine))
@@ -63,6 +64,12 @@ class LLM:
     def network(self) -> Transformer:
         """The network, which computes without its modules where it runs in C."""
         return self._encode.model
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the model: the processes of its other ranks, if any, and its memory once nothing refers to this object.

@@ -71,8 +71,8 @@ SERVICE = """
     app                 : settings core observability lifecycle http routes
     runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
                           sandbox observability lifecycle chat http app
-    runtimes/ray_serve  : model/errors model/api model/checkpoint settings sandbox core observability lifecycle http
-                          runtimes
+    runtimes/ray_serve  : model/errors model/api model/system model/checkpoint settings sandbox core observability
+                          lifecycle http runtimes
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
                           model/inspection model/speech model/engine model/llm model/quantization settings
                           observability lifecycle chat runtimes runtimes/ray_serve

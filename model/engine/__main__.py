@@ -12,6 +12,7 @@ import msgspec
 
 from model.api.messages import Commands, Events
 from model.system.child_process import FrameSocket, ignore_signals
+from model.system.stacks import print_stacks_on_signal
 
 _YOUNG_OBJECTS = 10_000  # between garbage collections; reference counting frees nearly all of a step's objects
 
@@ -47,6 +48,7 @@ def freeze_objects() -> None:
 def main() -> None:
     """Run the engine loop until the front closes the socket."""
     ignore_signals()
+    print_stacks_on_signal()
     gc.disable()  # importing makes hardly any garbage, and collections take a quarter of a second of it
     from model.engine.loop import EngineLoop
 

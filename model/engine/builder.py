@@ -40,6 +40,7 @@ from model.engine.warmup import warm_up
 from model.engine.weights_cache import find_packed, weights_cache_use
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
+from model.network.activation_dump import dump_folder
 from model.network.adapter_weights import load_adapters
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import attach_native_stacks
@@ -181,6 +182,8 @@ def assemble(
     for way in slow:
         logger.warning("%s is slower than it could be: %s", spec.name, way)
     _check_fallbacks(spec.engine, slow)
+    if (folder := dump_folder()) is not None:
+        model.dump_activations(folder / spec.name)
     info = describe_model(spec, checkpoint, model, selection, limits, context, generate)
     info.fallbacks, info.cache_pools = slow, cache_pools
     return LoadedModel(info, encode, generate, rank_processes_of(model), spec.engine.model_weight)

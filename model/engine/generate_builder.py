@@ -28,6 +28,7 @@ from model.engine.memory_plan import plan_pool
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 from model.errors import ConfigError
+from model.network.activation_dump import VARIABLE, dump_folder
 from model.network.transformer import Transformer
 from model.parallel.rank0 import Rank0Transformer, rank_processes_of
 from model.system.host_memory import available_memory
@@ -194,6 +195,8 @@ def unrecordable(
     or attention is the reason already."""
     if device.type != "cuda" or not engine.cuda_graphs or not backend.graph_safe or decoder is None:
         return ""
+    if dump_folder() is not None:
+        return f"{VARIABLE} is set"
     torchs = any(recurrent_backend(backend, one, dtype) is None for one in decoder.recurrences.values())
     return "recurrent layers are torch's" if torchs else ""  # which launches what a step's spans are
 

@@ -44,6 +44,7 @@ from model.parallel.messages import (
     unpack_arguments,
 )
 from model.system.child_process import FrameSocket, ignore_signals
+from model.system.stacks import print_stacks_on_signal
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ def _exit_on_close(connection: socket.socket) -> None:
 def main() -> None:
     """Run the rank. The process exits without cleanup, which unfinished collectives would make hang or abort."""
     ignore_signals()
+    print_stacks_on_signal()
     descriptor, rendezvous, rank, size = map(int, sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s %(name)s (rank {rank}): %(message)s")
     connection = socket.socket(fileno=descriptor)

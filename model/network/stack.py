@@ -13,6 +13,7 @@ from model.config.layer import BucketBiasConfig
 from model.config.model import EmbeddingConfig, PositionKind, StackConfig
 from model.linear.base import Linear, LinearSpec, Part
 from model.linear.factory import LinearFactory
+from model.network.activation_dump import PassDump, Write
 from model.network.convolution import Convolution
 from model.network.disentangled import RelativeTable
 from model.network.embeddings import LearnedPositions, SinusoidalPositions, TokenTable
@@ -87,6 +88,7 @@ class Stack(nn.Module):
             self.output = linear(LinearSpec("output", config.hidden_size, (part,), bias=False))
         self._weights_of = config.weights_of
         self.runner: StackRunner | None = None  # what computes the layers instead, attached once weights are there
+        self.dump: Write | None = None  # takes the hidden states of each pass, for debugging
 
     @property
     def distinct_layers(self) -> list[Layer]:
@@ -149,6 +151,7 @@ class StackPass:
         self._runner = stack.runner if covers else None
         x = x if self._runner is None else x.float().contiguous()
         self._residual = Residual(x)
+        self._dump = PassDump(stack.dump, inputs.input_ids, x) if stack.dump is not None else None
         vectors = None
         if stack.layer_embeddings is not None:
             vectors = stack.layer_embeddings(inputs.input_ids, tokens)
@@ -160,11 +163,19 @@ class StackPass:
         return self._stack.config.num_layers - self.layers_done
 
     def advance(self, layers: int) -> None:
-        """Compute the next so many layers, or all that are left; the final norm comes with the last of them."""
-        if not self.layers_left:
-            return
+        """Compute the next `layers` layers, or all that are left; the last one includes the final norm."""
+        layers = min(layers, self.layers_left)
+        if self._dump is not None:
+            while layers > 0 and self.layers_left > 1:
+                self._compute(1)
+                self._dump.add_layer(self.layers_done - 1, self._residual.whole)
+                layers -= 1
+        if layers > 0:
+            self._compute(layers)
+
+    def _compute(self, layers: int) -> None:
         first = self.layers_done
-        self.layers_done += min(layers, self.layers_left)
+        self.layers_done += layers
         if self._runner is not None:
             self._runner(self._residual.x, self._step, self._cache, range(first, self.layers_done))
             return
@@ -178,7 +189,10 @@ class StackPass:
         if self.layers_left:
             self.advance(self.layers_left)
         hidden, output = self._residual.whole, self._stack.output
-        return hidden if output is None else output(hidden.to(output.dtype))
+        hidden = hidden if output is None else output(hidden.to(output.dtype))
+        if self._dump is not None:
+            self._dump.finish(hidden)
+        return hidden
 
     def _layer(self, index: int) -> None:
         stack, step, before = self._stack, self._step, self._residual

@@ -7,6 +7,7 @@ begins. The network keeps no state between calls; keys and values live in the po
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from model.config.sharding import Shard
 from model.linear.base import Linear, LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.native.library import KINDS
+from model.network.activation_dump import dump_to
 from model.network.embeddings import AudioEmbedding, PatchEmbedding, TokenTable, token_table, without_masked
 from model.network.heads import Classifier, MaskedHead
 from model.network.inputs import CrossInput, StackInput
@@ -109,6 +111,13 @@ class Transformer(nn.Module):
         floats = (parameter for name, parameter in self.named_parameters() if not name.endswith(others))
         wide = (parameter.dtype for parameter in floats if parameter.dtype is not torch.float8_e4m3fn)
         return next(wide, self.linear.dtype)  # OLMo has no parameters but packed matrices
+
+    def dump_activations(self, folder: Path) -> None:
+        """Write every later pass through a stack to a file in `folder`, which is made."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
+            if stack is not None:
+                stack.dump = dump_to(folder, name)
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         assert self.tokens is not None

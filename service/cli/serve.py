@@ -11,6 +11,7 @@ from typing import Any
 
 from model.errors import EngineDeadError
 from model.system.child_process import ConnectedChild
+from model.system.stacks import print_stacks_on_signal
 from service.cli.banner import banner
 from service.lifecycle.state import version
 from service.observability import logs
@@ -50,6 +51,7 @@ def run(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = 
     """
     logs.setup(config.settings.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    print_stacks_on_signal(of_descendants=True)
     from service.runtimes.assembly import pin_models
 
     config = pin_models(config)

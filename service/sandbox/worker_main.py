@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from model.system.stacks import print_stacks_on_signal
 from service.sandbox import confinement
 
 READY = b"R"
@@ -31,6 +32,7 @@ Answer = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]
 
 def serve(answer: Answer, memory: int) -> None:
     """Confine this process to `memory` bytes and answer requests until the parent closes."""
+    print_stacks_on_signal()
     channel = socket.socket(fileno=0)
     confinement.confine(memory)
     channel.sendall(READY)
@@ -40,6 +42,7 @@ def serve(answer: Answer, memory: int) -> None:
 
 def serve_forking(answer: Answer, memory: Callable[[dict[str, Any]], int]) -> None:
     """Answer each request in a process of its own, confined to `memory(request)` bytes, until the parent closes."""
+    print_stacks_on_signal()
     channel = socket.socket(fileno=0)
     gc.freeze()
     if _wait(

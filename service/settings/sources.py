@@ -26,8 +26,8 @@ from service.settings.option_table import (
 from service.settings.parsers import boolean
 
 _REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts")
-# Read by `service.cli.main`, and by `model.system.child_process`.
-_OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG", "TRIPTYCH_ENGINE_MODULE"})
+# Read by `service.cli.main`, `model.network.activation_dump` and `model.system.child_process`.
+_OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG", "TRIPTYCH_DUMP_ACTIVATIONS", "TRIPTYCH_ENGINE_MODULE"})
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:

@@ -155,10 +155,11 @@ def test_a_session_folder_that_cannot_be_made_is_an_error(no_ray_settings: pytes
 
 _ORPHANS = """
 import subprocess, time
-from service.runtimes.ray_serve.descendants import _descendants, _name, adopt_orphans, end_descendants
+from model.system.process_tree import descendants
+from service.runtimes.ray_serve.descendants import _name, adopt_orphans, end_descendants
 adopt_orphans()
 subprocess.run(["sh", "-c", "sleep 61 & (trap '' TERM; sleep 62) &"])  # which ends and leaves them
-while [_name(pid) for pid in _descendants()].count("sleep") < 2:  # on a busy machine they begin later than it ends
+while [_name(pid) for pid in descendants()].count("sleep") < 2:  # on a busy machine they begin later than it ends
     time.sleep(0.01)
 left = end_descendants(0.0)
 assert left.count("sleep") == 2, left

@@ -37,6 +37,8 @@ from tests.service.http_conformance.cases import CASES
 from tests.service.http_conformance.checks import failures
 from tests.service.processes import ServiceProcess, eventually, running, strange_folder
 
+STACKS = ("Thread 0x", "Current thread 0x", "  File ")  # what SIGUSR1 prints
+
 
 @pytest.fixture(
     scope="module",
@@ -93,6 +95,12 @@ def test_its_processes_have_the_niceness_that_it_was_started_with(service: Servi
     own = os.getpriority(os.PRIO_PROCESS, 0)
     ours = [pid for pid, line in service.descendants().items() if "ServeReplica" in line or "-m model.engine " in line]
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in ours} == {own}
+
+
+def test_sigusr1_prints_the_stacks_of_front_and_engine(service: ServiceProcess) -> None:
+    service.signal(signal.SIGUSR1)
+    eventually(lambda: "cli/serve.py" in service.output and "engine/loop.py" in service.output)
+    assert service.is_running
 
 
 def test_it_listens_on_this_machine_alone(service: ServiceProcess) -> None:
@@ -277,4 +285,5 @@ def test_sigterm_lets_what_runs_end_and_refuses_the_rest(service: ServiceProcess
     assert service.wait() == 0, service.output
     eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started))
     for line in service.output.partition("curl ")[2].splitlines()[1:]:
-        assert not line or json.loads(line)["message"], line  # nothing but our own log lines
+        if line and not line.startswith(STACKS):
+            assert json.loads(line)["message"], line  # nothing but our own log lines

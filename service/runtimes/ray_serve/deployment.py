@@ -35,6 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from model.api.stats import ModelInfo
 from model.errors import ConfigError, EngineDeadError
+from model.system.stacks import print_stacks_on_signal
 from service.core.errors import error_fields, internal, unavailable
 from service.http.route_prefix import unprefixed
 from service.lifecycle.state import service_of
@@ -74,6 +75,7 @@ class Replica:
         """`log`: the named pipe that becomes stderr (`service.observability.log_pipe`)."""
         if log is not None:
             log_pipe.adopt(Path(log))
+        print_stacks_on_signal()
         logs.setup(config.settings.log_format, stream=os.fdopen(os.dup(2), "w", buffering=1))
         self._app = build_app(config)
         self._service = service_of(self._app)

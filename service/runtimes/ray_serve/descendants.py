@@ -13,6 +13,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from model.system.process_tree import descendants
+
 _PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _POLL_SECONDS = 0.05
 _TRIES = 3
@@ -30,7 +32,7 @@ def end_descendants(grace_s: float) -> list[str]:
         return []
     killed: dict[int, str] = {}
     for _ in range(_TRIES):  # a killed process may just have started another
-        for pid in _descendants():
+        for pid in descendants():
             killed[pid] = killed.get(pid) or _name(pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -41,28 +43,11 @@ def end_descendants(grace_s: float) -> list[str]:
 
 def _gone_within(seconds: float) -> bool:
     end = time.monotonic() + seconds
-    while _descendants():
+    while descendants():
         if time.monotonic() > end:
             return False
         time.sleep(_POLL_SECONDS)
     return True
-
-
-def _descendants() -> list[int]:
-    """Return the ids of all running descendants, without zombies."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state not in "ZX":
-                    children.setdefault(int(parent), []).append(int(entry.name))
-    found, todo = [], [os.getpid()]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
 
 
 def _name(pid: int) -> str:
