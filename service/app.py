@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.core import errors
 from service.core.engine_client import EngineClient
-from service.core.model_registry import Registry
 from service.core.model_source import ModelReader
+from service.core.models import Models
 from service.http.bodies import cancel_all
 from service.http.cors import CorsMiddleware, CrossOrigins
 from service.http.direct_routes import DirectRoutes, direct_endpoints
@@ -29,6 +29,7 @@ from service.http.middleware import Accounts, ContextMiddleware, GuardMiddleware
 from service.http.sites import Sites
 from service.http.sse import DIRECT
 from service.http.stream_writer import direct_send
+from service.lifecycle.fleet import Replicas
 from service.lifecycle.state import Service
 from service.observability.activity_log import ActivityLog
 from service.observability.metrics import Metrics
@@ -104,17 +105,18 @@ class Application(FastAPI):
 
 def create_app(
     client: EngineClient,
-    registry: Registry,
+    models: Models,
     settings: ServiceSettings,
     reader: ModelReader | None = None,
     tenants: Tenants | None = None,
+    replicas: Replicas | None = None,
 ) -> Application:
-    """Return the application for the models of `registry`, which `client` runs; `reader` reads those loaded later.
+    """Return the application for the `models`, which `client` runs; `reader` reads those loaded later.
 
     `tenants` names the holders of keys; their results and prefixes are kept apart by these names.
     """
     metrics = Metrics(vllm_names=settings.vllm_metrics)
-    service = Service(client, registry, settings, metrics, reader)
+    service = Service(client, models, settings, metrics, reader, replicas)
     keys, admins = KeyRing.of(settings), KeyRing.of_admins(settings)
 
     @asynccontextmanager

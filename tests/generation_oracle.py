@@ -12,7 +12,7 @@ import torch
 from model.api.engine_config import EngineConfig
 from model.api.request import TokenOutput
 from model.llm import LLM
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.output_limit import default_max_tokens
 from service.planning.sampling import sampling_params
 from service.schemas.bodies import GenerateBody

@@ -14,7 +14,7 @@ from service.chat.tools import Json, ToolUse
 from service.core.chat_template import ChatTemplate
 from service.core.context_bound import ContextBound
 from service.core.errors import invalid, shorten
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.core.template_traits import TemplateTraits
 from service.lifecycle.state import Service
 from service.planning.generate import ReplyShape, check_room

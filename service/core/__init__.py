@@ -1,1 +1,1 @@
-"""Types that the whole service shares: errors, request contexts, the engine client, the registry of models."""
+"""Types that the whole service shares: errors, request contexts, the engine client, the models."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from model.api.messages import ModelSpec
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 
 
 class ModelReader(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.dialects.common import native
 from service.dialects.ranking_bodies import CohereEmbedBody
 from service.http.json_replies import Json

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandl
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from service.core.errors import NOT_SUPPORTED, ApiError, from_validation, invalid, shorten
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.core.request_context import REQUEST_ID_PATTERN
 from service.schemas.bodies import GenerateBody
 from service.schemas.encode_bodies import EncodeBody

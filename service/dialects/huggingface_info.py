@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.http.json_replies import Json
 from service.lifecycle.state import Service
 
@@ -15,7 +15,7 @@ _TAGS = {
 
 def huggingface_info(service: Service) -> Json:
     """Return the fields that are added to /info; sizes are 0 while no model is loaded."""
-    first = next(iter(service.registry), None)
+    first = next(iter(service.models.loaded), None)
     info = service.client.models.get(first.name) if first is not None else None
     length = 0 if info is None else info.max_model_len
     threads = service.settings.tokenizer_threads

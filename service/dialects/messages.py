@@ -17,7 +17,7 @@ from service.chat.parts import Arguments, Part
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import Json, Tool, tool_use
 from service.core.errors import ApiError, anthropic_error, invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.dialects.blocks import Block, BlockRendering
 from service.dialects.common import drawn, native_seed, native_turn
 from service.dialects.messages_bodies import (

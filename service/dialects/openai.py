@@ -12,7 +12,7 @@ from typing import Any
 from service.chat.conversation import Conversation, effort_variables
 from service.chat.tools import Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.dialects.common import drawn, json_format, native, native_seed, native_top_k, native_turn
 from service.dialects.openai_bodies import (
     AllowedToolChoice,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.dialects.common import native
 from service.dialects.ranking_bodies import ClassifyBody, RankBody, ScoreBody
 from service.http.json_replies import Json

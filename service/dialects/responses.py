@@ -13,7 +13,7 @@ from service.chat.conversation import Conversation, effort_variables
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import Json, Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import ApiError
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.dialects.blocks import Block, BlockRendering
 from service.dialects.common import drawn, native_seed, native_top_k, native_turn
 from service.dialects.responses_bodies import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.dialects.huggingface_bodies import GenerateParameters
 from service.dialects.text2text_bodies import GenerationOptions, TranslationParameters
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from model.text.cleanup import clean_up
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.dialects.common import native, native_seed
 from service.dialects.text2text_bodies import (
     GenerationOptions,

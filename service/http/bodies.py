@@ -75,7 +75,7 @@ def named_model(request: Request, given: str | None) -> str | None:
     """
     in_url = request.query_params.get("model") if request.scope["query_string"] else None
     names = [name for name in (given, in_url) if name is not None]
-    return next((one for one in names if one not in PLACEHOLDERS or service_of(request).registry.knows(one)), None)
+    return next((one for one in names if one not in PLACEHOLDERS or service_of(request).models.knows(one)), None)
 
 
 async def raw_body(request: Request, counted: Callable[[int], None] | None = None) -> bytes:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from model.errors import EngineGoneError, ModelNotLoadedError, QueueFullError
 from service.core.errors import ApiError, engine_refusal
-from service.core.model_registry import ServedModel, Task
+from service.core.models import ServedModel, Task
 from service.core.request_context import RequestContext, is_request_id
 from service.http.bodies import context_of_request
 from service.lifecycle.state import Service, service_of
@@ -71,7 +71,7 @@ def full_queue(service: Service, raw: bytes | bytearray) -> FullQueue | None:
         asked = _decoder.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
-    served = service.registry.get(asked.model)
+    served = service.models.served(asked.model)
     if served is None or not served.serves(Task.GENERATE) or not asked.is_one_sequence(served):
         return None
     if asked.request_id is not None and not is_request_id(asked.request_id):

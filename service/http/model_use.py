@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
-from service.core.model_registry import ServedModel, Task
+from service.core.models import ServedModel, Task
 from service.http.bodies import cancel_on_disconnect, context_of_request
 from service.lifecycle.state import service_of
 
@@ -15,23 +15,23 @@ async def hold_model(request: Request, name: str | None, task: Task, timeout_s: 
     """Hold the model called `name`, or the only one for the task, until the reply has been sent.
 
     Waits for a model that is not loaded within the request's own time (`timeout_s`, of the body), and stops waiting
-    when the client disconnects. Raises `ApiError` as `ModelManager.hold` does, 503 while the service is not ready.
+    when the client disconnects. Raises `ApiError` as `ModelLoader.hold` does, 503 while the service is not ready.
     """
     service, context = service_of(request), context_of_request()
     if service.models.hold_loaded(name, task, context):
         return
     deadline = context.started + (timeout_s or service.limits.request_timeout_s)
     with service.handling():
-        await cancel_on_disconnect(request, service.models.hold(name, task, context, deadline))
+        await cancel_on_disconnect(request, service.loader.hold(name, task, context, deadline))
 
 
 async def chat_model(request: Request, name: str | None, timeout_s: float | None = None) -> ServedModel:
     """Hold and return the model called `name`, or the only one that has a chat template, if any generating one has."""
-    registry = service_of(request).registry
-    if name is None and any(map(_chats, registry.candidates)):
-        name = registry.only_one(_chats, "has a chat template")
+    models = service_of(request).models
+    if name is None and any(map(_chats, models.candidates)):
+        name = models.only_one(_chats, "has a chat template")
     await hold_model(request, name, Task.GENERATE, timeout_s)
-    return registry.resolve(name, Task.GENERATE)
+    return models.resolve(name, Task.GENERATE)
 
 
 def _chats(served: ServedModel) -> bool:
@@ -55,10 +55,10 @@ async def choose_model(
     not able is refused before it is loaded. Raises `ApiError`: a 400 that names `model` if there is none, or several;
     and as `hold_model` does.
     """
-    registry = service_of(request).registry
+    models = service_of(request).models
     if name is None:
-        name = registry.only_one(able, what)
-    registry.require(name, able, what, lack)
+        name = models.only_one(able, what)
+    models.require(name, able, what, lack)
     await hold_model(request, name, task, timeout_s)
-    registry.require(name, able, what, lack)  # known by now, if it has just been put into the folder of models
-    return registry.resolve(name, task)
+    models.require(name, able, what, lack)  # known by now, if it has just been put into the folder of models
+    return models.resolve(name, task)

@@ -1,6 +1,6 @@
-"""Loading and unloading on all replicas of the service, of which the local runtime has one.
+"""Loads and unloads models on all replicas of the service. The local runtime has one replica.
 
-`service.runtimes.ray_serve.replicated_models` is the implementation for several.
+`service.runtimes.ray_serve.replicated_fleet` is the implementation for several.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from service.core.engine_client import EngineClient
-from service.lifecycle.model_manager import ModelManager
+from service.core.models import Model, Models, State
+from service.lifecycle.model_loader import ModelLoader
 from service.lifecycle.model_orders import LoadOrder, ModelOrders
-from service.lifecycle.model_slots import Slot, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +51,49 @@ class Fleet(Protocol):
     async def entries(self) -> list[ModelEntry]:
         """Describe all known models."""
 
+    async def start(self) -> None:
+        """Load what the fleet wants beside the models of the start, which are loaded."""
+
+    def stop(self) -> None:
+        """Load and unload nothing more of the fleet's own accord: the service drains."""
+
+
+class Replicas(Protocol):
+    """Reaches the other replicas of the application, in a runtime that has any."""
+
+    def fleet(self, local: LocalFleet) -> Fleet:
+        """Return what loads and unloads models on all replicas; `local` does it on this one."""
+
+    async def cancel(self, request_id: str) -> int:
+        """Cancel a request on the others, and return how many ended; `TimeoutError`: one may have missed it."""
+
 
 class LocalFleet:
     """The models of this process alone."""
 
-    def __init__(self, client: EngineClient, manager: ModelManager, orders: ModelOrders) -> None:
+    def __init__(self, client: EngineClient, models: Models, loader: ModelLoader, orders: ModelOrders) -> None:
+        self.models = models
+        self.loader = loader
         self._client = client
-        self._manager = manager
         self._orders = orders
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Nothing is wanted beside the models of the start."""
+
+    def stop(self) -> None:
+        """Nothing is loaded of its own accord."""
+
+    def check(self, order: LoadOrder) -> None:
+        """Raise the `ApiError` with which `begin_load` would refuse the order."""
+        self._orders.check(order)
 
     def begin_load(self, order: LoadOrder) -> asyncio.Task[None]:
         work = self._orders.load(order)
         return keep(self._tasks, self._finish_load(order.name, work))
 
     def begin_unload(self, name: str, drain_s: float | None) -> asyncio.Task[None]:
-        work = self._manager.unload(name, drain_s)
+        work = self.loader.unload(name, drain_s)
         return keep(self._tasks, wait_for(work))
 
     async def entries(self) -> list[ModelEntry]:
@@ -74,30 +101,30 @@ class LocalFleet:
 
     def own_entries(self) -> list[ModelEntry]:
         """Describe the models as this process has them."""
-        return [self._entry(slot) for slot in self._manager]
+        return [self._entry(model) for model in self.models]
 
-    def _entry(self, slot: Slot) -> ModelEntry:
-        info = self._client.models.get(slot.name)
+    def _entry(self, model: Model) -> ModelEntry:
+        info = self._client.models.get(model.name)
         return ModelEntry(
-            name=slot.name,
-            state=slot.state.value,
-            reason=slot.reason,
-            origin=slot.origin.value,
-            path=slot.spec.path,
-            pinned=slot.pinned,
-            form=self._manager.form_of(slot.name),
+            name=model.name,
+            state=model.state.value,
+            reason=model.reason,
+            origin=model.origin.value,
+            path=model.spec.path,
+            pinned=model.pinned,
+            form=model.form,
             memory_bytes=0 if info is None else info.memory_bytes,
             load_seconds=0.0 if info is None else round(info.load_seconds, 3),
-            requests=slot.users,
-            idle_s=0.0 if slot.users else round(time.monotonic() - slot.used_at, 3),
+            requests=model.users,
+            idle_s=0.0 if model.users else round(time.monotonic() - model.used_at, 3),
         )
 
     async def _finish_load(self, name: str, work: asyncio.Task[None] | None) -> None:
         if work is not None:
             await wait_for(work)
-        slot = self._manager.get(name)
-        if slot is not None and slot.error is not None:
-            raise slot.error
+        model = self.models.get(name)
+        if model is not None and model.error is not None:
+            raise model.error
 
 
 async def wait_for(work: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the models that are known in step with the folder of `--models-dir`: new, changed and vanished ones."""
+"""Keeps the known models in step with the folder of `--models-dir`: adds new ones, and marks those that are gone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Collection
 
 from model.api.messages import ModelSpec
 from service.core.errors import invalid, scrub, unavailable
-from service.core.model_registry import Registry
+from service.core.models import Model, Models, Origin, State
 from service.core.models_folder import FoundModel, ModelsFolder
-from service.lifecycle.model_manager import ModelManager
-from service.lifecycle.model_slots import Origin, State
 from service.settings.model_settings import ModelSettings
 
 SCAN_SECONDS = 5.0
@@ -22,24 +20,14 @@ logger = logging.getLogger("triptych.models")
 
 
 class FolderWatch:
-    """Offers each model of the folder, and withdraws those whose folder has gone."""
+    """Offers each model of the folder, and withdraws those whose folder is gone."""
 
-    def __init__(
-        self,
-        folder: ModelsFolder,
-        manager: ModelManager,
-        registry: Registry,
-        settings: ModelSettings,
-        drain_s: float,
-    ) -> None:
+    def __init__(self, folder: ModelsFolder, models: Models, settings: ModelSettings) -> None:
         self._folder = folder
-        self._manager = manager
-        self._registry = registry
+        self._models = models
         self._settings = settings
-        self._drain_s = drain_s
         self._scanning = asyncio.Lock()
         self._last_scan = 0.0
-        self._missed: set[str] = set()  # loaded models whose folder the last scan did not find
         self._taken: set[str] = set()  # names of the folder that other models have
 
     async def scan(self, min_seconds: float = 0.0) -> None:
@@ -59,42 +47,39 @@ class FolderWatch:
         """Look at the folder for a request that names an unknown model."""
         await self.scan(_MIN_SECONDS)
 
-    def _offer(self, model: FoundModel) -> None:
-        self._missed.discard(model.name)
-        slot = self._manager.get(model.name)
-        if slot is not None and slot.origin is not Origin.MODELS_DIR:
-            if model.name not in self._taken:
-                self._taken.add(model.name)
-                logger.warning("models_dir: %s is not served: another model has its name", model.name)
+    def _offer(self, found: FoundModel) -> None:
+        model = self._models.get(found.name)
+        if model is not None and model.origin is not Origin.MODELS_DIR:
+            if found.name not in self._taken:
+                self._taken.add(found.name)
+                logger.warning("models_dir: %s is not served: another model has its name", found.name)
             return
-        if model.name in self._registry.elsewhere:
+        if found.name in self._models.elsewhere:
             return
-        if slot is None:
-            spec = ModelSpec(model.name, str(model.path), self._settings.engine)
-            slot = self._manager.add(spec, Origin.MODELS_DIR, pinned=False)
-            logger.info("models_dir: found %s", model.name)
-        elif slot.stamp == model.stamp or slot.state not in (State.AVAILABLE, State.FAILED):
+        if model is None:
+            spec = ModelSpec(found.name, str(found.path), self._settings.engine)
+            model = Model(spec, Origin.MODELS_DIR, pinned=False)
+            self._models.add(model)
+            logger.info("models_dir: found %s", found.name)
+        else:
+            model.missed = 0
+            if model.stamp == found.stamp or model.state not in (State.AVAILABLE, State.FAILED):
+                return
+        model.stamp = found.stamp
+        if found.checkpoint is None:
+            model.fail(invalid(scrub(found.reason), None, "load_failed"), float("inf"))
+            model.refuse(unavailable(f"model {found.name} cannot be served: {model.reason}", "model_failed", 60))
+            logger.warning("models_dir: %s cannot be served: %s", found.name, found.reason)
             return
-        slot.stamp = model.stamp
-        if model.checkpoint is None:
-            slot.failed(invalid(scrub(model.reason), None, "load_failed"), float("inf"))
-            message = f"model {model.name} cannot be served: {slot.reason}"
-            self._registry.refuse(model.name, unavailable(message, "model_failed", 60))
-            logger.warning("models_dir: %s cannot be served: %s", model.name, model.reason)
-            return
-        slot.state, slot.reason, slot.error = State.AVAILABLE, "", None
-        self._registry.offer(model.name, model.checkpoint)
+        model.state, model.reason, model.error = State.AVAILABLE, "", None
+        model.offer(found.checkpoint)
 
     def _withdraw(self, found: Collection[str]) -> None:
-        """Forget the models that are gone. One that is loaded is unloaded after two scans without its folder."""
-        for slot in self._manager:
-            if slot.origin is not Origin.MODELS_DIR or slot.name in found:
+        """Forget the models that are gone. `ModelLoader` unloads those that are loaded, after two scans."""
+        for model in self._models:
+            if model.origin is not Origin.MODELS_DIR or model.name in found:
                 continue
-            if slot.state in (State.AVAILABLE, State.FAILED):
-                self._manager.forget(slot)
-                self._missed.discard(slot.name)
-                logger.info("models_dir: %s is gone", slot.name)
-            elif slot.state is State.LOADED and slot.name in self._missed:
-                self._manager.begin_unload(slot, "gone", self._drain_s)
-            else:
-                self._missed.add(slot.name)
+            model.missed += 1
+            if model.state in (State.AVAILABLE, State.FAILED):
+                self._models.forget(model)
+                logger.info("models_dir: %s is gone", model.name)

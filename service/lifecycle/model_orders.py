@@ -17,10 +17,9 @@ from model.checkpoint import hub
 from model.errors import ConfigError
 from model.gguf.container import is_gguf
 from service.core.errors import ApiError, conflict, forbidden, invalid, scrub
-from service.core.model_registry import Registry
+from service.core.models import Model, Models, Origin, State
 from service.core.models_folder import ModelsFolder, valid_name
-from service.lifecycle.model_manager import ModelManager
-from service.lifecycle.model_slots import Origin, Slot, State
+from service.lifecycle.model_loader import ModelLoader
 from service.settings import sources
 from service.settings.model_settings import ModelSettings
 from service.settings.resolve import engine_config
@@ -40,10 +39,10 @@ class ModelOrders:
     """Turns orders into loads."""
 
     def __init__(
-        self, manager: ModelManager, registry: Registry, settings: ModelSettings, folder: ModelsFolder | None
+        self, models: Models, loader: ModelLoader, settings: ModelSettings, folder: ModelsFolder | None
     ) -> None:
-        self._manager = manager
-        self._registry = registry
+        self._models = models
+        self._loader = loader
         self._settings = settings
         self._folder = folder
 
@@ -53,31 +52,29 @@ class ModelOrders:
 
     def load(self, order: LoadOrder) -> asyncio.Task[None] | None:
         """Start loading what is ordered; None if it is loaded already. Raises `ApiError`."""
-        slot, spec = self._resolve(order)
-        if slot is None:
-            slot = self._manager.add(spec, Origin.REQUEST, pinned=order.pinned)
-            slot.given_path = order.path
-            return self._manager.begin_load(slot)
-        if slot.state in (State.LOADED, State.LOADING):
-            slot.pinned |= order.pinned
-            return slot.task
-        slot.spec, slot.pinned = spec, order.pinned or (slot.origin is Origin.START and self._settings.pin)
-        return self._manager.begin_load(slot)
+        model, spec = self._resolve(order)
+        if model is None:
+            return self._loader.begin_load(self._loader.add(spec, order.path, pinned=order.pinned))
+        if model.state in (State.LOADED, State.LOADING):
+            model.pinned |= order.pinned
+            return model.task
+        model.spec, model.pinned = spec, order.pinned or (model.origin is Origin.START and self._settings.pin)
+        return self._loader.begin_load(model)
 
-    def _resolve(self, order: LoadOrder) -> tuple[Slot | None, ModelSpec]:
+    def _resolve(self, order: LoadOrder) -> tuple[Model | None, ModelSpec]:
         """Return the known model, None for a new one, and what to load."""
-        if order.name in self._registry.elsewhere:
+        if order.name in self._models.elsewhere:
             raise conflict(f"name: {order.name} is a model of another group", "model_exists", "name")
-        slot = self._manager.get(order.name)
-        if slot is None or (order.path is not None and slot.state is State.FAILED and slot.origin is Origin.REQUEST):
+        model = self._models.get(order.name)
+        if model is None or (order.path is not None and model.state is State.FAILED and model.origin is Origin.REQUEST):
             return None, self._new_spec(order)
-        spec = self._spec_of_known(order, slot)
-        if slot.state is State.UNLOADING:
+        spec = self._spec_of_known(order, model)
+        if model.state is State.UNLOADING:
             raise conflict(f"model {order.name} is being unloaded; try again", "model_unloading", "name")
-        if slot.state in (State.LOADED, State.LOADING) and spec != slot.spec:
-            message = f"model {order.name} is {slot.state} with other settings; unload it, or take another name"
+        if model.state in (State.LOADED, State.LOADING) and spec != model.spec:
+            message = f"model {order.name} is {model.state} with other settings; unload it, or take another name"
             raise conflict(message, "model_exists", "name")
-        return slot, spec
+        return model, spec
 
     def _new_spec(self, order: LoadOrder) -> ModelSpec:
         if not valid_name(order.name):
@@ -86,14 +83,14 @@ class ModelOrders:
             raise invalid("path is required: no model of this name is known", "path", "missing_field")
         return ModelSpec(order.name, self._allowed(order.path), self._engine(order, self._settings.engine))
 
-    def _spec_of_known(self, order: LoadOrder, slot: Slot) -> ModelSpec:
+    def _spec_of_known(self, order: LoadOrder, model: Model) -> ModelSpec:
         """Return what is ordered of a known model: by default what it was before."""
-        if order.path not in (None, slot.given_path) and self._allowed(order.path) != slot.spec.path:
+        if order.path not in (None, model.given_path) and self._allowed(order.path) != model.spec.path:
             message = f"name: {order.name} is known from another path; take another name"
             raise conflict(message, "model_exists", "name")
         if not order.settings:
-            return slot.spec
-        return ModelSpec(order.name, slot.spec.path, self._engine(order, self._settings.engine))
+            return model.spec
+        return ModelSpec(order.name, model.spec.path, self._engine(order, self._settings.engine))
 
     def _engine(self, order: LoadOrder, shared: Any) -> Any:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from importlib import metadata
 
@@ -16,16 +15,16 @@ from model.api.stats import ModelInfo
 from service.core.embed_cache import CachingClient
 from service.core.engine_client import EngineClient
 from service.core.errors import draining, scrub, unavailable
-from service.core.model_registry import Registry
 from service.core.model_source import ModelReader
+from service.core.models import Models
 from service.core.models_folder import ModelsFolder
 from service.core.response_store import ResponseStore
 from service.core.threads import Threads
 from service.core.write_batch import WriteBatch
-from service.lifecycle.fleet import Fleet, LocalFleet
-from service.lifecycle.folder_watch import SCAN_SECONDS, FolderWatch
+from service.lifecycle.fleet import Fleet, LocalFleet, Replicas
+from service.lifecycle.folder_watch import FolderWatch
 from service.lifecycle.jobs import Jobs
-from service.lifecycle.model_manager import ModelManager
+from service.lifecycle.model_loader import ModelLoader
 from service.lifecycle.model_orders import ModelOrders
 from service.observability.metrics import Metrics
 from service.observability.tracing import Tracer
@@ -51,17 +50,21 @@ class Service:
     def __init__(
         self,
         client: EngineClient,
-        registry: Registry,
+        models: Models,
         settings: ServiceSettings,
         metrics: Metrics,
         reader: ModelReader | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
-        """Without a `reader` no models can be loaded later. Raises `ConfigError`."""
+        """Without a `reader` no models can be loaded later. `replicas` reaches the others, if there are any.
+
+        Raises `ConfigError`.
+        """
         self.embed_cache: CachingClient | None = None
         if settings.embed_cache_bytes:
             client = self.embed_cache = CachingClient(client, settings.embed_cache_bytes, metrics)
         self.client = client
-        self.registry = registry
+        self.models = models
         self.settings = settings
         self.limits = settings.limits
         self.metrics = metrics
@@ -74,25 +77,21 @@ class Service:
         self.confinement = confinement.support()
         self.renderers = RenderPool(self.limits.chat_template_s)
         self.grammars = GrammarChecker(self.limits)
-        self.generate_planner = GeneratePlanner(registry, client, self.limits, self.threads, self.grammars)
+        self.generate_planner = GeneratePlanner(models, client, self.limits, self.threads, self.grammars)
         self.images = ImagePool(self.limits.image_decode_s, self.limits.max_image_pixels)
-        self.encode_planner = EncodePlanner(registry, client, self.limits, self.threads, self.images)
+        self.encode_planner = EncodePlanner(models, client, self.limits, self.threads, self.images)
         self.decoders = AudioPool(self.limits.audio_decode_s, audio_limits(self.limits))
-        self.speech_planner = SpeechPlanner(registry, client, self.limits, self.threads, self.decoders)
+        self.speech_planner = SpeechPlanner(models, client, self.limits, self.threads, self.decoders)
         self.responses = ResponseStore(settings.response_store_bytes, settings.limits.max_json_values)
         self.created = int(time.time())
-        self.models = ModelManager(client, registry, reader, settings, metrics, self.version)
         watched = settings.models.models_dir if reader is not None else ""
         folder = ModelsFolder(watched, pickle=settings.models.engine.pickle) if watched else None
-        self.orders = ModelOrders(self.models, registry, settings.models, folder)
-        self.local_fleet = LocalFleet(client, self.models, self.orders)
-        self.fleet: Fleet = self.local_fleet  # a runtime with replicas sets another one
-        self._watch = (
-            FolderWatch(folder, self.models, registry, settings.models, settings.drain_timeout_s) if folder else None
-        )
-        # Set by a runtime with replicas: cancels a request on the others and returns how many ended. Raises
-        # TimeoutError if a replica may have missed it.
-        self.cancel_elsewhere: Callable[[str], Awaitable[int]] | None = None
+        watch = FolderWatch(folder, models, settings.models) if folder is not None else None
+        self.loader = ModelLoader(client, models, reader, settings, metrics, self.version, watch)
+        orders = ModelOrders(models, self.loader, settings.models, folder)
+        local = LocalFleet(client, models, self.loader, orders)
+        self.fleet: Fleet = local if replicas is None else replicas.fleet(local)
+        self._replicas = replicas
         self._draining = False
 
     async def start(self) -> None:
@@ -103,24 +102,19 @@ class Service:
                 " and ".join(self.confinement.missing),
             )
         self.client.on_step(self.metrics.step)
-        await self.client.start()
-        self.models.started()
-        if self._watch is not None:
-            self.models.find_new = self._watch.find_new
-            await self._watch.scan()
+        await self.loader.start()
+        await self.fleet.start()
 
     async def look_after_models(self) -> None:
         """Notice new folders and lost models, and unload idle ones, forever; cancelled at shutdown."""
         while True:
             await asyncio.sleep(_MODELS_SECONDS)
-            self.models.notice_lost()
-            self.models.unload_idle()
-            if self._watch is not None:
-                await self._watch.scan(SCAN_SECONDS)
+            await self.loader.look_after()
 
     async def close(self) -> None:
         """End the engines, threads and processes."""
-        await self.models.close()
+        self.fleet.stop()
+        await self.loader.close()
         self.threads.close()
         self.body_threads.close()
         await asyncio.to_thread(self.renderers.close)
@@ -134,6 +128,7 @@ class Service:
     def begin_drain(self) -> None:
         """Refuse new requests from now on, also by /readyz; requests in progress continue."""
         self._draining = True
+        self.fleet.stop()
 
     async def drain(self) -> None:
         """Refuse new requests, wait at most `drain_timeout_s` for those in progress, and cancel the rest."""
@@ -148,9 +143,9 @@ class Service:
     async def cancel(self, request_id: str) -> int:
         """Cancel a request on all replicas and return how many ended; raises a 503 if a replica did not answer."""
         ended = self.jobs.cancel(request_id)
-        if self.cancel_elsewhere is not None:
+        if self._replicas is not None:
             try:
-                ended += await self.cancel_elsewhere(request_id)
+                ended += await self._replicas.cancel(request_id)
             except TimeoutError:
                 if not ended:
                     raise unavailable("a replica that may run the request did not answer", "not_live") from None

@@ -34,7 +34,7 @@ from model.api.request import FinishReason, Timings
 from model.api.stats import EngineStats, ModelInfo, StepStats
 from service.core.engine_client import EngineClient
 from service.core.errors import SERVER_FAULTS
-from service.core.model_registry import Task
+from service.core.models import Task
 from service.core.request_context import RequestContext
 from service.observability.metrics_folder import MULTIPROCESS_FOLDER, make_folder
 from service.observability.token_tally import TokenTally

@@ -24,7 +24,7 @@ from model.text.tokenizer import Encoded, Located
 from service.core.context_bound import ContextBound, context_exceeded
 from service.core.engine_client import EngineClient
 from service.core.errors import invalid, shorten, too_large, unavailable
-from service.core.model_registry import Registry, ServedModel, Task
+from service.core.models import Models, ServedModel, Task
 from service.planning.body_limits import EncodeBounds, check_encode, encode_bounds
 from service.planning.generate import check_room, engine_id, loaded_info
 from service.planning.outputs.base import Found, Json, Output, Part
@@ -93,9 +93,9 @@ class EncodePlanner:
     """Makes plans of bodies, for the loaded models."""
 
     def __init__(
-        self, registry: Registry, client: EngineClient, limits: Limits, threads: TokenizerThreads, images: ImagePool
+        self, models: Models, client: EngineClient, limits: Limits, threads: TokenizerThreads, images: ImagePool
     ) -> None:
-        self._registry = registry
+        self._models = models
         self._client = client
         self._limits = limits
         self._threads = threads
@@ -106,7 +106,7 @@ class EncodePlanner:
 
         `uncounted` of its inputs are no inputs of the client: what the others are compared with.
         """
-        served = self._registry.resolve(body.model, Task.ENCODE)
+        served = self._models.resolve(body.model, Task.ENCODE)
         if served.config.audio is not None:
             raise invalid(f"input: model {served.name} reads sound, not text or images", "input")
         info = loaded_info(self._client, served)

@@ -20,7 +20,7 @@ from model.errors import ModelNotLoadedError
 from service.core.context_bound import ContextBound, context_exceeded
 from service.core.engine_client import EngineClient
 from service.core.errors import REFUSALS, engine_refusal, invalid
-from service.core.model_registry import Registry, ServedModel, Task
+from service.core.models import Models, ServedModel, Task
 from service.core.request_context import current
 from service.planning.body_limits import check_generate, check_logprobs
 from service.planning.languages import source_language, target_language
@@ -129,13 +129,13 @@ class GeneratePlanner:
 
     def __init__(
         self,
-        registry: Registry,
+        models: Models,
         client: EngineClient,
         limits: Limits,
         threads: TokenizerThreads,
         grammars: GrammarChecker,
     ) -> None:
-        self._registry = registry
+        self._models = models
         self._client = client
         self._limits = limits
         self._threads = threads
@@ -155,7 +155,7 @@ class GeneratePlanner:
         self, body: GenerateBody, request_id: str, arrival: float, shape: ReplyShape | None = None
     ) -> GeneratePlan:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served."""
-        served = self._registry.resolve(body.model, Task.GENERATE).for_task(body.task)
+        served = self._models.resolve(body.model, Task.GENERATE).for_task(body.task)
         if served.config.audio is not None:
             message = f"prompt: model {served.name} transcribes speech: send a file as audio, in base64"
             raise invalid(message, "prompt", "wrong_task")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from model.text.source_languages import SourceLanguages
 from service.core.errors import invalid, shorten
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.schemas.bodies import GenerateBody
 
 _SHOWN = 6  # languages in an error

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from model.api.stats import ModelInfo
 from service.core.context_bound import context_exceeded
 from service.core.errors import ApiError
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.body_limits import most_tokens_with_logprobs
 from service.schemas.bodies import GenerateBody
 from service.settings.service_settings import Limits

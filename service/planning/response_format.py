@@ -16,7 +16,7 @@ from typing import Any
 from model.errors import GrammarError
 from model.text.grammar import choice_grammar, json_grammar, regex_grammar, written_grammar
 from service.core.errors import ApiError, invalid, unavailable
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
 from service.schemas.bodies import GenerateBody, ResponseFormat
 from service.settings.service_settings import Limits

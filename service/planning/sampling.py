@@ -8,7 +8,7 @@ from typing import Any
 from model.api.request import SamplingParams
 from model.api.sampling_bounds import GREEDY_BELOW
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.body_limits import stop_texts
 from service.schemas.bodies import GenerateBody
 

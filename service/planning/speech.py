@@ -21,7 +21,7 @@ from model.speech.transcription import TEMPERATURES
 from model.text.tokenizer import Tokenizer
 from service.core.engine_client import EngineClient
 from service.core.errors import invalid, unavailable
-from service.core.model_registry import Registry, ServedModel, Task
+from service.core.models import Models, ServedModel, Task
 from service.planning.audio_room import AudioRoom, HeldAudio
 from service.planning.body_limits import check_request
 from service.planning.generate import cache_salt, check_room, engine_id, loaded_info
@@ -97,9 +97,9 @@ class SpeechPlanner:
     """Makes plans of bodies with audio, for the loaded models."""
 
     def __init__(
-        self, registry: Registry, client: EngineClient, limits: Limits, threads: TokenizerThreads, decoders: AudioPool
+        self, models: Models, client: EngineClient, limits: Limits, threads: TokenizerThreads, decoders: AudioPool
     ) -> None:
-        self._registry = registry
+        self._models = models
         self._client = client
         self._limits = limits
         self._threads = threads
@@ -108,8 +108,8 @@ class SpeechPlanner:
 
     async def plan(self, body: TranscribeBody, audio: HeldAudio, request_id: str, arrival: float) -> SpeechPlan:
         """Return the plan of a body, whose file `audio` has and gives up; raises `ApiError` if it cannot be served."""
-        served = self._registry.resolve(body.model, Task.GENERATE)
-        self._registry.require(served.name, reads_audio, READS_AUDIO, lacks_for_audio)
+        served = self._models.resolve(body.model, Task.GENERATE)
+        self._models.require(served.name, reads_audio, READS_AUDIO, lacks_for_audio)
         tokens, log_mel, info = served.checkpoint.speech, served.checkpoint.log_mel, loaded_info(self._client, served)
         assert tokens is not None and log_mel is not None
         check_request(body.timeout_s, body.priority, self._limits)

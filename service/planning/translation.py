@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from service.core.errors import ApiError, invalid, listed, shorten
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 
 _MARKS = ("<2{}>", ">>{}<<")  # MADLAD's and Marian's
 _PAIR = ("translation_", "_to_")

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.core.errors import ApiError, invalid
-from service.core.model_registry import Task
+from service.core.models import Task
 from service.dialects import audio
 from service.dialects.audio_bodies import AudioForm, SpeechBody, TranscriptionForm, TranslationForm
 from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from model.api.request import EncodeOutput, FinishReason
 from model.errors import EngineError
 from service.core.errors import REFUSALS, cancelled, deadline_passed, engine_failed, engine_refusal
-from service.core.model_registry import Task
+from service.core.models import Task
 from service.dialects import huggingface
 from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody

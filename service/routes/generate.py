@@ -13,7 +13,7 @@ from model.api.request import FinishReason
 from model.errors import EngineError
 from service.core.engine_client import GenerationStream
 from service.core.errors import REFUSALS, deadline_passed, engine_failed, engine_refusal
-from service.core.model_registry import Task
+from service.core.models import Task
 from service.dialects import huggingface
 from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
 from service.dialects.huggingface_bodies import TextGenerationBody

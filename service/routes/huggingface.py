@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.dialects import huggingface
 from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
@@ -116,7 +116,7 @@ async def root(request: Request) -> Response:
 def _candidates(request: Request, given: str | None) -> list[ServedModel]:
     """Return the model that the request names, or all."""
     name = named_model(request, given)
-    return [one for one in service_of(request).registry.candidates if name in (None, one.name)]
+    return [one for one in service_of(request).models.candidates if name in (None, one.name)]
 
 
 @router.post(

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.core.errors import ApiError, invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.dialects import pipelines
 from service.dialects.common import naming_errors
 from service.dialects.pipeline_bodies import ImageBody

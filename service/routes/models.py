@@ -32,7 +32,7 @@ async def models(request: Request) -> Response:
     service = _service(request)
     reply = {
         "models": [asdict(entry) for entry in await service.fleet.entries()],
-        "memory_bytes": service.models.memory_used,
+        "memory_bytes": service.loader.memory_used,
         "memory_limit": service.settings.models.memory,
     }
     return json_response(reply)

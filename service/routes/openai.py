@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.chat.conversation import take_turn
-from service.core.model_registry import Task
+from service.core.models import Task
 from service.dialects import embeddings as embedding_dialect
 from service.dialects import openai
 from service.dialects.common import naming_errors
@@ -48,7 +48,7 @@ async def completions(request: Request) -> Response:
     body = with_model(request, await parsed(request, raw, CompletionBody))
     service = service_of(request)
     await hold_model(request, body.model, Task.GENERATE)
-    served = service.registry.resolve(body.model, Task.GENERATE)
+    served = service.models.resolve(body.model, Task.GENERATE)
     check_room(service.client, served)  # before it is translated, and read as a native body
     with naming_errors(names := openai.completion_names(body)):
         found = openai.completion(body, served)

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from model.checkpoint.folder import Checkpoint
 from service.chat.abilities import chat_abilities
 from service.core.errors import not_found, shorten
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.dialects.huggingface_info import huggingface_info
 from service.http.bodies import json_response
 from service.http.json_replies import Json
@@ -77,13 +77,10 @@ async def info(request: Request) -> Response:
         "version": service.version,
         "versions": versions,
         "models": [
-            *(_model(service, served) for served in service.registry),
-            *(
-                _from_checkpoint(name, "available", found.checkpoint)
-                for name, found in service.registry.available.items()
-            ),
+            *(_model(service, served) for served in service.models.loaded),
+            *(_from_checkpoint(one.name, "available", one.checkpoint) for one in service.models.available),
         ],
-        "elsewhere": service.registry.elsewhere,
+        "elsewhere": service.models.elsewhere,
         "asks_for_key": service.settings.asks_for_key,
         "embed_cache": _embed_cache(service),
         "confinement": asdict(service.confinement),
@@ -116,8 +113,8 @@ async def metrics(request: Request) -> Response:
 async def model(request: Request) -> Response:
     """Returns a model if it is loaded."""
     service, name = service_of(request), request.path_params["id"]
-    if name not in service.registry.names:
-        raise service.registry.unknown(name)
+    if name not in service.models.names:
+        raise service.models.unknown(name)
     return json_response(card(service, name))
 
 
@@ -135,7 +132,7 @@ def card(service: Service, name: str) -> Json:
 async def models(request: Request) -> Response:
     """Lists the names to use as `model`."""
     service = service_of(request)
-    return json_response({"object": "list", "data": [card(service, name) for name in service.registry.names]})
+    return json_response({"object": "list", "data": [card(service, name) for name in service.models.names]})
 
 
 @router.delete(

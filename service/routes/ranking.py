@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel, Task
+from service.core.models import ServedModel, Task
 from service.dialects import cohere, ranking
 from service.dialects.common import Extended, naming_errors
 from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
@@ -152,7 +152,7 @@ async def _classify(request: Request) -> Response:
 async def _embed(request: Request, *, by_type: bool) -> Response:
     body = await read_body(request, CohereEmbedBody)
     await hold_model(request, body.model, Task.ENCODE, body.timeout_s)
-    served = service_of(request).registry.resolve(body.model, Task.ENCODE)
+    served = service_of(request).models.resolve(body.model, Task.ENCODE)
     with naming_errors(cohere.NAMES):
         return await encode.answer(request, cohere.embed(body, served), cohere.embed_reply(body, by_type=by_type))
 
@@ -176,11 +176,11 @@ async def _first_tokens(request: Request, body: RankBody, served: ServedModel) -
 
 async def _judge(request: Request, body: RankBody | ScoreBody) -> ServedModel:
     """Return the model that scores pairs: the named one, the only classifier of texts, or the only one that embeds."""
-    registry = service_of(request).registry
-    if body.model is None and any(map(ranking.judges_pairs, registry.candidates)):
+    models = service_of(request).models
+    if body.model is None and any(map(ranking.judges_pairs, models.candidates)):
         return await classifier_of(request, body)
     await hold_model(request, body.model, Task.ENCODE, body.timeout_s)
-    return registry.resolve(body.model, Task.ENCODE)
+    return models.resolve(body.model, Task.ENCODE)
 
 
 async def classifier_of(request: Request, body: Extended) -> ServedModel:

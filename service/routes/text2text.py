@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.model_registry import ServedModel, Task
+from service.core.models import ServedModel, Task
 from service.dialects import text2text
 from service.dialects.common import naming_errors
 from service.dialects.huggingface_bodies import TextGenerationBody

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from service.core.context_bound import ContextBound
 from service.core.errors import invalid
-from service.core.model_registry import Task
+from service.core.models import Task
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.json_replies import Json
 from service.http.model_use import hold_model
@@ -36,7 +36,7 @@ async def tokenize(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, TokenizeBody)
     await hold_model(request, body.model, Task.TOKENIZE)
-    served = service.registry.resolve(body.model, Task.TOKENIZE)
+    served = service.models.resolve(body.model, Task.TOKENIZE)
     tokenizer = served.require_tokenizer("text")
     info = service.model_info(served.name)
     bound = ContextBound(info.max_model_len, service.limits.prompt_characters_per_token)
@@ -78,7 +78,7 @@ async def detokenize(request: Request) -> Response:
     service = service_of(request)
     body = await read_body(request, DetokenizeBody)
     await hold_model(request, body.model, Task.TOKENIZE)
-    served = service.registry.resolve(body.model, Task.TOKENIZE)
+    served = service.models.resolve(body.model, Task.TOKENIZE)
     tokenizer = served.require_tokenizer("token_ids")
     bound = service.model_info(served.name).max_model_len
     if len(body.token_ids) > bound:

@@ -16,7 +16,8 @@ from model.client.process_transport import ProcessTransport
 from model.errors import ConfigError
 from model.system.child_process import ConnectedChild
 from service.app import Application, create_app
-from service.core.model_registry import Registry, ServedModel
+from service.core.models import Models, ServedModel
+from service.lifecycle.fleet import Replicas
 from service.runtimes.model_reader import FolderReader, read_model
 from service.sandbox import confinement
 from service.settings.serve_config import ServeConfig
@@ -25,13 +26,13 @@ from service.settings.service_settings import ServiceSettings
 _GC_THRESHOLD = 5_000  # new objects before the garbage collector runs
 
 
-def build_registry(config: ServeConfig) -> Registry:
+def build_models(config: ServeConfig) -> Models:
     """Read the models' folders except their weights. Raises `ConfigError`.
 
     Models of the Hub are downloaded first.
     """
     config = with_folders(config)
-    return Registry(read_models(config), config.models_elsewhere)
+    return Models(read_models(config), config.models_elsewhere)
 
 
 def read_models(config: ServeConfig) -> list[ServedModel]:
@@ -49,16 +50,18 @@ def _is_decoder_only(model: ServedModel) -> bool:
     return model.checkpoint.config.form == "decoder-only"
 
 
-def build_app(config: ServeConfig, engine: ConnectedChild | None = None) -> Application:
+def build_app(
+    config: ServeConfig, engine: ConnectedChild | None = None, replicas: Replicas | None = None
+) -> Application:
     """Build the application; its lifespan starts the engines in a child process. Raises `ConfigError`.
 
-    The first child process may have been started before, as `engine`.
+    The first child process may have been started before, as `engine`. `replicas` reaches the other replicas.
     """
     confinement.hide_process()  # it holds keys, and what clients send
     started = [engine] if engine is not None else []
     config = with_folders(config)
-    registry = build_registry(config)
-    tokenizers = {model.name: model.tokenizer for model in registry}
+    models = build_models(config)
+    tokenizers = {model.name: model.tokenizer for model in models.loaded}
     client = AsyncEngine(
         config.models,
         lambda: ProcessTransport(started.pop() if started else None),
@@ -68,7 +71,7 @@ def build_app(config: ServeConfig, engine: ConnectedChild | None = None) -> Appl
         stream_interval=config.settings.stream_interval_s,
     )
     reader = FolderReader(config.settings.models.max_download, config.settings.log_format)
-    return create_app(client, registry, config.settings, reader)
+    return create_app(client, models, config.settings, reader, replicas=replicas)
 
 
 def tune_garbage_collector() -> None:

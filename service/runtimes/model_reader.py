@@ -13,7 +13,7 @@ from model.checkpoint.folder import errors_about, read_checkpoint
 from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
 from service.chat.template_probe import read_chat_template
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.core.pair_template import PairTemplate
 from service.runtimes.hub_download import download
 from service.settings.service_settings import LogFormat

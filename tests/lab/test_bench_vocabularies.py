@@ -21,7 +21,7 @@ from model.text.detokenizer import Detokenizer
 from model.text.token_bytes import token_bytes
 from model.text.tokenizer import Tokenizer
 from service.app import create_app
-from service.core.model_registry import Registry, ServedModel
+from service.core.models import Models, ServedModel
 from service.settings.service_settings import ServiceSettings
 from tests.lab.bench_models import SMALL, small_models
 
@@ -133,10 +133,10 @@ def test_the_library_yields_published_vocabularies(name: str) -> None:
 def test_all_forms_are_served_with_their_texts(folders: dict[str, Path], tokenizers: dict[str, Tokenizer]) -> None:
     config = EngineConfig(kv_cache_memory=64 << 20, device="cpu", dtype="float32")
     specs = [ModelSpec(name, str(folder), config) for name, folder in folders.items()]
-    registry = Registry(
+    models = Models(
         ServedModel(name, read_checkpoint(folder), tokenizers[name], config) for name, folder in folders.items()
     )
-    app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), registry, ServiceSettings())
+    app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), models, ServiceSettings())
 
     async def answers() -> dict[str, dict[str, Any]]:
         found = {}

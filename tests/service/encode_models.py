@@ -23,7 +23,7 @@ from model.client.async_engine import AsyncEngine
 from model.engine.thread_transport import ThreadTransport
 from model.text.tokenizer import Tokenizer
 from service.app import create_app
-from service.core.model_registry import Registry, ServedModel
+from service.core.models import Models, ServedModel
 from service.schemas.replies import EncodeReply
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.model.checkpoints import VOCAB, copied, saved
@@ -62,10 +62,8 @@ def encode_app(*kinds: str, **folders: Path) -> FastAPI:
     config = EngineConfig(kv_cache_memory=1 << 20, device="cpu", dtype="float32")
     tokenizers = {name: Tokenizer(bart_tokenizer() if name.startswith("bart") else raw_tokenizer()) for name in paths}
     specs = [ModelSpec(name, str(path), config) for name, path in paths.items()]
-    registry = Registry(
-        ServedModel(name, read_checkpoint(path), tokenizers[name], config) for name, path in paths.items()
-    )
-    return create_app(AsyncEngine(specs, ThreadTransport, tokenizers), registry, ServiceSettings())
+    models = Models(ServedModel(name, read_checkpoint(path), tokenizers[name], config) for name, path in paths.items())
+    return create_app(AsyncEngine(specs, ThreadTransport, tokenizers), models, ServiceSettings())
 
 
 class Client:

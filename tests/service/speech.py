@@ -26,7 +26,7 @@ from model.speech.chunks import cut_chunks
 from model.speech.segments import Window
 from model.speech.spectrogram import Spectrogram
 from model.text.tokenizer import Tokenizer
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.schemas.speech_bodies import TranscribeReply
 from tests.service.support import App, config, make_app, run
 

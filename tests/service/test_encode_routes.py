@@ -17,7 +17,7 @@ from model.client.async_engine import AsyncEngine
 from model.engine.thread_transport import ThreadTransport
 from model.text.tokenizer import Tokenizer
 from service.app import create_app
-from service.core.model_registry import Registry, ServedModel
+from service.core.models import Models, ServedModel
 from service.runtimes.model_reader import FolderReader
 from service.settings.model_settings import ModelSettings
 from service.settings.service_settings import ServiceSettings
@@ -73,7 +73,7 @@ async def over(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncEngi
     """A client of a service that has loaded nothing yet of a folder of models, and its engine."""
     settings = ServiceSettings(models=ModelSettings(models_dir=str(folder)))
     engine = AsyncEngine([], ThreadTransport, {})
-    app = create_app(engine, Registry([]), settings, FolderReader(0, settings.log_format))
+    app = create_app(engine, Models([]), settings, FolderReader(0, settings.log_format))
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client,

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from service.lifecycle.fleet import Fleet, LocalFleet
 from tests.service.support import (
     App,
     ask,
@@ -140,23 +141,32 @@ def test_cancel_by_id(stream: bool) -> None:
     check_accounts(app)
 
 
+class Others:
+    """Other replicas, of which at most one answers."""
+
+    app: App | None = None
+
+    def fleet(self, local: LocalFleet) -> Fleet:
+        return local
+
+    async def cancel(self, request_id: str) -> int:
+        if self.app is None:
+            raise TimeoutError
+        return self.app.service.jobs.cancel(request_id)
+
+
 def test_cancel_comes_to_the_replica_that_has_the_request() -> None:
-    app, asked = make_app(delay_s=0.05), make_app()
-
-    async def silent(request_id: str) -> int:
-        raise TimeoutError
-
-    async def elsewhere(request_id: str) -> int:
-        return app.service.jobs.cancel(request_id)
+    app = make_app(delay_s=0.05)
+    others = Others()
+    asked = make_app(replicas=others)
 
     async def work(client: httpx.AsyncClient) -> None:
         body = {"model": "gen", "prompt": "ab", "max_tokens": 50, "request_id": "mine"}
         running = asyncio.create_task(client.post("/generate", json=body))
         await until(lambda: app.client.running)
         async with opened(asked) as other:
-            asked.service.cancel_elsewhere = silent
             check_error(await other.delete("/requests/mine"), 503, None, "not_live")
-            asked.service.cancel_elsewhere = elsewhere
+            others.app = app
             check_error(await other.delete("/requests/nobody"), 404, "id", "request_not_found")
             assert (await other.delete("/requests/mine")).json() == {"id": "mine", "cancelled": 1}
         assert (await running).json()["choices"][0]["finish_reason"] == "cancelled"
@@ -166,13 +176,9 @@ def test_cancel_comes_to_the_replica_that_has_the_request() -> None:
 
 
 def test_a_local_cancellation_is_reported_if_other_replicas_are_silent() -> None:
-    app = make_app(delay_s=0.05)
-
-    async def silent(request_id: str) -> int:
-        raise TimeoutError
+    app = make_app(delay_s=0.05, replicas=Others())
 
     async def work(client: httpx.AsyncClient) -> None:
-        app.service.cancel_elsewhere = silent
         body = {"model": "gen", "prompt": "ab", "max_tokens": 50, "request_id": "mine"}
         running = asyncio.create_task(client.post("/generate", json=body))
         await until(lambda: app.client.running)

@@ -18,7 +18,7 @@ from model.checkpoint.folder import read_checkpoint
 from model.client.async_engine import AsyncEngine
 from model.engine.thread_transport import ThreadTransport
 from service.app import create_app
-from service.core.model_registry import Registry, ServedModel
+from service.core.models import Models, ServedModel
 from service.settings.service_settings import ServiceSettings
 from tests.model.checkpoints import saved
 from tests.model.test_images import ANIMATED, file, picture, png_of
@@ -39,10 +39,8 @@ def client() -> Iterator[Client]:
     config = EngineConfig(kv_cache_memory=4 << 20, device="cpu", dtype="float32")
     specs = [ModelSpec(name, str(saved(name).path), config) for name in MODELS]
     tokenizers = {name: None if name.startswith("vit") else word_tokenizer() for name in MODELS}
-    registry = Registry(
-        ServedModel(name, read_checkpoint(saved(name).path), tokenizers[name], config) for name in MODELS
-    )
-    app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), registry, ServiceSettings())
+    models = Models(ServedModel(name, read_checkpoint(saved(name).path), tokenizers[name], config) for name in MODELS)
+    app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), models, ServiceSettings())
     with client_of(app) as made:
         yield made
 

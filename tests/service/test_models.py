@@ -378,7 +378,7 @@ def test_a_model_lost_with_the_engine_is_told_and_loaded_again(folder: Path) -> 
         assert (await generate(client, "one")).status_code == 200
         del app.client.models["one"]  # the engine was restarted without it
         assert (await generate(client, "one")).status_code == 503
-        app.service.models.notice_lost()
+        app.service.loader.notice_lost()
         assert (await listed(client))["one"]["state"] == "failed"
         assert (await generate(client, "one")).status_code == 200
 

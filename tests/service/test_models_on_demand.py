@@ -15,7 +15,7 @@ from model.api.stats import ModelInfo
 from model.errors import ConfigError, MemoryShortageError
 from model.text.tokenizer import Tokenizer
 from service.core.fake_engine import FakeEngineClient
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.lifecycle import folder_watch
 from service.settings.service_settings import Limits
 from tests.service.support import check_accounts, counted, hold, info, run, until
@@ -41,7 +41,7 @@ def test_a_model_is_loaded_once_for_all_who_ask(folder: Path) -> None:
         assert names == ["gen", "seq", "enc", "one", "two"]
         asked = [asyncio.create_task(generate(client, "one")) for _ in range(5)]
         asked.append(asyncio.create_task(client.post("/tokenize", json={"model": "one", "text": "a"})))
-        await until(lambda: app.service.models._waiting == 6)
+        await until(lambda: app.service.loader._waiting == 6)
         asked[0].cancel()  # the client that came first goes
         replies = await asyncio.gather(*asked[1:])
         assert [reply.status_code for reply in replies] == [200] * 5
@@ -64,11 +64,11 @@ def test_waiting_is_bounded_by_number_and_by_the_request_s_own_time(folder: Path
 
     async def work(client: httpx.AsyncClient) -> None:
         leaves, stays = (asyncio.create_task(generate(client, "one")) for _ in range(2))
-        await until(lambda: app.service.models._waiting == 2)
+        await until(lambda: app.service.loader._waiting == 2)
         full = await generate(client, "two")
         assert (full.status_code, code(full)) == (429, "queue_full") and full.headers["retry-after"]
         leaves.cancel()
-        await until(lambda: app.service.models._waiting == 1)
+        await until(lambda: app.service.loader._waiting == 1)
         late = await generate(client, "one", timeout_s=0.05)
         assert (late.status_code, code(late)) == (504, "deadline")
         go_on.set()
@@ -97,7 +97,7 @@ def test_folders_that_come_change_and_go_are_noticed(folder: Path, monkeypatch: 
     monkeypatch.setattr(folder_watch, "_MIN_SECONDS", 0.0)
 
     async def work(client: httpx.AsyncClient) -> None:
-        watch = app.service._watch
+        watch = app.service.loader._watch
         assert watch is not None
         assert (await generate(client, "late")).status_code == 404
         shutil.copytree(folder / "one", folder / "late")
@@ -118,6 +118,7 @@ def test_folders_that_come_change_and_go_are_noticed(folder: Path, monkeypatch: 
         assert "two" not in await listed(client)
         assert (await listed(client))["late"]["state"] == "loaded"  # once may be an accident
         await watch.scan()
+        app.service.loader.unload_unneeded()
         await until(lambda: state(app, "late") == "available")
         await watch.scan()
         assert "late" not in await listed(client)
@@ -148,12 +149,12 @@ def test_idle_models_are_unloaded_but_those_of_the_start(folder: Path) -> None:
         running = asyncio.create_task(generate(client, "one"))
         await until(lambda: app.client.running)
         await asyncio.sleep(0.06)
-        app.service.models.unload_idle()
+        app.service.loader.unload_unneeded()
         assert (await listed(client))["one"]["state"] == "loaded"  # it is in use
         free.set()
         await running
         await asyncio.sleep(0.06)
-        app.service.models.unload_idle()
+        app.service.loader.unload_unneeded()
         await until(lambda: state(app, "one") == "available")
         assert {name: one["state"] for name, one in (await listed(client)).items()} == {
             **dict.fromkeys(("gen", "seq", "enc", "two"), "loaded"),

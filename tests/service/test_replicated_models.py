@@ -12,8 +12,9 @@ import pytest
 
 from model.errors import ConfigError
 from service.core.errors import ApiError
+from service.lifecycle.fleet import Fleet, LocalFleet
 from service.lifecycle.model_orders import LoadOrder
-from service.runtimes.ray_serve import cluster_models
+from service.runtimes.ray_serve import cluster_models, replicated_fleet
 from service.runtimes.ray_serve.cluster_models import Answer, Command, WantedStore
 from service.runtimes.ray_serve.replicated_fleet import ReplicatedFleet
 from service.settings.model_settings import ModelSettings
@@ -44,6 +45,25 @@ class MemoryStore:
         self.values.pop(key, None)
 
 
+class Siblings:
+    """The other replicas of a cluster."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._cluster, self._name = cluster, name
+
+    def fleet(self, local: LocalFleet) -> Fleet:
+        fleet = ReplicatedFleet(local, WantedStore(self._cluster.store, "app"), self._others)
+        self._cluster.fleets[self._name] = fleet
+        return fleet
+
+    async def _others(self, command: Command) -> list[Answer | None]:
+        fleets = [fleet for name, fleet in self._cluster.fleets.items() if name != self._name]
+        return list(await asyncio.gather(*(fleet.follow(command) for fleet in fleets)))
+
+    async def cancel(self, request_id: str) -> int:
+        raise AssertionError("no test cancels")
+
+
 class Cluster:
     """Replicas that are started and killed; each has an application of its own."""
 
@@ -63,17 +83,9 @@ class Cluster:
     async def start(self, name: str) -> App:
         settings = ServiceSettings(admin_keys=("k",), models=ModelSettings(models_dir=str(self._folder)))
         loadable = [info(model, "decoder-only", memory_bytes=100) for model in ("new", "one", "gen")]
-        app = make_app(settings=settings, loadable=loadable)
+        app = make_app(settings=settings, loadable=loadable, replicas=Siblings(self, name))
         await self._stack.enter_async_context(opened(app))
-
-        async def others(command: Command) -> list[Answer | None]:
-            fleets = [fleet for other, fleet in self.fleets.items() if other != name]
-            return list(await asyncio.gather(*(fleet.follow(command) for fleet in fleets)))
-
-        fleet = ReplicatedFleet(app.service, WantedStore(self.store, "app"), others)
-        app.service.fleet = fleet
-        self.apps[name], self.fleets[name] = app, fleet
-        await fleet.reconcile()
+        self.apps[name] = app
         return app
 
     def kill(self, name: str) -> None:
@@ -94,6 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_models, "_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(replicated_fleet, "POLL_SECONDS", 1e9)
 
 
 def run(folder: Path, work: Any, replicas: Sequence[str] = ("a", "b")) -> None:
@@ -215,7 +228,7 @@ def test_a_replica_that_lost_a_wanted_model_loads_it_again(folder: Path) -> None
         await cluster.fleets["a"].begin_load(ORDER)
         app = cluster.apps["b"]
         del app.client.models["new"]  # its engine was restarted without it
-        app.service.models.notice_lost()
+        app.service.loader.notice_lost()
         await cluster.fleets["b"].reconcile()
         assert cluster.states("new") == ["loaded", "loaded"]
 

@@ -21,7 +21,7 @@ from model.client.async_engine import AsyncEngine
 from model.engine.thread_transport import ThreadTransport
 from model.errors import ConfigError
 from service.app import create_app
-from service.core.model_registry import Registry
+from service.core.models import Models
 from service.core.pair_template import PairTemplate
 from service.runtimes.model_reader import read_model
 from service.settings.service_settings import ServiceSettings
@@ -160,7 +160,7 @@ def client(folders: dict[str, Path]) -> Iterator[Client]:
     specs = [ModelSpec(name, str(folder), ENGINE) for name, folder in folders.items()]
     served = [read_model(spec) for spec in specs]
     tokenizers = {one.name: one.tokenizer for one in served}
-    app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), Registry(served), ServiceSettings())
+    app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), Models(served), ServiceSettings())
     with client_of(app) as made:
         yield made
 

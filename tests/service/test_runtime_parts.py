@@ -21,7 +21,7 @@ from model.errors import ConfigError
 from model.pretrained import embedded_models
 from service.cli.banner import banner
 from service.observability.metrics_folder import MULTIPROCESS_FOLDER
-from service.runtimes.assembly import base_url, build_registry, listening, tune_garbage_collector
+from service.runtimes.assembly import base_url, build_models, listening, tune_garbage_collector
 from service.runtimes.ray_serve import environment
 from service.runtimes.ray_serve.main_signals import time_limit
 from service.settings.scaling import Scaling
@@ -60,7 +60,7 @@ def test_a_draft_model_that_is_of_no_use_to_any_model_is_refused(
     specs = tuple(ModelSpec(name, str(paths[name]), shared) for name in models)
     config = ServeConfig(specs, ServiceSettings(**settings))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        assert [model.name for model in build_registry(config)] == models
+        assert [model.name for model in build_models(config)] == models
 
 
 def test_the_banner_tells_slots_of_recurrent_states_where_there_are_any() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from model.api.messages import ModelSpec
 from model.errors import ConfigError
 from model.llm_speech import transcribe
 from model.speech.requests import SpeechOptions
+from service.core.models import Model, Origin
 from service.sandbox.process_pool import WorkerError
 from tests.service.speech import (
     ENGLISH,
@@ -81,6 +83,10 @@ class TestRefusals:
         check_error(asked(speech), 400, "audio", code="invalid_audio")
 
 
+def forget(app: App, name: str) -> None:
+    app.service.models.forget(app.service.models[name])
+
+
 class TestWithoutModel:
     """A body without `model` is for the one model that can answer it."""
 
@@ -88,7 +94,7 @@ class TestWithoutModel:
         return run(app, lambda client: client.post(path, json=sent))
 
     def test_the_body_says_which_model_is_meant(self, speech: App) -> None:
-        speech.service.registry.remove("seq")
+        forget(speech, "seq")
         text = {"prompt": "ab", "max_tokens": 2}
         for path, sent in (("/generate", text), ("/v1/completions", text), ("/generate_stream", {"inputs": "ab"})):
             assert self.post(speech, path, **sent).status_code == 200
@@ -96,14 +102,14 @@ class TestWithoutModel:
         assert self.post(speech, "/generate", audio=base64_of(b"0.5")).json()["model"] == "speech"
 
     def test_several_are_named_and_none_is_explained(self, speech: App) -> None:
-        registry = speech.service.registry
-        registry.offer("dictation", served_speech().checkpoint)
+        speech.service.models.add(Model(ModelSpec("dictation", "nowhere"), Origin.REQUEST, pinned=False))
+        speech.service.models["dictation"].offer(served_speech().checkpoint)
         error = check_error(self.post(speech, "/generate", audio=base64_of(b"0.5")), 400, "model")
         assert "not only one transcribes speech: speech, dictation" in error["message"]
         for name in ("gen", "seq", "dictation"):
-            registry.remove(name)
+            forget(speech, name)
         error = check_error(self.post(speech, "/generate", prompt="ab"), 400, "prompt", code="wrong_task")
         assert "send a file as audio" in error["message"]
-        registry.remove("speech")
+        forget(speech, "speech")
         error = check_error(self.post(speech, "/generate", audio=base64_of(b"0.5")), 400, "model", code="wrong_task")
         assert error["message"] == "no model transcribes speech"

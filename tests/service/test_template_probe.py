@@ -24,7 +24,7 @@ from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.template_probe import probed_template
 from service.chat.tools import Tool, ToolUse
 from service.core.chat_template import ChatTemplate
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.core.template_files import TemplateFiles
 from service.core.template_traits import CallIds
 from service.runtimes.model_reader import read_model

@@ -20,7 +20,7 @@ from model.client.async_engine import AsyncEngine
 from model.engine.thread_transport import ThreadTransport
 from model.text.tokenizer import Tokenizer
 from service.app import create_app
-from service.core.model_registry import Registry, ServedModel
+from service.core.models import Models, ServedModel
 from service.settings.service_settings import ServiceSettings
 from tests.engine.test_published_folders import GENERATORS, published
 from tests.model.test_checkpoint import edit_json
@@ -53,10 +53,10 @@ def url(models: dict[str, Model]) -> Iterator[str]:
     config = EngineConfig(kv_cache_memory=4 << 20, device="cpu", dtype="float32", max_model_len=64)
     tokenizers = {kind: Tokenizer.from_folder(folder) for kind, (folder, _, _) in models.items()}
     specs = [ModelSpec(kind, str(folder), config) for kind, (folder, _, _) in models.items()]
-    registry = Registry(
+    models = Models(
         ServedModel(kind, read_checkpoint(folder), tokenizers[kind], config) for kind, (folder, _, _) in models.items()
     )
-    app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), registry, ServiceSettings())
+    app = create_app(AsyncEngine(specs, ThreadTransport, tokenizers), models, ServiceSettings())
     with live(cast(App, SimpleNamespace(app=app, service=app.state.service))) as address:
         yield address
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from service.core.errors import ApiError
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.translation import Translation, translation
 
 T5 = ("summarization", "translation_en_to_de", "translation_en_to_fr", "translation_zh_Hans_to_pt_BR")

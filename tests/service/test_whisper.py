@@ -33,7 +33,7 @@ from model.speech.requests import SpeechOptions
 from model.text.tokenizer import Tokenizer
 from service.app import create_app
 from service.cli.main import main
-from service.core.model_registry import Registry, ServedModel
+from service.core.models import Models, ServedModel
 from service.settings.service_settings import ServiceSettings
 from tests.service import whisper
 from tests.service.asking import SAID, SAMPLE
@@ -160,9 +160,9 @@ def url() -> Iterator[str]:
     """The application over a real engine, under a real server, with the embedded Whisper."""
     config = EngineConfig(kv_cache_memory=32 << 20, device="cpu", dtype="float32")
     checkpoint, tokenizer = read_checkpoint(SPEECH), Tokenizer.from_folder(SPEECH)
-    registry = Registry([ServedModel("speech", checkpoint, tokenizer, config)])
+    models = Models([ServedModel("speech", checkpoint, tokenizer, config)])
     engine = AsyncEngine([ModelSpec("speech", str(SPEECH), config)], ThreadTransport, {"speech": tokenizer})
-    app: Any = create_app(engine, registry, ServiceSettings())
+    app: Any = create_app(engine, models, ServiceSettings())
     with live(SimpleNamespace(app=app, service=app.state.service)) as found:  # type: ignore[arg-type]
         yield found
 

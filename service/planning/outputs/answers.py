@@ -14,7 +14,7 @@ import numpy as np
 
 from model.text.tokenizer import Encoded, Located
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.outputs.base import Array, Found, Json, Part, at_most, softmax
 from service.planning.outputs.inputs import EncodeInput
 from service.schemas.encode_bodies import EncodeBody

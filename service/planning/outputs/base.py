@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from model.api.request import EncodeOutput, EncodeTask
 from model.text.tokenizer import Encoded, Located, Tokenizer
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.outputs.inputs import EncodeInput
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits

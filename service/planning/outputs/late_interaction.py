@@ -14,7 +14,7 @@ from model.checkpoint.sentence_transformers import LateInteraction
 from model.config.layer import RotaryConfig
 from model.text.tokenizer import Encoded
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.outputs.base import Found, Json
 from service.planning.outputs.inputs import EncodeInput
 from service.schemas.encode_bodies import EncodeBody

@@ -7,7 +7,7 @@ from typing import Any
 
 from model.text.tokenizer import Encoded, Tokenizer
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.outputs.base import Found, Json, at_most
 from service.planning.outputs.inputs import EncodeInput
 from service.schemas.encode_bodies import EncodeBody

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from model.api.request import EncodeTask
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.outputs import answers, entities, late_interaction, masks, vectors, zero_shot
 from service.planning.outputs.base import Need, Output
 from service.schemas.encode_bodies import EncodeBody

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from model.config.model import ClassifierInput
 from model.text.tokenizer import Encoded, Located
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.outputs.base import Array, Found, Json
 from service.planning.outputs.inputs import EncodeInput
 from service.schemas.encode_bodies import EncodeBody

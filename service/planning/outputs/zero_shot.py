@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from service.core.errors import invalid
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.outputs.base import Found, Json, softmax
 from service.planning.outputs.inputs import EncodeInput
 from service.schemas.encode_bodies import EncodeBody

@@ -38,9 +38,10 @@ from model.errors import ConfigError, EngineDeadError
 from model.system.stacks import print_stacks_on_signal
 from service.core.errors import error_fields, internal, unavailable
 from service.http.route_prefix import unprefixed
+from service.lifecycle.fleet import Fleet, LocalFleet
 from service.lifecycle.state import service_of
 from service.observability import log_pipe, logs
-from service.runtimes.assembly import base_url, build_app, build_registry, listening, tune_garbage_collector
+from service.runtimes.assembly import base_url, build_app, build_models, listening, tune_garbage_collector
 from service.runtimes.ray_serve.autoscaling_policy import SATURATION
 from service.runtimes.ray_serve.cluster_models import Answer, Command, WantedStore
 from service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
@@ -77,23 +78,14 @@ class Replica:
             log_pipe.adopt(Path(log))
         print_stacks_on_signal()
         logs.setup(config.settings.log_format, stream=os.fdopen(os.dup(2), "w", buffering=1))
-        self._app = build_app(config)
+        self._app = build_app(config, replicas=_Siblings(config))
         self._service = service_of(self._app)
-        self._service.cancel_elsewhere = self._cancel_elsewhere
-        self._siblings: DeploymentHandle[Any] | None = None
-        self._fleet: ReplicatedFleet | None = None
-        if config.settings.has_admin:
-            self._follow_seconds = config.settings.models.load_timeout_s + _CONTROL_SECONDS
-            store = WantedStore(_ClusterStore(), config.name)
-            self._fleet = self._service.fleet = ReplicatedFleet(self._service, store, self._tell_others)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Load the models and return the application; Serve calls this once."""
         lifespan = self._app.router.lifespan_context(self._app)
         await lifespan.__aenter__()
         tune_garbage_collector()
-        if self._fleet is not None:
-            await self._fleet.start()
         return _Mounted(self._app, lifespan)
 
     async def check_health(self) -> None:
@@ -115,7 +107,34 @@ class Replica:
             return 0
         return self._service.jobs.cancel(request_id)
 
-    async def _cancel_elsewhere(self, request_id: str) -> int:
+    async def follow(self, command: Command, caller: str) -> Answer | None:
+        """Load or unload a model as another replica says; None from the caller itself."""
+        fleet = self._service.fleet
+        if caller == _replica_id() or not isinstance(fleet, ReplicatedFleet):
+            return None
+        return await fleet.follow(command)
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when running ones have ended or run out of time."""
+        await self._service.drain()
+
+
+class _Siblings:
+    """Reaches the other replicas of the application (`service.lifecycle.fleet.Replicas`)."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._name = config.name
+        self._has_admin = config.settings.has_admin
+        self._follow_seconds = config.settings.models.load_timeout_s + _CONTROL_SECONDS
+        self._handle: DeploymentHandle[Any] | None = None
+
+    def fleet(self, local: LocalFleet) -> Fleet:
+        """Return what loads models on all replicas; without an admin key each only has its own."""
+        if not self._has_admin:
+            return local
+        return ReplicatedFleet(local, WantedStore(_ClusterStore(), self._name), self._tell_others)
+
+    async def cancel(self, request_id: str) -> int:
         """Cancel a request on all other replicas: its DELETE may reach any replica, and only one has the request."""
         try:
             async with asyncio.timeout(_CANCEL_SECONDS):
@@ -126,12 +145,6 @@ class Replica:
         if not ended and not all(isinstance(answer, int) for answer in answers):
             raise TimeoutError
         return ended
-
-    async def follow(self, command: Command, caller: str) -> Answer | None:
-        """Load or unload a model as another replica says; None from the caller itself."""
-        if caller == _replica_id() or self._fleet is None:
-            return None
-        return await self._fleet.follow(command)
 
     async def _tell_others(self, command: Command) -> list[Answer | None]:
         """Send a command to all other replicas and return their answers, None for one that has ended meanwhile."""
@@ -146,14 +159,10 @@ class Replica:
 
     async def _broadcast(self, method: str, argument: object) -> list[Any]:
         """Call a method of every replica, this one too, with the argument and this one's id."""
-        if self._siblings is None:
-            self._siblings = await asyncio.to_thread(serve.get_app_handle, serve.get_replica_context().app_name)
-        calls = self._siblings.broadcast(method, argument, _replica_id())
+        if self._handle is None:
+            self._handle = await asyncio.to_thread(serve.get_app_handle, serve.get_replica_context().app_name)
+        calls = self._handle.broadcast(method, argument, _replica_id())
         return list(await calls.results_async(return_exceptions=True))
-
-    async def drain(self) -> None:
-        """Refuse new requests, and return when running ones have ended or run out of time."""
-        await self._service.drain()
 
 
 class _ClusterStore:
@@ -216,7 +225,7 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
     Raises `ConfigError`, or `EngineDeadError` if loading fails.
     """
     for one in config.applications:
-        build_registry(one)  # raises for a bad model folder before Ray starts
+        build_models(one)  # raises for a bad model folder before Ray starts
     confinement.hide_process()
     config = _with_port_and_log_format(config)
     signals = MainSignals()

@@ -11,10 +11,9 @@ from typing import Any
 
 from model.checkpoint import hub
 from service.core.errors import ApiError, conflict, error_fields, log_unexpected
+from service.core.models import Model, Origin, State
 from service.lifecycle.fleet import LocalFleet, ModelEntry, keep, merged, wait_for
 from service.lifecycle.model_orders import LoadOrder
-from service.lifecycle.model_slots import Origin, Slot, State
-from service.lifecycle.state import Service
 from service.runtimes.ray_serve.cluster_models import (
     POLL_SECONDS,
     Answer,
@@ -34,21 +33,21 @@ Broadcast = Callable[[Command], Awaitable[Sequence[Answer | None]]]
 class ReplicatedFleet:
     """One replica's part: starts operations, follows those of the others, and keeps to the set that is wanted."""
 
-    def __init__(self, service: Service, store: WantedStore, others: Broadcast) -> None:
-        """`others` sends a command to all other replicas and returns their answers, None for one that has gone."""
-        self._service = service
-        self._local: LocalFleet = service.local_fleet
-        self._manager = service.models
+    def __init__(self, local: LocalFleet, store: WantedStore, others: Broadcast) -> None:
+        """`others` sends a command to all other replicas and returns their answers, None for one that is gone."""
+        self._local = local
+        self._models = local.models
         self._store = store
         self._others = others
         self._tasks: set[asyncio.Task[None]] = set()
         self._tentative: dict[str, str] = {}  # models that an operation loads, with its token
+        self._stopped = False
         self._retry_at: dict[str, float] = {}  # of wanted models that could not be loaded, by `time.monotonic()`
 
     # -- operators
 
     def begin_load(self, order: LoadOrder) -> asyncio.Task[None]:
-        self._service.orders.check(order)
+        self._local.check(order)
         return keep(self._tasks, self._load(order))
 
     def begin_unload(self, name: str, drain_s: float | None) -> asyncio.Task[None]:
@@ -68,7 +67,7 @@ class ReplicatedFleet:
             self._tentative[order.name] = token
             try:
                 await self._local.begin_load(order)  # what fails here changes nothing on the others
-                slot = self._manager.get(order.name)
+                slot = self._models.get(order.name)
                 assert slot is not None
                 wanted = self._fixed(order, slot)
                 load = Command("load", order.name, token, wanted.path, dict(wanted.settings), pinned=wanted.pinned)
@@ -94,7 +93,7 @@ class ReplicatedFleet:
         async with self._store.locked() as token:
             if not any(entry.name == name and "loaded" in entry.replicas for entry in await self.entries()):
                 raise conflict(f"model {name} is not loaded", "model_not_loaded", "name")
-            slot = self._manager.get(name)
+            slot = self._models.get(name)
             from_start = slot is not None and slot.origin is Origin.START
             await self._store.change(lambda wanted: _want_no_more(wanted, name, from_start=from_start))
             command = Command("unload", name, token, drain_s=drain_s)
@@ -131,21 +130,25 @@ class ReplicatedFleet:
 
     async def _give_up(self, name: str) -> Answer:
         """Stop a load in progress."""
-        slot = self._manager.get(name)
+        slot = self._models.get(name)
         if slot is None or slot.state is not State.LOADING:
             return Answer()
-        await wait_for(self._manager.unload(name, 0.0))
+        await wait_for(self._local.loader.unload(name, 0.0))
         return Answer(True)
 
     # -- the set that is wanted
 
     async def start(self) -> None:
         """Load what is wanted, and keep to the set from now on."""
+        self._stopped = False
         await self._try_reconcile()
         keep(self._tasks, self._keep_to_wanted())
 
+    def stop(self) -> None:
+        self._stopped = True
+
     async def _keep_to_wanted(self) -> None:
-        while not self._service.is_draining:
+        while not self._stopped:
             await asyncio.sleep(POLL_SECONDS)
             await self._try_reconcile()
 
@@ -156,14 +159,14 @@ class ReplicatedFleet:
             log_unexpected(error)
 
     async def reconcile(self) -> None:
-        """Load what is wanted and unload what is not, beside what operations in progress are about to change."""
-        if self._service.is_draining:
+        """Load what is wanted and unload what is not. Skip models that an operation is changing."""
+        if self._stopped:
             return
         operation = await self._store.operation()  # before the set: what an operation has done is then in the set
         wanted = await self._store.read()
         for name in [name for name, token in self._tentative.items() if token != operation]:
             del self._tentative[name]
-        for slot in self._manager:
+        for slot in self._models:
             if slot.name not in self._tentative and slot.state is State.LOADED and _is_unwanted(slot, wanted):
                 logger.info("%s is unloaded: the other replicas do not have it", slot.name)
                 await self._local.begin_unload(slot.name, None)
@@ -173,7 +176,7 @@ class ReplicatedFleet:
 
     async def _load_if_missing(self, name: str, model: WantedModel) -> None:
         """Load a wanted model, unless this replica has it or, as it is not pinned, had it and loads it when needed."""
-        slot = self._manager.get(name)
+        slot = self._models.get(name)
         absent = slot is None or slot.state in (State.UNLOADED, State.FAILED)
         if not absent and not (model.pinned and slot is not None and slot.state is State.AVAILABLE):
             return
@@ -184,19 +187,19 @@ class ReplicatedFleet:
             logger.error("%s, which the other replicas have, cannot be loaded here: %s", name, error.message)
 
     def _is_loaded(self, name: str) -> bool:
-        slot = self._manager.get(name)
+        slot = self._models.get(name)
         return slot is not None and slot.state is State.LOADED
 
-    def _fixed(self, order: LoadOrder, slot: Slot) -> WantedModel:
+    def _fixed(self, order: LoadOrder, slot: Model) -> WantedModel:
         """Return what the other replicas load: of a model of the Hub, the commit that this one has loaded."""
         path = slot.given_path
-        served = self._service.registry.get(order.name)
+        served = self._models.served(order.name)
         if path is not None and hub.is_hub_name(path) and served is not None:
             path = hub.with_commit(path, served.checkpoint.path)
         return WantedModel(path, dict(order.settings), slot.pinned)
 
 
-def _want(wanted: WantedModels, name: str, slot: Slot, model: WantedModel) -> None:
+def _want(wanted: WantedModels, name: str, slot: Model, model: WantedModel) -> None:
     if name in wanted.unloaded:
         wanted.unloaded.remove(name)
     if slot.origin is not Origin.START:
@@ -209,7 +212,7 @@ def _want_no_more(wanted: WantedModels, name: str, *, from_start: bool) -> None:
         wanted.unloaded.append(name)
 
 
-def _is_unwanted(slot: Slot, wanted: WantedModels) -> bool:
+def _is_unwanted(slot: Model, wanted: WantedModels) -> bool:
     if slot.origin is Origin.START:
         return slot.name in wanted.unloaded
     return slot.origin is Origin.REQUEST and slot.name not in wanted.models

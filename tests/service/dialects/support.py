@@ -7,7 +7,7 @@ from typing import Any
 
 from service.chat.template_probe import probed_template
 from service.core.chat_template import ChatTemplate
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.core.template_files import TemplateFiles
 from tests.service.support import App, byte_tokenizer, make_app, served
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import CALLS, TURNS, talker
 from tests.service.support import App, ask, byte_tokenizer, make_app, served

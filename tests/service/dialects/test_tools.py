@@ -15,7 +15,7 @@ from model.text.grammar_matcher import Vocabulary, compile_grammar
 from model.text.token_bytes import token_bytes
 from model.text.tokenizer import Tokenizer
 from service.core.errors import ApiError
-from service.core.model_registry import ServedModel
+from service.core.models import ServedModel
 from service.planning.response_format import GrammarChecker, OutputConstraint
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import HARMONY, MISTRAL, TURNS, calling_app, chat_app, prompt_of, says, talker

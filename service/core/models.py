@@ -1,24 +1,30 @@
-"""The registry of served models, which finds the model for a request.
+"""The models of the service: what each is, its state, who holds it, and which one a request means.
 
-Models come and go while the service runs. An available one is known by its checkpoint, and loaded when a request needs
-it. A `ServedModel` holds what is known without the engine: the checkpoint's description, the tokenizer, the engine
-settings. What the engine determines when it loads (context length, KV blocks) is in `EngineClient.models`.
+Models come and go while the service runs. `Models` is the only place of the front process that knows them;
+`service.lifecycle.model_loader` loads and unloads them. A `ServedModel` holds what is known without the engine: the
+checkpoint's description, the tokenizer, the engine settings. What the engine determines when it loads (context length,
+KV blocks) is in `EngineClient.models`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
 from model.checkpoint.folder import Checkpoint
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
 from service.core.chat_template import ChatTemplate
 from service.core.errors import ApiError, invalid, listed, not_found, shorten, unavailable, unknown_model
+from service.core.models_folder import Stamp
 from service.core.pair_template import PairTemplate
+from service.core.request_context import RequestContext
 
 
 class Task(StrEnum):
@@ -100,69 +106,183 @@ class ServedModel:
         return self.tokenizer
 
 
-class Registry:
-    """Holds the loaded and the available models by name, and the routes of models of other applications."""
+class State(StrEnum):
+    """Whether a model can be used. One that is available is loaded when a request names it."""
 
-    def __init__(self, models: Iterable[ServedModel], elsewhere: Mapping[str, str] | None = None) -> None:
-        self._models: dict[str, ServedModel] = {}
-        self._available: dict[str, ServedModel] = {}
-        self._refused: dict[str, ApiError] = {}  # names that are known but do not serve now, with the error to raise
-        self.elsewhere = dict(elsewhere or {})  # name: route
-        for model in models:
-            if model.name in self._models:
-                raise ConfigError(f"two models are named {model.name}")
-            self._models[model.name] = model
+    LOADED = "loaded"
+    LOADING = "loading"
+    UNLOADING = "unloading"
+    AVAILABLE = "available"
+    UNLOADED = "unloaded"  # by request, though given at the start: it stays so until it is loaded by request
+    FAILED = "failed"
 
-    def __iter__(self) -> Iterator[ServedModel]:
-        """Iterate over the loaded models."""
-        return iter(self._models.values())
+
+class Origin(StrEnum):
+    """Who named a model."""
+
+    START = "start"  # the command line or the configuration file
+    MODELS_DIR = "models-dir"
+    REQUEST = "request"  # POST /models/load
+
+
+@dataclass(eq=False, slots=True)
+class Model:
+    """Describes one model, from the moment its name is known: where it comes from, its state, and who holds it."""
+
+    spec: ModelSpec  # its path is as it was given: a folder, or a name on the Hub
+    origin: Origin
+    pinned: bool
+    state: State = State.AVAILABLE
+    served: ServedModel | None = None  # what requests may be told of it; None: they may not name it
+    refusal: ApiError | None = None  # the answer to requests that name it, if they may not
+    given_path: str | None = None  # as an operator named it
+    stamp: Stamp = ()  # of the files that `spec` was read from, if they are watched
+    missed: int = 0  # scans in a row that did not find its folder, if that is watched
+    reason: str = ""  # why it failed, or is unloaded
+    error: ApiError | None = None  # of the last load that failed, for who asked for it
+    retry_at: float = 0.0  # by `time.monotonic()`: until then a failed model is not loaded again for requests
+    users: int = 0  # requests that hold it
+    used_at: float = field(default_factory=time.monotonic)  # when it was last used, loaded or became known
+    task: asyncio.Task[None] | None = None  # loads or unloads it
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.unused.set()
 
     @property
-    def names(self) -> list[str]:
-        """The models that requests may name: loaded ones, then available ones."""
-        return [*self._models, *self._available]
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def form(self) -> str:
+        """The form of the Transformer; empty if requests may not name the model."""
+        return "" if self.served is None else self.served.config.form
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it may be unloaded without being asked for."""
+        return self.state is State.LOADED and not self.pinned and not self.users
+
+    # -- states
+
+    def serve(self, served: ServedModel) -> None:
+        """Serve the model, which the engine has loaded."""
+        self.state, self.served, self.refusal = State.LOADED, served, None
+        self.used_at = time.monotonic()
+
+    def offer(self, checkpoint: Checkpoint) -> None:
+        """Let requests name the model, though the engine does not have it."""
+        self.served, self.refusal = ServedModel(self.name, checkpoint, None, loaded=False), None
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer requests that name the model with `error`."""
+        self.served, self.refusal = None, error
+
+    def fail(self, error: ApiError, retry_s: float) -> None:
+        """Remember why loading failed; requests get that reason until it is tried again."""
+        self.state, self.error, self.reason = State.FAILED, error, error.message
+        self.retry_at = time.monotonic() + retry_s
+
+    def failure(self) -> ApiError:
+        """Return the error for a request that needs this model, which failed."""
+        seconds = max(1, round(min(self.retry_at - time.monotonic(), 60.0)))
+        message = f"model {self.name} could not be loaded: {self.reason}"
+        return unavailable(message, "model_failed", seconds)
+
+    # -- who holds it
+
+    def hold(self, context: RequestContext) -> None:
+        """Keep the model until the request's reply has been sent: it is not evicted, and unloading waits for it."""
+        self.users += 1
+        self.unused.clear()
+        self.used_at = time.monotonic()
+        context.on_end.append(self._release)
+
+    def _release(self) -> None:
+        self.users -= 1
+        self.used_at = time.monotonic()
+        if not self.users:
+            self.unused.set()
+
+
+class Models:
+    """Holds every model that is known, by name, and the routes of models of other applications."""
+
+    def __init__(self, models: Iterable[ServedModel], elsewhere: Mapping[str, str] | None = None) -> None:
+        """`models` are loaded when the engine starts. Raises `ConfigError` if two have one name."""
+        self._models: dict[str, Model] = {}
+        self.elsewhere = dict(elsewhere or {})  # name: route
+        for served in models:
+            if served.name in self._models:
+                raise ConfigError(f"two models are named {served.name}")
+            spec = ModelSpec(served.name, str(served.checkpoint.path), served.engine)
+            self._models[served.name] = Model(spec, Origin.START, pinned=False, state=State.LOADED, served=served)
+
+    def __iter__(self) -> Iterator[Model]:
+        """Iterate over all known models; they may come and go meanwhile."""
+        return iter(list(self._models.values()))
+
+    def __getitem__(self, name: str) -> Model:
+        return self._models[name]
+
+    def get(self, name: str) -> Model | None:
+        return self._models.get(name)
+
+    def add(self, model: Model) -> None:
+        """Make a model known, in place of one of its name."""
+        self._models[model.name] = model
+
+    def forget(self, model: Model) -> None:
+        """Remove a model that is not loaded, unless another one has its name by now."""
+        if self._models.get(model.name) is model:
+            del self._models[model.name]
+
+    # -- what requests may name
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        """The models that take requests now."""
+        return [one.served for one in self._models.values() if one.served is not None and one.served.loaded]
+
+    @property
+    def available(self) -> list[ServedModel]:
+        """The models that would be loaded if a request named them."""
+        return [one.served for one in self._models.values() if one.served is not None and not one.served.loaded]
 
     @property
     def candidates(self) -> list[ServedModel]:
         """The models that requests may name: loaded ones, then available ones."""
-        return [*self._models.values(), *self._available.values()]
+        return [*self.loaded, *self.available]
 
     @property
-    def available(self) -> Mapping[str, ServedModel]:
-        """The models that would be loaded if a request named them."""
-        return self._available
+    def names(self) -> list[str]:
+        """The names of `candidates`."""
+        return [one.name for one in self.candidates]
 
-    def get(self, name: str) -> ServedModel | None:
+    def served(self, name: str) -> ServedModel | None:
         """Return a loaded model."""
-        return self._models.get(name)
+        found = self.candidate(name)
+        return found if found is not None and found.loaded else None
 
     def candidate(self, name: str) -> ServedModel | None:
         """Return a model that requests may name."""
-        return self._models.get(name) or self._available.get(name)
+        found = self._models.get(name)
+        return None if found is None else found.served
 
     def knows(self, name: str) -> bool:
         """Return whether a model has this name, be it one that does not serve now or that is served elsewhere."""
-        return self.candidate(name) is not None or name in self._refused or name in self.elsewhere
+        found = self._models.get(name)
+        return name in self.elsewhere or (found is not None and (found.served or found.refusal) is not None)
 
-    def add(self, model: ServedModel) -> None:
-        """Serve a model that has been loaded."""
-        self.remove(model.name)
-        self._models[model.name] = model
-
-    def offer(self, name: str, checkpoint: Checkpoint) -> None:
-        """List a model that is loaded when a request needs it."""
-        self.remove(name)
-        self._available[name] = ServedModel(name, checkpoint, None, loaded=False)
-
-    def refuse(self, name: str, error: ApiError) -> None:
-        """Answer requests for a model with `error` from now on."""
-        self.remove(name)
-        self._refused[name] = error
-
-    def remove(self, name: str) -> None:
-        """Forget a model."""
-        for names in (self._models, self._available, self._refused):
-            names.pop(name, None)
+    def hold_loaded(self, name: str | None, task: Task, context: RequestContext) -> bool:
+        """Make the request hold the model that it names if that is loaded, and return whether it is."""
+        if name is not None and self.served(name) is None:
+            return False
+        model = self._models[self.choose(name, task)]
+        if model.state is not State.LOADED:
+            return False
+        model.hold(context)
+        return True
 
     def choose(self, name: str | None, task: Task) -> str:
         """Return `name`, or the name of the only model for the task; raises `ApiError` 404, 400 or 503.
@@ -208,15 +328,16 @@ class Registry:
     def resolve(self, name: str | None, task: Task) -> ServedModel:
         """Return the loaded model that `choose` finds; raises `ApiError` as it does, a 503 if it is not loaded."""
         chosen = self.choose(name, task)
-        model = self._models.get(chosen)
+        model = self.served(chosen)
         if model is None:
             raise unavailable(f"model {chosen} is not loaded", "model_not_ready")
         return model
 
     def unknown(self, name: str) -> ApiError:
         """Return the error for a model that this application does not serve, or not now."""
-        if name in self._refused:
-            return self._refused[name]
+        found = self._models.get(name)
+        if found is not None and found.refusal is not None:
+            return found.refusal
         if name in self.elsewhere:
             message = f"model {name} is served below {self.elsewhere[name]}: send the request there"
             return not_found(message, code="model_not_found", param="model")

@@ -1,0 +1,332 @@
+"""Loads and unloads models while the service runs, and lets requests wait for them.
+
+One load runs at a time, while other models serve. All requests for a model wait for the same load, which goes on when
+they are gone. Nothing is unloaded for another model before it is known that this makes enough room, and never a model
+that a request holds. The models themselves are in `service.core.models.Models`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import Literal
+
+from model.api.messages import ModelSpec
+from model.errors import ConfigError, EngineDeadError, EngineError, MemoryShortageError, ModelNotLoadedError
+from service.core.engine_client import EngineClient
+from service.core.errors import (
+    ApiError,
+    conflict,
+    deadline_passed,
+    internal,
+    invalid,
+    log_unexpected,
+    not_found,
+    scrub,
+    unavailable,
+)
+from service.core.model_source import ModelReader
+from service.core.models import Model, Models, Origin, ServedModel, State, Task
+from service.core.request_context import RequestContext
+from service.lifecycle.folder_watch import SCAN_SECONDS, FolderWatch
+from service.observability.metrics import Metrics
+from service.settings.service_settings import ServiceSettings
+
+_RETRY_SECONDS = 30.0  # before a model that failed is loaded again for a request
+_SHORTAGE_RETRY_SECONDS = 5.0  # the same where memory was short: other models may be idle by then
+_MAX_NAMES = 1_000  # of models that were loaded by request: each leaves counters in the metrics
+_MISSED_SCANS = 2  # after which a loaded model's folder counts as gone
+_MAX_FAILED = 100  # models listed as failed that nothing but a request ever named
+
+logger = logging.getLogger("triptych.models")
+
+
+class ModelLoader:
+    """Loads and unloads the models of one process, for requests that name them and for operators."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        models: Models,
+        reader: ModelReader | None,
+        settings: ServiceSettings,
+        metrics: Metrics,
+        version: str,
+        watch: FolderWatch | None = None,
+    ) -> None:
+        """Without a `reader` only the present `models` are served. `watch` finds more in a folder."""
+        self._client = client
+        self._models = models
+        self._reader = reader
+        self._watch = watch
+        self._settings = settings.models
+        self._drain_s = settings.drain_timeout_s
+        self._max_waiting = settings.limits.max_waiting_for_load
+        self._metrics = metrics
+        self._version = version
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+        self._names: set[str] = set()
+
+    async def start(self) -> None:
+        """Load the models of the start, and find those of the folder; raises as `EngineClient.start`."""
+        await self._client.start()
+        for served in self._models.loaded:
+            self._models[served.name].pinned = self._settings.pin
+            self._announce(served)
+        if self._watch is not None:
+            await self._watch.scan()
+
+    async def close(self) -> None:
+        """Give up the loads in progress."""
+        tasks = [model.task for model in self._models if model.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def look_after(self) -> None:
+        """Notice new folders and lost models, and unload what is idle or gone."""
+        self.notice_lost()
+        self.unload_unneeded()
+        if self._watch is not None:
+            await self._watch.scan(SCAN_SECONDS)
+
+    # -- requests
+
+    async def hold(self, name: str | None, task: Task, context: RequestContext, deadline: float) -> None:
+        """Make the request hold the model that it names, or the only one for the task, and load it first if need be.
+
+        Waits at most until `deadline`, by `time.monotonic()`. Raises `ApiError`: as `Models.choose` does, 504 at the
+        deadline, 429 where too many requests wait, 503 if the model cannot be loaded.
+        """
+        while True:
+            model = self._models[await self._choose(name, task)]
+            context.model = model.name
+            if model.state is State.LOADED:
+                model.hold(context)
+                return
+            if model.state is State.FAILED and time.monotonic() < model.retry_at:
+                raise model.failure()
+            work = model.task if model.state in (State.LOADING, State.UNLOADING) else self.begin_load(model)
+            assert work is not None
+            await self._wait(work, deadline)
+            if model.state is State.FAILED:
+                raise model.failure()
+
+    async def _choose(self, name: str | None, task: Task) -> str:
+        loading = self._models.get(name) if name is not None else None
+        if loading is not None and loading.state is State.LOADING:
+            return loading.name  # whether it can do the task is known later
+        try:
+            return self._models.choose(name, task)
+        except ApiError as error:
+            if error.status != 404 or self._watch is None:
+                raise
+        await self._watch.find_new()
+        return self._models.choose(name, task)
+
+    async def _wait(self, work: asyncio.Task[None], deadline: float) -> None:
+        """Wait for a load or an unload, which goes on when this wait ends early."""
+        if self._waiting >= self._max_waiting:
+            raise ApiError(
+                429,
+                "too many requests wait for models to be loaded; try again after the time in Retry-After",
+                type="overloaded_error",
+                code="queue_full",
+                headers={"Retry-After": "5"},
+                reason="model_loading",
+            )
+        self._waiting += 1
+        try:
+            done, _ = await asyncio.wait({work}, timeout=max(0.0, deadline - time.monotonic()))
+        finally:
+            self._waiting -= 1
+        if not done:
+            raise deadline_passed()
+
+    # -- loading
+
+    def add(self, spec: ModelSpec, given_path: str | None, *, pinned: bool) -> Model:
+        """Make a model of a request known, in place of one of its name; raises a 409 for too many names."""
+        if spec.name not in self._names and len(self._names) >= _MAX_NAMES:
+            raise conflict(f"{_MAX_NAMES} names have been used since the start; use one of them", "too_many_names")
+        self._names.add(spec.name)
+        model = Model(spec, Origin.REQUEST, pinned, given_path=given_path)
+        self._models.add(model)
+        return model
+
+    def begin_load(self, model: Model) -> asyncio.Task[None]:
+        """Start loading a model; the task ends without an exception, and leaves it loaded or failed."""
+        model.state, model.reason, model.error = State.LOADING, "", None
+        model.task = asyncio.create_task(self._load(model))
+        return model.task
+
+    async def _load(self, model: Model) -> None:
+        began = time.monotonic()
+        outcome: Literal["loaded", "failed", "cancelled"] = "failed"
+        try:
+            async with self._turn, asyncio.timeout(self._settings.load_timeout_s):
+                served = await self._load_now(model)
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            model.fail(conflict(f"loading {model.name} was given up", "load_cancelled"), 0.0)
+        except TimeoutError:
+            seconds = self._settings.load_timeout_s
+            model.fail(unavailable(f"loading takes longer than load_timeout, {seconds:g} s", "load_failed"), 30.0)
+        except MemoryShortageError as error:
+            model.fail(unavailable(self._shortage(error), "model_memory"), _SHORTAGE_RETRY_SECONDS)
+        except ConfigError as error:
+            model.fail(invalid(scrub(str(error)), None, "load_failed"), _RETRY_SECONDS)
+        except EngineDeadError:
+            model.fail(unavailable("the engine failed meanwhile", "engine_dead"), _SHORTAGE_RETRY_SECONDS)
+        except EngineError as error:
+            model.fail(internal(scrub(str(error)), "load_failed"), _RETRY_SECONDS)
+        except Exception as error:
+            log_unexpected(error)
+            model.fail(internal(f"{type(error).__name__} while loading", "load_failed"), _RETRY_SECONDS)
+        else:
+            outcome = "loaded"
+            model.serve(served)
+            self._announce(served)
+        if model.state is State.FAILED:
+            logger.warning("%s could not be loaded: %s", model.name, model.reason)
+            self._limit_failed()
+        model.task = None
+        self._metrics.load_ended(model.name, outcome, time.monotonic() - began)
+
+    async def _load_now(self, model: Model) -> ServedModel:
+        assert self._reader is not None
+        logger.info("loading %s", model.name)
+        spec = await self._reader.locate(model.spec)
+        served = await self._reader.read(spec)
+        while True:
+            try:
+                await self._client.load(replace(spec, memory=self._memory_left()), served.tokenizer)
+                return served
+            except MemoryShortageError as shortage:
+                if not await self._evict(shortage.needed_bytes - shortage.available_bytes):
+                    raise
+
+    def _memory_left(self) -> int | None:
+        budget = self._settings.memory
+        return None if budget is None else max(0, budget - self.memory_used)
+
+    @property
+    def memory_used(self) -> int:
+        """Bytes of all loaded models."""
+        return sum(info.memory_bytes for info in self._client.models.values())
+
+    def _shortage(self, error: MemoryShortageError) -> str:
+        needed = f"it needs {error.needed_bytes / 1e6:.0f} MB, of {error.available_bytes / 1e6:.0f} MB that are left"
+        if self._settings.memory is None:
+            return f"{needed}; models that could be unloaded are in use or take too little"
+        used = f"{self.memory_used / 1e6:.0f} MB are of models that are in use, pinned or too small"
+        return f"{needed} by model_memory, {self._settings.memory / 1e6:.0f} MB; {used}"
+
+    def _announce(self, served: ServedModel) -> None:
+        tasks = [task for task in (Task.GENERATE, Task.ENCODE) if served.serves(task)]
+        self._metrics.loaded(self._client.models[served.name], self._version, tasks, self._client.restarts)
+        if not served.reads_text:
+            self._metrics.transcribes(served.name)
+
+    def _limit_failed(self) -> None:
+        """Forget the oldest failed models that nothing but a request ever named."""
+        failed = [model for model in self._models if model.state is State.FAILED and model.origin is Origin.REQUEST]
+        for model in failed[: max(0, len(failed) - _MAX_FAILED)]:
+            self._models.forget(model)
+
+    # -- unloading
+
+    async def _evict(self, needed: int) -> bool:
+        """Unload the least recently used models that free as many bytes together; none, and False, if they do not."""
+        self.notice_lost()  # what the engine lost frees nothing
+        chosen, freed = [], 0
+        for model in sorted((one for one in self._models if one.is_evictable), key=lambda one: one.used_at):
+            if freed >= needed:
+                break
+            chosen.append(model)
+            freed += self._client.models[model.name].memory_bytes
+        if freed < needed or not chosen:
+            return False
+        for model in chosen:
+            if model.is_evictable:  # a request may have come while another one was unloaded
+                await asyncio.shield(self.begin_unload(model, "evicted"))
+        return True
+
+    def notice_lost(self) -> None:
+        """Notice models that the engine has lost; the next request for one loads it again."""
+        if not self._client.health().ready:
+            return
+        served = self._client.models
+        for model in self._models:
+            if model.state is State.LOADED and model.name not in served and model.served is not None:
+                model.fail(internal("it failed in the engine", "load_failed"), 0.0)
+                model.offer(model.served.checkpoint)
+                self._metrics.unloaded(model.name, "lost")
+
+    def unload_unneeded(self) -> None:
+        """Begin to unload models that no request has held for `keep_alive`, and those whose folder is gone."""
+        limit = time.monotonic() - self._settings.keep_alive_s
+        for model in self._models:
+            if model.state is State.LOADED and model.missed >= _MISSED_SCANS:
+                self.begin_unload(model, "gone", self._drain_s)
+            elif model.is_evictable and model.used_at < limit:
+                self.begin_unload(model, "idle")
+
+    def unload(self, name: str, drain_s: float | None) -> asyncio.Task[None]:
+        """Begin to unload a model, or give up loading it, for an operator; raises a 404 or 409."""
+        model = self._models.get(name)
+        if model is None:
+            raise self._models.unknown(name)
+        if model.state is State.LOADING:
+            assert model.task is not None
+            model.task.cancel()
+            return model.task
+        if model.state is State.UNLOADING:
+            assert model.task is not None
+            return model.task
+        if model.state is not State.LOADED:
+            raise conflict(f"model {name} is {model.state}, not loaded", "model_not_loaded", "name")
+        return self.begin_unload(model, "request", self._drain_s if drain_s is None else drain_s)
+
+    def begin_unload(self, model: Model, reason: str, drain_s: float = 0.0) -> asyncio.Task[None]:
+        """Start unloading a loaded model: requests that hold it may go on for `drain_s`, and new ones are refused.
+
+        Unless an operator asked for it, new requests wait, and load it again.
+        """
+        served = model.served
+        assert served is not None
+        model.state = State.UNLOADING
+        if reason == "request":
+            model.refuse(unavailable(f"model {model.name} is being unloaded", "model_unloading"))
+        else:
+            model.offer(served.checkpoint)
+        model.task = asyncio.create_task(self._unload(model, served, reason, drain_s))
+        return model.task
+
+    async def _unload(self, model: Model, served: ServedModel, reason: str, drain_s: float) -> None:
+        try:
+            async with asyncio.timeout(drain_s):
+                await model.unused.wait()
+        except TimeoutError:
+            logger.warning("%s is unloaded while %d requests use it: they end now", model.name, model.users)
+        try:
+            await self._client.unload(model.name)
+        except ModelNotLoadedError:
+            pass  # the engine was lost, and the model with it
+        except Exception as error:  # it takes no requests in any case
+            log_unexpected(error)
+        model.task = None
+        self._metrics.unloaded(model.name, reason)
+        logger.info("%s is unloaded: %s", model.name, reason)
+        if reason == "request" and model.origin is Origin.REQUEST:
+            self._models.forget(model)
+        elif reason == "request" and model.origin is Origin.START:
+            model.state, model.reason = State.UNLOADED, "unloaded by request"
+            message = f"model {model.name} was unloaded; POST /models/load loads it again"
+            model.refuse(not_found(message, "model_not_found", "model"))
+        else:
+            model.state = State.AVAILABLE
+            model.offer(served.checkpoint)
