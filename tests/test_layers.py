@@ -125,6 +125,38 @@ def test_only_monotonic_clocks_decide_anything() -> None:
     assert readers == shown
 
 
+# Files that set a function of another object, and why.
+HOOKED = {
+    "model/quantization/moments.py",  # it watches the experts of a loaded network, and puts their method back
+    "service/routes/docs.py",  # FastAPI's own way to describe an application
+}
+
+
+def hooks_set_from_outside(tree: list[ast.AST]) -> Iterator[str]:
+    """Yield assignments of functions, methods and lambdas to attributes of other objects."""
+    functions = {node.name for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for node in tree:
+        if not isinstance(node, ast.Assign):
+            continue
+        value = node.value
+        name = value.attr if isinstance(value, ast.Attribute) else value.id if isinstance(value, ast.Name) else ""
+        if isinstance(value, ast.Lambda) or name in functions:
+            places = (one for one in node.targets if isinstance(one, ast.Attribute))
+            yield from (ast.unparse(node) for one in places if ast.unparse(one.value) != "self")
+
+
+def test_what_an_object_calls_is_in_its_constructor() -> None:
+    found = {name: list(hooks_set_from_outside(nodes(file))) for name, file in FILES.items()}
+    assert {name for name, hooks in found.items() if hooks} <= HOOKED
+
+
+def test_control_a_hook_set_from_outside_is_found() -> None:
+    source = (
+        "class A:\n    def f(self, b):\n        b.find = self.f\n        self.keep = self.f\n        b.size = self.size"
+    )
+    assert list(hooks_set_from_outside(list(ast.walk(ast.parse(source))))) == ["b.find = self.f"]
+
+
 def imported_by(modules: str, among: set[str]) -> set[str]:
     """Which of the packages a fresh interpreter has loaded after importing the modules."""
     code = f"import sys, {modules}; print(*sorted({among!r} & set(sys.modules)))"

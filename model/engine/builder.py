@@ -25,7 +25,7 @@ from model.engine.execution.model_runner import ModelRunner
 from model.engine.first_token import compute_first_token
 from model.engine.fp8_settings import check_kv_dtype
 from model.engine.generate_builder import (
-    attach_draft_model,
+    Drafting,
     build_generate_engine,
     measure_pool,
     plan_cache,
@@ -160,20 +160,18 @@ def assemble(
         if checkpoint.config.adapters
         else None,
     )
-    drafting = _load_draft_model(draft) if draft is not None else None
+    drafting = Drafting(_load_draft_model(draft), draft.context) if draft is not None else None
     generate, cache_pools = None, tuple[CachePool, ...]()
     if checkpoint.config.can_generate:
         if pool is None:
             pool = measure_pool(spec.engine, model, limits, context.tokens, device)
             if spec.memory is not None:
-                weights = weight_bytes(model) + (weight_bytes(drafting) if drafting is not None else 0)
+                weights = weight_bytes(model) + (weight_bytes(drafting.model) if drafting is not None else 0)
                 pool = min(pool, max(0, spec.memory // spec.engine.tensor_parallel_size - weights))
         token_bytes = draft.token_bytes if draft is not None else 0
         plan = plan_cache(spec, checkpoint.config, model.dtype, limits, pool, token_bytes)
         limits, context, cache_pools = plan.limits, plan.context, plan.described
-        generate = build_generate_engine(spec, checkpoint, model, plan)
-        if draft is not None and drafting is not None:
-            attach_draft_model(generate, spec.engine, drafting, draft.context)
+        generate = build_generate_engine(spec, checkpoint, model, plan, drafting)
     if device.type == "cuda":
         warm_up(encode, generate, context.tokens)
     compute_first_token(encode, generate)

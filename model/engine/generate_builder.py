@@ -95,13 +95,22 @@ def measure_pool(
     return plan_pool(engine, available_memory())
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A draft model whose weights are loaded."""
+
+    model: Transformer
+    context: int  # tokens up to which it proposes some
+
+
 def build_generate_engine(
     spec: ModelSpec,
     checkpoint: Checkpoint,
     model: Transformer,
     plan: CachePlan,
+    drafting: Drafting | None = None,
 ) -> GenerateEngine:
-    """The engine of a model that generates, with its caches and, on a GPU, its decode steps recorded."""
+    """Return the engine of a model that generates, with its caches and, on a GPU, its decode steps recorded."""
     config, device = checkpoint.config, next(model.parameters()).device
     block_manager = BlockManager(
         plan.pools,
@@ -120,8 +129,8 @@ def build_generate_engine(
     unrecorded = unrecordable(spec.engine, stack, model.backend, model.dtype, device)
     if can_record(spec.engine, model, device):
         graphs, unrecorded = _recorded(model, cache, plan.limits.max_num_seqs, plan.context.tokens)
-    runner = ModelRunner(model, cache, block_manager, graphs)
-    runner.unrecorded = unrecorded
+    draft_model = _draft_model(spec.engine, drafting.model, model, cache) if drafting is not None else None
+    runner = ModelRunner(model, cache, block_manager, graphs, draft_model, unrecorded)
     return GenerateEngine(
         spec.name,
         runner,
@@ -131,20 +140,17 @@ def build_generate_engine(
         grammars=_grammars(checkpoint),
         overlap=overlap,
         num_speculative_tokens=spec.engine.num_speculative_tokens,
+        draft_context=drafting.context if drafting is not None else None,
     )
 
 
-def attach_draft_model(generate: GenerateEngine, engine: EngineConfig, model: Transformer, context: int) -> None:
-    """Give a served model its draft model, which says tokens up to `context`, with pages for each block of the
-    first pool."""
-    runner = generate.runner
-    assert isinstance(runner, ModelRunner) and model.decoder is not None
-    pages = [runner.cache.num_pages[0]] * len(pools_of(paged_specs(model.decoder.config, "float32")))
-    cache = KVCache(model.decoder.config, pages, engine.block_size, kv_dtype(engine, model.dtype), runner.device)
-    config = runner.model.config
-    has_rules = config.generation != GenerationRules()
-    runner.draft_model = DraftModel(model, cache, config.embedding.vocab_size, has_rules=has_rules)
-    generate.speculation.draft_context = context
+def _draft_model(engine: EngineConfig, model: Transformer, served: Transformer, cache: KVCache) -> DraftModel:
+    """Return a draft model with its own cache: it has pages for each block of the served model's first pool."""
+    assert model.decoder is not None
+    pages = [cache.num_pages[0]] * len(pools_of(paged_specs(model.decoder.config, "float32")))
+    own = KVCache(model.decoder.config, pages, engine.block_size, kv_dtype(engine, model.dtype), cache.device)
+    has_rules = served.config.generation != GenerationRules()
+    return DraftModel(model, own, served.config.embedding.vocab_size, has_rules=has_rules)
 
 
 def _recorded(

@@ -53,8 +53,10 @@ class GenerateEngine:
         grammars: Grammars | None = None,
         overlap: bool = False,
         num_speculative_tokens: int = 0,
+        draft_context: int | None = None,
     ) -> None:
-        """`overlap`: run ahead, that is, launch a step before the previous one's tokens arrive."""
+        """`overlap`: run ahead, that is, launch a step before the previous one's tokens arrive. `draft_context`: the
+        length up to which the runner's draft model proposes tokens, if it has one."""
         self.name = name
         self.runner = runner
         self.scheduler = scheduler
@@ -62,7 +64,7 @@ class GenerateEngine:
         self.eos_token_ids = eos_token_ids
         self.compiling = CompilingGrammars(grammars)
         self.overlap = overlap
-        self.speculation = Speculation(num_speculative_tokens)
+        self.speculation = Speculation(num_speculative_tokens, draft_context)
         self._pending_step: PendingStep | None = None
         self._last_collect_time = 0.0
         self._arrival_numbers = count()

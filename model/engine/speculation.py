@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 class Speculation:
     """Gives sequences what drafts for them, runs the draft model, and counts what came of it."""
 
-    def __init__(self, num_speculative_tokens: int) -> None:
-        """At most so many drafts in a step of a sequence whose request does not say how many."""
+    def __init__(self, num_speculative_tokens: int, draft_context: int | None = None) -> None:
+        """`num_speculative_tokens`: most drafts in a step of a sequence whose request does not say how many.
+        `draft_context`: the draft model proposes tokens up to this length; None: there is no draft model."""
         self.num_speculative_tokens = num_speculative_tokens
-        self.draft_context: int | None = None  # tokens up to which the draft model says some; None: there is none
+        self.draft_context = draft_context
         self.num_drafts = 0  # steps of a sequence with drafts
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0  # drafts that were right

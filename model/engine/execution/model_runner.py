@@ -108,7 +108,9 @@ class ModelRunner:
         block_manager: BlockManager,
         graphs: DecodeGraphs | None = None,
         draft_model: DraftModel | None = None,
+        unrecorded: str = "",
     ) -> None:
+        """`unrecorded` says why there are no graphs, though there should be."""
         self.model = model
         self.cache = cache
         self.block_manager = block_manager
@@ -116,7 +118,7 @@ class ModelRunner:
         self.draft_model = draft_model
         self._ranks = model.rank_processes if isinstance(model, Rank0Transformer) else None
         self._program = StepProgram(model, cache, graphs, self._ranks.group if self._ranks is not None else None)
-        self.unrecorded = ""  # why there are no graphs, though there should be
+        self.unrecorded = unrecorded
         self.device = cache.device
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
