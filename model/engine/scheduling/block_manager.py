@@ -1,18 +1,18 @@
-"""Gives sequences the blocks that their keys and values lie in, and finds blocks that hold them already. No tensors.
+"""Allocates KV cache blocks to sequences and finds blocks that can be shared. No tensors.
 
-Ask, then act: `can_allocate` is a pure check, `allocate` after a yes cannot fail, `free` is the only way back.
+`can_allocate` only checks. `allocate` cannot fail after `can_allocate` said yes. `free` is the only way back.
 
-Layers that read equally far back share a pool (`BlockPool`), and a sequence has one table of blocks in each pool, block
-i for its tokens [i * block_size, (i + 1) * block_size), and one for the cross keys and values of its source. Tables are
-equally long in all pools; in a windowed one `NULL_BLOCK` stands for the blocks that lie behind the window:
+Layers with the same window share a pool (`BlockPool`). A sequence has one block table in each pool: block i holds the
+tokens [i * block_size, (i + 1) * block_size). A second table holds the cross keys and values of its source. Tables are
+equally long in all pools. In a windowed pool `NULL_BLOCK` stands for blocks that have left the window:
 
     table    | null  null  null | read by the next token      | filled by the step |
              0                  first_kept(computed tokens)   computed             computed + step
 
-Sequences that begin alike share full blocks (`SharedPrefixes`). Blocks that hold the keys and values of a source are
-shared too (`SourceBlocks`), and so are the states of recurrent layers (`StateSlots`).
+Sequences with a common prefix share full blocks (`SharedPrefixes`). They also share the keys and values of a source
+(`SourceBlocks`) and the states of recurrent layers (`StateSlots`).
 
-Without prefix caching all sharing is among the sequences of one request, and nothing of use outlives them.
+Without prefix caching only the sequences of one request share blocks, and nothing is kept after they end.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class BlockManager:
 
     @property
     def window_usage(self) -> dict[int, float]:
-        """The used share of each pool behind the first, by its window."""
+        """Return the used share of each pool after the first, by its window."""
         return {pool.window: 1 - pool.num_free / pool.num_blocks for pool in self.pools[1:] if pool.window is not None}
 
     @property
@@ -130,8 +130,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def has_room(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Whether `num_tokens` more fit into the blocks of the sequence, the first of which it does not share, and
-        nothing else is to be taken for them."""
+        """Whether `num_tokens` more fit into the blocks that the sequence has, without a copy of a shared block."""
         if self._states is not None:
             return False
         computed, table = sequence.num_computed_tokens, sequence.tables[0]
@@ -236,8 +235,9 @@ class BlockManager:
         return copies
 
     def extend(self, sequence: SequenceState, num_tokens: int, most: int, spare: int) -> int:
-        """Extend the tables of a sequence by drafts behind the `num_tokens` that it computes in this step, for which it
-        has blocks: at most so many, and as free blocks allow, of which `spare` are left; returns how many.
+        """Allocate blocks for up to `most` drafts after the `num_tokens` of this step; return how many drafts fit.
+
+        The sequence has blocks for the `num_tokens` already. At least `spare` blocks of each pool stay free.
         """
         end = sequence.num_computed_tokens + num_tokens
         free = max(0, min(pool.num_free for pool in self.pools) - spare)
@@ -250,7 +250,7 @@ class BlockManager:
         return count
 
     def trim(self, sequence: SequenceState) -> None:
-        """Free the blocks behind those of the sequence's tokens, which held drafts."""
+        """Free the blocks after the sequence's last token; they held drafts."""
         wanted = self.blocks_for(sequence.num_tokens)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             for block in table[wanted:]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 
-NULL_BLOCK = 0  # of a windowed pool: stands in tables for what lies behind the window; zeros, never handed out
+NULL_BLOCK = 0  # in the tables of a windowed pool: a block that has left the window; it holds zeros, never allocated
 
 
 class BlockPool:
@@ -48,7 +48,7 @@ class BlockPool:
         return len(self._cached)
 
     def held(self, table: list[int]) -> list[int]:
-        """The blocks of a table; those behind the window are none."""
+        """Return the allocated blocks of a table, without those that have left the window."""
         return table if self.window is None else [block for block in table if block != NULL_BLOCK]
 
     def first_kept(self, block: int) -> int:
@@ -59,7 +59,7 @@ class BlockPool:
         return block in self._cached
 
     def take(self) -> int:
-        """A block whose content nobody needs any more."""
+        """Allocate a block, evicting the least recently used cached one if no block is free."""
         if self._free:
             block = self._free.pop()
         else:
@@ -74,7 +74,7 @@ class BlockPool:
         self.counts[block] += 1
 
     def release(self, block: int, *, keep: bool) -> None:
-        """Count one table less; behind the last one a known block is cached, if `keep` says so, else it is free."""
+        """Remove one reference; after the last one a known block is cached if `keep`, else it is free."""
         self.counts[block] -= 1
         if self.counts[block]:
             return
@@ -87,7 +87,7 @@ class BlockPool:
     def make_known(self, digest: bytes, block: int) -> None:
         """Let a used block be found by the hash of its content, unless another used one is."""
         before = self.known.get(digest)
-        if before is not None and before in self._cached:  # nobody has it: one copy is enough
+        if before is not None and before in self._cached:  # unused: one copy is enough
             self.drop(digest)
             before = None
         if before is None and block not in self._hashes:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class BlockTable(list[int]):
-    """A list whose `row` of int64 is kept beside it: each look at it converts what came since the last, not all.
+    """A list of block numbers that keeps a copy in int64 (`row`); each read converts only what was added since.
 
     Changed by `append`, `extend`, `clear`, `pop`, `del` and assignment to items and slices only.
     """

@@ -1,41 +1,42 @@
-"""How many of a sequence's next tokens a draft model says, and what it has computed of the sequence. No tensors.
+"""Decides how many tokens a draft model proposes for a sequence, and tracks its KV cache. No tensors.
 
-A small model of the same vocabulary says the next tokens one by one, and a step of the served model computes them all
-(Leviathan et al. 2023; Chen et al. 2023), keeping as many as are what it would have sampled. It has keys and values of
-its own in pages that are numbered as those of the served model's first pool: a block holds the same tokens in both. It
-computes them later, when it is to say something, and what they were computed of is remembered by block, so that
-prefixes that are found are found for both. What it has not computed, or not any more, costs its drafts, nothing else.
+A small model of the same vocabulary proposes the next tokens one by one. One step of the served model verifies them
+all and accepts those that it would have sampled itself (Leviathan et al. 2023; Chen et al. 2023).
 
-Drafts are worth it by how often they are right and what they cost: a pass of the small model over a step of the large
-one. Where they are not, one is tried now and then, ever more seldom.
+The draft model's KV cache uses the block numbers of the served model's first pool, so a block holds the same tokens in
+both. The draft model fills a block only when it has to propose. Filled blocks are remembered by hash, so a cached
+prefix is found for both models. A block that it has not filled costs time, never correctness.
+
+The number of drafts follows from the acceptance rate and from the cost of a pass of the small model, in steps of the
+large one. Where drafts do not pay, a single one is tried now and then, less and less often.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-COMPUTED_AT_ONCE = 256  # tokens that a step computes by the draft model at most, behind which it may say something
+COMPUTED_AT_ONCE = 256  # tokens that the draft model computes at most in a step
 _LEARNING_RATE = 0.125
 _SHARED_LEARNING_RATE = 0.05
-_FIRST_RATE = 0.7  # of drafts that are right, before any was
-_FIRST_COST = 0.15  # of a pass in steps, before it is measured
-_ROW_COST = 0.02  # of a row of a step in steps
-_LONGEST_PAUSE = 128  # tokens between drafts where none is worth it
+_FIRST_RATE = 0.7  # assumed acceptance rate before the first draft
+_FIRST_COST = 0.15  # assumed cost of a pass, in steps, before it is measured
+_ROW_COST = 0.02  # of one row of a step, in steps
+_LONGEST_PAUSE = 128  # tokens between two trials where drafts do not pay
 
 
 class DraftOdds:
-    """What all sequences of a model have learnt of its draft model."""
+    """The acceptance rate and cost of a draft model, shared by all sequences."""
 
     def __init__(self) -> None:
-        self.rate = _FIRST_RATE  # of drafts that are right
-        self.pause = 1  # tokens from one draft that is not worth it to the next
+        self.rate = _FIRST_RATE  # of accepted drafts
+        self.pause = 1  # tokens from one trial to the next
         self._wait = 0
         self._pass_seconds: float | None = None
         self._step_seconds: float | None = None
 
     @property
     def cost(self) -> float:
-        """Of one more draft of each sequence, in steps without drafts."""
+        """The cost of one more draft of each sequence, in steps without drafts."""
         if not self._pass_seconds or not self._step_seconds:
             return _FIRST_COST
         return self._pass_seconds / self._step_seconds + _ROW_COST
@@ -51,7 +52,7 @@ class DraftOdds:
         self.rate += _SHARED_LEARNING_RATE * (right - self.rate)
 
     def is_turn(self) -> bool:
-        """Whether one draft is to be tried, though it is not worth it, before one more token."""
+        """Whether this token's turn for a trial has come: one draft although drafts do not pay."""
         self._wait = max(0, self._wait - 1)
         return not self._wait
 
@@ -59,7 +60,7 @@ class DraftOdds:
         self._wait = self.pause
 
     def tried(self, *, right: bool) -> None:
-        """Try again soon behind one that was right, later behind one that was wrong."""
+        """Set the pause after a trial: short if the draft was accepted, twice as long if it was not."""
         self.pause = 1 if right else min(_LONGEST_PAUSE, 2 * self.pause)
         self._wait = self.pause
 
@@ -99,13 +100,13 @@ class ModelDrafts:
         self.context = context
         self.num_computed = 0  # tokens whose keys and values are in the draft model's cache
         self.num_filled = 0  # of its blocks, remembered as filled
-        self.rate = odds.rate  # of its drafts that are right
-        self._num_tokens = 0  # of the sequence when it was drafted last
-        self._num_drafted = 0  # in a step that was not heard of yet
+        self.rate = odds.rate  # of accepted drafts
+        self._num_tokens = 0  # of the sequence when drafts were proposed last
+        self._num_drafted = 0  # in a step that is still in flight
         self._is_trial = False
 
     def wanted(self, num_tokens: int, most: int) -> int:
-        """Return how many drafts, `most` at most, are worth it behind so many tokens."""
+        """Return how many drafts to propose after `num_tokens` tokens, at most `most`."""
         most = min(most, self.max_tokens)
         if self.context is not None:
             most = min(most, self.context - num_tokens)
@@ -116,9 +117,9 @@ class ModelDrafts:
         return count or int(self._is_trial)
 
     def _num_worth(self, most: int) -> int:
-        """Return for how many drafts a step says the most tokens in its time.
+        """Return the number of drafts that gives the most tokens per second.
 
-        `1 + r + ... + r^k` tokens take `1 + k c` steps, if each draft is right as often as the first, `r`.
+        With acceptance rate r and cost c, k drafts give `1 + r + ... + r^k` tokens in the time of `1 + k c` steps.
         """
         cost, tokens, chance, count = self.odds.cost, 1.0, self.rate, 0
         while count < most and chance * (1 + count * cost) > cost * tokens:
@@ -128,8 +129,9 @@ class ModelDrafts:
         return count
 
     def begin(self, num_tokens: int) -> int:
-        """Go on behind so many tokens, and return how many of them are computed: of drafts that were not heard of, as
-        they may be where a step has failed, none is believed.
+        """Start a run after `num_tokens` tokens; return how many of them are in the draft model's cache.
+
+        Drafts of a failed step are discarded.
         """
         if self._num_drafted:
             self.num_computed = min(self.num_computed, self._num_tokens)
@@ -137,17 +139,17 @@ class ModelDrafts:
         return self.num_computed
 
     def ask(self, count: int) -> None:
-        """Let so many drafts be said."""
+        """Note that `count` drafts will be proposed in this step."""
         self._num_drafted = count
         if self._is_trial and count:
             self.odds.begin_trial()
 
     def computed(self, num_tokens: int, num_said: int) -> None:
-        """Take of how many tokens, with drafts, there are keys and values now, and how many drafts were said."""
+        """Note the tokens, drafts included, that are in the cache now, and the number of proposed drafts."""
         self.num_computed, self._num_drafted = num_tokens, num_said
 
     def verified(self, num_accepted: int) -> bool:
-        """Learn from the drafts of a step, of which so many were right; return whether they were the draft model's."""
+        """Learn from a step that accepted `num_accepted` drafts; return whether the draft model proposed them."""
         drafted, self._num_drafted = self._num_drafted, 0
         if not drafted:
             return False
@@ -161,12 +163,12 @@ class ModelDrafts:
         return True
 
     def restart(self) -> None:
-        """Forget what was computed: the sequence has lost its blocks."""
+        """Start over: the sequence has lost its blocks."""
         self.num_computed = self.num_filled = self._num_drafted = 0
 
 
 def _mean(before: float | None, now: float) -> float:
-    """Return a moving mean, in which a single long time, such as that of a first call, counts little."""
+    """Return a moving mean that a single long time, such as that of a first call, changes little."""
     if before is None or now < before / 2:
         return now
     return before + _LEARNING_RATE * (min(now, 4 * before) - before)

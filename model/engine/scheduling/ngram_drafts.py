@@ -1,13 +1,13 @@
-"""Drafts of a sequence's next tokens: what followed its last tokens where they occurred before. No tensors.
+"""Proposes a sequence's next tokens: what followed its last tokens where they occurred before. No tensors.
 
-This is prompt lookup (Saxena 2023): text that copies from its prompt, its source or itself is drafted without a model.
-A step computes drafts behind the last token, and as many of them are kept as are what would have been sampled. So they
-change no output; wrong ones cost their rows of a step.
+This is prompt lookup (Saxena 2023): it drafts text that copies from its prompt, its source or itself, without a model.
+A step verifies the drafts and accepts those that would have been sampled anyway. Drafts change no output; a rejected
+draft costs its row of the step.
 
-The place that the text seems to be copied from is followed from token to token. Where the next token differs, another
-place is looked up: behind the latest occurrence of the last 3 tokens, else 2, else 1. How often a place tells the next
-token is learnt from every token of the output, drafted or not, for each number of tokens on which the texts before
-agree. So drafts cease where they are wrong, and begin again where they would have been right, which costs only looks.
+A match is the place that the text seems to be copied from; it moves on with each token. When a token differs, a new
+match is looked up: after the latest occurrence of the last 3 tokens, else 2, else 1. For each length of agreement the
+acceptance rate is learnt from every token of the output, drafted or not. So drafts stop where they would be rejected
+and start again where they would be accepted, at the cost of a lookup.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from collections.abc import Sequence
 from model.engine.scheduling.ngram_index import LENGTHS, Hashes, KnownText, NgramTables, hash_end
 
 _MAX_AGREEMENT = 8  # tokens; more are not told apart
-READ_AT_ONCE = 4096  # tokens of prompts that a step reads for drafts, which take half a millisecond
+READ_AT_ONCE = 4096  # tokens of prompts that a step indexes, in half a millisecond
 _LEARNING_RATE = 0.125
-_LEAST_CHANCE = 0.1  # of a draft that is worth its row of a step
-# How often a place tells the next token at first, by the tokens of agreement: none, 1, 2 or 3, 4 to 7, 8 or more.
+_LEAST_CHANCE = 0.1  # of being accepted, for a draft to be worth its row of a step
+# Assumed acceptance rates at first, by the tokens of agreement: none, 1, 2 or 3, 4 to 7, 8 or more.
 _FIRST_RATES = (0.0, 0.25, 0.5, 0.8, 0.9)
 
 
 class NgramDrafts:
-    """Finds the drafts of one sequence."""
+    """Proposes the drafts of one sequence."""
 
     def __init__(self, max_tokens: int, known: KnownText) -> None:
-        """At most `max_tokens` are drafted, from what is known before the output and from itself."""
+        """Propose at most `max_tokens` tokens, found in the `known` text before the output or in the output itself."""
         self.max_tokens = max_tokens
         self.known = known
-        self._tokens = array("i")  # what is known, once it is read, then the output, as far as it was
-        self._tables: NgramTables | None = None  # of places in the output; None: nothing of it was read
+        self._tokens = array("i")  # the known text, then the part of the output that was indexed
+        self._tables: NgramTables | None = None  # of places in the output; None: nothing of it was indexed
         self._hashed: Hashes = (0, 0, 0)  # of the last of these tokens
         self._rates = list(_FIRST_RATES)
-        self._place: int | None = None  # of the token that is expected next
-        self._agreement = 0  # tokens before that place that are those at the end, as far as was looked
+        self._place: int | None = None  # the match: where the token that is expected next was found
+        self._agreement = 0  # tokens before the match that equal the last tokens, counted up to a maximum
 
     def propose(self, token_ids: Sequence[int], num_prompt_tokens: int) -> list[int]:
-        """Return drafts of what follows `token_ids`, often none; reads the output's that came since the last call.
+        """Return drafts of what follows `token_ids`, often none; index what the output gained since the last call.
 
-        There are none until everything before the output is read.
+        There are none until the known text is indexed.
         """
         if not self.known.is_read:
             return []
@@ -56,7 +56,7 @@ class NgramDrafts:
 
     @property
     def chance(self) -> float:
-        """How likely the first draft is right, if there is one."""
+        """The probability that the first draft is accepted, if there is one."""
         return self._rates[_grade(self._agreement)]
 
     def _begin(self) -> NgramTables:
@@ -69,7 +69,7 @@ class NgramDrafts:
         return tables
 
     def _drafts(self) -> list[int]:
-        """Return what is from the expected place on, as far as it is likely enough; it may run into its own copy."""
+        """Return the tokens from the match on that are likely enough; they may run into their own copy."""
         if self._place is None:
             return []
         count = self._num_likely()
@@ -89,7 +89,7 @@ class NgramDrafts:
         return count
 
     def _take(self, token: int, tables: NgramTables) -> None:
-        """Learn whether the next token is what was expected, and look where the one behind it could be found."""
+        """Learn whether the next token is the expected one; if not, look up a new match."""
         if self._place is not None:
             right = self._tokens[self._place] == token
             grade = _grade(self._agreement)
@@ -102,7 +102,7 @@ class NgramDrafts:
             self._look_up(tables)
 
     def _look_up(self, own: NgramTables) -> None:
-        """Expect what followed the latest occurrence of the last tokens."""
+        """Match the latest earlier occurrence of the last tokens."""
         last, tokens = self._tokens[-1], self._tokens
         for length, *places in zip(LENGTHS, own.find(self._hashed), self.known.tables.find(self._hashed), strict=True):
             for place in places:
@@ -111,7 +111,7 @@ class NgramDrafts:
                     return
 
     def _agreement_at(self, place: int) -> int:
-        """Return how many tokens before a place are those at the end, as far as it matters."""
+        """Return how many tokens before a place equal the last tokens, up to a maximum."""
         tokens, length = self._tokens, 0
         most = min(place, _MAX_AGREEMENT)
         while length < most and tokens[place - 1 - length] == tokens[-1 - length]:
@@ -120,5 +120,5 @@ class NgramDrafts:
 
 
 def _grade(agreement: int) -> int:
-    """Return the place of an agreement among the rates."""
+    """Return the index of an agreement among the rates."""
     return min(agreement, _MAX_AGREEMENT).bit_length()

@@ -25,7 +25,7 @@ class NgramTables:
     """The latest places by the n-grams before them, for each of `LENGTHS`."""
 
     def __init__(self, begin: int, num_places: int = 0) -> None:
-        """Places from `begin` on are kept, with room for so many at first."""
+        """Keep places from `begin` on, with room for `num_places` at first."""
         self._begin = self._end = max(1, begin)  # nothing is before the first token
         self._make(num_places)
 
@@ -59,7 +59,7 @@ class NgramTables:
         return None
 
     def _index_many(self, tokens: array[int], begin: int) -> None:
-        """Let the tokens from `begin` on be found."""
+        """Index the tokens from `begin` on."""
         first = max(0, begin - LENGTHS[0])
         ids = np.array(tokens[first:-1], np.uint64)
         hashed = np.zeros(len(ids) + 1, np.uint64)
@@ -80,7 +80,7 @@ class NgramTables:
 
 
 def hash_end(tokens: array[int]) -> Hashes:
-    """Return a number for each of `LENGTHS` by so many tokens at the end of a text; any where it is shorter."""
+    """Hash the last tokens of a text, once for each of `LENGTHS`; the hash of too short a text means nothing."""
     count = len(tokens)
     single = tokens[-1] * _FACTOR & _WORD
     pair = (single ^ tokens[-2]) * _FACTOR & _WORD if count > 1 else 0
@@ -89,12 +89,12 @@ def hash_end(tokens: array[int]) -> Hashes:
 
 
 class KnownText:
-    """What is known before the outputs of a request, in which each of them finds what it may go on with."""
+    """The text before the outputs of a request, indexed for drafts."""
 
     def __init__(self, prompt: tuple[int, ...], source: tuple[int, ...] = (), prediction: tuple[int, ...] = ()) -> None:
         """`prediction`: what an output is expected to begin with."""
         self._token_ids = prediction + source + prompt
-        self.tokens = array("i")  # as far as they were read
+        self.tokens = array("i")  # the part that was indexed
         self.tables = NgramTables(0, len(self._token_ids))
         self.is_predicted = bool(prediction)
 
@@ -103,7 +103,7 @@ class KnownText:
         return len(self.tokens) == len(self._token_ids)
 
     def read(self, most: int) -> int:
-        """Read at most so many tokens more; return how many: 0 once all are read."""
+        """Index at most `most` tokens more; return how many: 0 once all are indexed."""
         begin = len(self.tokens)
         self.tokens.extend(self._token_ids[begin : begin + most])
         self.tables.index(self.tokens)

@@ -21,28 +21,28 @@ class ScheduledSequence(NamedTuple):  # made for every token: a frozen dataclass
     start: int  # tokens computed before this step
     num_tokens: int  # computed in this step, from `start`, with the drafts
     encode_source: bool  # the encoder runs first and its keys and values are written
-    drafts: tuple[int, ...] = ()  # tokens that may come next, computed behind its last one
+    drafts: tuple[int, ...] = ()  # proposed next tokens, computed after its last one
 
     @property
     def stop(self) -> int:
-        """The tokens of the sequence that are computed behind the step."""
+        """The number of computed tokens after the step, without drafts."""
         return self.start + self.num_tokens - len(self.drafts)
 
     @property
     def samples(self) -> bool:
-        """Whether its last token is computed, so that the model says what comes next."""
+        """Whether its last token is computed, so that a next token is sampled."""
         return self.start + self.num_tokens - len(self.drafts) == self.sequence.num_tokens
 
 
 class DraftRun(NamedTuple):
-    """What a draft model computes of a sequence before a step, and says behind it."""
+    """What a draft model computes and proposes for a sequence before a step."""
 
     place: int  # of the sequence in the step
     sequence: SequenceState
     drafting: ModelDrafts  # the sequence's
     start: int  # tokens that it has computed
     stop: int
-    num_drafts: int  # behind them; 0: it only catches up
+    num_drafts: int  # to propose after `stop` tokens; 0: it only brings its cache up to date
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +60,7 @@ class SchedulerOutput:
     draft_runs: list[DraftRun] = field(default_factory=list)  # whose drafts are put into it before it runs
 
     def put_drafts(self, said: Sequence[tuple[int, ...]]) -> None:
-        """Put what the draft model says behind its sequences."""
+        """Add the draft model's proposals to the steps of their sequences."""
         for run, drafts in zip(self.draft_runs, said, strict=True):
             step = self.scheduled[run.place]
             self.scheduled[run.place] = step._replace(num_tokens=step.num_tokens + len(drafts), drafts=drafts)
@@ -84,7 +84,7 @@ class SampledToken(NamedTuple):
     logprob: TokenLogprob | None = None
     forced: bool = False  # the checkpoint's rules left no other
     candidates: Candidates = ()  # of a beam, whose next token its search decides
-    later: tuple[SampledToken, ...] = ()  # behind it, where drafts were right: one more than those
+    later: tuple[SampledToken, ...] = ()  # the tokens after it where drafts were accepted
     masked_logprob: float | None = None  # among the tokens that bans and rules left, if that is asked for
     log_mass: float = 0.0  # of a beam: logsumexp of the log-probabilities that these left, if it is
     alignment: list[int] | None = None  # of a prompt that is computed to its end, if that is asked for

@@ -1,10 +1,14 @@
-"""Which sequences compute how many tokens in the next step. Policy only: no tensors, no clock.
+"""Decides which sequences compute how many tokens in the next step. Policy only: no tensors, no clock.
 
-No prefill phase and no decode phase: every sequence catches up with its own tokens within the step's budget, the oldest
-of the highest priority first. A running sequence that gets no block takes those of the youngest of the lowest priority,
-which is computed anew later (preemption by recompute). New sequences are admitted strictly in order, and only when
-their whole prompt fits, so what fits in an empty engine always finishes. What an older one is just computing, whose
-tokens are the same so far, a sequence lets it compute: it goes on behind it, or by itself once the older one is gone.
+There is no prefill phase and no decode phase. Each sequence computes the tokens that are missing from its KV cache,
+within the step's budget. Order is by priority, then by arrival.
+
+A running sequence that needs a block and finds none free preempts the last in order, which is recomputed later. New
+sequences are admitted strictly in order, and only when their whole prompt fits. So a sequence that fits into an empty
+engine always finishes.
+
+Where two sequences have a common prefix, the first in order computes it and the other one waits, then continues from
+the shared blocks. If the first ends early, the other one computes the prefix itself.
 """
 
 from __future__ import annotations
@@ -91,10 +95,10 @@ class Scheduler:
         return StepDemand(decodes, streams, len(self.waiting), prompt_tokens, first, sum(sources))
 
     def schedule(self, budget: StepBudget = UNLIMITED) -> SchedulerOutput:
-        """The next step within `budget`; every sequence in it has its blocks. Empty only if nothing can run.
+        """Return the next step within `budget`, with blocks allocated. It is empty only if nothing can run.
 
         Prompts take at most `budget.prompt_tokens` together, sources at most `budget.whole_tokens`. A single source
-        may take more, by a layer of the encoder; or whole, where layers cannot be computed apart.
+        may exceed that by one layer of the encoder, or take it whole if its layers cannot be computed apart.
         """
         output = SchedulerOutput()
         self._turn_long()
@@ -106,11 +110,13 @@ class Scheduler:
         return output
 
     def _draft(self, output: SchedulerOutput) -> None:
-        """Add drafts to what the step samples, with rows and blocks that nothing else needs, in it or in the next one,
-        which may be scheduled before they are given up (`BlockManager.trim`): nobody is preempted or waits for them.
+        """Add drafts to the sequences that sample in this step.
 
-        Prompts are read meanwhile, of all sequences together so many tokens that no step takes long for it. Where no
-        n-gram tells the next tokens better, the draft model is asked; its drafts are put into the step by `put_drafts`.
+        Drafts use rows and blocks that neither this step nor the next one needs, so they preempt and delay nothing.
+        Rejected drafts give their blocks back (`BlockManager.trim`), perhaps after the next step is scheduled.
+
+        Prompts are indexed meanwhile, at most `READ_AT_ONCE` tokens in a step. The draft model proposes where n-grams
+        are less likely to be accepted; `put_drafts` adds its proposals to the step.
         """
         steps, unread, uncomputed = output.scheduled, READ_AT_ONCE, COMPUTED_AT_ONCE
         rows = MAX_VERIFIED_ROWS - sum(step.samples for step in steps)
@@ -123,7 +129,7 @@ class Scheduler:
             drafts = step.sequence.propose_drafts(share)
             asked = step.sequence.ask_draft_model(share)
             if asked:
-                is_last = drafted == len(places) - 1  # a prompt leaves half to those behind it
+                is_last = drafted == len(places) - 1  # each prompt leaves half to the later ones
                 run = self._draft_run(step, place, asked, uncomputed if is_last else uncomputed // 2)
                 output.draft_runs.append(run)
                 uncomputed = max(0, uncomputed - run.num_tokens)
@@ -134,16 +140,18 @@ class Scheduler:
                 budget -= count
 
     def _draftable(self, sequence: SequenceState, share: int) -> int:
-        """How many of `share` drafts a sequence may get: none beyond the tokens that its keys are turned for."""
+        """Return how many of `share` drafts a sequence may get without leaving LongRoPE's short context."""
         short = self.block_manager.short_context
         if short is not None and sequence.rotary_context <= short:
             share = min(share, short - sequence.num_tokens)
         return max(0, share)
 
     def _draft_run(self, step: ScheduledSequence, place: int, asked: int, most: int) -> DraftRun:
-        """Let the draft model compute what it has not of a sequence, and say `asked` tokens behind it, as far as there
-        are blocks; or only compute `most` tokens, where there are more. Two it may compute always: what one that goes
-        on behind its drafts has, so no other sequence's prompt is in its way.
+        """Bring the draft model's KV cache of a sequence up to date, then propose up to `asked` tokens.
+
+        At most `most` missing tokens are computed; if more are missing, it proposes nothing in this step. Two tokens
+        may always be computed, which is what a sequence needs that already has drafts, so another sequence's prompt
+        does not stop it.
         """
         sequence, drafting, size = step.sequence, step.sequence.model_drafts, self.block_manager.block_size
         assert drafting is not None
@@ -163,7 +171,7 @@ class Scheduler:
         return DraftRun(place, sequence, drafting, start, stop, count)
 
     def _turn_long(self) -> None:
-        """Let the sequences that have left the short context of LongRoPE be computed anew."""
+        """Preempt the sequences that have left the short context of LongRoPE: all of their keys change."""
         if self.block_manager.short_context is not None:
             for sequence in list(self.running):
                 if sequence.status is SequenceStatus.RUNNING and self._leaves_short_context(sequence):
@@ -174,9 +182,9 @@ class Scheduler:
         return short is not None and sequence.rotary_context <= short < sequence.num_tokens
 
     def _schedule_running(self, output: SchedulerOutput, limits: StepBudget) -> tuple[int, bool]:
-        """Continue what runs, oldest first; returns the tokens left and whether someone was preempted.
+        """Schedule the running sequences in order; return the tokens left and whether a sequence was preempted.
 
-        A prompt leaves half of what it could take to prompts behind it: a short one is not stuck behind a long one.
+        Each prompt leaves half of the budget to later ones, so a short prompt does not wait for a long one.
         """
         before = self.num_preemptions
         uncomputed = self._catch_up()
@@ -191,7 +199,7 @@ class Scheduler:
         self._frontiers.clear()
         for sequence, left in zip(list(self.running), uncomputed, strict=True):
             if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted by an older one in this very loop
+                continue  # preempted by an earlier one in this loop
             decoding -= left == 1
             available = budget - decoding
             if contested and left > 1:
@@ -199,7 +207,7 @@ class Scheduler:
             num_tokens = min(left, available)
             if num_tokens <= 0:
                 continue
-            # It nearly always does: a block takes many tokens.
+            # It nearly always has room: a block holds many tokens.
             if not self.block_manager.has_room(sequence, num_tokens):
                 num_tokens = self._continue(output, sequence, num_tokens)
             else:
@@ -210,8 +218,10 @@ class Scheduler:
         return budget, self.num_preemptions > before
 
     def _continue(self, output: SchedulerOutput, sequence: SequenceState, num_tokens: int) -> int:
-        """Let a running sequence that lacks blocks compute so many tokens, or fewer where a windowed pool has less
-        room; how many: none if it is preempted, or is a prompt for which others in the step leave no block.
+        """Allocate blocks for up to `num_tokens` tokens of a running sequence; return how many it computes.
+
+        A windowed pool may have room for fewer. It computes none if it is preempted, or if it is a prompt and the rest
+        of the step leaves it no block.
         """
         fitting = self.block_manager.fitting(sequence, num_tokens)
         if not fitting and num_tokens > 1 and output.scheduled:
@@ -222,7 +232,7 @@ class Scheduler:
         return max(1, fitting)
 
     def _make_room(self, sequence: SequenceState, num_tokens: int) -> bool:
-        """Preempt the youngest until `sequence` fits; False if that was itself."""
+        """Preempt the last sequence in order until `sequence` fits; return False if that was itself."""
         while not self.block_manager.can_allocate(sequence, num_tokens):
             victim = self.running[-1]
             self.preempt(victim)
@@ -231,7 +241,7 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Let a running sequence, or all beams of its search, wait again, without blocks."""
+        """Free the blocks of a running sequence, or of all beams of its search, and queue it again."""
         for victim in self._together(sequence):
             self.running.remove(victim)
             self.block_manager.free(victim, ended=False)
@@ -240,8 +250,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _catch_up(self) -> list[int]:
-        """Tokens that each running sequence could compute in this step, once it has taken what others computed of its
-        prompt; none for one that lets an older one compute the next of it.
+        """Return how many tokens each running sequence could compute in this step.
+
+        A sequence first takes over what others computed of its prompt. It gets none while an earlier one is computing
+        its next tokens.
         """
         uncomputed = [sequence.num_uncomputed_tokens for sequence in self.running]
         if self.block_manager.has_states:
@@ -260,7 +272,7 @@ class Scheduler:
         return uncomputed
 
     def _follows(self, sequence: SequenceState) -> bool:
-        """Whether a running prompt that is served before this one computes the next of it."""
+        """Whether an earlier running prompt computes this one's next tokens."""
         return self.block_manager.prefixes.frontier(sequence) in self._frontiers
 
     def _lead(self, sequence: SequenceState) -> None:
@@ -269,7 +281,7 @@ class Scheduler:
             self._frontiers.add(frontier)
 
     def _admit(self, output: SchedulerOutput, budget: int, source_limit: int | None) -> None:
-        """Start waiting sequences in order until one does not fit."""
+        """Admit waiting sequences in order until one does not fit."""
         most = self.max_num_batched_tokens if source_limit is None else min(source_limit, self.max_num_batched_tokens)
         source_budget = most  # of its own: a long source must not wait for an idle decoder
         places = self.max_num_seqs - sum(sequence.num_slots for sequence in self.running)
@@ -301,7 +313,7 @@ class Scheduler:
                 budget -= self._begin(output, one, budget)
 
     def _begin(self, output: SchedulerOutput, sequence: SequenceState, budget: int) -> int:
-        """Give a sequence that was just admitted its first tokens; how many. A beam may get none in this step."""
+        """Schedule the first tokens of an admitted sequence; return how many. A beam may get none in this step."""
         self.block_manager.reuse(sequence)
         if self._follows(sequence):
             return 0
@@ -312,7 +324,7 @@ class Scheduler:
         return num_tokens
 
     def _allocate(self, output: SchedulerOutput, sequence: SequenceState, num_tokens: int) -> None:
-        """Let a sequence for which there are enough blocks compute so many tokens, and have its source encoded."""
+        """Allocate blocks for `num_tokens` tokens of a sequence and schedule them, with its source if missing."""
         encode_source = sequence.needs_source
         if encode_source:
             output.encoded_before.append(self.source_passes.finish(sequence))
@@ -320,11 +332,11 @@ class Scheduler:
         self._put(output, sequence, num_tokens, encode_source=encode_source)
 
     def _together(self, sequence: SequenceState) -> list[SequenceState]:
-        """The sequence, or all beams of its search: they go nowhere alone."""
+        """Return the sequence, or all beams of its search, which are admitted and preempted together."""
         return list(sequence.beams.members) if sequence.beams is not None else [sequence]
 
     def replace_beams(self, beams: Beams, children: list[SequenceState]) -> None:
-        """Let the running members of a search be followed by their continuations."""
+        """Replace the running members of a search by their continuations."""
         for parent in beams.members:
             self.running.remove(parent)
             self.block_manager.free(parent)
@@ -334,8 +346,10 @@ class Scheduler:
             insort(self.running, child, key=lambda s: s.order)
 
     def _waits(self, sequence: SequenceState) -> bool:
-        """Whether a waiting sequence's grammar is not compiled, its last token is not known here, or a running prompt
-        computes the next of its tokens.
+        """Whether a waiting sequence cannot start yet.
+
+        Its grammar is being compiled, its last token is still on the device, or a running prompt computes its next
+        tokens.
         """
         if not sequence.is_prepared or sequence.has_placeholder:
             return True
@@ -344,10 +358,10 @@ class Scheduler:
     def _put(
         self, output: SchedulerOutput, sequence: SequenceState, num_tokens: int, *, encode_source: bool = False
     ) -> None:
-        """Let a sequence that has the blocks compute so many tokens; those behind it may use what it fills, or wait."""
+        """Schedule `num_tokens` tokens of a sequence that has the blocks; later sequences may share what it fills."""
         start = sequence.num_computed_tokens
         output.scheduled.append(ScheduledSequence(sequence, start, num_tokens, encode_source))
-        if self.block_manager.has_states:  # what it fills is known behind the step
+        if self.block_manager.has_states:  # what it fills can be shared after the step
             if num_tokens > 1:
                 self._lead(sequence)
             return

@@ -1,4 +1,4 @@
-"""A request being done: its tokens, how many of them are computed, the blocks they lie in, and how it ends."""
+"""A sequence: the state of one output of a request, its tokens, its blocks and how it ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from model.text.grammar_matcher import Matcher
 
 
-PLACEHOLDER = -1  # stands for a token that is sampled already but that only the device knows
+PLACEHOLDER = -1  # a token that is sampled but has not reached the host yet
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +40,10 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One of the `n` continuations of a request.
+    """One of the `n` outputs of a request.
 
-    There are no phases: each step computes some of the tokens that are not computed yet, and when none is left the
-    model says what comes next. Its tables, one in each pool of blocks, are the `BlockManager`'s to change.
+    There are no phases: each step computes some tokens that are not in the KV cache yet. Once all are, the next token
+    is sampled. Only the `BlockManager` changes its block tables, one for each pool.
     """
 
     request: Request
@@ -52,21 +52,21 @@ class SequenceState:
     token_ids: list[int]
     stop_token_ids: frozenset[int]
     num_prompt_tokens: int = 0
-    rotary_context: int = 0  # tokens that its keys are turned for, where long contexts turn them otherwise (LongRoPE)
+    rotary_context: int = 0  # tokens that its keys are rotated for (LongRoPE: long contexts rotate differently)
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0  # of them, found in the cache
+    num_cached_tokens: int = 0  # of the computed ones, found in the cache
     num_offered_blocks: int = 0  # of its full blocks, offered to the cache
     root_hash: bytes | None = None  # of what its blocks depend on before its first token
-    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, computed on demand
     tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])  # of its tokens, by pool
     source_tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])  # of its source, by pool
-    state_slot: int = NO_STATE  # of recurrent layers' states behind its computed tokens
+    state_slot: int = NO_STATE  # of recurrent layers' states after its computed tokens
     state_writes: list[tuple[int, int]] = field(
         default_factory=list
-    )  # (tokens, slot) that its step writes; its end, and then each draft's, last
-    state_border: bytes | None = None  # the hash of the last state that was kept of its output
-    shared_border: int = 0  # tokens up to which others have had the same, when it began
-    uses_source: bool = False  # it is counted among those that read its source
+    )  # (tokens, slot) that its step writes: after its tokens, then after each draft
+    state_border: bytes | None = None  # hash of the last snapshot of its output
+    shared_border: int = 0  # length of the prefix that was cached when it started
+    uses_source: bool = False  # counted as a user of its source
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -74,19 +74,19 @@ class SequenceState:
     restarted: bool = False  # it was preempted once
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     beams: Beams | None = None
-    matcher: Matcher | None = None  # of an output that has a grammar
-    is_prepared: bool = True  # False while that is compiled
-    history: History | None = None  # of one that is penalised or banned by what it said
-    error: str | None = None  # why it could not go on
-    drafting: NgramDrafts | None = None  # of one that is speculated
-    model_drafts: ModelDrafts | None = None  # the same, where there is a draft model
-    expects_drafts: bool = False  # there were drafts, and room for them, when it was last scheduled
-    is_blind: bool = False  # its tokens can be sampled before those before them are known here
-    is_limited: bool = False  # its request bans tokens, or leaves only some
-    has_questions: bool = False  # its request asks what is computed of its prompt
-    cumulative_logprob: float = 0.0  # of its output, if that is asked for
-    probe_logprobs: list[float] | None = None  # None: not asked for, or not known yet
-    cross_queries: list[Any] = field(default_factory=list)  # of the alignment's heads, a tensor for each step so far
+    matcher: Matcher | None = None  # of its grammar, if it has one
+    is_prepared: bool = True  # False while its grammar is being compiled
+    history: History | None = None  # of its tokens, where penalties or bans depend on them
+    error: str | None = None  # why it failed
+    drafting: NgramDrafts | None = None  # drafts by n-grams, if it has any
+    model_drafts: ModelDrafts | None = None  # drafts by a draft model, if there is one
+    expects_drafts: bool = False  # it had drafts when it was last scheduled
+    can_overlap: bool = False  # its next step may be launched before this token reaches the host
+    is_limited: bool = False  # its request bans tokens or allows only some
+    has_questions: bool = False  # its request asks for scores of its prompt
+    cumulative_logprob: float = 0.0  # of its output, if requested
+    probe_logprobs: list[float] | None = None  # None: not requested or not known yet
+    cross_queries: list[Any] = field(default_factory=list)  # of the alignment heads, one tensor a step
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -97,7 +97,7 @@ class SequenceState:
         questions = (p.prompt_logprobs, p.probe, self.request.alignment)
         self.has_questions = any(question is not None for question in questions)
         looked_at = p.logprobs is not None or self.has_questions or p.cumulative_logprob
-        self.is_blind = not (history or compared or looked_at or p.num_beams > 1 or p.grammar or p.timestamps)
+        self.can_overlap = not (history or compared or looked_at or p.num_beams > 1 or p.grammar or p.timestamps)
         limits = (p.min_tokens, p.allowed_token_ids, p.suppress_tokens, p.begin_suppress_tokens, p.timestamps)
         self.is_limited = any(limits) or p.exponential_decay_length_penalty is not None
         if history or compared:
@@ -109,7 +109,7 @@ class SequenceState:
     def of(
         cls, request: Request, index: int, arrival: int, eos_token_ids: tuple[int, ...], num_pools: int = 1
     ) -> SequenceState:
-        """The request's sequence `index`, with empty tables for so many pools."""
+        """Return the request's sequence `index`, with empty tables for `num_pools` pools."""
         stops = frozenset(request.params.stop_token_ids)
         return cls(
             request=request,
@@ -122,7 +122,7 @@ class SequenceState:
         )
 
     def searching(self) -> SequenceState:
-        """The same as the only beam, so far, of a search."""
+        """Make this the first beam of a search, and return it."""
         params = self.params
         search = BeamSearch(
             num_beams=params.num_beams,
@@ -135,7 +135,7 @@ class SequenceState:
         return self
 
     def fork(self, token_id: int, *, forced: bool = False) -> SequenceState:
-        """The same with one token more, without blocks: a beam's continuation."""
+        """Return a copy with one more token and no blocks: a continuation of a beam."""
         child = replace(self, token_ids=[*self.token_ids, token_id])
         child.tables = [BlockTable() for _ in self.tables]
         child.source_tables = [BlockTable() for _ in self.source_tables]
@@ -152,16 +152,16 @@ class SequenceState:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the token after the next may be sampled before the next is known here, for which drafts wait."""
-        return self.is_blind and not self.expects_drafts
+        """Whether the next step may be launched before this token reaches the host; drafts need the token."""
+        return self.can_overlap and not self.expects_drafts
 
     def read_for_drafts(self, most: int) -> int:
-        """Read at most so many of the tokens before its output, which drafts are found in; return how many."""
+        """Index at most `most` of the tokens before its output for drafts; return how many."""
         assert self.drafting is not None
         return self.drafting.known.read(most)
 
     def propose_drafts(self, most: int) -> list[int]:
-        """Return tokens that may follow its last one, not beyond its end; none while that is not known here."""
+        """Return drafts of its next tokens; none while its last token is still on the device."""
         assert self.drafting is not None
         drafts = self.drafting.propose(self.token_ids, self.num_prompt_tokens)[:most]
         self.expects_drafts = bool(drafts)
@@ -171,8 +171,10 @@ class SequenceState:
         return drafts if self.matcher is None else self._matching(self.matcher, drafts)
 
     def ask_draft_model(self, most: int) -> int:
-        """Return how many drafts are wanted of the draft model: none before the first token, while the last one is not
-        known here, or where n-grams, of which `propose_drafts` was asked before, tell the next one better.
+        """Return how many drafts the draft model should propose; call `propose_drafts` first.
+
+        It proposes none before the first token, while the last token is still on the device, or where an n-gram is more
+        likely to be accepted.
         """
         ngrams, drafts = self.drafting, self.model_drafts
         if drafts is None or not self.num_output_tokens:
@@ -184,7 +186,7 @@ class SequenceState:
         return 0 if self.has_placeholder else wanted
 
     def _matching(self, matcher: Matcher, drafts: list[int]) -> list[int]:
-        """Return the drafts up to the first that the grammar does not allow, or behind which it allows nothing."""
+        """Return the drafts before the first that the grammar rejects or that would end it."""
         matcher = matcher.fork()
         for count, draft in enumerate(drafts):
             if not matcher.tokens[draft]:
@@ -196,7 +198,7 @@ class SequenceState:
 
     @property
     def num_slots(self) -> int:
-        """Places among the running sequences: the first beam of a search holds all that the search may ever take."""
+        """Slots among the running sequences: the first beam of a search holds those of all its beams."""
         if self.beams is None:
             return 1
         return self.beams.search.num_beams if self.beams.members[0] is self else 0
@@ -207,17 +209,17 @@ class SequenceState:
 
     @property
     def has_siblings(self) -> bool:
-        """Whether its request has other sequences, which begin alike."""
+        """Whether its request has other sequences, with the same prompt."""
         return self.params.n > 1 or self.params.num_beams > 1
 
     @property
     def is_streamed(self) -> bool:
-        """Whether somebody reads its tokens as they come; a search has none before its end."""
+        """Whether its tokens are streamed; a beam search has none before its end."""
         return self.request.streams and self.beams is None
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who is served first: priority, then arrival."""
+        """The order of service: priority, then arrival."""
         return self.request.priority, self.arrival
 
     @property
@@ -230,7 +232,7 @@ class SequenceState:
 
     @property
     def is_unconstrained(self) -> bool:
-        """Whether its request neither bans nor forces any next token, now and later."""
+        """Whether its request never bans or forces a token."""
         return not (self.history or self.matcher or self.is_limited)
 
     @property
@@ -243,33 +245,33 @@ class SequenceState:
 
     @property
     def needs_source(self) -> bool:
-        """Whether it has a source and no blocks with that source's keys and values."""
+        """Whether it has a source whose keys and values are in no blocks yet."""
         return self.request.source is not None and not self.source_tables[0]
 
     @property
     def source_length(self) -> int:
-        """Positions of its source; 0 for a decoder-only model."""
+        """The number of positions of its source; 0 for a decoder-only model."""
         return self.request.source.num_positions if self.request.source is not None else 0
 
     @property
     def has_placeholder(self) -> bool:
-        """Whether its last token is one that only the device knows."""
+        """Whether its last token has not reached the host yet."""
         return self.token_ids[-1] == PLACEHOLDER
 
     def append_placeholder(self) -> None:
-        """Go on before the token that is being sampled is known, unless that is sure to be the last."""
+        """Add a placeholder for the token that is being sampled, unless it is certainly the last one."""
         if self.num_output_tokens + 1 < self.params.max_tokens:
             self.token_ids.append(PLACEHOLDER)
 
     def drop_placeholders(self, at: int) -> int:
-        """Forget the tokens from `at` on, all of them unknown here, and say how many there were."""
+        """Remove the tokens from `at` on, all of them placeholders; return how many."""
         count = len(self.token_ids) - at
         del self.token_ids[at:]
         return count
 
     @property
     def reuses_prefix(self) -> bool:
-        """Whether what others computed will do: its prompt's scores, its probe and its alignment need its own rows."""
+        """Whether cached blocks will do: scores of the prompt, a probe and an alignment need its own rows."""
         if self.request.alignment is not None:
             return False
         if self.params.probe is not None and self.probe_logprobs is None:
@@ -281,9 +283,10 @@ class SequenceState:
         return self.status is SequenceStatus.FINISHED
 
     def append(self, token_id: int, *, forced: bool = False) -> None:
-        """Take the next token and end where it says so; a stop id `forced` upon the last token ends nothing early.
+        """Add the next token, and finish if it is a stop token or the last one.
 
-        A forced token is not the model's, and no part of what a grammar judges.
+        A `forced` token is not the model's: the grammar does not see it, and a forced stop token at `max_tokens` counts
+        as length.
         """
         self.token_ids.append(token_id)
         spent = self.num_output_tokens >= self.params.max_tokens
@@ -311,13 +314,13 @@ class SequenceState:
         self.finish_reason = reason
 
     def turn_long(self) -> None:
-        """Have its keys turned for all its tokens; nothing that was computed or hashed of them before holds."""
+        """Rotate its keys for the long context from now on; nothing computed or hashed before stays valid."""
         self.rotary_context = self.num_tokens
         self.root_hash = None
         self.block_hashes.clear()
 
     def restart(self) -> None:
-        """Back to waiting after its blocks were taken; everything is computed anew."""
+        """Wait again after its blocks were freed; everything will be recomputed."""
         self.restarted = True
         self.num_computed_tokens = 0
         self.num_offered_blocks = 0

@@ -1,12 +1,11 @@
-"""Finds the blocks that hold what a sequence begins with, and lets others find those that it has filled. No tensors.
+"""Finds cached blocks of a sequence's prefix, and offers the blocks that it fills to others. No tensors.
 
-Sequences that begin alike share full blocks, found by hash (`BlockHasher`), also while they are being computed: a step
-writes all of its keys before it reads any, so a block may be read in the step that fills it, by sequences that are
-scheduled behind. A prefix can be taken over up to a block where every pool still has what the next token reads there:
-all blocks before it, or those of the window.
+Full blocks are found by hash (`BlockHasher`). They can be shared while they are being computed: a step writes all keys
+of a layer before it reads any, so a sequence scheduled later in the step may read a block that the step fills.
 
-Of a model with recurrent layers a prefix can be taken over up to a block whose state is known too (`StateSlots`), and
-only what is computed is known: states are read and written in the order of layers, not before them.
+A prefix can be reused up to a block where every pool still has what the next token reads: all blocks before it, or
+those of the window. A model with recurrent layers also needs the state at that block (`StateSlots`), and states can be
+shared only once they are computed, because layers read and write them in order.
 """
 
 from __future__ import annotations

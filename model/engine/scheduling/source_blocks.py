@@ -106,7 +106,7 @@ class SourceBlocks:
             self._expected.pop(root, None)
 
     def _leave(self, sequence: SequenceState) -> None:
-        """Count one user of its source less; behind the last one nothing of it is cached, unless others will follow."""
+        """Remove one user of its source; after the last one nothing of it stays cached unless others will follow."""
         root = self._hasher.root(sequence)
         sequence.uses_source = False
         self._users[root] -= 1

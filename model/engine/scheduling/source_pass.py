@@ -1,10 +1,10 @@
-"""How far the encoder is with a source of which it computes some layers a step. Policy only: no tensors.
+"""Spreads the encoding of a long source over several steps, some layers in each. Policy only: no tensors.
 
-A source is encoded whole in the step in which its sequence begins, unless the step has no time for it, because streams
-wait for their next tokens. Then steps before that one compute some of the encoder's layers, for the sequence that is
-next to begin. It holds no blocks meanwhile: what these layers give is kept beside the cache, and only the newest such
-source's. Any sequence of that source goes on where they end, and whichever is encoded with them uses them up. A source
-that has to be encoded from the start again costs time and changes nothing.
+A source is normally encoded whole in the step in which its sequence starts. If running streams leave no time for that,
+earlier steps compute some layers of the encoder for the sequence that starts next. It holds no blocks meanwhile. The
+hidden states between two such steps are kept outside the cache, for one source at a time. Any sequence of that source
+can continue from them, and the one that finishes the encoding uses them up. Encoding a source again costs time and
+changes nothing.
 """
 
 from __future__ import annotations

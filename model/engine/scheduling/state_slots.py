@@ -1,15 +1,15 @@
-"""Gives sequences slots for the states of recurrent layers, and finds slots that hold what they begin with. No tensors.
+"""Allocates slots for the states of recurrent layers, and finds slots that can be shared. No tensors.
 
-A step reads the slot of a sequence and writes another, which is the sequence's own once the step is computed: what a
-step has read stays as it was, so a step can be run again, and sequences that were forked read one slot together. Behind
-each draft it writes one more, of which the sequence keeps that of the last draft that was right.
+A step reads the slot of a sequence and writes a new one, which becomes the sequence's own after the step. The slot
+that was read stays unchanged, so a step can run again and forked sequences can read one slot. Each draft writes a slot
+more; the sequence keeps that of the last accepted draft.
 
-A state cannot be cut: what is shared is the state at the end of a block, under the hash of that block (`BlockHasher`).
-Such snapshots are taken behind the last block that the same prompt could take over, and where a prompt that begins
-like known ones parts from them; while slots are unused also wherever a step ends at the end of a block, of outputs the
-last such. Those that nobody has are evicted, the least recently used first. None takes the place of a sequence, and
-drafts leave half of their room to them. Without prefix caching there are only those of requests with several outputs,
-which no other request finds.
+A state cannot be cut, so only the state at the end of a block can be shared, by the hash of that block (`BlockHasher`).
+Such a snapshot is taken after the last block that the same prompt could reuse, and where a prompt departs from known
+ones. While slots are free, one is also taken wherever a step ends at the end of a block; an output keeps its last one.
+
+Unused snapshots are evicted, the least recently used first, and always before a sequence is refused a slot. Drafts
+leave half of the spare slots to snapshots. Without prefix caching only the outputs of one request share snapshots.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StateSlots:
         return self.pool.num_free == self.pool.num_blocks
 
     def aligned(self, sequence: SequenceState, num_tokens: int) -> int:
-        """So many tokens, or fewer where a step within known tokens can end at the end of a block instead."""
+        """Return `num_tokens`, or fewer so that a step within known tokens ends at the end of a block."""
         start, stop = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         border = stop // self._block_size * self._block_size
         return (
@@ -50,7 +50,7 @@ class StateSlots:
         )
 
     def allocate(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Take the slots that a step of so many tokens writes: one for its end, and for snapshots if there is room."""
+        """Allocate the slots that a step of `num_tokens` tokens writes: one for its end, more for snapshots if free."""
         start, stop = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         last = (sequence.num_tokens - 1) // self._block_size * self._block_size
         for border in sorted({sequence.shared_border, last}):
@@ -60,7 +60,7 @@ class StateSlots:
         sequence.state_writes.append((stop, self.pool.take()))
 
     def extend(self, sequence: SequenceState, most: int) -> int:
-        """Take the slots of up to `most` drafts behind what its step computes, as far as there is room; how many."""
+        """Allocate slots for up to `most` drafts after the tokens of this step; return how many."""
         last = sequence.state_writes[-1][0]
         for count in range(most):
             evicts = not self.pool.num_unused and self.pool.num_cached <= self._kept_snapshots
@@ -70,9 +70,9 @@ class StateSlots:
         return most
 
     def settle(self, sequence: SequenceState) -> None:
-        """Let the sequence have the state behind its computed tokens, and give back what else its last step wrote.
+        """Keep the state after the sequence's computed tokens, and free the other slots that its last step wrote.
 
-        Of a launched step whose drafts are not known to be right or wrong yet, that comes later.
+        A step in flight whose drafts are not verified yet is settled later.
         """
         computed, writes = sequence.num_computed_tokens, sequence.state_writes
         if writes and not (writes[-1][0] > computed == sequence.num_tokens):
