@@ -198,7 +198,7 @@ class BlockManager:
             sequence.num_offered_blocks = reached
             if self._states is not None:
                 self._states.take_over(sequence, self._hasher.block(sequence, reached - 1))
-            self.free_behind_window(sequence)
+            self.free_outside_window(sequence)
             for at, table in enumerate(sequence.tables):
                 self._go_on(sequence, at, table, begin, reached)
         self._sources.reuse(sequence)
@@ -257,7 +257,7 @@ class BlockManager:
                 pool.release(block, keep=False)
             del table[wanted:]
 
-    def free_behind_window(self, sequence: SequenceState) -> None:
+    def free_outside_window(self, sequence: SequenceState) -> None:
         """Free the blocks of windowed pools that no later token reads; nothing where there are no windows."""
         for at in self._windowed:
             pool, table = self.pools[at], sequence.tables[at]

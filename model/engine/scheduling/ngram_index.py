@@ -1,8 +1,8 @@
-"""Where the last tokens of a text occurred before, in arrays of four bytes a number. No tensors.
+"""Finds where the last tokens of a text occurred before, in arrays of four bytes a number. No tensors.
 
-A place is the index of a token, found by the n-gram before it. Tables are direct-mapped: a slot keeps the latest place
-of those whose n-grams share it, so whoever looks compares the tokens there, and an older place may be lost. Slots are
-at least twice as many as places, so few are.
+A place is the index of a token, found by the n-gram before it. Tables are direct-mapped: n-grams with the same slot
+overwrite each other, so a reader compares the tokens at the place, and an older place may be lost. There are at least
+twice as many slots as places, so few are lost.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class Scheduler:
                 self.block_manager.settle(sequence)
         if self.block_manager.has_windows:
             for sequence in self.running:
-                self.block_manager.free_behind_window(sequence)
+                self.block_manager.free_outside_window(sequence)
         self._frontiers.clear()
         for place, left in enumerate(uncomputed):
             if left > 1:
