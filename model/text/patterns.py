@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from model.errors import GrammarError
 
@@ -17,9 +18,14 @@ _ANY = "(?s:.*)"
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _SPACES = r"\t\n\x{0b}\x{0c}\r\x{20}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
 _SETS = {"d": "0-9", "w": "A-Za-z0-9_", "s": _SPACES}  # JavaScript's
+# What JavaScript or Python have in these sets, and what both have.
+_WIDE_SETS = {"d": r"\p{Nd}", "w": r"_\p{L}\p{N}", "s": rf"{_SPACES}\x{{1c}}-\x{{1f}}\x{{85}}"}
+_NARROW_SETS = _SETS | {"s": _SPACES.removesuffix(r"\x{feff}")}
+_BY_NUMBER = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _UNICODE = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}|U([0-9A-Fa-f]{8})")
 _PROPERTY = re.compile(r"[pP](?:\{\^?[A-Za-z_=:0-9 ]{1,64}\}|[A-Z])")
+_CONTROL = re.compile(r"\\x\{([0-9a-f]{1,2})\}")
 _COUNT = re.compile(r"\{(\d{1,9})(?:(,)(\d{0,9}))?\}")
 _OPEN_COUNT = re.compile(r"\{,\d+\}")
 _GROUP_NAME = re.compile(r"\?P?<[A-Za-z_]\w*>")
@@ -62,17 +68,26 @@ class _Repeated:
 _Part = str | _Anchor | _Group | _Repeated  # a string is a piece of Rust's syntax that stands for itself
 
 
+# Of `.`, \\d, \\w and \\s: what JavaScript has, what JavaScript or Python has, what both have.
+Reading = Literal["javascript", "widest", "narrowest"]
+
+
 def whole_pattern(pattern: str) -> str:
     """Return the Rust expression of a pattern that matches a whole text; raises `GrammarError`."""
-    return _written(_Parser(pattern, texts_end=True).parse(), searched=False)
+    return _written(_Parser(pattern, in_json=False).parse(), searched=False)
 
 
-def search_pattern(pattern: str, *, widest: bool = False) -> str:
+def search_pattern(pattern: str, reading: Reading = "javascript") -> str:
     """Return the Rust expression, with anchors, of the texts that a JSON schema's `pattern` is found in.
 
-    `widest`: `.` is read as in Python, where it matches more. Raises `GrammarError`.
+    Raises `GrammarError`.
     """
-    return f"^(?:{_written(_Parser(pattern, texts_end=False, widest=widest).parse(), searched=True)})$"
+    return f"^(?:{_written(_Parser(pattern, in_json=True, reading=reading).parse(), searched=True)})$"
+
+
+def needs_number(text: str) -> bool:
+    """Whether JSON writes a character of the text by its number alone. Such escapes are not allowed in outputs."""
+    return _BY_NUMBER.search(text) is not None
 
 
 def literal(text: str) -> str:
@@ -89,12 +104,12 @@ def _character(character: str) -> str:
 
 
 class _Parser:
-    def __init__(self, pattern: str, *, texts_end: bool, widest: bool = False) -> None:
+    def __init__(self, pattern: str, *, in_json: bool, reading: Reading = "javascript") -> None:
         self._text = pattern
         self._at = 0
         self._depth = 0
-        self._texts_end = texts_end  # \A, \Z and \z are anchors, as in Python and Rust
-        self._dot = r"[^\n]" if widest else _DOT
+        self._in_json = in_json  # outside of schemas \A, \Z and \z are anchors, as in Python and Rust
+        self._reading: Reading = reading
         self._flags: frozenset[str] = frozenset()
 
     def parse(self) -> _Group:
@@ -172,13 +187,19 @@ class _Parser:
             case "\\":
                 return self._escape()
             case ".":
-                return "(?s:.)" if "s" in self._flags else self._dot
+                return "(?s:.)" if "s" in self._flags else r"[^\n]" if self._reading == "widest" else _DOT
             case "^":
                 return _Anchor(at_start=True)
             case "$":
                 return _Anchor(at_start=False)
             case _:
-                return self._folded(_character(character))
+                return self._one(character)
+
+    def _one(self, character: str) -> str:
+        """Return the piece of a character that stands for itself."""
+        if self._in_json and needs_number(character):  # llguidance matches nothing in its place
+            raise self._error("a control character that JSON writes by its number is not served")
+        return self._folded(_character(character))
 
     def _folded(self, piece: str) -> str:
         return f"(?i:{piece})" if "i" in self._flags else piece
@@ -221,7 +242,7 @@ class _Parser:
 
     def _escape(self) -> _Part:
         at, character = self._at - 1, self._next()
-        anchors = {"A": True, "Z": False, "z": False} if self._texts_end else {}
+        anchors = {} if self._in_json else {"A": True, "Z": False, "z": False}
         if character in anchors and character:
             self._at += 1
             return _Anchor(at_start=anchors[character])
@@ -231,15 +252,17 @@ class _Parser:
             raise self._error(f"a reference to a group, \\{character}, is not served", at)
         if character == "k":
             raise self._error("a reference to a group, \\k, is not served", at)
-        piece = self._set(at)
-        return self._folded(f"[{piece}]" if piece is not None else _character(self._single(at)))
+        piece = self._set(at, self._reading)
+        return self._folded(f"[{piece}]") if piece is not None else self._one(self._single(at))
 
-    def _set(self, at: int) -> str | None:
+    def _set(self, at: int, reading: Reading) -> str | None:
         """Take the letter of an escape that stands for several characters; return what is in a class for it."""
         letter = self._next()
         if letter.lower() in _SETS and letter:
             self._at += 1
-            return _SETS[letter] if letter in _SETS else f"[^{_SETS[letter.lower()]}]"
+            negated = letter.isupper()
+            sets = {"widest": _WIDE_SETS, "narrowest": _NARROW_SETS}.get(_turned(reading, negated), _SETS)
+            return f"[^{sets[letter.lower()]}]" if negated else sets[letter]
         if letter in ("p", "P"):
             found = _PROPERTY.match(self._text, self._at)
             if found is None:
@@ -283,27 +306,29 @@ class _Parser:
         begin = self._at - 1
         if (posix := _POSIX.match(self._text, self._at)) is not None:
             raise self._error(f"{posix[0]} is not served in a class; write its characters", begin)
-        negated = "^" if self._takes("^") else ""
+        negated = self._takes("^")
         if self._next() == "]":
             raise self._error("']' first in a class means different things in different languages; escape it", begin)
-        pieces = list[str]()
+        reading, pieces = _turned(self._reading, negated), list[str]()
         while not self._takes("]"):
-            pieces.append(self._class_piece(begin))
-        return f"[{negated}{''.join(pieces)}]"
+            pieces.append(self._class_piece(begin, reading))
+        if self._in_json and len(set(pieces)) == 1 and not negated and (code := _CONTROL.fullmatch(pieces[0])):
+            self._one(chr(int(code[1], 16)))
+        return f"[{'^' if negated else ''}{''.join(pieces)}]"
 
-    def _class_piece(self, begin: int) -> str:
-        first, is_set = self._class_item(begin)
+    def _class_piece(self, begin: int, reading: Reading) -> str:
+        first, is_set = self._class_item(begin, reading)
         if self._next() != "-" or self._text[self._at + 1 : self._at + 2] in ("]", ""):
             return first if is_set else _character(first)
         self._at += 1
-        last, is_last_set = self._class_item(begin)
+        last, is_last_set = self._class_item(begin, reading)
         if is_set or is_last_set:
             raise self._error("a range in a class needs a character on both sides of '-'")
         if last < first:
             raise self._error(f"the range {first}-{last} of a class is out of order")
-        return f"{_character(first)}-{_character(last)}"
+        return f"{_character(first)}-{_character(last)}" if first < last else _character(first)
 
-    def _class_item(self, begin: int) -> tuple[str, bool]:
+    def _class_item(self, begin: int, reading: Reading) -> tuple[str, bool]:
         """Return the next character of a class, or a set of several and True."""
         at, character = self._at, self._next()
         if not character:
@@ -315,8 +340,14 @@ class _Parser:
             return character, False
         if self._takes("b"):
             return "\b", False
-        found = self._set(at)
+        found = self._set(at, reading)
         return (found, True) if found is not None else (self._single(at), False)
+
+
+def _turned(reading: Reading, negated: bool) -> Reading:
+    """Return the reading of what is within a complement."""
+    others: dict[Reading, Reading] = {"widest": "narrowest", "narrowest": "widest"}
+    return others.get(reading, reading) if negated else reading
 
 
 def _has_anchor(part: _Part) -> bool:

@@ -144,6 +144,78 @@ HELD: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "evaluated": ({**NAMED, "unevaluatedProperties": False}, ['{"a":1}'], ['{"b":1}']),
     "not a type": ({"not": {"type": ["object", "array"]}}, ["1", '"a"'], ["{}", "[]"]),
     "unknown keyword": ({"type": "null", "x-order": 1, "markdownDescription": "x"}, ["null"], ["1"]),
+    "above 0": (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+        ["0.5", "0.25", "0.001"],
+        ["0", "-0", "0.0"],
+    ),
+    "above 0 in parts": (
+        {"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]},
+        ["0.5", "0.25"],
+        ["0", "-0", "0.51"],
+    ),
+    "below -1": ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, ["-1.25", "-1.5"], ["-1", "-1.0", "1.2"]),
+    "above 0 in draft 4": (
+        {"$schema": D4, "type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5},
+        ["0.5", "0.25"],
+        ["0"],
+    ),
+    "integer above 0": ({"allOf": [{"exclusiveMinimum": 0}, {"type": "integer"}, {"maximum": 2.5}]}, ["1", "2"], ["0"]),
+    "fewer decimals": (
+        {"type": "number", "minimum": -99.995, "maximum": 0.905},
+        ["-99.9", "-99.99", "0.9", "0.905", "-3"],
+        ["-99.999", "0.91"],
+    ),
+    "quarters": ({"type": "number", "multipleOf": 0.25}, ["0.5", "12.5", "0.25", "3"], ["0.2", "0.05", "0.255"]),
+    "patterns besides others": (
+        {"type": "string", "format": "date", "pattern": "^2", "anyOf": [{"maxLength": 10}]},
+        ['"2024-02-28"'],
+        ['"1024-02-28"', '"2"'],
+    ),
+    "one more besides others": (
+        {**NAMED, "required": ["b"], "minProperties": 2, "dependentRequired": {"c": ["b"]}},
+        ['{"a":1,"b":2}', '{"b":2,"c":3}'],
+        ['{"b":2}'],
+    ),
+    "names in Python's sense": (
+        {"type": "object", "patternProperties": {r"^[^\W]$": {"type": "null"}}},
+        ['{"۸":null}', '{"aa":1}'],
+        ['{"۸":1}', '{"a":1}'],
+    ),
+    "names in both senses": (
+        {"type": "object", "patternProperties": {r"^\W$": {}}, "additionalProperties": False},
+        ['{"-":1}'],
+        ['{"é":1}', '{"a":1}'],
+    ),
+    "nothing within": (
+        {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#/$defs/x"}], "$defs": {"x": {"enum": []}}},
+        ["[]", "[null]"],
+        ["[null,1]"],
+    ),
+    "contradiction within": (
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "null", "enum": [1]}}, "type": "object"},
+        ["{}"],
+        ['{"a":1}', '{"a":null}'],
+    ),
+    "endless within": (
+        {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/x"}, "enum": {"$ref": "#/$defs/x"}},
+            "$defs": {"x": {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"]}},
+        },
+        ["{}"],
+        ['{"a":{}}', '{"enum":1}'],
+    ),
+    "hostname": (
+        {"type": "string", "format": "hostname"},
+        ['"a-b.c1"', f'"{"a." * 126}a"', f'"{"a" * 63}"', '"a"', '"ab"', '"abc"', '"a--b"'],
+        ['"ab--cd"', '"xn--a"', f'"{"a." * 127}a"', f'"{"a" * 64}"', '"-a"', '"a."'],
+    ),
+    "email": (
+        {"type": "string", "format": "email"},
+        [f'"{"a" * 64}@b"', '"a.b@c.de"'],
+        [f'"{"a" * 65}@b"', '"a@ab--c"', '"a@b@c"', f'"a@{"b." * 127}b"'],
+    ),
     "pattern is searched": ({"type": "string", "pattern": "b|^c$"}, ['"abc"', '"c"'], ['"ac"']),
     "pattern of classes": ({"type": "string", "pattern": "^[a[bc]]$"}, ['"a]"', '"[]"'], ['"a"', '"b"']),
 }
@@ -185,6 +257,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"required": "a"}, "#/required: required must be a list of names"),
     ({"properties": {"a": {"name": "string"}}}, "#/properties/a: none of its keys is a keyword"),
     ({"enum": []}, "#: no value is accepted"),
+    ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "#: no value is accepted .* leads back to itself"),
+    ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "#: .* leads back"),
+    ({"pattern": "a\x01?"}, "#/pattern: pattern: a control character .* is not served"),
+    ({"pattern": r"^[\u0001]$"}, "#/pattern: pattern: a control character"),
+    ({"patternProperties": {"\x7f": {}}}, "#/patternProperties/.*: patternProperties: a control character"),
+    ({"type": "number", "exclusiveMinimum": 2**53}, "#/exclusiveMinimum: .* too large to be held exactly"),
 ]
 
 

@@ -16,7 +16,6 @@ LATEST = 2020
 _DRAFTS = re.compile(r"draft[-/]?0?(3|4|5|6|7|2019-09|2020-12)\b")
 _OPENAPI = re.compile(r"^https?://spec\.openapis\.org/oas/3\.1")
 _VALUES = frozenset({"const", "enum", "default", "examples", "example"})  # have no schemas in them
-_BY_NUMBER = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _SHOWN = 80  # characters of what a message quotes
 
 
@@ -56,11 +55,6 @@ class Place:
     def refused(self, keyword: str, reason: str = "is not served") -> GrammarError:
         """Return the error about a keyword of this schema."""
         return self.at(keyword).error(f"{keyword} {reason}")
-
-
-def needs_number(text: str) -> bool:
-    """Whether JSON writes a character of the text by its number alone. Such escapes are not allowed in outputs."""
-    return _BY_NUMBER.search(text) is not None
 
 
 def shown(value: object) -> str:

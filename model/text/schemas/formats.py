@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-HELD_BY_LLGUIDANCE = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+from typing import Any
 
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _MONTHS = (
@@ -15,5 +15,18 @@ _TIME = (
     r"|23:59:60(?:\.[0-9]+)?(?:[zZ]|[+-]00:00))"  # a leap second, written in UTC alone
 )
 
-# Rust's expressions, with anchors. llguidance's own have each year of 29 days in February, and any leap second.
-PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
+# A label of a host's name, of 63 characters at most. Those with "--" at the third place stand for other characters.
+_LETTER, _INNER = "[0-9A-Za-z]", "[0-9A-Za-z-]"
+_LABEL = f"{_LETTER}(?:{_INNER}{{0,2}}{_LETTER}|{_INNER}(?:{_LETTER}{_INNER}|-{_LETTER}){_INNER}{{0,58}}{_LETTER})?"
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*"
+
+# Keywords for each format; patterns are Rust's expressions. llguidance's own formats have each year of 29 days in
+# February, any leap second, and names and addresses of any length.
+HELD: dict[str, dict[str, Any]] = {
+    "date": {"pattern": f"^{_DATE}$"},
+    "time": {"pattern": f"^{_TIME}$"},
+    "date-time": {"pattern": f"^{_DATE}[tT]{_TIME}$"},
+    "hostname": {"pattern": f"^{_HOST}$", "maxLength": 253},
+    "email": {"format": "email", "pattern": f"^[^@]{{1,64}}@{_HOST}$", "maxLength": 254},
+    **{name: {"format": name} for name in ("duration", "ipv4", "ipv6", "uuid", "uri")},
+}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from model.errors import GrammarError
-from model.text.patterns import search_pattern
-from model.text.schemas.documents import Place, needs_number, shown
+from model.text.patterns import Reading, needs_number, search_pattern
+from model.text.schemas.documents import Place, shown
 from model.text.schemas.numbers import whole
 
 _ANY_NAME: tuple[object, ...] = ({}, True, {"type": "string"})
@@ -28,9 +28,9 @@ class ObjectKeywords:
         value = place.value
         properties = self._named(place, "properties")
         # A name that a pattern means in some language only is held to its schema, or else is not allowed.
-        widest = value.get("additionalProperties", True) is not False
+        reading: Reading = "widest" if value.get("additionalProperties", True) is not False else "narrowest"
         named = self._named(place, "patternProperties")
-        patterns = {self._pattern(place, key, widest=widest): one for key, one in named.items()}
+        patterns = {self._pattern(place, key, reading): one for key, one in named.items()}
         required = _required(place)
         for name in (*properties, *required):
             if needs_number(name):
@@ -60,9 +60,9 @@ class ObjectKeywords:
             raise place.refused(keyword, f"must be an object, found {shown(given)}")
         return {name: self._schema(place.at(keyword, name)) for name in given}
 
-    def _pattern(self, place: Place, pattern: str, *, widest: bool) -> str:
+    def _pattern(self, place: Place, pattern: str, reading: Reading) -> str:
         try:
-            return search_pattern(pattern, widest=widest)
+            return search_pattern(pattern, reading)
         except GrammarError as error:
             raise place.at("patternProperties", pattern).error(f"patternProperties: {error}") from None
 

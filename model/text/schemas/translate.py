@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
 from model.errors import GrammarError
-from model.text.patterns import search_pattern
+from model.text.patterns import needs_number, search_pattern
 from model.text.schemas.disjoint import TYPES, Comparison
-from model.text.schemas.documents import MAX_NODES, Document, Place, needs_number, shown
-from model.text.schemas.formats import HELD_BY_LLGUIDANCE, PATTERNS
-from model.text.schemas.numbers import bound, checked_value, multiple, whole
+from model.text.schemas.documents import MAX_NODES, Document, Place, shown
+from model.text.schemas.emptiness import without_empty
+from model.text.schemas.formats import HELD
+from model.text.schemas.numbers import checked_value, numeric, whole
 from model.text.schemas.objects import ObjectKeywords
 
 Schema = dict[str, Any] | bool
@@ -78,14 +79,19 @@ class _Translator:
     def whole(self) -> dict[str, Any]:
         """Return the translated document."""
         root = self.schema(self._document.root)
-        definitions = {}
+        definitions = dict[str, Schema]()
         while self._waiting:
             name, place = self._waiting.pop()
-            definitions[name] = self.schema(place)
+            definitions[name] = self.schema(place) if not self._is_empty(place) else False
+        root, definitions = without_empty(root, definitions)
         if root is False:
             raise GrammarError("#: no value is accepted by the schema")
         found = {} if root is True else root
         return {**found, "$defs": definitions} if definitions else found
+
+    def _is_empty(self, place: Place) -> bool:
+        """Whether a schema contradicts itself."""
+        return Comparison(self._document).are_disjoint([place], [])
 
     def schema(self, place: Place) -> Schema:
         """Return what a schema of the document becomes."""
@@ -110,7 +116,8 @@ class _Translator:
         every = [one for one in every if one != {}]
         if not found and len(every) == 1:
             return every[0]
-        return {**found, "allOf": every} if every else found
+        self._hold(found, every)
+        return found
 
     def _reference(self, target: Place) -> str:
         name = self._names.get(id(target.value)) if isinstance(target.value, dict) else None
@@ -143,39 +150,30 @@ class _Translator:
         return False if not self._objects.add(place, found, applied=_APPLIED_IN_PLACE) else found
 
     def _numeric(self, place: Place, found: dict[str, Any]) -> None:
-        value, integer = place.value, place.value.get("type") == "integer"
-        for side in ("Minimum", "Maximum"):
-            plain, exclusive = side.lower(), f"exclusive{side}"
-            if plain in value:
-                found[plain] = bound(place, plain, integer=integer)
-            if isinstance(value.get(exclusive), bool):  # of draft 4, about the other one
-                if value[exclusive] and plain in found:
-                    found[exclusive] = found.pop(plain)
-            elif exclusive in value:
-                found[exclusive] = bound(place, exclusive, integer=integer)
-        if "multipleOf" in value:
-            found["multipleOf"] = multiple(place)
-            self._multiples.add(Decimal(repr(found["multipleOf"])))
-            scale = max(-int(one.as_tuple().exponent) for one in self._multiples)
-            if len(self._multiples) > 1 and math.prod(one.scaleb(scale) for one in self._multiples) >= 2**32:
-                raise place.refused("multipleOf", "stands several times with numbers that are too large together")
+        what = numeric(place)
+        found |= what.keywords
+        self._hold(found, what.every)
+        self._multiples.update(what.multiples)
+        scale = max((-int(one.as_tuple().exponent) for one in self._multiples), default=0)
+        if len(self._multiples) > 1 and math.prod(one.scaleb(max(scale, 0)) for one in self._multiples) >= 2**32:
+            raise place.refused("multipleOf", "stands several times with numbers that are too large together")
+
+    @staticmethod
+    def _hold(found: dict[str, Any], every: Sequence[Schema]) -> None:
+        """Let these schemas hold too."""
+        if every:
+            found["allOf"] = [*found.get("allOf", ()), *every]
 
     def _textual(self, place: Place, found: dict[str, Any]) -> None:
-        value, patterns = place.value, list[str]()
+        value = place.value
         for keyword in ("minLength", "maxLength"):
             if keyword in value:
                 found[keyword] = whole(place, keyword)
         if "pattern" in value:
-            patterns.append(pattern_of(place.at("pattern"), value["pattern"]))
-        if isinstance(format := value.get("format"), str):
-            if format in PATTERNS:
-                patterns.append(PATTERNS[format])
-            elif format in HELD_BY_LLGUIDANCE:
-                found["format"] = format
-        if patterns:
-            found["pattern"] = patterns[0]
-        if len(patterns) > 1:
-            found["allOf"] = [{"pattern": patterns[1]}]
+            found["pattern"] = pattern_of(place.at("pattern"), value["pattern"])
+        if isinstance(name := value.get("format"), str) and name in HELD:
+            self._hold(found, [{key: one} for key, one in HELD[name].items() if key in found])
+            found |= {key: one for key, one in HELD[name].items() if key not in found}
 
     def _array(self, place: Place, found: dict[str, Any]) -> None:
         value = place.value

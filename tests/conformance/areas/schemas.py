@@ -20,7 +20,7 @@ import jsonschema
 
 from model.text.grammar import GrammarError, json_grammar
 from model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
-from model.text.schemas.formats import HELD_BY_LLGUIDANCE, PATTERNS
+from model.text.schemas.formats import HELD
 from model.text.token_bytes import TokenBytes
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
@@ -32,7 +32,6 @@ DRAFTS = {
     "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-HELD = {*HELD_BY_LLGUIDANCE, *PATTERNS}
 _BYTES = (*(bytes([byte]) for byte in range(256)), b"")
 _VOCABULARY = Vocabulary(TokenBytes(_BYTES, _BYTES))
 _SPELLINGS = 300  # of an instance: orders of its keys, forms of its numbers
