@@ -22,10 +22,10 @@ from model.api.request import (
     EncodeRequest,
     FinishReason,
     Request,
-    SamplingParams,
     TokenOutput,
 )
 from model.api.sampling_bounds import GREEDY_BELOW, check_sampling
+from model.api.sampling_params import SamplingParams
 from model.api.source import Source, SourceKind, token_source
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load

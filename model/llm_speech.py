@@ -10,7 +10,8 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from model.api.request import FinishReason, Request, SamplingParams
+from model.api.request import FinishReason, Request
+from model.api.sampling_params import SamplingParams
 from model.checkpoint.folder import Checkpoint
 from model.engine.generate_engine import GenerateEngine
 from model.errors import ConfigError

@@ -53,7 +53,7 @@ SERVICE = """
     settings            : model/errors model/api model/pretrained
     sandbox             : model/errors model/system model/text model/media
     core                : model/errors model/api model/config model/gguf model/text model/checkpoint sandbox
-    schemas             : settings core
+    schemas             : model/api settings core
     observability       : model/errors model/api settings core
     planning/outputs    : model/errors model/api model/config model/text model/checkpoint settings core schemas
     planning            : model/errors model/api model/text model/media model/checkpoint model/speech settings sandbox

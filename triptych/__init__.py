@@ -11,7 +11,8 @@ The names here are public. Modules of `model`, `service` and `loadtest` may chan
 from importlib.metadata import version
 
 from model.api.engine_config import EngineConfig
-from model.api.request import SamplingParams, TokenOutput
+from model.api.request import TokenOutput
+from model.api.sampling_params import SamplingParams
 from model.errors import ConfigError, EngineError
 from model.llm import LLM
 from model.pretrained import embedded_models

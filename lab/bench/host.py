@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.api.request import Request, SamplingParams
+from model.api.request import Request
+from model.api.sampling_params import SamplingParams
 from model.cache.paged import KVCache
 from model.config.cache import PoolSize
 from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, Norms

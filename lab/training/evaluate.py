@@ -10,7 +10,7 @@ from pathlib import Path
 from lab.training import chat, conversations, corpus, pairs
 from lab.training.vocabulary import TURN_END
 from model.api.engine_config import EngineConfig
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.llm import LLM
 
 PIECE_CHARACTERS = 1_000  # of a text that is scored; far fewer tokens than the context length

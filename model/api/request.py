@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from model.api.parameters import EXTRA, parameter, parameters_of
+from model.api.sampling_params import SAMPLING, SamplingParams
 from model.api.source import Source
-from model.api.timestamp_rules import TimestampRules
+
+MIN_PRIORITY, MAX_PRIORITY = -100, 100  # smaller is served first
 
 
 class FinishReason(StrEnum):
@@ -46,59 +49,6 @@ class EncodeTask(StrEnum):
     FILL_MASK = "fill_mask"  # the likeliest tokens at some positions
     MULTI_VECTOR = "multi_vector"  # one projected vector a token, for late interaction
     SPARSE = "sparse"  # a weight for each vocabulary entry that the input is about
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A question to the prefill of a prompt: how likely some tokens are behind one of its tokens."""
-
-    position: int  # in the prompt; what is asked for would come next
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is chosen and when to stop; the default is greedy decoding up to `max_tokens`."""
-
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    epsilon_cutoff: float = 0.0  # tokens below this probability are not drawn
-    eta_cutoff: float = 0.0  # the same, with a bound that falls with the entropy (Hewitt et al. 2022)
-    seed: int = 0
-    n: int = 1
-    num_beams: int = 1  # above 1: beam search, which returns the n best hypotheses when it ends
-    length_penalty: float = 1.0  # a hypothesis' score is its log-probability / length ** length_penalty
-    early_stopping: bool | str = False  # True: end at num_beams hypotheses; "never": only when none can be improved
-    repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019)
-    presence_penalty: float = 0.0  # over output
-    frequency_penalty: float = 0.0  # over output
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    no_repeat_ngram_size: int = 0  # 0: off; else no n-gram of this size occurs twice
-    encoder_no_repeat_ngram_size: int = 0  # 0: off; else no n-gram of the source (or prompt) of this size occurs
-    encoder_repetition_penalty: float = 1.0  # above 1 makes the source's (or prompt's) tokens likelier
-    exponential_decay_length_penalty: tuple[int, float] | None = None  # (start, factor): an end grows likelier
-    renormalize_logits: bool = False  # a beam's scores are log-probabilities again after bans and penalties
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # the checkpoint's EOS ids are added by the engine unless ignore_eos
-    include_stop: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    shown_special_ids: tuple[int, ...] = ()  # special tokens that have a text although others are skipped
-    logprobs: int | None = None  # how many alternatives beside the chosen token
-    prompt_logprobs: int | None = None
-    num_speculative_tokens: int | None = None  # most that a step drafts; 0: none, None: as the engine is set
-    grammar: str = ""  # the whole output must match it (`model.text.grammar`); empty: none
-    allowed_token_ids: tuple[int, ...] = ()  # only these are generated; empty: all. Bans give way if nothing is left
-    suppress_tokens: tuple[int, ...] = ()  # never generated; the checkpoint's own are added by the engine
-    begin_suppress_tokens: tuple[int, ...] = ()  # not generated as the first token
-    timestamps: TimestampRules | None = None  # which the output follows
-    cumulative_logprob: bool = False  # outputs say the log-probability of all tokens so far
-    probe: Probe | None = None  # the first output says how likely these tokens were
 
 
 class AlignmentMethod(StrEnum):
@@ -136,8 +86,27 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     source: Source | None = None
-    priority: int = 0  # lower is scheduled first
-    cache_salt: str = ""  # only requests with the same salt share cached KV blocks
+    priority: int = parameter(
+        0,
+        "Lower is served first; equal ones in order of arrival. At least `min_priority` of `/info`.",
+        0,
+        least=MIN_PRIORITY,
+        most=MAX_PRIORITY,
+        openai=EXTRA,
+        responses=EXTRA,
+        messages=EXTRA,
+    )
+    cache_salt: str = parameter(
+        "",
+        "Only requests with the same salt (and the same API key) share the prefix cache.",
+        "tenant-7",
+        least=1,
+        most=256,
+        optional=True,
+        openai=EXTRA,
+        responses=EXTRA,
+        messages=EXTRA,
+    )
     arrival_time: float = 0.0
     deadline: float | None = None
     streams: bool = False  # a client reads the tokens as they come, so the pacer keeps steps beside them short
@@ -154,6 +123,9 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens to be computed before the first output: of prompt and source."""
         return len(self.prompt_token_ids) + (self.source.num_positions if self.source is not None else 0)
+
+
+PARAMETERS = SAMPLING | parameters_of(Request, partly=True)  # all that a client can send of a `Request`
 
 
 @dataclass(slots=True)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.api.sampling_bounds import MAX_LENGTH, check_value
+from model.api.parameters import MAX_INT
+from model.api.sampling_bounds import check_value
+from model.api.sampling_params import SAMPLING
 from model.checkpoint.json_files import read_json
 from model.checkpoint.setting_tables import Use, asked_for, table, unknown
 from model.errors import ConfigError, listed
@@ -24,12 +26,10 @@ _RULES = (
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "sequence_bias"),
 )
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")  # with do_sample
+_OF_FOLDERS = {name: column for name, column in SAMPLING.items() if column.row.folder}
+_SAMPLING = tuple(name for name, column in _OF_FOLDERS.items() if column.row.draws)  # with do_sample
 _DEFAULT_TOP_K = 50  # of the reference, where a folder samples and sets none; 0 is off
-_OTHERS = (
-    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
-    *("num_beams", "length_penalty", "early_stopping", "renormalize_logits", "exponential_decay_length_penalty"),
-)
+_OTHERS = tuple(name for name in _OF_FOLDERS if name not in _SAMPLING)
 _LENGTHS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens")
 _SAMPLED_ONLY = ("top_h",)
 SETTINGS = table(
@@ -70,7 +70,7 @@ SPEECH_SETTINGS = table(  # that Whisper's generation_config.json has besides
         "condition_on_prev_tokens": (True,),
     },
 )
-_WHOLE = ("top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_beams", *_LENGTHS)
+_WHOLE = {*_LENGTHS, *(name for name, column in _OF_FOLDERS.items() if column.type is int)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def _value(given: Mapping[str, Any], name: str, where: str) -> Any:
     if name == "top_p" and value == 0:
         return 1e-9  # the likeliest token alone, as there
     if name in ("max_length", "max_new_tokens"):
-        value = min(value, MAX_LENGTH)
+        value = min(value, MAX_INT)
     bounded = {"max_length": "max_tokens", "max_new_tokens": "max_tokens"}
     bounded |= {"min_length": "min_tokens", "min_new_tokens": "min_tokens"}
     try:

@@ -19,9 +19,9 @@ from model.api.request import (
     EncodeTask,
     FinishReason,
     Request,
-    SamplingParams,
     TokenOutput,
 )
+from model.api.sampling_params import SamplingParams
 from model.api.source import Source
 from model.config.model import ModelConfig
 from model.engine.encode_engine import EncodeEngine

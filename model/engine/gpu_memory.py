@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from model.api.engine_config import BatchLimits
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.attention.base import AttentionMetadata
 from model.config.cache import paged_specs, pools_of
 from model.engine.execution.sources import blank_source, source_input

@@ -15,7 +15,8 @@ from itertools import accumulate
 
 import torch
 
-from model.api.request import EncodeRequest, EncodeTask, Request, SamplingParams
+from model.api.request import EncodeRequest, EncodeTask, Request
+from model.api.sampling_params import SamplingParams
 from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
 from model.attention.per_layer import backend_of
 from model.cache.paged import KVCache

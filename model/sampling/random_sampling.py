@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.api.request import SamplingParams
+from model.api.sampling_params import SAMPLING, SamplingParams
 from model.system import fallbacks
 from model.system.transfer import device_tensor
 
@@ -31,6 +31,9 @@ _BLOCK = 256  # weights summed together
 _GROUP = 32  # tokens of which only the maximum is compared at first
 _FALLBACK = "tokens are drawn in many kernels"
 _CHUNK = 1 << 20  # scores of a chunk of rows, which fits in the CPU's cache
+_COMPUTED = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+if {name for name, column in SAMPLING.items() if column.row.draws} != _COMPUTED:
+    raise TypeError(f"parameters that draw tokens are computed here, and no others: {', '.join(sorted(_COMPUTED))}")
 
 
 def sample_into(

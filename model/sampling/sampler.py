@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.api.request import SamplingParams, TokenLogprob
+from model.api.request import TokenLogprob
+from model.api.sampling_params import SamplingParams
 from model.api.token_history import History
 from model.sampling.random_sampling import sample_into
 from model.sampling.top_k import top_k_logsumexp

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from model.api.request import SamplingParams
+from model.api.sampling_params import SAMPLING, SamplingParams
 from model.system.transfer import to_device
 
 _BLOCK = 2048  # tokens of an iteration
@@ -27,6 +27,8 @@ _WARPS = 8
 _STAGES = tl.constexpr(2)  # the next block is loaded during the work on this one; with 3, float32 spills registers
 _SETTINGS = tl.constexpr(6)  # columns: row, temperature, top-k, top-p, min-p, uniform number
 _INFINITY = tl.constexpr(0x7F800000)  # the bits of infinity, the largest distance
+_COMPUTED = {"temperature", "top_k", "top_p", "min_p"}
+_NOT_COMPUTED = [(name, one.default) for name, one in SAMPLING.items() if one.row.draws and name not in _COMPUTED]
 
 
 @triton.jit
@@ -180,8 +182,8 @@ def sampling_kernel(
 
 
 def covers(params: SamplingParams) -> bool:
-    """Return whether the kernel implements these parameters: all but typical-p and the cutoffs after it."""
-    return params.typical_p >= 1.0 and not params.epsilon_cutoff and not params.eta_cutoff
+    """Return whether the kernel computes all that these parameters ask for."""
+    return all(getattr(params, name) == default for name, default in _NOT_COMPUTED)
 
 
 def launch_sampling(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from model.api.request import FinishReason, SamplingParams, TokenOutput
+from model.api.request import FinishReason, TokenOutput
+from model.api.sampling_params import SamplingParams
 from model.text.cleanup import StreamCleaner
 from model.text.tokenizer import REPLACEMENT, Tokenizer
 

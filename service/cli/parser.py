@@ -8,20 +8,13 @@ from typing import Any, NoReturn
 
 from model.api.engine_config import QUANTIZATIONS
 from model.api.sampling_bounds import check_value
+from model.api.sampling_params import SAMPLING as PARAMETERS
 from model.errors import ConfigError
 from service.settings import sources
 from service.settings.option_table import BY_NAME, OPTIONS
 
 _MODEL = "[NAME=]PATH of a Hugging Face checkpoint folder, hf:ORGANISATION/NAME, or the name of an embedded model"
-SAMPLING: dict[str, tuple[Callable[[str], Any], float | None, str]] = {  # flags of `generate`: type, default, meaning
-    "max_tokens": (int, None, "(default: until the model ends or its context is full)"),
-    "temperature": (float, 0.0, "0 is greedy "),
-    "top_k": (int, 0, "0 is off "),
-    "top_p": (float, 1.0, ""),
-    "min_p": (float, 0.0, ""),
-    "seed": (int, 0, ""),
-    "repetition_penalty": (float, 1.0, ""),
-}
+SAMPLING = {name: column for name, column in PARAMETERS.items() if column.row.flag}  # flags of `generate`
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,9 +80,11 @@ def _add_generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="generate text offline, without a server")
     parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: code)")
     parser.add_argument("prompt", metavar="PROMPT")
-    for name, (parse, default, text) in SAMPLING.items():
-        flag, shown = "--" + name.replace("_", "-"), text if default is None else f"{text}(default: {default:g})"
-        parser.add_argument(flag, type=_bounded(name, parse), default=default, help=shown)
+    text = "maximum number of tokens to generate (default: until the model ends or its context is full)"
+    parser.add_argument("--max-tokens", type=_bounded("max_tokens", int), help=text)
+    for name, column in SAMPLING.items():
+        text = f"{column.row.help.rstrip('.')} (default: {column.default:g})"
+        parser.add_argument(_flag(name), type=_bounded(name, column.type), default=column.default, help=text)
     for side, text in (("source", "of the prompt"), ("target", "of the output")):
         shown = f"language {text}, as a code of the tokenizer (NLLB, mBART, M2M-100)"
         parser.add_argument(f"--{side}-language", metavar="CODE", help=shown)
@@ -127,6 +122,10 @@ def _add_transcribe(commands: Any) -> None:
     _add_engine(parser)
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _bounded(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from service.core.models import ServedModel
-from service.dialects.common import native
+from service.dialects.common import fields_of, native
 from service.dialects.ranking_bodies import CohereEmbedBody
 from service.http.json_replies import Json
 from service.planning.encode import EncodePlan
@@ -26,7 +26,7 @@ _SIDES = {"NONE": None, "START": "left", "LEFT": "left", "END": "right", "RIGHT"
 
 def embed(body: CohereEmbedBody, served: ServedModel) -> EncodeBody:
     """Translate a body; the model's prompt for its `input_type` is put in front of the texts, if there is one."""
-    fields: dict[str, Any] = {name: getattr(body, name) for name in ("model", "timeout_s", "request_id")}
+    fields = fields_of(body)
     wanted = body.input_type or ""
     known = served.checkpoint.sentences.prompts
     prompt = next((name for name in _PROMPTS.get(wanted, (wanted,)) if name in known), None)

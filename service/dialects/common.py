@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import pydantic_core
@@ -19,6 +19,7 @@ from service.core.request_context import REQUEST_ID_PATTERN
 from service.schemas.bodies import GenerateBody
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.field_paths import NotRead
+from service.schemas.parameters import Dialect
 from service.schemas.types import Body
 
 B = TypeVar("B", bound=Body)
@@ -238,21 +239,21 @@ def sampled(temperature: float | None, served: ServedModel) -> float | None:
     return temperature
 
 
-class Drawn(Protocol):
-    """Is a body that says how tokens are drawn."""
-
-    @property
-    def temperature(self) -> float | None: ...
-
-    @property
-    def top_p(self) -> float | None: ...
+def fields_of(body: Extended) -> dict[str, Any]:
+    """Return the native fields that every dialect has."""
+    return {name: getattr(body, name) for name in Extended.model_fields}
 
 
-def drawn(body: Drawn, served: ServedModel) -> dict[str, float | None]:
-    """Return the native fields for how tokens are drawn; `top_p: 0` leaves the most likely token alone, as greedy."""
+def sampling_fields(body: Any, dialect: Dialect, served: ServedModel) -> dict[str, Any]:
+    """Return the native fields of a dialect that samples by default, without those that only it can translate.
+
+    `top_p: 0` leaves the most likely token alone, as greedy. There is no beam search.
+    """
+    fields = fields_of(body) | dialect.fields(body)
+    fields |= {"stream": body.stream, "num_beams": 1, "seed": native_seed(body.seed)}
     if body.top_p == 0:
-        return {"temperature": 0.0, "top_p": None}
-    return {"temperature": sampled(body.temperature, served), "top_p": body.top_p}
+        return fields | {"temperature": 0.0, "top_p": None}
+    return fields | {"temperature": sampled(body.temperature, served)}
 
 
 def native_seed(seed: int | None) -> int | None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from service.core.errors import invalid
-from service.dialects.common import native, native_encode
+from service.dialects.common import fields_of, native, native_encode
 from service.dialects.embedding_bodies import EmbeddingBody
 from service.http.json_replies import Json
 from service.planning.encode import EncodePlan
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.types import TextPair
 
-_SAME = ("model", "timeout_s", "request_id", "dimensions", "ranges", "task", "prompt_name")
+_SAME = ("dimensions", "ranges", "task", "prompt_name")
 _KINDS = ("embedding_type", "encoding_type")
 _NORMALIZE = ("normalize", "normalized", "use_activation")
 
@@ -31,7 +30,7 @@ def names(body: EmbeddingBody) -> Mapping[str, str]:
 
 def embedding(body: EmbeddingBody) -> EncodeBody:
     """Translate an embedding body; raises `ApiError` with native field names."""
-    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
+    fields = fields_of(body) | {name: getattr(body, name) for name in _SAME}
     fields |= {"normalize": _normalize(body), "truncate": _side(body), **_numbers(body)}
     if body.late_chunking:
         if fields["truncate"] is not None:

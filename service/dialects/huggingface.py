@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from service.core.errors import invalid
-from service.dialects.common import json_format, native, native_encode, native_seed
+from service.dialects.common import fields_of, json_format, native, native_encode, native_seed
 from service.dialects.huggingface_bodies import (
     EmbedBody,
     GenerateParameters,
@@ -25,40 +25,25 @@ from service.http.json_replies import DataEvents, Generation, Json
 from service.planning.encode import EncodePlan
 from service.schemas.bodies import GenerateBody
 from service.schemas.encode_bodies import EncodeBody
+from service.schemas.parameters import HUGGING_FACE
 
 GENERATE_NAMES = {
+    **HUGGING_FACE.names(),
     "prompt": "inputs",
-    "max_tokens": "parameters.max_new_tokens",
     "prompt_logprobs": "parameters.top_n_tokens",
     "logprobs": "parameters.top_n_tokens",
     "response_format.json_schema.schema": "parameters.grammar.value",
     "regex": "parameters.grammar.value",
-    **{
-        name: f"parameters.{name}"
-        for name in (
-            "temperature",
-            "top_k",
-            "top_p",
-            "typical_p",
-            "repetition_penalty",
-            "frequency_penalty",
-            "seed",
-            "stop",
-        )
-    },
 }
 ENCODE_NAMES = {"input": "inputs"}
-
-_SAMPLING = ("temperature", "top_k", "top_p", "typical_p")
 
 
 def generate(body: TextGenerationBody, *, stream: bool | None = None) -> GenerateBody:
     """Translate a text generation body; `stream` overrides its field. Raises `ApiError` with native field names."""
     parameters = body.parameters or GenerateParameters.model_validate({})
-    fields: dict[str, Any] = {name: getattr(body, name) for name in ("model", "timeout_s", "request_id")}
-    fields |= {name: getattr(parameters, name) for name in ("top_k", "top_p", "typical_p", "stop")}
-    fields |= {name: getattr(parameters, name) for name in ("repetition_penalty", "frequency_penalty")}
+    fields = fields_of(body) | HUGGING_FACE.fields(parameters)
     fields |= {
+        "stop": parameters.stop,
         "prompt": body.inputs,
         "stream": body.stream if stream is None else stream,
         "max_tokens": parameters.max_new_tokens,
@@ -220,8 +205,7 @@ def _is_batch(body: PredictBody) -> bool:
 def encode_fields(body: Truncated) -> Json:
     """Return the native fields that all bodies for inputs have."""
     side = (body.truncation_direction or "right").lower()
-    fields = {name: getattr(body, name) for name in ("model", "timeout_s", "request_id")}
-    return fields | {"truncate": side if body.truncate else None}
+    return fields_of(body) | {"truncate": side if body.truncate else None}
 
 
 def _structure(grammar: Grammar | None) -> dict[str, Any]:
@@ -243,7 +227,7 @@ def _structure(grammar: Grammar | None) -> dict[str, Any]:
 
 def _temperature(parameters: GenerateParameters) -> float | None:
     """Return 0 unless a field requests sampling; then the given temperature, or 1."""
-    given = [getattr(parameters, name) for name in _SAMPLING]
+    given = [getattr(parameters, name) for name in HUGGING_FACE.drawing()]
     if not parameters.do_sample and all(one is None for one in given):
         return 0.0
     return 1.0 if parameters.temperature is None else parameters.temperature

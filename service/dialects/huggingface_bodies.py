@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from service.dialects.common import DialectBody, Extended, Ignored, NotFilled, NotSupported, NotTrue, Refused, Schema
+from service.schemas.parameters import HUGGING_FACE, Parameters
 from service.schemas.types import Prompt, Text, Texts
 
 
@@ -22,7 +23,8 @@ class Grammar(DialectBody):
     )
 
 
-class GenerateParameters(DialectBody):
+@HUGGING_FACE.body
+class GenerateParameters(DialectBody, Parameters):
     """Parameters of the generation."""
 
     max_new_tokens: int | None = Field(
@@ -34,12 +36,6 @@ class GenerateParameters(DialectBody):
         None, description="Sample even if no other sampling field is given; default: greedy.", examples=[False]
     )
     temperature: float | None = Field(None, gt=0, description="As in /generate, but never 0.", examples=[0.8])
-    top_k: int | None = Field(None, description="As in /generate.", examples=[40])
-    top_p: float | None = Field(None, description="As in /generate.", examples=[0.95])
-    typical_p: float | None = Field(None, description="As in /generate.", examples=[0.9])
-    repetition_penalty: float | None = Field(None, description="As in /generate.", examples=[1.1])
-    frequency_penalty: float | None = Field(None, description="As in /generate.", examples=[0.0])
-    seed: int | None = Field(None, description="As in /generate.", examples=[7])
     stop: list[Text] | None = Field(
         None, description="Texts that end the output, and are part of it.", examples=[["\n"]]
     )

@@ -19,7 +19,7 @@ from service.chat.tools import Json, Tool, tool_use
 from service.core.errors import ApiError, anthropic_error, invalid
 from service.core.models import ServedModel
 from service.dialects.blocks import Block, BlockRendering
-from service.dialects.common import drawn, native_seed, native_turn
+from service.dialects.common import native_turn, sampling_fields
 from service.dialects.messages_bodies import (
     ConversationMessage,
     CountBody,
@@ -33,14 +33,14 @@ from service.dialects.messages_bodies import (
 )
 from service.http.json_replies import Generation
 from service.schemas.bodies import GenerateBody
+from service.schemas.parameters import MESSAGES
 
 NAMES = {
+    **MESSAGES.names(),
     "prompt": "messages",
-    "stop": "stop_sequences",
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",
 }
-_SAME = ("model", "timeout_s", "request_id", "stream", "top_k", "priority", "cache_salt")
 _STOP = {"stop": "end_turn", "length": "max_tokens", "deadline": "pause_turn", "cancelled": "pause_turn"}
 
 
@@ -155,12 +155,9 @@ def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int], ro
 
     Clients ask for as much as models of that API can write, whose context then ends the reply.
     """
-    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME} | {
+    fields = sampling_fields(body, MESSAGES, served) | {
         "max_tokens": min(body.max_tokens, max(1, room)),
-        **drawn(body, served),
         "stop": body.stop_sequences or None,
-        "num_beams": 1,
-        "seed": native_seed(body.seed),
         "return_token_ids": True,
     }
     if is_held(body):

@@ -26,6 +26,7 @@ from service.dialects.common import (
 )
 from service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort
 from service.dialects.other_fields import Cached, Transferred
+from service.schemas.parameters import MESSAGES, Parameters
 
 
 class TextBlock(DialectBody):
@@ -229,7 +230,8 @@ class CountBody(Extended):
     thread: NotSupported = None  # the client goes on without one
 
 
-class MessagesBody(CountBody, Transferred):
+@MESSAGES.body
+class MessagesBody(CountBody, Transferred, Parameters):
     """Continue a conversation, as Anthropic's messages do; the model's chat template makes the prompt."""
 
     max_tokens: int = Field(
@@ -241,11 +243,6 @@ class MessagesBody(CountBody, Transferred):
     temperature: float | None = Field(
         None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
     )
-    top_k: int | None = Field(None, description="As in /generate.", examples=[40])
-    top_p: float | None = Field(None, description="As in /generate.", examples=[0.95])
-    seed: int | None = Field(None, description="As in /generate. Not Anthropic's.", examples=[7])
-    priority: int | None = Field(None, description="As in /generate. Not Anthropic's.", examples=[0])
-    cache_salt: str | None = Field(None, description="As in /generate. Not Anthropic's.", examples=["tenant-7"])
     metadata: Annotated[Any, Ignored("no output depends on the end user")] = None
     inference_geo: Annotated[Any, Ignored("it runs where this service does")] = None
     service_tier: Annotated[Any, Ignored("there is one tier")] = None

@@ -13,7 +13,7 @@ from service.chat.conversation import Conversation, effort_variables
 from service.chat.tools import Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import invalid
 from service.core.models import ServedModel
-from service.dialects.common import drawn, json_format, native, native_seed, native_top_k, native_turn
+from service.dialects.common import json_format, native, native_top_k, native_turn, sampling_fields
 from service.dialects.openai_bodies import (
     AllowedToolChoice,
     ChatBody,
@@ -29,17 +29,13 @@ from service.dialects.openai_bodies import (
 )
 from service.http.json_replies import Json
 from service.schemas.bodies import GenerateBody
+from service.schemas.parameters import OPENAI
 
-COMPLETION_NAMES = {"include_stop": "include_stop_str_in_output", "prompt_logprobs": "logprobs"}
+COMPLETION_NAMES = OPENAI.names() | {"prompt_logprobs": "logprobs"}
 CHAT_NAMES = {**COMPLETION_NAMES, "prediction": "prediction.content", "prompt": "messages", "logprobs": "top_logprobs"}
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; chats fill the context
 
 _GRAMMARS = ("guided_grammar", "grammar", "ebnf")  # of vLLM, llama.cpp and SGLang
-_SAME = (
-    *("model", "timeout_s", "request_id", "stream", "n", "stop", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos"),
-    *("skip_special_tokens", "priority", "cache_salt", "num_speculative_tokens"),
-)
 
 
 def completion_names(body: CompletionBody) -> Mapping[str, str]:
@@ -155,10 +151,9 @@ def joined(content: str | Sequence[TextPart | RefusalPart | UnservedPart]) -> st
 
 
 def _sampling(body: Sampling, served: ServedModel) -> dict[str, Any]:
-    return {name: getattr(body, name) for name in _SAME} | {
-        **drawn(body, served),
-        "num_beams": 1,
-        "seed": native_seed(body.seed),
+    return sampling_fields(body, OPENAI, served) | {
+        "n": body.n,
+        "stop": body.stop,
         "top_k": native_top_k(body.top_k),
         "allowed_token_ids": body.allowed_token_ids or None,
         "include_stop": body.include_stop_str_in_output,

@@ -24,6 +24,7 @@ from service.dialects.common import (
     by_type,
 )
 from service.dialects.other_fields import Cached, ChatNotServed, Harmless, NotServed, OtherNames
+from service.schemas.parameters import OPENAI, Parameters
 from service.schemas.types import Prompt, Text, TextOrTexts, TokenId
 
 SCHEMA_EXAMPLE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -87,7 +88,8 @@ class StructuredOutputs(DialectBody):
     disable_additional_properties: NotTrue = None
 
 
-class Sampling(Extended, Harmless, NotServed, OtherNames):
+@OPENAI.body
+class Sampling(Extended, Harmless, NotServed, OtherNames, Parameters):
     """Holds the fields that completions and chat completions share."""
 
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
@@ -101,31 +103,16 @@ class Sampling(Extended, Harmless, NotServed, OtherNames):
     temperature: float | None = Field(
         None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
     )
-    top_p: float | None = Field(None, description="As in /generate.", examples=[0.95])
     n: int | None = Field(None, description="Number of choices for each prompt; default: 1.", examples=[1])
     stop: TextOrTexts | None = Field(None, description="Texts that end the output before them.", examples=["\n\n"])
     seed: int | None = Field(None, description="The same seed and request give the same tokens.", examples=[7])
-    presence_penalty: float | None = Field(None, description="As in /generate.", examples=[0.0])
-    frequency_penalty: float | None = Field(None, description="As in /generate.", examples=[0.0])
-    logit_bias: dict[TokenId, float] | None = Field(None, description="As in /generate.", examples=[{"42": -5}])
-
     top_k: int | None = Field(None, description="As in /generate; -1: off. Not OpenAI's.", examples=[40])
-    min_p: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0.05])
-    repetition_penalty: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[1.1])
-    min_tokens: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0])
-    stop_token_ids: list[TokenId] | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[[2]])
     include_stop_str_in_output: bool | None = Field(
         None, description="`include_stop` of /generate. Not OpenAI's.", examples=[False]
     )
-    ignore_eos: bool | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[False])
-    skip_special_tokens: bool | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[True])
-    priority: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0])
-    cache_salt: str | None = Field(None, description="As in /generate. Not OpenAI's.", examples=["tenant-7"])
     allowed_token_ids: list[TokenId] | None = Field(
         None, description="As in /generate; empty: any. Not OpenAI's.", examples=[[5, 7]]
     )
-    num_speculative_tokens: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[8])
-
     response_format: Format | None = Field(None, description="As in /generate.", examples=[{"type": "json_object"}])
     structured_outputs: StructuredOutputs | None = Field(None, description="The same, as vLLM has it. Not OpenAI's.")
     guided_json: Annotated[Any, Refused(instead="structured_outputs.json")] = None

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from pydantic import BaseModel
 
-from service.dialects.common import Extended, native
+from service.dialects.common import fields_of, native
 from service.dialects.huggingface import encode_fields
 from service.dialects.pipeline_bodies import (
     ClassBody,
@@ -70,7 +70,7 @@ def similarity(body: SimilarityBody) -> EncodeBody:
     if parameters is not None:
         side = (parameters.truncation_direction or "right").lower()
         fields |= {"truncate": side if parameters.truncate else None, "prompt_name": parameters.prompt_name}
-    return native(EncodeBody, _common(body) | fields)
+    return native(EncodeBody, fields_of(body) | fields)
 
 
 def similarity_names(body: SimilarityBody) -> dict[str, str]:
@@ -87,7 +87,7 @@ def similarity_reply(plan: EncodePlan, reply: Json) -> object:
 
 def fill_mask(body: FillMaskBody) -> EncodeBody:
     fields = _given(body.parameters, top_k="top_k", targets="targets")
-    return native(EncodeBody, _common(body) | fields | {"input": body.inputs, "output": "fill_mask"})
+    return native(EncodeBody, fields_of(body) | fields | {"input": body.inputs, "output": "fill_mask"})
 
 
 def fill_mask_reply(body: FillMaskBody) -> Show:
@@ -113,7 +113,7 @@ def question(body: QuestionBody) -> EncodeBody:
         align_to_words="align_to_words",
     )
     pair = {"text": body.inputs.question, "text_pair": body.inputs.context}
-    return native(EncodeBody, _common(body) | fields | {"input": [pair], "output": "question_answering"})
+    return native(EncodeBody, fields_of(body) | fields | {"input": [pair], "output": "question_answering"})
 
 
 def question_reply(body: QuestionBody) -> Show:
@@ -134,7 +134,7 @@ def question_reply(body: QuestionBody) -> Show:
 def entities(body: EntityBody) -> EncodeBody:
     names = {"aggregation": "aggregation_strategy", "ignore_labels": "ignore_labels", "stride": "stride"}
     fields = {"aggregation": "simple"} | _given(body.parameters, **names)
-    return native(EncodeBody, _common(body) | fields | {"input": body.inputs, "output": "token_classification"})
+    return native(EncodeBody, fields_of(body) | fields | {"input": body.inputs, "output": "token_classification"})
 
 
 def entities_reply(body: EntityBody) -> Show:
@@ -154,7 +154,7 @@ def zero_shot(body: ZeroShotBody) -> EncodeBody:
         "hypothesis_template": parameters.hypothesis_template,
         "multi_label": parameters.multi_label,
     }
-    return native(EncodeBody, _common(body) | fields | {"input": body.inputs, "output": "zero_shot"})
+    return native(EncodeBody, fields_of(body) | fields | {"input": body.inputs, "output": "zero_shot"})
 
 
 def zero_shot_reply(plan: EncodePlan, reply: Json) -> object:
@@ -164,11 +164,11 @@ def zero_shot_reply(plan: EncodePlan, reply: Json) -> object:
 
 def classes(body: ClassBody) -> EncodeBody:
     """Translate texts to classify: scores are the model's own, or what a named function makes of its logits."""
-    return native(EncodeBody, _common(body) | {"input": body.inputs, "output": _numbers_of(body)})
+    return native(EncodeBody, fields_of(body) | {"input": body.inputs, "output": _numbers_of(body)})
 
 
 def image(body: ImageBody) -> EncodeBody:
-    return native(EncodeBody, _common(body) | {"input": [{"image": body.inputs}], "output": _numbers_of(body)})
+    return native(EncodeBody, fields_of(body) | {"input": [{"image": body.inputs}], "output": _numbers_of(body)})
 
 
 def _numbers_of(body: ClassBody | ImageBody) -> str:
@@ -238,7 +238,3 @@ def _given(parameters: BaseModel | None, **names: str) -> Json:
     """Return native fields by the names of the parameters that give them, where they are given."""
     found = {} if parameters is None else {field: getattr(parameters, name) for field, name in names.items()}
     return {field: value for field, value in found.items() if value is not None}
-
-
-def _common(body: Extended) -> Json:
-    return {name: getattr(body, name) for name in ("model", "timeout_s", "request_id")}

@@ -13,7 +13,7 @@ import numpy as np
 
 from service.core.errors import invalid
 from service.core.models import ServedModel
-from service.dialects.common import native
+from service.dialects.common import fields_of, native
 from service.dialects.ranking_bodies import ClassifyBody, RankBody, ScoreBody
 from service.http.json_replies import Json
 from service.planning.encode import EncodePlan
@@ -102,7 +102,7 @@ def rank(body: RankBody, served: ServedModel, read: Sequence[str] | None = None)
 
     side = None if body.truncation is False else "right"
     names = judgement.first_names(["query"]) | RANK_NAMES
-    return Asked(judgement.body(_common(body) | {"truncate": side}), show, judgement.uncounted, names)
+    return Asked(judgement.body(fields_of(body) | {"truncate": side}), show, judgement.uncounted, names)
 
 
 def score(body: ScoreBody, served: ServedModel) -> Asked:
@@ -119,12 +119,12 @@ def score(body: ScoreBody, served: ServedModel) -> Asked:
 
     places = ["text_1"] if isinstance(body.text_1, str) else [f"text_1[{at}]" for at in range(len(firsts))]
     names = judgement.first_names(places) | SCORE_NAMES
-    return Asked(judgement.body(_common(body)), show, judgement.uncounted, names)
+    return Asked(judgement.body(fields_of(body)), show, judgement.uncounted, names)
 
 
 def classify(body: ClassifyBody) -> EncodeBody:
     """Translate a body of texts to classify."""
-    return native(EncodeBody, _common(body) | {"input": body.input, "output": "scores"})
+    return native(EncodeBody, fields_of(body) | {"input": body.input, "output": "scores"})
 
 
 def classify_reply(plan: EncodePlan, reply: Json) -> Json:
@@ -139,10 +139,6 @@ def classify_reply(plan: EncodePlan, reply: Json) -> Json:
 
 def _list(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
-
-
-def _common(body: RankBody | ScoreBody | ClassifyBody) -> Json:
-    return {name: getattr(body, name) for name in ("model", "timeout_s", "request_id")}
 
 
 def _listed(reply: Json, data: list[Json]) -> Json:

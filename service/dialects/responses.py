@@ -15,7 +15,7 @@ from service.chat.tools import Json, Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import ApiError
 from service.core.models import ServedModel
 from service.dialects.blocks import Block, BlockRendering
-from service.dialects.common import drawn, native_seed, native_top_k, native_turn
+from service.dialects.common import native_top_k, native_turn, sampling_fields
 from service.dialects.responses_bodies import (
     InputCall,
     InputCallOutput,
@@ -29,19 +29,16 @@ from service.dialects.responses_bodies import (
 )
 from service.http.json_replies import Generation
 from service.schemas.bodies import GenerateBody
+from service.schemas.parameters import RESPONSES
 
 NAMES = {
+    **RESPONSES.names(),
     "prompt": "input",
     "messages": "input",
-    "max_tokens": "max_output_tokens",
     "response_format.json_schema.schema": "text.format.schema",
     "response_format.json_schema": "text.format.schema",
     "response_format": "text.format",
 }
-_SAME = (
-    *("model", "timeout_s", "request_id", "stream", "priority", "cache_salt"),
-    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop"),
-)
 _STATUS = {"stop": "completed", "length": "incomplete", "cancelled": "failed", "deadline": "failed", "error": "failed"}
 _SHOWN = {"type", "name", "description", "parameters"}  # of a tool
 _FAILURES = {
@@ -165,11 +162,9 @@ def _add(messages: list[Json], fields: Json) -> None:
 
 def generate_body(body: ResponsesBody, served: ServedModel, prompt: list[int]) -> GenerateBody:
     """Translate a body whose conversation has become token ids."""
-    fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME} | {
+    fields = sampling_fields(body, RESPONSES, served) | {
         "max_tokens": body.max_output_tokens,
-        **drawn(body, served),
-        "num_beams": 1,
-        "seed": native_seed(body.seed),
+        "stop": body.stop,
         "top_k": native_top_k(body.top_k),
         "return_token_ids": True,
     }

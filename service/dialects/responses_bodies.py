@@ -24,6 +24,7 @@ from service.dialects.common import (
 )
 from service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort, RefusalPart, choice_shape
 from service.dialects.other_fields import Cached, Routed
+from service.schemas.parameters import RESPONSES, Parameters
 from service.schemas.types import TextOrTexts
 
 _Marked = Annotated[Any, Ignored("replies have it; clients send their items back")]
@@ -262,7 +263,8 @@ Include = Literal[
 ]
 
 
-class ResponsesBody(Extended, Routed):
+@RESPONSES.body
+class ResponsesBody(Extended, Routed, Parameters):
     """Continue a conversation, as OpenAI's responses do; the model's chat template makes the prompt."""
 
     input: Input = Field(
@@ -286,7 +288,6 @@ class ResponsesBody(Extended, Routed):
     temperature: float | None = Field(
         None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
     )
-    top_p: float | None = Field(None, description="As in /generate.", examples=[0.95])
     tools: list[ResponsesTools] | None = Field(None, description="The functions that the model may call.")
     tool_choice: ResponsesToolChoice | None = Field(
         None, description="As in chat completions.", examples=["auto", {"type": "function", "name": "weather"}]
@@ -300,17 +301,10 @@ class ResponsesBody(Extended, Routed):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template. Not OpenAI's.", examples=[{"enable_thinking": False}]
     )
-    seed: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[7])
     top_k: int | None = Field(None, description="As in /generate; -1: off. Not OpenAI's.", examples=[40])
-    min_p: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0.05])
-    repetition_penalty: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[1.1])
-    presence_penalty: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0.0])
-    frequency_penalty: float | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0.0])
     stop: TextOrTexts | None = Field(
         None, description="Texts that end the output before them. Not OpenAI's.", examples=["\n\n"]
     )
-    priority: int | None = Field(None, description="As in /generate. Not OpenAI's.", examples=[0])
-    cache_salt: str | None = Field(None, description="As in /generate. Not OpenAI's.", examples=["tenant-7"])
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Returned.", examples=[{"a": "b"}])
     user: str | None = Field(None, description="Returned; no output depends on it.", examples=["u-1"])
     safety_identifier: Annotated[Any, Ignored("no output depends on the end user")] = None

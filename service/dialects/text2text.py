@@ -22,14 +22,11 @@ from service.dialects.text2text_bodies import (
 from service.http.json_replies import DataEvents, Generation, Json
 from service.planning.translation import Translation, translation
 from service.schemas.bodies import GenerateBody
+from service.schemas.parameters import TEXT2TEXT
 
 AnyBody = Text2TextBody | TranslationBody
 SUMMARY, TEXT, TRANSLATED = "summary_text", "generated_text", "translation_text"
-_SAME = (
-    *("top_k", "top_p", "min_p", "typical_p", "num_beams", "length_penalty", "early_stopping"),
-    *("repetition_penalty", "no_repeat_ngram_size"),
-)
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+_SAME = TEXT2TEXT.same()
 _OPTIONS = ("generate_parameters", "generate_kwargs")
 
 
@@ -82,7 +79,7 @@ def names_of(options: Options) -> Mapping[str, str]:
         "source_language": "parameters.src_lang",
         "target_language": "parameters.tgt_lang",
         **lengths,
-        **{name: options.place(name) for name in (*_SAME, "temperature", "seed")},
+        **{name: options.place(name) for name in _SAME},
     }
 
 
@@ -107,7 +104,7 @@ def generate(
         field = "parameters.clean_up_tokenization_spaces"
         raise invalid(f"{field}: the folder of model {served.name} says true, and false is not served", field)
     forced = 1 + (chosen.target_language is not None)  # tokens of the decoder before the output
-    fields: dict[str, Any] = {
+    fields: dict[str, Any] = {name: options.get(name) for name in _SAME} | {
         "model": served.name,
         "prompt": [chosen.prefix + text for text in texts],
         "task": chosen.task,
@@ -121,7 +118,7 @@ def generate(
         "timeout_s": options.get("max_time") or body.timeout_s,
         "request_id": body.request_id,
     }
-    return native(GenerateBody, fields | {name: options.get(name) for name in _SAME})
+    return native(GenerateBody, fields)
 
 
 def _tokens(options: Options, bound: str, forced: int, least: int) -> int | None:
@@ -137,7 +134,7 @@ def _temperature(options: Options) -> float | None:
     sampled = options.get("do_sample")
     if sampled is False:
         return 0.0
-    if sampled is None and all(options.get(name) is None for name in _SAMPLING):
+    if sampled is None and all(options.get(name) is None for name in TEXT2TEXT.drawing()):
         return None
     return 1.0 if options.get("temperature") is None else float(options.get("temperature"))
 

@@ -8,10 +8,12 @@ from pydantic import Field
 
 from service.dialects.common import DialectBody, Ignored, NotSupported, Refused
 from service.dialects.huggingface_bodies import HuggingFaceBody
+from service.schemas.parameters import TEXT2TEXT, Parameters
 from service.schemas.types import TextOrTexts
 
 
-class GenerationOptions(DialectBody):
+@TEXT2TEXT.body
+class GenerationOptions(DialectBody, Parameters):
     """Settings of generation as `transformers` names them; the defaults are the checkpoint's."""
 
     max_new_tokens: int | None = Field(None, ge=1, description="Maximum tokens of the output.", examples=[64])
@@ -26,17 +28,8 @@ class GenerationOptions(DialectBody):
         None, description="Sample, or not; default: if a field of sampling is given.", examples=[False]
     )
     temperature: float | None = Field(None, gt=0, description="As in /generate, but never 0.", examples=[0.8])
-    top_k: int | None = Field(None, description="As in /generate.", examples=[40])
-    top_p: float | None = Field(None, description="As in /generate.", examples=[0.95])
-    min_p: float | None = Field(None, description="As in /generate.", examples=[0.05])
-    typical_p: float | None = Field(None, description="As in /generate.", examples=[0.9])
-    seed: int | None = Field(None, description="As in /generate.", examples=[7])
-    num_beams: int | None = Field(None, description="As in /generate.", examples=[4])
-    length_penalty: float | None = Field(None, description="As in /generate.", examples=[1.0])
     early_stopping: Literal[True, False, "never"] | None = Field(None, description="As in /generate.", examples=[True])
     num_return_sequences: int | None = Field(None, ge=1, description="`n` of /generate.", examples=[1])
-    repetition_penalty: float | None = Field(None, description="As in /generate.", examples=[1.1])
-    no_repeat_ngram_size: int | None = Field(None, description="As in /generate.", examples=[3])
     max_time: float | None = Field(
         None, gt=0, description="Seconds after which the output ends; `timeout_s` of /generate.", examples=[5.0]
     )

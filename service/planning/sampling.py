@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from model.api.request import SamplingParams
 from model.api.sampling_bounds import GREEDY_BELOW
+from model.api.sampling_params import SamplingParams
 from service.core.errors import invalid
 from service.core.models import ServedModel
 from service.planning.body_limits import stop_texts

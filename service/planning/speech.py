@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from model.api.request import Request, SamplingParams
+from model.api.request import Request
+from model.api.sampling_params import SamplingParams
 from model.api.stats import ModelInfo
 from model.checkpoint.speech import SpeechTokens
 from model.media.audio_file import AudioError, AudioLimits

@@ -7,17 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from service.core.request_context import REQUEST_ID_PATTERN
+from service.schemas.parameters import Parameters, native_body
 from service.schemas.types import (
-    MAX_INT,
     Body,
     Prompt,
     TextOrIds,
-    TextOrTexts,
     Texts,
-    TokenId,
     TokenIds,
 )
-from service.settings.service_settings import MAX_PRIORITY, MIN_PRIORITY
 
 ModelName = Annotated[
     str | None,
@@ -70,7 +67,8 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = Field(None, description="Required with the type `json_schema`.")
 
 
-class GenerateBody(Body):
+@native_body
+class GenerateBody(Parameters):
     """Continue a prompt (decoder-only) or generate from a source (encoder-decoder)."""
 
     model: ModelName = None
@@ -108,93 +106,6 @@ class GenerateBody(Body):
         "tokenizer's code. The output begins after its token.",
         examples=["fra_Latn", "fr_XX", "fr"],
     )
-    max_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_INT,
-        description="Maximum number of tokens to generate. Default: the checkpoint's, else "
-        "`default_max_tokens` (256), within the context.",
-        examples=[64],
-    )
-    min_tokens: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_INT,
-        description="End-of-sequence and stops are ignored before this many tokens.",
-        examples=[0],
-    )
-    temperature: float | None = Field(
-        None,
-        ge=0,
-        le=100,
-        description="Divides the logits; 0 (or less than 0.0001) is greedy. Default: the checkpoint's, else 0.",
-        examples=[0.8],
-    )
-    top_k: int | None = Field(
-        None, ge=0, le=MAX_INT, description="Sample among the k most likely; 0: off.", examples=[40]
-    )
-    top_p: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Sample among the most likely tokens that have this total probability.",
-        examples=[0.95],
-    )
-    min_p: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="Exclude tokens less likely than this share of the most likely one.",
-        examples=[0.05],
-    )
-    typical_p: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Sample among the tokens whose information is closest to the entropy, with this total probability.",
-        examples=[0.9],
-    )
-    seed: int | None = Field(
-        None,
-        ge=0,
-        le=2**63 - 1,
-        description="The same request and seed give the same tokens in any batch. Default: random.",
-        examples=[7],
-    )
-    n: int = Field(1, ge=1, le=MAX_INT, description="Number of choices for each prompt, at most 8.", examples=[1, 2])
-    num_beams: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_INT,
-        description="2 to 8: beam search, which returns its n best hypotheses at the end, fewer where few outputs "
-        "are possible. Not with sampling, stop "
-        "texts or log-probabilities. Default: the checkpoint's, else 1.",
-        examples=[4],
-    )
-    length_penalty: float | None = Field(
-        None,
-        ge=-10,
-        le=10,
-        description="Beam search compares score / length ** length_penalty: above 0 favours long outputs. Default: the "
-        "checkpoint's, else 1.",
-        examples=[1.0],
-    )
-    early_stopping: Literal[True, False, "never"] | None = Field(
-        None,
-        description="Beam search ends at num_beams hypotheses (true), when a better one is unlikely (false), or when "
-        "none is possible (never). Default: the checkpoint's, else false.",
-        examples=[False],
-    )
-    stop: TextOrTexts | None = Field(
-        None,
-        description="Up to 4 texts of 1 to 256 characters that end the output before them.",
-        examples=["\n\n", ["\nclass ", "\ndef "]],
-    )
-    stop_token_ids: list[TokenId] = Field(
-        default_factory=list, description="Up to 128 ids that end the output.", examples=[[2]]
-    )
-    include_stop: bool = Field(False, description="Keep the stop text in the output.", examples=[False])
-    ignore_eos: bool = Field(False, description="Continue after the end-of-sequence id.", examples=[False])
     response_format: ResponseFormat | None = Field(
         None,
         description="Constrain the output to JSON; default: any text. The output ends where the JSON is complete, or "
@@ -220,65 +131,11 @@ class GenerateBody(Body):
         "or Lark, which begins with `start`. Default: none.",
         examples=['root ::= "[" root "]" | [0-9]+'],
     )
-    repetition_penalty: float | None = Field(
-        None,
-        ge=0.01,
-        le=100,
-        description="Above 1 makes tokens of prompt and output less likely. Default: the checkpoint's, else 1.",
-        examples=[1.1],
-    )
-    no_repeat_ngram_size: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_INT,
-        description="No sequence of this many tokens occurs twice; 0: off. Default: the checkpoint's, else 0.",
-        examples=[3],
-    )
-    presence_penalty: float = Field(
-        0.0, ge=-2, le=2, description="Subtracted from the logits of tokens in the output.", examples=[0.0]
-    )
-    frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="The same, multiplied by the number of occurrences.", examples=[0.0]
-    )
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
-        default_factory=dict, description="Added to the logits of up to 300 token ids.", examples=[{"42": -5.0}]
-    )
-    allowed_token_ids: list[TokenId] | None = Field(
-        None,
-        min_length=1,
-        description="Up to 300 ids: no others are generated, the end-of-sequence id neither unless it is among them. "
-        "Not with `response_format`, `regex`, `choice` or `grammar`. Default: all.",
-        examples=[[15, 16, 17]],
-    )
-    suppress_tokens: list[TokenId] = Field(
-        default_factory=list,
-        description="Up to 300 ids that are not generated, beside those that the checkpoint suppresses.",
-        examples=[[50256]],
-    )
-    num_speculative_tokens: int | None = Field(
-        None,
-        ge=0,
-        le=64,  # MAX_SPECULATIVE_TOKENS, which is the engine's
-        description="Draft up to this many tokens a step where the output repeats the prompt, the source "
-        "or itself (n-gram speculation); 0: off. The output is the same. Default: the server's setting.",
-        examples=[8],
-    )
     prediction: TextOrIds | None = Field(
         None,
         description="A text that much of the output is expected to repeat, such as the one that it edits: drafts come "
         "from it too, at most `num_speculative_tokens` a step, then 8 by default. The output is the same.",
         examples=["def add(a, b):\n    return a + b\n"],
-    )
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_INT,
-        description="Return the log-probability of each output token under the model's own distribution, with this "
-        "many (at most 20) most likely alternatives.",
-        examples=[3],
-    )
-    prompt_logprobs: int | None = Field(
-        None, ge=0, le=MAX_INT, description="The same for the prompt; the first entry is null.", examples=[0]
     )
     echo: bool = Field(
         False,
@@ -288,25 +145,8 @@ class GenerateBody(Body):
     return_token_ids: bool = Field(
         False, description="Return token ids too; a model without a tokenizer always does.", examples=[True]
     )
-    skip_special_tokens: bool = Field(
-        True, description="Leave special tokens such as end-of-sequence out of the text.", examples=[True]
-    )
     stream: bool = Field(False, description="Reply with server-sent events.", examples=[False])
     timeout_s: Timeout = None
-    priority: int = Field(
-        0,
-        ge=MIN_PRIORITY,
-        le=MAX_PRIORITY,
-        description="Lower is served first; equal ones in order of arrival. At least `min_priority` of `/info`.",
-        examples=[0],
-    )
-    cache_salt: str | None = Field(
-        None,
-        min_length=1,
-        max_length=256,
-        description="Only requests with the same salt (and the same API key) share the prefix cache.",
-        examples=["tenant-7"],
-    )
     request_id: RequestId = None
 
 

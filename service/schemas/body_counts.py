@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, get_args, get_origin
 
 from pydantic import BaseModel
 
+from model.api.request import PARAMETERS
 from service.core.errors import invalid, path_of, too_large
 from service.core.json_size import json_size
 from service.settings.service_settings import Limits
@@ -24,12 +25,8 @@ MOST: Final[Mapping[str, str]] = {  # the limit of a field that holds a list, or
     "summary": "max_content_parts",
     "tool_calls": "max_content_parts",
     "tools": "max_tools",
-    "stop": "max_stop_strings",
+    **{name: one.row.limit for name, one in PARAMETERS.items() if one.row.limit and not one.is_number},
     "stop_sequences": "max_stop_strings",
-    "stop_token_ids": "max_stop_token_ids",
-    "allowed_token_ids": "max_logit_bias",
-    "suppress_tokens": "max_logit_bias",
-    "logit_bias": "max_logit_bias",
     "choice": "max_choices",
     "prompt": "max_prompts",
     **dict.fromkeys(("input", "inputs", "texts", "documents", "sentences", "text_1", "text_2"), "max_encode_inputs"),

@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Tag
 
+from model.api.request import MAX_PRIORITY, MIN_PRIORITY
 from service.schemas.bodies import ModelName, RequestId, Timeout
+from service.schemas.parameters import bounded
 from service.schemas.replies import Finish, TimingsReply, TokenLogprobReply, Usage
 from service.schemas.types import MAX_INT, ONE_OR_LIST, Body, Reply, TokenId
-from service.settings.service_settings import MAX_PRIORITY, MIN_PRIORITY
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Temperatures = Annotated[
@@ -83,46 +84,28 @@ class TranscribeBody(Body):
         "too low, is silence; null: never.",
         examples=[0.6],
     )
-    num_beams: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_INT,
-        description="2 to 8: beam search at temperature 0. Default: the checkpoint's, else 1.",
-        examples=[5],
+    num_beams: int | None = bounded(
+        "num_beams", "2 to 8: beam search at temperature 0. Default: the checkpoint's, else 1.", 5
     )
-    length_penalty: float | None = Field(
-        None, ge=-10, le=10, description="Of beam search, as for a prompt.", examples=[1.0]
+    length_penalty: float | None = bounded("length_penalty", "Of beam search, as for a prompt.", 1.0)
+    top_k: int | None = bounded("top_k", "At a temperature above 0: sample among the k most likely.", 40)
+    top_p: float | None = bounded("top_p", "At a temperature above 0: among those of this probability.", 0.95)
+    seed: int | None = bounded(
+        "seed", "Of what is drawn. Default: 0, a random one where the first temperature is above 0.", 7
     )
-    top_k: int | None = Field(
-        None, ge=0, le=MAX_INT, description="At a temperature above 0: sample among the k most likely.", examples=[40]
-    )
-    top_p: float | None = Field(
-        None, gt=0, le=1, description="At a temperature above 0: among those of this probability.", examples=[0.95]
-    )
-    seed: int | None = Field(
-        None,
-        ge=0,
-        le=2**63 - 1,
-        description="Of what is drawn. Default: 0, a random one where the first temperature is above 0.",
-        examples=[7],
-    )
-    max_tokens: int | None = Field(
-        None, ge=1, le=MAX_INT, description="Of each window. Default: what the context has room for.", examples=[224]
-    )
+    max_tokens: int | None = bounded("max_tokens", "Of each window. Default: what the context has room for.", 224)
     suppress_tokens: list[TokenId] = Field(
         default_factory=list,
         max_length=1024,
         description="Ids that are never written, beside those of the checkpoint.",
         examples=[[11]],
     )
-    logprobs: int | None = Field(
-        None, ge=0, le=MAX_INT, description="As for a prompt: of each token of the text.", examples=[0]
-    )
+    logprobs: int | None = bounded("logprobs", "As for a prompt: of each token of the text.", 0)
     return_token_ids: bool = Field(False, description="Return the ids of the text too.", examples=[True])
     stream: bool = Field(False, description="Reply with server-sent events.", examples=[False])
     timeout_s: Timeout = None
     priority: int = Field(0, ge=MIN_PRIORITY, le=MAX_PRIORITY, description="As for a prompt.", examples=[0])
-    cache_salt: str | None = Field(None, min_length=1, max_length=256, description="As for a prompt.", examples=["a"])
+    cache_salt: str | None = bounded("cache_salt", "As for a prompt.", "a")
     request_id: RequestId = None
 
 

@@ -12,10 +12,10 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from model.api.request import MIN_PRIORITY
 from model.errors import ConfigError
 from service.settings.model_settings import ModelSettings
 
-MIN_PRIORITY, MAX_PRIORITY = -100, 100  # of a request; smaller is served first
 _MAX_STREAM_INTERVAL = 10.0  # seconds
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 

@@ -26,7 +26,8 @@ from typing import Any
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, FinishReason, Request, SamplingParams
+from model.api.request import EncodeRequest, FinishReason, Request
+from model.api.sampling_params import SamplingParams
 from model.client.async_engine import AsyncEngine
 from model.engine.execution.sources import blank_source
 from model.engine.thread_transport import ThreadTransport

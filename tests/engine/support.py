@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.api.request import Request, SamplingParams, TokenOutput
+from model.api.request import Request, TokenOutput
+from model.api.sampling_params import SamplingParams
 from model.attention.base import AttentionBackend
 from model.cache.paged import KVCache
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of

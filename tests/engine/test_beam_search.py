@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
+from model.api.request import FinishReason, Request, TokenOutput
+from model.api.sampling_params import SamplingParams
 from model.api.source import token_source
 from model.engine.scheduling.beam_search import BeamSearch
 from model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence, SchedulerOutput

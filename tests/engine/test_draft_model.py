@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.config.cache import NO_STATE, PoolSize, StateSize
 from model.engine import warmup
 from model.engine.builder import LoadedModel, load

@@ -12,10 +12,10 @@ import pytest
 from model.api.request import (
     FinishReason,
     Request,
-    SamplingParams,
     TokenLogprob,
     TokenOutput,
 )
+from model.api.sampling_params import SamplingParams
 from model.client.delivery import Delivery
 from model.client.generation_stream import GenerationStream
 from model.errors import EngineDeadError

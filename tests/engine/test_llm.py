@@ -13,7 +13,8 @@ import torch
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import FinishReason, SamplingParams
+from model.api.request import FinishReason
+from model.api.sampling_params import SamplingParams
 from model.engine.builder import load
 from model.engine.memory_plan import max_context
 from model.errors import ConfigError, EngineDeadError

@@ -15,7 +15,7 @@ import torch
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.checkpoint.tensor_files import TensorReader

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.api.request import FinishReason, Probe, Request, SamplingParams, TokenLogprob, TokenOutput
+from model.api.request import FinishReason, Request, TokenLogprob, TokenOutput
 from model.api.sampling_bounds import check_sampling
+from model.api.sampling_params import Probe, SamplingParams
 from model.cache.paged import KVCache
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from model.engine.execution.draft_model import DraftModel

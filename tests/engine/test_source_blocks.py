@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.api.request import Request, SamplingParams
+from model.api.request import Request
+from model.api.sampling_params import SamplingParams
 from model.api.source import token_source
 from model.engine.scheduling.source_blocks import SourceBlocks
 from model.network.inputs import StackInput

@@ -17,7 +17,8 @@ from transformers.generation.logits_process import (
     WhisperTimeStampLogitsProcessor,
 )
 
-from model.api.request import Probe, Request, SamplingParams, TokenOutput
+from model.api.request import Request, TokenOutput
+from model.api.sampling_params import Probe, SamplingParams
 from model.api.source import token_source
 from model.api.timestamp_rules import TimestampRules
 from model.sampling.sampler import SamplingRow, process_logits

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.api.request import FinishReason, Request, SamplingParams
+from model.api.request import FinishReason, Request
+from model.api.sampling_params import SamplingParams
 from model.api.token_history import History
 from model.config.model import GenerationRules
 from model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
 from model.api.engine_config import EngineConfig
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.attention.triton import TritonBackend
 from model.attention.triton_kernels import INTERPRETED
 from model.engine import builder

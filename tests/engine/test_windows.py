@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.api.engine_config import EngineConfig
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.api.stats import CachePool, ModelInfo
 from model.config.cache import PoolSize, PoolSpec, StateSize
 from model.engine.cache_budget import KVLayout

@@ -10,7 +10,7 @@ import pytest
 
 from lab.bench.outliers import plant
 from model.api.engine_config import EngineConfig
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.llm import LLM
 from model.pretrained import embedded_models
 from tests.model.checkpoints import native_backends

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import model.attention.triton as backend
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.attention import triton_delta, triton_heads
 from model.attention.preparation import HeadNorm, Preparation
 from model.attention.recurrence import Recurrence

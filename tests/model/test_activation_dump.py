@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from model.api.engine_config import EngineConfig
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.llm import LLM
 from model.network.activation_dump import VARIABLE
 from tests.model.checkpoints import prompt, saved

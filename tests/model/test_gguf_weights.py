@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from model.api.engine_config import EngineConfig
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.checkpoint.gguf.blocks import FORMATS

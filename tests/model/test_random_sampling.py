@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.sampling import random_sampling
 from model.sampling.random_sampling import sample_rows, sorted_top
 from model.sampling.sampler import SamplingRow, sample

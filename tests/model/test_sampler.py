@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.sampling.sampler import SamplingRow, sample, token_logprobs, uniform
 
 V = 40

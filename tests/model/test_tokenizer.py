@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from model.api.request import FinishReason, SamplingParams, TokenOutput
+from model.api.request import FinishReason, TokenOutput
+from model.api.sampling_params import SamplingParams
 from model.errors import ConfigError
 from model.text.decoders import has_fixed_texts
 from model.text.detokenizer import Detokenizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 from model.native.library import Library, native
 from model.sampling import top_k
 from model.sampling.sampler import SamplingRow, top_candidates

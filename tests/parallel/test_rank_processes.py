@@ -20,9 +20,9 @@ from model.api.request import (
     EncodeTask,
     FinishReason,
     Request,
-    SamplingParams,
     TokenOutput,
 )
+from model.api.sampling_params import SamplingParams
 from model.api.source import token_source
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
@@ -201,7 +201,7 @@ from pathlib import Path
 from model.api.engine_config import EngineConfig
 from model.errors import EngineDeadError
 from model.llm import LLM
-from model.api.request import SamplingParams
+from model.api.sampling_params import SamplingParams
 
 settings = dict(device="cpu", dtype="float32", kv_cache_memory=1 << 20)
 llm = LLM(Path(sys.argv[1]), EngineConfig(tensor_parallel_size=2, **settings))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.api.request import Request, SamplingParams
+from model.api.request import Request
 from model.api.sampling_bounds import check_value
+from model.api.sampling_params import SamplingParams
 from model.checkpoint.generation_config import GenerationTask
 from model.errors import ConfigError
 from model.text.source_languages import SourceLanguages

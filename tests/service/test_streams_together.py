@@ -10,7 +10,8 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import Commands, Events, ModelSpec
-from model.api.request import FinishReason, Request, SamplingParams, TokenOutput
+from model.api.request import FinishReason, Request, TokenOutput
+from model.api.sampling_params import SamplingParams
 from model.client.async_engine import AsyncEngine
 from model.client.generation_stream import GenerationStream
 from model.errors import EngineDeadError

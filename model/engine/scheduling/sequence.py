@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from model.api.request import FinishReason, Request, SamplingParams, TokenLogprob
+from model.api.request import FinishReason, Request, TokenLogprob
+from model.api.sampling_params import SamplingParams
 from model.api.token_history import History, SourceTokens
 from model.config.cache import NO_STATE
 from model.engine.scheduling.beam_search import BeamSearch, Candidates

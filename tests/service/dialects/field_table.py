@@ -7,6 +7,7 @@ writes the page anew; test_fields.py compares it, and compares the table with th
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,6 +15,8 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from model.api.parameters import Beams, Taken
+from model.api.request import PARAMETERS
 from service.dialects.audio_bodies import SpeechBody, TranscriptionForm, TranslationForm
 from service.dialects.common import Ignored, Refused, Served
 from service.dialects.embedding_bodies import EmbeddingBody
@@ -79,6 +82,16 @@ those of the newest releases.
 - Any other field is unknown, at every depth: a 400 that names it, its place, and the nearest known field.
 
 `a[].b` is the field `b` of each entry of `a`. The native bodies of `/generate` and `/encode` have used fields alone.
+
+## Parameters of /generate
+
+Every place that knows these parameters reads one table, `model/api/sampling_params.py`.
+
+- **folder**: generation_config.json may set the default.
+- **beams**: "not" has no meaning with beam search, "only" has none without it.
+- Columns of other APIs have the name there. The routes with an empty cell do not take it.
+- **flag**: of `triptych generate`.
+
 """
 
 Use = Literal["used", "refused", "ignored"]
@@ -130,9 +143,35 @@ def _words(annotation: Any) -> set[str]:
     return {one for arg in args for one in ([arg] if isinstance(arg, str) else _words(arg))}
 
 
+_COLUMNS = {
+    "OpenAI": "openai",
+    "Responses": "responses",
+    "Anthropic": "messages",
+    "TGI": "huggingface",
+    "text2text": "text2text",
+}
+
+
+def _parameters() -> str:
+    """Return the table of parameters."""
+    heads = ["field", "values", "default", "folder", "beams", *_COLUMNS, "flag", ""]
+    lines = [heads, ["---"] * len(heads)]
+    for name, column in PARAMETERS.items():
+        row = column.row
+        default = row.otherwise or f"`{json.dumps(column.default)}`"
+        beams = {Beams.ANY: "", Beams.ONLY: "only"}.get(row.beams, "not")
+        cells = [getattr(row, one) for one in _COLUMNS.values()]
+        named = ["" if cell is None else f"`{name if isinstance(cell, Taken) else cell}`" for cell in cells]
+        flag = f"`--{name.replace('_', '-')}`" if row.flag else ""
+        sent = f"`{name}`" if row.sent else f"{name} (folder only)"
+        values = row.bounds if column.is_number else ""
+        lines.append([sent, values, default, "yes" if row.folder else "", beams, *named, flag, row.help])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def markdown() -> str:
     """Return the page."""
-    return _HEAD + "".join(_section(route, table(body)) for route, body in BODIES.items())
+    return _HEAD + _parameters() + "".join(_section(route, table(body)) for route, body in BODIES.items())
 
 
 def _section(route: str, rows: dict[str, Row]) -> str:
