@@ -56,7 +56,6 @@ UNREAD = (
     "model/client/",
     "model/config/",
     "model/engine/",
-    "model/engine/execution/",
     "model/families/",
     "model/families/table/",
     "model/gguf/",

@@ -1,7 +1,7 @@
-"""Alignments of prompts with their sources: what is kept of the steps that compute a prompt, and what is made of it.
+"""Aligns a prompt with its source by the weights of cross attention (times of words in speech).
 
-A step writes the queries of cross attention of the layers that are looked at; those of the heads stay with the sequence
-until its prompt is computed. Then their weights over the source's keys, which are in the cache, are computed at once.
+Each step keeps the queries of the alignment heads for its rows of the prompt. Once the prompt is computed, their
+weights over the source's keys, which are in the cache, are computed at once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from model.system.transfer import device_tensor
 
 
 def kept_layers(steps: Sequence[ScheduledSequence]) -> tuple[int, ...]:
-    """Return the layers whose queries a step has to keep, in order."""
+    """Return the layers whose queries a step must keep, in order."""
     asked = (step.sequence.request.alignment for step in steps)
     return tuple(sorted({layer for alignment in asked if alignment is not None for layer, _ in alignment.heads}))
 
 
 def keep_queries(steps: Sequence[ScheduledSequence], queries: Mapping[int, Tensor]) -> None:
-    """Give each sequence that is aligned the queries of its rows, `[rows, heads, D]`, in the place of what a step over
-    the same rows has kept that failed.
+    """Add the queries of its rows, `[rows, heads, D]`, to each sequence with an alignment.
+
+    They replace those that a failed step kept for the same rows.
     """
     first = 0
     for step in steps:
@@ -42,7 +43,7 @@ def keep_queries(steps: Sequence[ScheduledSequence], queries: Mapping[int, Tenso
 
 
 def align(sequence: SequenceState, cache: KVCache, decoder: StackConfig) -> list[int]:
-    """Return the source's positions at which the rows [first, end) of a computed prompt begin."""
+    """Return the position in the source at which each row in [first, end) of a computed prompt begins."""
     alignment = sequence.request.alignment
     assert alignment is not None
     queries = torch.cat(sequence.cross_queries)[: sequence.num_prompt_tokens]  # [T, heads, D]
@@ -57,7 +58,7 @@ def align(sequence: SequenceState, cache: KVCache, decoder: StackConfig) -> list
 def _weights(
     alignment: Alignment, queries: Tensor, sequence: SequenceState, cache: KVCache, decoder: StackConfig
 ) -> Iterator[Tensor]:
-    """Yield each head's weights `[T, F]`; a layer's keys are read once for its heads that are neighbours."""
+    """Yield each head's weights `[T, F]`; consecutive heads of a layer read its keys once."""
     layer, keys = -1, queries
     for place, (index, head) in enumerate(alignment.heads):
         config, pages = decoder.layers[index].cross, cache.pages[index]

@@ -1,8 +1,7 @@
-"""A step's numbers in one row of integers: filled on the host, moved to the device by one copy, read there as views.
+"""Packs a step into one row of integers: filled on the host, copied to the device at once, read there as views.
 
-Shapes: T packed tokens of B segments, M blocks of the longest table, P pools of blocks. A step may be packed larger
-than it is, for a recorded graph whose shapes are fixed: the segments beyond have one token each, no keys, and no slot
-to write to.
+Shapes: T packed tokens of B segments, M blocks of the longest table, P pools of blocks. A CUDA graph has fixed shapes,
+so a step may be padded: each padding segment has one token, no keys, and no slot to write to.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from model.config.cache import NO_STATE
 from model.engine.scheduling.block_table import BlockTable
 from model.engine.scheduling.scheduled_step import ScheduledSequence
 
-NO_SLOT = -1  # a slot that nothing is written to; a token that is not waited for
+NO_SLOT = -1  # no slot to write to; no placeholder
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """How many of everything."""
+    """The dimensions of a packed step."""
 
     tokens: int  # T
     segments: int  # B
@@ -35,7 +34,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, steps: Sequence[ScheduledSequence]) -> BatchLayout:
-        """What just holds these."""
+        """Return the smallest layout that holds these steps."""
         return cls(
             tokens=sum(step.num_tokens for step in steps),
             segments=len(steps),
@@ -46,18 +45,18 @@ class BatchLayout:
 
     @property
     def sizes(self) -> list[int]:
-        """Of each field of `StepBatch`, in its order."""
+        """The number of integers of each field of `StepBatch`, in order."""
         t, b, p = self.tokens, self.segments, self.pools
         states = self.state_columns * b
         return [t, t, t, p * t, t, b + 1, b, states, p * b * self.blocks, b, p * b * self.source_blocks]
 
     @property
     def before_tables(self) -> int:
-        """Integers in front of the tables: they lie alike whatever the tables' lengths."""
+        """The number of integers before the tables, whose places do not depend on the tables' lengths."""
         return sum(self.sizes[:8])
 
     def split(self, flat: Tensor) -> StepBatch:
-        """Views of a row of so many integers."""
+        """Return the fields as views of a packed row."""
         ids, positions, contexts, slots, placeholders, cu_seqlens, kv_lens, states, tables, *of_sources = flat.split(
             self.sizes
         )
@@ -79,13 +78,13 @@ class BatchLayout:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step as the network reads it."""
+    """The fields of one step, as the network reads them."""
 
     ids: Tensor  # [T]
     positions: Tensor  # [T]
-    contexts: Tensor  # [T] tokens that the keys of the row's sequence are turned for
+    contexts: Tensor  # [T] tokens that the keys of the row's sequence are rotated for (LongRoPE)
     slots: Tensor  # [P, T] in each pool, for its keys and values
-    placeholders: Tensor  # [T] row of the previous step whose token this is, not known on the host; else NO_SLOT
+    placeholders: Tensor  # [T] row of the previous step that samples this token, if the host lacks it; else NO_SLOT
     cu_seqlens: Tensor  # [B + 1]
     kv_lens: Tensor  # [B]
     states: Tensor  # [3, B] rows, and the slots of the states that they read and write; or empty
@@ -102,9 +101,10 @@ def pack(
     *,
     pinned: bool = False,
 ) -> Tensor:
-    """The row of integers of a step, on the host; `placeholders` has rows of the step before by the sequence's `id`.
+    """Pack a step into a row of integers on the host.
 
-    `pinned` memory is what a device copies from while the host goes on.
+    `placeholders` maps a sequence's `id` to its row of the previous step. A device copies from `pinned` memory while
+    the host goes on.
     """
     sizes = layout.sizes
     row = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=pinned)
@@ -145,7 +145,7 @@ def _cut(flat: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[NDArray[np.i
 
 
 def _fill_tables(flat: NDArray[np.int64], width: int, tables: Sequence[BlockTable]) -> None:
-    """Rows of `width`; what is beyond a table stays block 0, which no length reaches."""
+    """Write tables as rows of `width`; the rest of a row stays block 0, which is never read."""
     begin = 0
     for table in tables:
         flat[begin : begin + len(table)] = table.row
@@ -153,7 +153,7 @@ def _fill_tables(flat: NDArray[np.int64], width: int, tables: Sequence[BlockTabl
 
 
 def _fill_states(columns: NDArray[np.int64], steps: Sequence[ScheduledSequence]) -> None:
-    """Rows, and the slots that each reads and writes; what is beyond the steps has none."""
+    """Write the rows and the slots that each reads and writes; padding rows have none."""
     columns[0] = np.arange(columns.shape[1])
     columns[1:] = NO_STATE
     columns[1, : len(steps)] = [step.sequence.state_slot for step in steps]
@@ -161,7 +161,7 @@ def _fill_states(columns: NDArray[np.int64], steps: Sequence[ScheduledSequence])
 
 
 def _written_slot(step: ScheduledSequence) -> int:
-    """The slot of the state behind a step. Others may follow it, for drafts that a draft model has not said."""
+    """Return the slot for the state after a step. Slots for drafts that were not proposed may follow it."""
     stop = step.start + step.num_tokens
     return next(slot for tokens, slot in step.sequence.state_writes if tokens == stop)
 

@@ -1,10 +1,9 @@
-"""Decode steps recorded once and replayed: on a GPU one launch for the thousand small ones of a step.
+"""Records decode steps as CUDA graphs and replays them: one launch in place of a thousand.
 
-A step in which every sequence has one token has the same shape whatever the tokens are. It is recorded for some batch
-sizes, reading one row of integers (`model.engine.execution.batch`) that lies where it lies; a step is then that row
-filled anew and a replay of the next larger size, the places beyond its sequences having no keys and no slot to write
-to. The lengths are read by the kernels, so the backend must be one that looks at `AttentionMetadata.device_lengths`
-only.
+A step in which every sequence has one token has the same kernels whatever the tokens are. It is recorded for some batch
+sizes. A recorded step reads one row of integers (`model.engine.execution.batch`) at a fixed address. To run a step,
+that row is filled and the next larger size is replayed; padding rows have no keys and no slot to write to. Kernels read
+lengths on the device, so the backend must use only `AttentionMetadata.device_lengths`.
 """
 
 from __future__ import annotations
@@ -30,23 +29,22 @@ from model.system.transfer import to_device
 SMALL = (1, 2, 4, 8)  # recorded sizes below the regular ones
 REGULAR = 16
 
-# Takes what is to be recorded; gives its result, which is written anew by each call of the second.
+# Records a function. Returns its result, and a function that computes the result again in the same memory.
 Recorder = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], object]]]
 
 logger = logging.getLogger(__name__)
 
 
 class CudaRecorder:
-    """CUDA graphs of one device that share one pool of memory: only one of them runs at a time."""
+    """Records CUDA graphs that share one memory pool of a device: only one of them runs at a time."""
 
     def __init__(self, device: torch.device, *, collective: bool = False) -> None:
-        """`collective`: what is recorded sums over ranks. NCCL's own threads ask the device meanwhile, which must not
-        end a recording."""
+        """`collective`: the function sums over ranks. NCCL's threads query the device, which must not end a capture."""
         self._device = device
         self._mode = "thread_local" if collective else "global"
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
-            # One stream for all: cuBLAS keeps a work space for each that it was used on.
+            # One stream for all: cuBLAS keeps a workspace for each stream it was used on.
             self._side = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
@@ -63,7 +61,7 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """The recorded decode steps of one model over its pool."""
+    """The recorded decode steps of one model over its KV cache."""
 
     def __init__(
         self,
@@ -100,20 +98,20 @@ class DecodeGraphs:
         logger.info("recorded %d decode steps in %.1f s", len(self._recorded), time.monotonic() - began)
 
     def fits(self, steps: Sequence[ScheduledSequence]) -> bool:
-        """Whether this is a step of single tokens of no more sequences than were recorded."""
+        """Whether each sequence has one token and a large enough size was recorded."""
         return len(steps) <= self.sizes[-1] and all(step.num_tokens == 1 for step in steps)
 
     def layout(self, needed: BatchLayout, *, uneven: bool) -> BatchLayout:
-        """How a step that fits is packed: as many rows as were recorded, tables as long as they are."""
+        """Return the layout of a step that fits: padded to a recorded size, with tables of the needed length."""
         size = next(size for size in (self.uneven_sizes if uneven else self.sizes) if size >= needed.segments)
         return replace(needed, tokens=size, segments=size, state_columns=self._layouts[size].state_columns)
 
     def run(
         self, layout: BatchLayout, row: Tensor, num_segments: int, tokens: Tensor | None, *, uneven: bool
     ) -> Tensor:
-        """Hidden states `[B, d]` of a step that is packed by `layout`, valid until the next run.
+        """Return the hidden states `[B, d]` of a step packed by `layout`; they are valid until the next run.
 
-        `tokens` are those of the step before, None where the step waits for none of them.
+        `tokens` are those that the previous step sampled; None if this step needs none of them.
         """
         step = self._fill(self._layouts[layout.segments], layout, to_device(row, self._cache.device))
         if tokens is not None:
@@ -123,7 +121,7 @@ class DecodeGraphs:
         return hidden[:num_segments]
 
     def _fill(self, layout: BatchLayout, used: BatchLayout, packed: Tensor) -> StepBatch:
-        """Put a step of the recorded `layout`, but shorter tables, where it is read; what no length reaches stays."""
+        """Copy a step with shorter tables to the recorded `layout`; the rest of each table is never read."""
         row = self._row[: sum(layout.sizes)]
         step, new = layout.split(row), used.split(packed)
         row[: layout.before_tables].copy_(packed[: layout.before_tables])
@@ -177,32 +175,34 @@ class DecodeGraphs:
 
 
 def recorded(graphs: DecodeGraphs) -> tuple[DecodeGraphs | None, str]:
-    """All sizes recorded; None and the reason where that does not work: steps are then launched one by one."""
+    """Record all sizes. Where that fails return None and the reason: kernels are then launched one by one."""
     try:
         graphs.record_all()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of CUDA, or of a compiler
-        logger.warning("decode steps could not be recorded, so they run launch by launch", exc_info=True)
+        logger.warning("decode steps could not be recorded, so their kernels are launched one by one", exc_info=True)
         return None, summary(error)
     return graphs, ""
 
 
 def fill_placeholders(step: StepBatch, tokens: Tensor) -> None:
-    """Put what the step before sampled, which only the device knows, where it is waited for."""
+    """Replace placeholders by the tokens that the previous step sampled, on the device."""
     known = step.placeholders < 0
     step.ids.copy_(torch.where(known, step.ids, tokens[step.placeholders.clamp(min=0)]))
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """The batch sizes that are recorded: few enough to be quick, near enough to waste little."""
+    """Return the batch sizes to record: few enough to record quickly, close enough to pad little."""
     regular = range(REGULAR, most + REGULAR, REGULAR)
     return sorted({min(size, most) for size in (*SMALL, *regular)})
 
 
 def uneven_sizes(most: int, max_model_len: int) -> list[int]:
-    """The batch sizes that are recorded once more, for steps in which a few sequences have nearly all keys: powers of
-    two, as such steps are rare. Where the GPU is full without, that is, of many sequences; none of short contexts."""
+    """Return the sizes to record again for uneven steps, in which a few sequences have nearly all keys.
+
+    They are powers of two, because such steps are rare. Small batches and short contexts need none.
+    """
     if most < REGULAR or max_model_len < UNEVEN_TIMES * UNEVEN_KEYS:
         return []
     powers = (1 << bit for bit in range(REGULAR.bit_length() - 1, most.bit_length() + 1))
@@ -210,5 +210,5 @@ def uneven_sizes(most: int, max_model_len: int) -> list[int]:
 
 
 def num_recorded(most: int, max_model_len: int) -> int:
-    """How many steps are recorded."""
+    """Return how many steps are recorded."""
     return len(sizes_up_to(most)) + len(uneven_sizes(most, max_model_len))

@@ -1,8 +1,8 @@
-"""A small model that says what may come next: run over the tokens of sequences, a pass for each token that it says.
+"""Runs a draft model: a small model that proposes next tokens, one pass for each.
 
-It samples as the served model does, by each request's own settings, seed and position, so the closer its logits are the
-more of its drafts are right, drawn ones too. Its cache has pages for the same blocks as the first pool of the served
-model; layers of any window use all of them.
+It samples as the served model does, with each request's settings, seed and position. So the closer its logits are, the
+more drafts are accepted, at any temperature. Its KV cache uses the block numbers of the served model's first pool;
+layers with a window keep all blocks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from model.sampling.sampler import SamplingRow, sample
 
 
 class DraftModel:
-    """The draft model of a served one, with its cache."""
+    """The draft model of a served model, with its KV cache."""
 
     def __init__(self, model: Transformer, cache: KVCache, vocab_size: int, *, has_rules: bool) -> None:
-        """`vocab_size` is the served model's: logits may be padded to another width. `has_rules`: its checkpoint bans
-        or forces tokens of any request."""
+        """`vocab_size` is the served model's; the draft model's logits may have another width. `has_rules`: the served
+        checkpoint bans or forces tokens in every request."""
         self.model = model
         self.cache = cache
         self._vocab_size = vocab_size
@@ -39,10 +39,9 @@ class DraftModel:
     def draft(
         self, runs: Sequence[DraftRun], sampling_row: Callable[[SequenceState], SamplingRow]
     ) -> list[tuple[int, ...]]:
-        """Compute the tokens of each run, and return as many drafts behind them as it asks for, or fewer: what ends a
-        sequence is no draft.
+        """Compute the tokens of each run; return up to `num_drafts` proposals for each. None ends its sequence.
 
-        `sampling_row` says how the next token of a sequence is sampled.
+        `sampling_row` gives the sampling settings of a sequence's next token.
         """
         drafts = [_Drafts(run, self._pages(run.sequence), self._has_rules) for run in runs]
         going = sorted(drafts, key=lambda one: one.run.num_tokens > 1)  # attention may launch single tokens apart
@@ -56,14 +55,14 @@ class DraftModel:
         return [tuple(one.said) for one in drafts]
 
     def _pages(self, sequence: SequenceState) -> SequenceState:
-        """The sequence with tables for the pools here, which are all as that which reads furthest back."""
+        """Return the sequence with a table for each pool here, all equal to that of its first pool."""
         if len(sequence.tables) == len(self.cache.pools) == 1:
             return sequence
         tables, nothing = sequence.tables[:1] * len(self.cache.pools), sequence.source_tables[:1]
         return replace(sequence, tables=tables, source_tables=nothing * len(self.cache.pools))
 
     def _pass(self, going: Sequence[_Drafts], sampling_row: Callable[[SequenceState], SamplingRow]) -> list[int]:
-        """Compute what is next of each, and return the next token of those that say one."""
+        """Compute the next tokens of each, and return a proposal of those that have to propose."""
         steps = [one.step() for one in going]
         layout = BatchLayout.of(steps)
         row = pack(layout, steps, self.cache.block_size, {}, pinned=self.cache.device.type == "cuda")
@@ -80,12 +79,12 @@ class DraftModel:
         return tokens
 
     def _of_vocabulary(self, logits: Tensor) -> Tensor:
-        """Logits `[N, V]` as wide as the served model's."""
+        """Pad or cut logits `[N, V]` to the served model's vocabulary."""
         return pad(logits, (0, self._vocab_size - logits.shape[1]), value=float("-inf"))
 
 
 class _Drafts:
-    """What is said behind one sequence."""
+    """The proposals for one sequence."""
 
     def __init__(self, run: DraftRun, pages: SequenceState, has_rules: bool) -> None:
         self.run = run
@@ -93,16 +92,16 @@ class _Drafts:
         self.goes_on = False
         self._pages = pages
         self._num_passes = 0
-        self._ahead = run.sequence  # with what was said, as far as its settings depend on it
+        self._ahead = run.sequence  # with the proposals, where its settings depend on them
         self._is_plain = run.sequence.is_unconstrained and not has_rules
 
     @property
     def num_computed(self) -> int:
-        """Tokens behind all passes."""
+        """The number of tokens in the cache after all passes."""
         return self.run.stop + self._num_passes - 1
 
     def step(self) -> ScheduledSequence:
-        """Return the tokens of the next pass: those that are known, then each that was said but the last."""
+        """Return the next pass: first the missing known tokens, then the latest proposal."""
         self._num_passes += 1
         if not self.said:
             return ScheduledSequence(self._pages, self.run.start, self.run.num_tokens, False)
@@ -115,7 +114,7 @@ class _Drafts:
         return row
 
     def take(self, token: int) -> None:
-        """Take the next token, unless that ends the sequence."""
+        """Add a proposal, unless it ends the sequence."""
         sequence = self.run.sequence
         self.goes_on = token not in sequence.stop_token_ids
         if not self.goes_on:

@@ -1,9 +1,9 @@
-"""A scheduled step as tensors: packs it, runs the Transformer, samples. Keeps no state of requests.
+"""Runs a scheduled step: packs it, runs the Transformer, samples. It keeps no state of requests.
 
 SchedulerOutput -> StepPlan -> StepProgram: hidden states, logits -> next tokens
 
-A step is launched, then collected. On a GPU the next one may be launched between the two: the tokens that it needs of
-the one before are taken where they are, on the device.
+A step is launched, then collected. On a GPU the next step may be launched in between; it reads the tokens of the
+previous step on the device.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ LOGPROB_ROWS = 256  # rows of prompt logits held at once
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that the device may still be busy with."""
+    """A step in flight: the device may still be computing it."""
 
     steps: list[ScheduledSequence]
-    rows: dict[int, int]  # first place among `tokens` by the `id` of a sequence that samples
-    tokens: Tensor  # [S] on the device; of drafts too, in a row with what comes behind them if they are right
-    arriving: HostCopy  # the same
-    forced: list[bool]  # of each row: the checkpoint's rules left no other token
+    rows: dict[int, int]  # first row of a sequence that samples, by its `id`
+    tokens: Tensor  # [S] sampled tokens on the device: after a sequence's last token, then after each of its drafts
+    arriving: HostCopy  # the same, on the way to the host
+    forced: list[bool]  # of each row: the checkpoint's rules allowed one token only
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
     masked_logprobs: dict[int, float] = field(default_factory=dict)
     alignments: dict[int, list[int]] = field(default_factory=dict)
 
     def collect(self) -> list[SampledToken | None]:
-        """The next token of each scheduled sequence, None where its prompt is not computed to the end yet."""
+        """Wait, and return the next token of each scheduled sequence; None while its prompt is not finished."""
         tokens = self.arriving.get().tolist() if self.rows else []
         found: list[SampledToken | None] = []
         for step in self.steps:
@@ -99,7 +99,7 @@ class Launched:
 
 
 class ModelRunner:
-    """One model with its pool."""
+    """Runs the steps of one model over its KV cache."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ModelRunner:
         draft_model: DraftModel | None = None,
         unrecorded: str = "",
     ) -> None:
-        """`unrecorded` says why there are no graphs, though there should be."""
+        """`unrecorded` says why there are no CUDA graphs although they were wanted."""
         self.model = model
         self.cache = cache
         self.block_manager = block_manager
@@ -127,9 +127,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput, before: Launched | None = None) -> Launched:
-        """Start a step; `before` is the one whose tokens are not collected yet, if there is one.
+        """Launch a step; `before` is the previous step if its tokens are not collected yet.
 
-        Appends prompt log-probabilities to the sequences that ask for them.
+        Adds prompt log-probabilities to the sequences that ask for them.
         """
         steps = decodes_first(output.scheduled)
         logits = self._run(steps, output.copies, before)  # [S, V]
@@ -140,30 +140,30 @@ class ModelRunner:
         return self._sample(output.scheduled, sampling, logits)
 
     def draft(self, runs: Rows[DraftRun]) -> list[tuple[int, ...]]:
-        """What the draft model says behind the tokens of each run."""
+        """Return the draft model's proposals for each run."""
         assert self.draft_model is not None
         rules = self.model.config.generation
         return self.draft_model.draft(runs, lambda one: self._sampling_row(one, rules, ruled=rules != _NO_RULES))
 
     @torch.inference_mode()
     def encode_ahead(self, source: Source, layers: int) -> None:
-        """Compute the next so many layers of the encoder, of a source that a later step encodes."""
+        """Compute the next `layers` layers of the encoder for a source that a later step finishes."""
         self._program.encode_ahead(source, layers)
 
     def forget_ahead(self) -> None:
-        """Forget the source that was begun so."""
+        """Drop the source that `encode_ahead` started."""
         self._program.forget_ahead()
 
     @torch.inference_mode()
     def probe(self) -> None:
-        """The smallest pass there is, without the cache; raises if not even that works."""
+        """Run the smallest possible pass, without the cache; raises if the device or model is broken."""
         if self.model.encoder is None:
             self.model.decode(packed_input([[0]], self.device, causal=True))
         else:
             self.model.encode(source_input([blank_source(self.model.config)], self.device))
 
     def _run(self, steps: Rows[ScheduledSequence], copies: Rows[BlockCopy], before: Launched | None) -> Tensor:
-        """Logits `[S, V]` of the last tokens of the sequences that sample; prompts are scored on the way."""
+        """Run a step and return logits `[S, V]` of the rows to sample from; store the scores of prompts."""
         plan, slices, probed = self._plan(steps, copies, before)
         tokens = before.tokens if before is not None and plan.num_known else None
         together: AbstractContextManager[None] = nullcontext()
@@ -194,7 +194,7 @@ class ModelRunner:
         if layers and self._ranks is not None:
             raise ConfigError("a prompt is not aligned with its source by a model on several ranks")
         replayed = self.graphs is not None and not layers and self.graphs.fits(steps)
-        splits_keys = self.model.backend.graph_safe  # by lengths on the device, which others have on the host
+        splits_keys = self.model.backend.graph_safe  # Triton: by lengths on the device
         uneven = splits_keys and are_uneven([step.start + 1 for step in steps if step.num_tokens == 1])
         layout = BatchLayout.of(steps)
         if self.graphs is not None and replayed:
@@ -222,7 +222,7 @@ class ModelRunner:
         return plan, slices, probed
 
     def _source_slots(self, sequences: Rows[SequenceState]) -> Iterator[int]:
-        """Where each pool has the positions of new sources."""
+        """Yield the slots of new sources, pool by pool."""
         for pool in range(len(self.cache.pools)):
             for sequence in sequences:
                 yield from self.block_manager.slots(sequence.source_tables[pool], 0, sequence.source_length)
@@ -245,7 +245,7 @@ class ModelRunner:
             rows = [row for step in sampling for row in self._drafted_rows(step, rules, ruled=ruled)]
         wanted = [i for i, step in enumerate(steps) if step.sequence.params.logprobs is not None]
         searching = not wanted and all(step.sequence.beams is not None for step in steps)
-        # A beam's own next token is nobody's: its search decides among the candidates.
+        # A beam samples no token: its search chooses among the candidates.
         processed = logits if searching else process_logits(logits, rows)
         tokens = torch.zeros(len(rows), dtype=torch.int64) if searching else choose(processed, rows)
         arriving = HostCopy(tokens)
@@ -272,7 +272,7 @@ class ModelRunner:
     def _candidates(
         self, steps: Rows[ScheduledSequence], rows: Rows[SamplingRow], logits: Tensor
     ) -> dict[int, BeamCandidates]:
-        """The likeliest continuations of each beam among the rows."""
+        """Return the most likely continuations of each beam, by row."""
         beams = [i for i, step in enumerate(steps) if step.sequence.beams is not None]
         if not beams:
             return {}
@@ -283,7 +283,7 @@ class ModelRunner:
         return dict(zip(beams, found, strict=True))
 
     def _drafted_rows(self, step: ScheduledSequence, rules: GenerationRules, *, ruled: bool) -> Iterator[SamplingRow]:
-        """The row of a sequence's last token, and those of its drafts, each as if those before it were its tokens."""
+        """Yield the sampling row after a sequence's last token, then after each draft as if it were accepted."""
         sequence = step.sequence
         yield self._sampling_row(sequence, rules, ruled=ruled)
         for ahead, draft in enumerate(step.drafts, 1):
@@ -319,17 +319,17 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class PromptSlice:
-    """Some tokens of a prompt that are scored by the rows before them."""
+    """A range of prompt tokens, scored by the rows before them."""
 
     sequence: SequenceState
     rows: tuple[int, int]  # of the step's hidden states
     token_ids: Rows[int]
-    top: int  # likeliest tokens that are asked for beside them
+    top: int  # number of most likely tokens requested at each
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedRow:
-    """A token of a prompt behind which some tokens are asked for."""
+    """A prompt token after which the scores of some tokens are requested."""
 
     sequence: SequenceState
     row: int  # of the step's hidden states
@@ -337,7 +337,7 @@ class ProbedRow:
 
 
 def probed_rows(steps: Rows[ScheduledSequence]) -> Iterator[ProbedRow]:
-    """Where a step computes what probes of prompts ask for."""
+    """Yield the rows of a step that probes of prompts ask for."""
     first = 0
     for step in steps:
         probe = step.sequence.params.probe
@@ -347,7 +347,7 @@ def probed_rows(steps: Rows[ScheduledSequence]) -> Iterator[ProbedRow]:
 
 
 def prompt_slices(steps: Rows[ScheduledSequence]) -> Iterator[PromptSlice]:
-    """What a step scores of prompts, in slices of `LOGPROB_ROWS`."""
+    """Yield the prompt tokens that a step scores, in slices of `LOGPROB_ROWS`."""
     first = 0
     for step in steps:
         sequence, top = step.sequence, step.sequence.params.prompt_logprobs
@@ -362,9 +362,9 @@ def prompt_slices(steps: Rows[ScheduledSequence]) -> Iterator[PromptSlice]:
 
 
 def state_spans(steps: Rows[ScheduledSequence]) -> Iterator[StateSpan]:
-    """Which slots the rows of a step read and write, a span for each state that is kept.
+    """Yield which state slots the rows of a step read and write, one span for each state that is kept.
 
-    There may be slots for more drafts than a draft model has said.
+    There may be slots for more drafts than were proposed.
     """
     first = 0
     for step in steps:
@@ -377,8 +377,9 @@ def state_spans(steps: Rows[ScheduledSequence]) -> Iterator[StateSpan]:
 
 
 def _logit_rows(steps: Rows[ScheduledSequence], probed: Rows[ProbedRow]) -> tuple[int, ...] | None:
-    """Rows of the last tokens of the sequences that sample, and of their drafts, then those of probes, as all of them
-    read the head's matrix once; None: all rows, each once.
+    """Return the rows that need logits: last tokens and drafts of the sequences that sample, then probes.
+
+    All of them are multiplied by the head's matrix at once. None means all rows, in order.
     """
     rows: list[int] = []
     end = 0
@@ -392,5 +393,5 @@ def _logit_rows(steps: Rows[ScheduledSequence], probed: Rows[ProbedRow]) -> tupl
 
 
 def decodes_first(steps: Rows[ScheduledSequence]) -> list[ScheduledSequence]:
-    """The order in which they are packed: attention may launch what decodes apart from prompts."""
+    """Sort decoding sequences before prompts: attention may launch the two kinds separately."""
     return sorted(steps, key=lambda step: step.num_tokens > 1)

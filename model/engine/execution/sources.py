@@ -1,4 +1,4 @@
-"""Sources as what the network reads: packed token ids, or pixels or frames and as many positions as they become."""
+"""Converts sources to the network's input: packed token ids, or pixels or frames with their positions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from model.system.transfer import device_tensor, to_device
 def source_input(
     sources: Sequence[Source], device: torch.device, *, causal: bool = False, images: ImageProcessing | None = None
 ) -> StackInput:
-    """One segment for each source, all of one kind; `images`: how the pixels of a model that reads them are scaled.
+    """Pack sources of one kind, one segment each; `images` says how pixels are scaled.
 
-    `causal` is a decoder that encodes.
+    `causal` is for a decoder that encodes.
     """
     if sources[0].kind is SourceKind.IMAGE:
         assert images is not None
@@ -37,7 +37,7 @@ def source_input(
 
 
 def blank_source(config: ModelConfig, tokens: int = 1) -> Source:
-    """A source that a model can encode and that says nothing: so many tokens, a black image or a window of silence."""
+    """Return an empty source for a model: `tokens` tokens of id 0, a black image, or a window of silence."""
     if (image := config.image) is not None:
         shape = (image.channels, image.size, image.size)
         return image_source(bytes(math.prod(shape)), shape, image.num_tokens)
@@ -48,13 +48,13 @@ def blank_source(config: ModelConfig, tokens: int = 1) -> Source:
 
 
 def _frames(sources: Sequence[Source], device: torch.device) -> Tensor:
-    """Log-mel energies `[B, mel bins, frames]`."""
+    """Return log-mel energies `[B, mel bins, frames]`."""
     raw = torch.frombuffer(bytearray(b"".join(source.features for source in sources)), dtype=torch.float32)
     return to_device(raw, device).view(len(sources), *sources[0].shape)
 
 
 def _pixels(sources: Sequence[Source], device: torch.device, images: ImageProcessing) -> Tensor:
-    """Normalised images `[B, C, S, S]`."""
+    """Return normalised images `[B, C, S, S]`."""
     raw = torch.frombuffer(bytearray(b"".join(source.features for source in sources)), dtype=torch.uint8)
     pixels = to_device(raw, device).view(len(sources), *sources[0].shape)
     scale, shift = (device_tensor(values, device, torch.float32) for values in (images.scale, images.shift))

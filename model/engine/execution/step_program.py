@@ -1,10 +1,10 @@
-"""A step from its integers to logits: what every rank of a model does alike, from the same plan.
+"""Computes the logits of a packed step. Every rank of a model runs the same program from the same plan.
 
-    copies of blocks -> (encoder over new sources -> cross keys and values) -> decoder over packed tokens -> logits
+    block copies -> (encoder over new sources -> cross keys and values) -> decoder over packed tokens -> logits
 
-Rank 0 plans a step and sends it (`model.parallel.messages.Step`); with one rank nothing is sent. Hidden states are
-whole on each rank and stay there. Sampling is rank 0's alone: tokens that the next step waits for are sent with that
-step, from device to device, so no rank's host waits for them.
+Rank 0 plans a step and sends the plan to the others (`model.parallel.messages.Step`). Every rank has the whole hidden
+states. Only rank 0 samples. Tokens that the next step needs travel with that step, from device to device, so no host
+waits for them.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step as integers on the host, and what is to be done with it."""
+    """One step: its packed integers on the host, and what to compute."""
 
     layout: BatchLayout
     row: Tensor  # int64, as `layout` divides it
-    num_segments: int  # that are there; the layout of a replayed step may have more
+    num_segments: int  # without padding; the layout of a replayed step may have more
     replayed: bool  # from a recorded graph
-    num_known: int = 0  # tokens that the step before sampled, if this one waits for some of them
-    uneven: bool = False  # of the sequences with one token a few have nearly all keys
-    logit_rows: tuple[int, ...] | None = None  # rows of hidden states that logits are computed of; None: all
-    copies: tuple[tuple[int, int, int], ...] = ()  # pool, target and source of each block that is copied before
-    sources: tuple[Source, ...] = ()  # encoded before
+    num_known: int = 0  # tokens that the previous step sampled, if this one needs any of them
+    uneven: bool = False  # a few of the decoding sequences have nearly all keys
+    logit_rows: tuple[int, ...] | None = None  # rows of hidden states that need logits; None: all
+    copies: tuple[tuple[int, int, int], ...] = ()  # pool, target and source of each block to copy first
+    sources: tuple[Source, ...] = ()  # to encode first
     source_slots: tuple[int, ...] = ()  # [P * S] of their S positions in each pool
-    scored: tuple[tuple[int, int], ...] = ()  # ranges of rows that prompts are scored by, behind the step
-    states: tuple[tuple[int, int, int, int], ...] = ()  # fields of each `StateSpan`, of recurrent layers
-    kept_layers: tuple[int, ...] = ()  # whose queries of cross attention are kept; only where there is one rank
+    scored: tuple[tuple[int, int], ...] = ()  # ranges of rows that score prompts
+    states: tuple[tuple[int, int, int, int], ...] = ()  # the fields of each `StateSpan` of recurrent layers
+    kept_layers: tuple[int, ...] = ()  # whose queries of cross attention are kept; on one rank only
 
     def message(self) -> Step:
-        """The plan for the other ranks."""
-        from model.parallel.messages import Step  # a machine with one rank needs no msgspec
+        """Return the plan as a message for the other ranks."""
+        from model.parallel.messages import Step  # needs msgspec, which one rank does without
 
         return Step(
             astuple(self.layout),
@@ -74,7 +74,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, message: Step, *, pinned: bool) -> StepPlan:
-        """The plan that rank 0 sent; `pinned`: in memory that a device copies from while the host goes on."""
+        """Return the plan that rank 0 sent, in `pinned` memory if a device copies from it."""
         sent = torch.frombuffer(bytearray(message.row), dtype=torch.int64)
         return cls(
             BatchLayout(*message.layout),
@@ -92,7 +92,7 @@ class StepPlan:
         )
 
     def check_ids(self, vocabulary: int, source_vocabulary: int) -> None:
-        """Raise `IndexError` for a token id outside the vocabulary, which would break a group of ranks."""
+        """Raise `IndexError` for a token id outside the vocabulary, before it breaks the group of ranks."""
         step = self.layout.split(self.row)
         ids, placeholders = step.ids.numpy(), step.placeholders.numpy()
         wrong = ((ids >= vocabulary) | ((ids < 0) & (placeholders == NO_SLOT))).any()
@@ -103,7 +103,7 @@ class StepPlan:
 
 
 class StepProgram:
-    """Runs plans of one model over one rank's pool, recorded or launch by launch."""
+    """Runs the plans of one model on one rank, by CUDA graphs or kernel by kernel."""
 
     def __init__(
         self, model: Transformer, cache: KVCache, graphs: DecodeGraphs | None = None, group: Group | None = None
@@ -112,11 +112,11 @@ class StepProgram:
         self._model = model
         self._cache = cache
         self._group = group
-        self._ahead: tuple[bytes, StackPass] | None = None  # a source's digest, and the encoder's layers over it
-        self.cross_queries: dict[int, Tensor] = {}  # of the latest step, [T, H, D] of each layer that is kept
+        self._ahead: tuple[bytes, StackPass] | None = None  # a source's digest, and its unfinished pass
+        self.cross_queries: dict[int, Tensor] = {}  # of the latest step, [T, H, D] for each kept layer
 
     def encode_ahead(self, source: Source, layers: int) -> None:
-        """Compute the next so many layers of the encoder over a source that a plan will have, on one rank alone."""
+        """Compute the next `layers` layers of the encoder for a source of a later plan; on one rank only."""
         if self._ahead is None or self._ahead[0] != source.digest:
             self._ahead = source.digest, self._model.begin(source_input([source], self._cache.device))
         self._ahead[1].advance(layers)
@@ -125,9 +125,9 @@ class StepProgram:
         self._ahead = None
 
     def run(self, plan: StepPlan, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return hidden states `[T, d]`, valid until the next run, and logits `[N, V]` of the rows that are asked for.
+        """Return hidden states `[T, d]`, valid until the next run, and logits `[N, V]` of `plan.logit_rows`.
 
-        `tokens` are those that the step before sampled; ranks other than 0 get them from rank 0.
+        `tokens` are those that the previous step sampled; ranks other than 0 get them from rank 0.
         """
         self._copy_blocks(plan)
         if plan.sources:
@@ -148,7 +148,7 @@ class StepProgram:
         return hidden, Transformer.logits(self._model, rows)  # which sends nothing to other ranks
 
     def prompt_logits(self, plan: StepPlan, hidden: Tensor) -> Iterator[Tensor]:
-        """The logits of each range of rows that prompts are scored by, each when it is asked for."""
+        """Yield the logits of each range of rows that scores a prompt, computed on demand."""
         for first, last in plan.scored:
             yield Transformer.logits(self._model, hidden[first:last])
 
@@ -161,13 +161,13 @@ class StepProgram:
             self._cache.copy_blocks(pool, targets, sources)
 
     def _encode(self, plan: StepPlan) -> None:
-        """Encode the new sources and put their cross keys and values into the pools."""
+        """Encode the new sources and write their cross keys and values to the pools."""
         encoder_output = self._encoded(plan.sources)  # [S, d]
         slots = self._tensor(plan.source_slots).view(len(self._cache.pools), -1)  # [P, S]
         self._model.write_encoder_output(encoder_output, self._cache, slots)
 
     def _encoded(self, sources: tuple[Source, ...]) -> Tensor:
-        """The encoder's output `[S, d]`; of a source that is begun only its last layers are left."""
+        """Return the encoder's output `[S, d]`; a source that was started ahead needs only its last layers."""
         device, ahead = self._cache.device, self._ahead
         places = [place for place, source in enumerate(sources) if ahead is not None and source.digest == ahead[0]]
         if ahead is None or not places:
@@ -207,7 +207,7 @@ class StepProgram:
     def _metadata(
         self, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], step: StepBatch, *, causal: bool, uneven: bool
     ) -> list[AttentionMetadata]:
-        """Of self attention, or of cross attention (not causal), over each pool."""
+        """Return the metadata of self attention, or of cross attention (not causal), for each pool."""
         singles = q_lens.count(1) if max(q_lens) > 1 else 0
         lengths = DeviceLengths(
             step.cu_seqlens,
@@ -228,7 +228,7 @@ class StepProgram:
         ]
 
     def _queries(self, layer: int, rows: int) -> Tensor:
-        """Memory for a layer's queries of cross attention."""
+        """Allocate memory for a layer's queries of cross attention."""
         decoder = self._model.config.decoder
         assert decoder is not None
         cross = decoder.layers[layer].cross
