@@ -1,17 +1,17 @@
 """The offline API: one model in this process, blocking, no server.
 
 with LLM("path/of/a/checkpoint") as llm:
-    for position, output in llm.stream(["def add(a, b):"], SamplingParams(max_tokens=32)): ...
+    for position, output in llm.stream(["def add(a, b):"], {"max_tokens": 32}): ...
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from operator import index
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from model.api.request import (
     TokenOutput,
 )
 from model.api.sampling_bounds import GREEDY_BELOW, check_sampling
+from model.api.sampling_defaults import length_of, over_defaults
 from model.api.sampling_params import SamplingParams
 from model.api.source import Source, SourceKind, token_source
 from model.checkpoint.folder import read_checkpoint
@@ -40,6 +41,9 @@ from model.text.detokenizer import Detokenizer
 from model.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+Prompts = str | Source | Sequence[Prompt | Source]  # a text or a source alone is one prompt
+Sampling = SamplingParams | Mapping[str, Any] | None
+_FIELDS = frozenset(field.name for field in fields(SamplingParams))
 
 
 class LLM:
@@ -56,6 +60,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_folder(self.checkpoint.network_path)
         loaded = load(ModelSpec(path.name, str(path), engine))
         self.info = loaded.info
+        self.checkpoint = self.checkpoint.with_most_beams(self.info.max_num_seqs)
         self._loaded = loaded
         self._generate = loaded.generate
         self._encode = loaded.encode
@@ -80,14 +85,15 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[Prompt | Source],
-        params: SamplingParams,
+        prompts: Prompts,
+        params: Sampling = None,
         *,
         source_language: str | None = None,
         target_language: str | None = None,
         decoder_prompt: Sequence[int] = (),
     ) -> list[str]:
-        """Return the whole text of each prompt's first sequence. Raises as `stream` does."""
+        """Return the whole text of each prompt's first sequence. Takes and raises what `stream` does."""
+        prompts = _several(prompts)
         texts = [""] * len(prompts)
         languages = {"source_language": source_language, "target_language": target_language}
         for position, output in self.stream(prompts, params, **languages, decoder_prompt=decoder_prompt):
@@ -97,14 +103,17 @@ class LLM:
 
     def stream(
         self,
-        prompts: Sequence[Prompt | Source],
-        params: SamplingParams,
+        prompts: Prompts,
+        params: Sampling = None,
         *,
         source_language: str | None = None,
         target_language: str | None = None,
         decoder_prompt: Sequence[int] = (),
     ) -> Iterator[tuple[int, TokenOutput]]:
         """Yield (position of the prompt, output) as tokens are generated; with a tokenizer outputs have text.
+
+        `params` are fields of `SamplingParams` by name, over the folder's defaults; without `max_tokens` an output ends
+        where the folder, the model or the context ends it. A `SamplingParams` is taken as it is, without defaults.
 
         The languages are codes of the tokenizer (NLLB, mBART, M2M-100): that of the prompts, by default the folder's,
         and that of the output, which begins behind its token.
@@ -119,23 +128,19 @@ class LLM:
         engine = self._generate
         if engine is None:
             raise ConfigError(f"{self.info.name} is {self.info.form} and does not generate")
-        if params.grammar and self.tokenizer is None:
-            raise ConfigError(f"{self.info.name} has no tokenizer: no grammar can be followed")
-        check_sampling(params, self.checkpoint.config.embedding.vocab_size)
-        if params.temperature < GREEDY_BELOW:
-            params = replace(params, temperature=0.0)
+        prompts = _several(prompts)
         source, target = self._source_language(source_language, prompts), self._target_language(target_language)
         begin = self._decoder_prompt(decoder_prompt, target)
         requests = [self._request(place, prompt, params, source, begin) for place, prompt in enumerate(prompts)]
         try:
             for request in requests:
                 engine.add(request)
-            yield from self._outputs(engine, params)
+            yield from self._outputs(engine, [request.params for request in requests])
         finally:  # also after an error or an early stop of the iteration
             for request in requests:
                 engine.abort(request.request_id, None, FinishReason.CANCELLED)
 
-    def _outputs(self, engine: GenerateEngine, params: SamplingParams) -> Iterator[tuple[int, TokenOutput]]:
+    def _outputs(self, engine: GenerateEngine, params: Sequence[SamplingParams]) -> Iterator[tuple[int, TokenOutput]]:
         detokenizers: dict[tuple[int, int], Detokenizer] = {}
         stopped: set[tuple[int, int]] = set()
         while engine.has_work:
@@ -153,7 +158,7 @@ class LLM:
                     raise EngineDeadError("the engine failed while the prompt was in it; its log says why")
                 if self.tokenizer is not None:
                     if key not in detokenizers:
-                        detokenizers[key] = Detokenizer.of(self.tokenizer, params)
+                        detokenizers[key] = Detokenizer.of(self.tokenizer, params[position])
                     if detokenizers[key].fill(output):
                         stopped.add(key)
                         engine.abort(output.request_id, output.index, FinishReason.STOP)
@@ -289,12 +294,13 @@ class LLM:
         self,
         position: int,
         prompt: Prompt | Source,
-        params: SamplingParams,
+        given: Sampling,
         language: int | None,
         begin: tuple[int, ...],
     ) -> Request:
         if self.checkpoint.config.audio is not None:
             window = self._window(prompt)
+            params = self._params(given, window.num_positions, len(begin))
             self._check_beams(window.num_positions, len(begin), params)
             return Request(str(position), self.info.name, begin, params, window, arrival_time=time.monotonic())
         if isinstance(prompt, Source):
@@ -307,11 +313,39 @@ class LLM:
         longest = self.info.max_model_len
         # A source is encoded in one step; a decoder's prompt leaves room for one token.
         self._check_length(ids, min(longest, self.info.max_num_batched_tokens) if reads else longest - 1)
+        params = self._params(given, len(ids), len(begin))
         self._check_beams(len(ids), len(begin), params)
         source = None
         if reads:
             ids, source = begin, token_source(ids)
         return Request(str(position), self.info.name, ids, params, source, arrival_time=time.monotonic())
+
+    def _params(self, given: Sampling, prompt_tokens: int, start: int) -> SamplingParams:
+        """Return the checked parameters of one prompt; `start` is what an encoder-decoder's output begins behind.
+
+        Raises `ConfigError`.
+        """
+        params = given if isinstance(given, SamplingParams) else self._completed(given or {}, prompt_tokens, start)
+        if params.grammar and self.tokenizer is None:
+            raise ConfigError(f"{self.info.name} has no tokenizer: no grammar can be followed")
+        check_sampling(params, self.checkpoint.config.embedding.vocab_size)
+        return replace(params, temperature=0.0) if params.temperature < GREEDY_BELOW else params
+
+    def _completed(self, given: Mapping[str, Any], prompt_tokens: int, start: int) -> SamplingParams:
+        """Return the parameters that the folder has where `given` does not say."""
+        if others := sorted(set(given) - _FIELDS):
+            raise ConfigError(f"{others[0]} is no field of SamplingParams, which has {', '.join(sorted(_FIELDS))}")
+        defaults, before = self.checkpoint.sampling_defaults, start or prompt_tokens
+        chosen = over_defaults(defaults, given, before)
+        if "max_tokens" not in given:
+            room = self.info.max_model_len - before
+            chosen["max_tokens"] = max(1, min(room, length_of(defaults, before, whole=start > 0) or room))
+        if "min_tokens" not in given:
+            chosen["min_tokens"] = min(chosen.get("min_tokens", 0), chosen["max_tokens"])
+        if given.get("num_beams") is None and chosen.get("num_beams", 1) > 1:
+            length, source = before + chosen["max_tokens"], prompt_tokens if start else 0
+            chosen["num_beams"] = self.info.most_beams(chosen["num_beams"], length, source=source)
+        return SamplingParams(**chosen)
 
     def _check_length(self, ids: Sequence[int], limit: int) -> None:
         """Raise `ConfigError` for an input that the engine could never compute; online, the service checks this."""
@@ -351,3 +385,7 @@ class LLM:
             if isinstance(id, bool) or not hasattr(id, "__index__") or not 0 <= id < size:
                 raise ConfigError(f"token {place} of a prompt must be an id from 0 to {size - 1}, found {id!r}"[:200])
         return tuple(map(index, ids))
+
+
+def _several(prompts: Prompts) -> Sequence[Prompt | Source]:
+    return [prompts] if isinstance(prompts, str | Source) else prompts

@@ -168,6 +168,7 @@ class SamplingParams:
         most=MAX_INT,
         limit="max_beams",
         folder=True,
+        flag=True,
         text2text=OWN,
     )
     length_penalty: float = parameter(

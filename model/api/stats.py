@@ -128,6 +128,14 @@ class ModelInfo:
                 return needed, pool.num_blocks
         return None
 
+    def most_beams(self, wanted: int, length: int, *, source: int = 0) -> int:
+        """Return how many of the beams of `length` tokens that are wanted fit into a step and the KV cache; 1 always.
+
+        The service and `LLM` reduce a folder's beams to this number, and refuse those that a request asks for.
+        """
+        fitting = range(min(wanted, self.max_num_seqs), 1, -1)
+        return next((beams for beams in fitting if self.shortage(beams, length, source=source) is None), 1)
+
 
 @dataclass(slots=True)
 class Health:

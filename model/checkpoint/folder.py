@@ -99,6 +99,25 @@ class Checkpoint:
             return f"{MISSING} in its folder"
         return "" if self.speech is not None else NO_SPEECH_TOKENS
 
+    @property
+    def most_beams(self) -> int:
+        """How many beams its settings ask for at most, of all requests or of those for a task."""
+        settings = (self.sampling_defaults, *(task.sampling_defaults for task in self.tasks.values()))
+        return max(one.get("num_beams", 1) for one in settings)
+
+    def with_most_beams(self, most: int) -> Checkpoint:
+        """Return it with no more beams by default than `most`."""
+        if self.most_beams <= most:
+            return self
+
+        def bounded(defaults: dict[str, Any]) -> dict[str, Any]:
+            return {**defaults, "num_beams": most} if defaults.get("num_beams", 1) > most else defaults
+
+        tasks = {
+            name: replace(task, sampling_defaults=bounded(task.sampling_defaults)) for name, task in self.tasks.items()
+        }
+        return replace(self, sampling_defaults=bounded(self.sampling_defaults), tasks=tasks)
+
 
 def read_checkpoint(path: Path, *, pickle: bool = True) -> Checkpoint:
     """Describe the folder, or the GGUF file, `path`; raises `ConfigError`, which begins with the path.

@@ -128,12 +128,9 @@ def _download(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from model.api.sampling_params import SamplingParams
-
     grammar, llm = _grammar(arguments), _llm(arguments, "code")
-    given = {name: getattr(arguments, name) for name in SAMPLING}
-    most = arguments.max_tokens or llm.info.max_model_len
-    params = SamplingParams(max_tokens=most, stop=tuple(arguments.stop), grammar=grammar, **given)
+    given = {name: value for name in ("max_tokens", *SAMPLING) if (value := getattr(arguments, name)) is not None}
+    params = {**given, "stop": tuple(arguments.stop), "grammar": grammar}
     languages = {name: getattr(arguments, name) for name in ("source_language", "target_language")}
     for _, output in llm.stream([arguments.prompt], params, **languages):
         print(output.text, end="", flush=True)

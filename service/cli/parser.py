@@ -80,11 +80,14 @@ def _add_generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="generate text offline, without a server")
     parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: code)")
     parser.add_argument("prompt", metavar="PROMPT")
-    text = "maximum number of tokens to generate (default: until the model ends or its context is full)"
+    text = (
+        "maximum number of tokens to generate (default: the folder's, else until the model ends or its context is full)"
+    )
     parser.add_argument("--max-tokens", type=_bounded("max_tokens", int), help=text)
     for name, column in SAMPLING.items():
-        text = f"{column.row.help.rstrip('.')} (default: {column.default:g})"
-        parser.add_argument(_flag(name), type=_bounded(name, column.type), default=column.default, help=text)
+        default = f"the folder's, else {column.default:g}" if column.row.folder else f"{column.default:g}"
+        text = f"{column.row.help.rstrip('.')} (default: {default})"
+        parser.add_argument(_flag(name), type=_bounded(name, column.type), help=text)
     for side, text in (("source", "of the prompt"), ("target", "of the output")):
         shown = f"language {text}, as a code of the tokenizer (NLLB, mBART, M2M-100)"
         parser.add_argument(f"--{side}-language", metavar="CODE", help=shown)

@@ -217,12 +217,15 @@ class GeneratePlanner:
         """Return the request of one prompt, checked to fit the context and the KV cache."""
         start = len(forced) if served.is_encoder_decoder else len(ids)
         max_tokens = limit.tokens(served, info, start, prompt.param)
-        _check_fit(served, info, len(ids), start + max_tokens, num_beams(body, served), prompt.param)
+        length, beams = start + max_tokens, num_beams(body, served)
+        if body.num_beams is None:  # the folder's
+            beams = info.most_beams(beams, length, source=len(ids) if served.is_encoder_decoder else 0)
+        _check_fit(served, info, len(ids), length, beams, prompt.param)
         return Request(
             request_id=name,
             model=served.name,
             prompt_token_ids=forced if served.is_encoder_decoder else ids,
-            params=sampling_params(body, served, start, max(1, max_tokens), grammar),
+            params=sampling_params(body, served, start, max(1, max_tokens), grammar, beams),
             source=token_source(ids) if served.is_encoder_decoder else None,
             priority=body.priority,
             cache_salt=cache_salt(body.cache_salt),

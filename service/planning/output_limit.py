@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from model.api.sampling_defaults import length_of
 from model.api.stats import ModelInfo
 from service.core.context_bound import context_exceeded
 from service.core.errors import ApiError
@@ -50,12 +51,9 @@ def default_max_tokens(served: ServedModel, start: int, otherwise: int | None) -
     Where that is None, for the whole context, a decoder's `max_length` does not count: other servers ignore it too,
     and many folders have one below their context.
     """
-    defaults = served.checkpoint.sampling_defaults
-    if "max_tokens" in defaults:
-        return int(defaults["max_tokens"])
-    if "max_length" in defaults and (otherwise is not None or served.is_encoder_decoder):
-        return int(defaults["max_length"]) - start
-    return otherwise
+    whole = otherwise is not None or served.is_encoder_decoder
+    found = length_of(served.checkpoint.sampling_defaults, start, whole=whole)
+    return otherwise if found is None else found
 
 
 def output_room(served: ServedModel, info: ModelInfo, start: int) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
 
-from model.api.sampling_bounds import GREEDY_BELOW
+from model.api.sampling_defaults import BEAM_FIELDS, beams_of, over_defaults
 from model.api.sampling_params import SamplingParams
 from service.core.errors import invalid
 from service.core.models import ServedModel
@@ -22,15 +21,6 @@ _SAMPLING_FIELDS = (
     "no_repeat_ngram_size",
     "min_tokens",
 )
-_CHECKPOINT_FIELDS = (  # that only a checkpoint sets
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "encoder_no_repeat_ngram_size",
-    "encoder_repetition_penalty",
-    "exponential_decay_length_penalty",
-    "renormalize_logits",
-)
-_BEAM_FIELDS = ("num_beams", "length_penalty", "early_stopping")
 _NOT_WITH_BEAMS = (
     "top_k",
     "top_p",
@@ -46,20 +36,17 @@ _NOT_WITH_BEAMS = (
 
 
 def sampling_params(
-    body: GenerateBody, served: ServedModel, start: int, max_tokens: int, grammar: str = ""
+    body: GenerateBody, served: ServedModel, start: int, max_tokens: int, grammar: str = "", beams: int | None = None
 ) -> SamplingParams:
     """Merge the client's fields over the checkpoint's defaults, and those over greedy decoding.
 
-    `start` tokens come before the output; `min_length` counts them.
+    `start` tokens come before the output. `beams` are those that `num_beams` chose, or fewer.
     """
-    defaults = served.checkpoint.sampling_defaults
-    chosen = {name: defaults.get(name) for name in (*_SAMPLING_FIELDS, *_CHECKPOINT_FIELDS)}
-    if "min_length" in defaults:
-        chosen["min_tokens"] = max(0, defaults["min_length"] - start)
-    chosen |= {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    sampling = {name: value for name, value in chosen.items() if value is not None}
-    if sampling.get("temperature", 0.0) < GREEDY_BELOW:
-        sampling["temperature"] = 0.0
+    beams = num_beams(body, served) if beams is None else beams
+    _check_beams(body, beams)
+    names = (*_SAMPLING_FIELDS, *(BEAM_FIELDS if beams > 1 else ()))
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    sampling = over_defaults(served.checkpoint.sampling_defaults, {**given, "num_beams": beams}, start)
     min_tokens = sampling.pop("min_tokens", 0)
     if body.min_tokens is not None and body.min_tokens > max_tokens:
         raise invalid(f"min_tokens ({min_tokens}) must be at most max_tokens ({max_tokens})", "min_tokens")
@@ -83,7 +70,6 @@ def sampling_params(
         num_speculative_tokens=body.num_speculative_tokens,
         grammar=grammar,
         **sampling,
-        **_beams(body, served),
     )
 
 
@@ -96,26 +82,19 @@ def _stop(body: GenerateBody, served: ServedModel) -> tuple[str, ...]:
 
 def num_beams(body: GenerateBody, served: ServedModel) -> int:
     """Return the requested number, or the checkpoint's default unless the client asks for sampling."""
-    if body.num_beams is not None:
-        return body.num_beams
-    return 1 if body.temperature else int(served.checkpoint.sampling_defaults.get("num_beams", 1))
+    return beams_of(served.checkpoint.sampling_defaults, body.num_beams, body.temperature)
 
 
-def _beams(body: GenerateBody, served: ServedModel) -> dict[str, Any]:
-    """Return the parameters of beam search; refuses fields that have no meaning with it, or without it."""
-    beams = num_beams(body, served)
+def _check_beams(body: GenerateBody, beams: int) -> None:
+    """Refuse fields that have no meaning with beam search, or without it."""
     if beams == 1:
-        for name in _BEAM_FIELDS[1:]:
+        for name in BEAM_FIELDS[1:]:
             if getattr(body, name) is not None:
                 raise invalid(f"{name} has no meaning without beam search: num_beams is 1", name)
-        return {}
+        return
     if body.n > beams:
         raise invalid(f"n ({body.n}) must be at most num_beams ({beams})", "n")
     given = [name for name in _NOT_WITH_BEAMS if getattr(body, name) is not None]
     given += ["temperature"] if body.temperature else []
     if given:
         raise invalid(f"{given[0]} has no meaning with beam search; send num_beams: 1", given[0])
-    defaults = served.checkpoint.sampling_defaults
-    chosen = {name: defaults[name] for name in _BEAM_FIELDS if name in defaults}
-    chosen |= {name: value for name in _BEAM_FIELDS if (value := getattr(body, name)) is not None}
-    return {**chosen, "num_beams": beams}

@@ -187,8 +187,8 @@ class SpeechPlanner:
         """Return the requested number, or the folder's where it has a meaning."""
         defaults = served.checkpoint.sampling_defaults
         drawn = _temperatures(body)[0] > 0 or body.logprobs is not None
-        beams = body.num_beams or (1 if drawn else int(defaults.get("num_beams", 1)))
         most = min(self._limits.max_beams, info.max_num_seqs)
+        beams = body.num_beams or (1 if drawn else min(most, int(defaults.get("num_beams", 1))))
         if beams > most:
             raise invalid(f"num_beams must be at most {most}", "num_beams")
         if beams > 1 and _temperatures(body)[0] > 0:

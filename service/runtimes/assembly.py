@@ -37,7 +37,8 @@ def build_models(config: ServeConfig) -> Models:
 
 def read_models(config: ServeConfig) -> list[ServedModel]:
     """Read the folders of the models of the start. Raises `ConfigError`, also for a draft model that none can use."""
-    models, settings = [read_model(spec) for spec in config.models], config.settings
+    settings = config.settings
+    models = [read_model(spec, settings.limits.max_beams) for spec in config.models]
     others = settings.models.models_dir or settings.has_admin or config.models_elsewhere or config.route != "/"
     shared = [model for model in models if model.engine.draft_model is not None and model.engine.draft_model_shared]
     if shared and len(shared) == len(models) and not others and not any(map(_is_decoder_only, models)):
@@ -70,7 +71,9 @@ def build_app(
         max_unread_bytes=config.settings.limits.stream_unread_bytes,
         stream_interval=config.settings.stream_interval_s,
     )
-    reader = FolderReader(config.settings.models.max_download, config.settings.log_format)
+    reader = FolderReader(
+        config.settings.models.max_download, config.settings.log_format, config.settings.limits.max_beams
+    )
     return create_app(client, models, config.settings, reader, replicas=replicas)
 
 

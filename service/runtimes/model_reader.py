@@ -9,27 +9,30 @@ from pathlib import Path
 
 from model.api.messages import ModelSpec
 from model.checkpoint import hub
-from model.checkpoint.folder import errors_about, read_checkpoint
+from model.checkpoint.folder import Checkpoint, errors_about, read_checkpoint
 from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
 from service.chat.template_probe import read_chat_template
 from service.core.models import ServedModel
 from service.core.pair_template import PairTemplate
 from service.runtimes.hub_download import download
-from service.settings.service_settings import LogFormat
+from service.settings.service_settings import Limits, LogFormat
 
 logger = logging.getLogger(__name__)
 
 
-def read_model(spec: ModelSpec) -> ServedModel:
-    """Read a model's folder; raises `ConfigError` with the model's name."""
+def read_model(spec: ModelSpec, max_beams: int = Limits().max_beams) -> ServedModel:
+    """Read a model's folder; raises `ConfigError` with the model's name.
+
+    A request without `num_beams` gets at most `max_beams`.
+    """
     with errors_about(spec.name):
-        return _read_model(spec)
+        return _read_model(spec, max_beams)
 
 
-def _read_model(spec: ModelSpec) -> ServedModel:
+def _read_model(spec: ModelSpec, max_beams: int) -> ServedModel:
     folder = Path(spec.path)
-    checkpoint = read_checkpoint(folder, pickle=spec.engine.pickle)
+    checkpoint = _bound_beams(spec, read_checkpoint(folder, pickle=spec.engine.pickle), max_beams)
     tokenizer = Tokenizer.from_folder(checkpoint.network_path)
     sentences, chat, problem, pairs = checkpoint.sentences, None, "", None
     if sentences.messages is not None:
@@ -44,12 +47,26 @@ def _read_model(spec: ModelSpec) -> ServedModel:
     return ServedModel(spec.name, checkpoint, tokenizer, spec.engine, chat, problem, pairs)
 
 
+def _bound_beams(spec: ModelSpec, checkpoint: Checkpoint, max_beams: int) -> Checkpoint:
+    """Return the checkpoint with no more beams by default than the service lets a request ask for."""
+    settings, most = "max_beams", max_beams
+    if spec.engine.max_num_seqs is not None and spec.engine.max_num_seqs < max_beams:
+        settings, most = "max_num_seqs", spec.engine.max_num_seqs
+    if checkpoint.most_beams > most:
+        logger.warning(
+            "model %s: its folder's num_beams is %d, more than %s (%d): requests without num_beams have %d beams",
+            *(spec.name, checkpoint.most_beams, settings, most, most),
+        )
+    return checkpoint.with_most_beams(most)
+
+
 class FolderReader:
     """Implements `ModelReader`: reads in threads, downloads in processes."""
 
-    def __init__(self, max_download: int, log_format: LogFormat) -> None:
+    def __init__(self, max_download: int, log_format: LogFormat, max_beams: int) -> None:
         """`max_download`: bytes of one model of the Hub."""
         self._max_download = max_download
+        self._max_beams = max_beams
         self._log_format = log_format
 
     async def locate(self, spec: ModelSpec) -> ModelSpec:
@@ -61,4 +78,4 @@ class FolderReader:
         return replace(spec, path=str(found))
 
     async def read(self, spec: ModelSpec) -> ServedModel:
-        return await asyncio.to_thread(read_model, spec)
+        return await asyncio.to_thread(read_model, spec, self._max_beams)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -129,6 +130,62 @@ def test_no_output_is_longer_than_the_context(kind: str, beams: int) -> None:
     ):
         tokens[position] = tokens.get(position, 0) + len(output.token_ids)
     assert tokens == {0: 27, 1: 1}
+
+
+def told(kind: str, tmp_path: Path, generation: dict[str, Any], **settings: int) -> LLM:
+    """A model whose folder has these settings of generation."""
+    folder = copied(kind, tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return LLM(folder, EngineConfig(**{**SMALL, **settings}))
+
+
+def tokens_of(llm: LLM, params: Any = None) -> list[int]:
+    return [token for _, output in llm.stream([prompt(5)], params) for token in output.token_ids]
+
+
+def test_a_folders_defaults_hold_where_the_fields_do_not_say(tmp_path: Path) -> None:
+    sampled = {
+        "do_sample": True,
+        "temperature": 9.0,
+        "max_new_tokens": 7,
+        "eos_token_id": [],
+        "repetition_penalty": 1.3,
+    }
+    llm = told("llama", tmp_path, sampled)
+    by_hand = SamplingParams(max_tokens=7, temperature=9.0, top_k=50, repetition_penalty=1.3)
+    assert tokens_of(llm) == tokens_of(llm, {}) == tokens_of(llm, by_hand)
+    assert tokens_of(llm, {"seed": 1}) == tokens_of(llm, replace(by_hand, seed=1)) != tokens_of(llm)
+    greedy = SamplingParams(max_tokens=7, repetition_penalty=1.3)
+    assert tokens_of(llm, {"temperature": 0}) == tokens_of(llm, greedy) != tokens_of(llm)
+    assert len(tokens_of(llm, SamplingParams(max_tokens=9))) == 9  # taken as it is
+    assert len(tokens_of(llm, {"max_tokens": 3})) == 3
+    with pytest.raises(ConfigError, match="max_token is no field of SamplingParams, which has allowed_token_ids"):
+        llm.generate([prompt(5)], {"max_token": 3})
+
+
+def test_lengths_of_a_folder_count_from_where_the_output_begins(tmp_path: Path) -> None:
+    lengths = {"max_length": 9, "min_length": 9, "num_beams": 1}
+    assert len(tokens_of(told("bart", tmp_path, lengths))) == 9 - 1
+    assert (
+        len(tokens_of(told("bart", tmp_path / "2", {"num_beams": 2, "max_new_tokens": 4, "min_new_tokens": 50}))) == 4
+    )
+
+
+@pytest.mark.parametrize("settings", [{"max_num_seqs": 4}, {"kv_cache_memory": 64 << 10}])
+def test_a_folder_with_more_beams_than_fit_gets_as_many_as_do(settings: dict[str, int], tmp_path: Path) -> None:
+    llm = told("llama", tmp_path, {"num_beams": 64, "max_new_tokens": 30}, **settings)
+    fitting = llm.info.most_beams(64, 35)
+    assert 1 < fitting <= 4
+    assert tokens_of(llm) == tokens_of(llm, SamplingParams(max_tokens=30, num_beams=fitting))
+    with pytest.raises(ConfigError, match=r"num_beams must be at most|64 beams of"):
+        llm.generate([prompt(5)], {"num_beams": 64})
+
+
+def test_a_text_alone_is_one_prompt_and_a_path_may_be_a_text(tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    bytes_tokenizer()._tokenizer.save(str(folder / "tokenizer.json"))
+    llm = LLM(str(folder), EngineConfig(**SMALL))
+    assert len(llm.generate("lor", {"max_tokens": 4})) == len(llm.generate(["lor"], {"max_tokens": 4})) == 1
 
 
 @pytest.mark.parametrize(

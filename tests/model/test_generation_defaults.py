@@ -16,6 +16,7 @@ from model.checkpoint.generation_config import SETTINGS, SPEECH_SETTINGS, Genera
 from model.config.model import GenerationRules
 from model.engine.builder import load
 from model.errors import ConfigError
+from service.runtimes.model_reader import read_model
 from tests.model.checkpoints import copied
 from tests.model.test_checkpoint import edit_json
 
@@ -160,6 +161,27 @@ def test_the_oldest_name_of_the_forced_first_token_holds_where_there_is_no_newer
     assert read_checkpoint(folder).config.generation.forced_first == 5
     (folder / "generation_config.json").write_text('{"bos_token_id": 5}')
     assert read_checkpoint(folder).config.generation.forced_first is None
+
+
+def test_a_folder_with_more_beams_than_the_service_allows_is_served_with_fewer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied("marian", tmp_path)
+    edit_json(folder / "config.json", task_specific_params={"shorten": {"num_beams": 12}, "write": {"num_beams": 2}})
+    (folder / "generation_config.json").write_text(json.dumps({"num_beams": 64}))
+    for max_num_seqs, setting, most in ((None, "max_beams", 8), (4, "max_num_seqs", 4)):
+        caplog.clear()
+        found = read_model(ModelSpec("t", str(folder), EngineConfig(max_num_seqs=max_num_seqs)), 8).checkpoint
+        assert found.sampling_defaults["num_beams"] == most
+        assert [task.sampling_defaults["num_beams"] for task in found.tasks.values()] == [most, 2]
+        [line] = [record.getMessage() for record in caplog.records if record.name == read_model.__module__]
+        assert line == (
+            f"model t: its folder's num_beams is 64, more than {setting} ({most}): "
+            f"requests without num_beams have {most} beams"
+        )
+    caplog.clear()
+    assert read_model(ModelSpec("t", str(folder)), 64).checkpoint.sampling_defaults["num_beams"] == 64
+    assert not [record for record in caplog.records if record.name == read_model.__module__]
 
 
 def test_every_key_of_the_installed_class_has_an_entry() -> None:

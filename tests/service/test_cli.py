@@ -173,14 +173,21 @@ def test_engine_errors_print_one_line_and_exit_1(monkeypatch: pytest.MonkeyPatch
     assert (run.returncode, run.stderr.splitlines()[-1]) == (1, "triptych: it is gone")
 
 
-@pytest.mark.parametrize(("flags", "expected"), [((), 1024), (("--max-tokens", "5"), 5)])
-def test_generate_without_a_limit_may_fill_the_context(
-    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], expected: int
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), {}),
+        (("--max-tokens", "5", "--temperature", "0"), {"max_tokens": 5, "temperature": 0.0}),
+        (("--num-beams", "3"), {"num_beams": 3}),
+    ],
+)
+def test_generate_leaves_to_the_folder_what_no_flag_says(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], expected: dict[str, float]
 ) -> None:
     stream = mock.Mock(return_value=iter(()))
     monkeypatch.setattr("model.llm.LLM.stream", stream)
     assert triptych_here("generate", "code", "x", *flags).returncode == 0
-    assert stream.call_args.args[1].max_tokens == expected
+    assert stream.call_args.args[1] == {"stop": (), "grammar": "", **expected}
 
 
 def test_generate_streams_a_normalised_date() -> None:

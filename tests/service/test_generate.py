@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,19 @@ def test_checkpoint_defaults_apply_where_the_client_says_nothing() -> None:
     params = the_request(app).params
     assert (params.temperature, params.top_k, params.max_tokens) == (0.7, 9, 3)
     assert reply.json()["usage"]["completion_tokens"] == 3
+
+
+def test_a_checkpoints_beams_are_as_many_as_fit_and_a_clients_are_refused() -> None:
+    app, body = make_app(), {"model": "gen", "prompt": "ab", "max_tokens": 2}
+    app.served["gen"].checkpoint.sampling_defaults.update({"num_beams": 500, "length_penalty": 2.0})
+    assert ask(app, "POST", "/generate", json=body).status_code == 200
+    params, info = the_request(app).params, app.client.models["gen"]
+    assert (params.num_beams, params.length_penalty) == (info.max_num_seqs, 2.0)
+    app.client._from_start["gen"] = replace(info, num_blocks=1, block_size=16, cache_pools=())
+    app.client.submitted.clear()
+    assert ask(app, "POST", "/generate", json=body).status_code == 200
+    assert the_request(app).params.num_beams == 1
+    assert ask(app, "POST", "/generate", json={**body, "num_beams": 2}).status_code == 400
 
 
 class TestTask:
