@@ -16,7 +16,7 @@ from lab.bench.batches import Ids
 from model.api.source import Source
 from model.engine.execution.model_runner import Launched, ModelRunner
 from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, SchedulerOutput
-from model.system.transfer import HostCopy
+from model.system.devices import HostCopy
 
 
 class ForcedRunner:

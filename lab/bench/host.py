@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.api.request import Request
 from model.api.sampling_params import SamplingParams
-from model.cache.paged import KVCache
+from model.cache.kv_cache import KVCache
 from model.config.cache import PoolSize
 from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, Norms
 from model.config.model import (

@@ -27,7 +27,7 @@ from loadtest.runs import flags
 from model.api.engine_config import EngineConfig
 from model.llm import LLM
 from model.pretrained import embedded_models
-from model.quantization.command import quantize
+from model.quantization.folder import quantize
 
 _TEXTS = 100  # that search scales
 _START = 0  # of `code`'s texts

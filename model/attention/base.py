@@ -16,10 +16,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from model.cache.paged import LayerCache
+from model.cache.kv_cache import LayerCache
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig
-from model.system import transfer
+from model.system import devices
 
 UNEVEN_KEYS = 2048  # from so many keys on it is worth a second launch to divide them
 UNEVEN_TIMES = 4  # the mean
@@ -84,7 +84,7 @@ class AttentionMetadata:
         if self.device_lengths is None:
             count = len(self.q_lens)
             lens = [*self.cu_seqlens_q, *self.cu_seqlens_k, *self.kv_lens]
-            on_device = transfer.device_tensor(lens, self.device, torch.int32)
+            on_device = devices.device_tensor(lens, self.device, torch.int32)
             queries, keys, kv_lens = on_device.split((count + 1, count + 1, count))
             self.device_lengths = DeviceLengths(
                 queries, kv_lens, max(self.q_lens, default=0), max(self.kv_lens, default=0), keys
@@ -127,7 +127,7 @@ class AttentionMetadata:
         return (offsets[:, None] + torch.arange(length, device=self.device)).flatten()
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return transfer.device_tensor(values, self.device, torch.int64)
+        return devices.device_tensor(values, self.device, torch.int64)
 
 
 @dataclass
@@ -270,3 +270,45 @@ def visible(q_positions: Tensor, k_positions: Tensor, kv_lens: Tensor, *, causal
     if window is not None:
         mask = mask & ((q - k).abs() < window)
     return mask.expand(-1, q.shape[1], -1)
+
+
+# -- What happens to queries and keys between their projection and attention, for backends that do it themselves.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorm:
+    """The norm of each head's query or key."""
+
+    gain: Tensor  # [D]
+    bias: Tensor | None  # [D]
+    eps: float
+    centred: bool  # a layer norm, which takes the mean off first; not: RMS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preparation:
+    """A norm of queries and keys, then their rotation by position; at least one of the two."""
+
+    query_norm: HeadNorm | None = None
+    key_norm: HeadNorm | None = None  # there is either none of these norms or both
+    rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine [T, 1, R] for the first R of a head's dimensions
+    interleaved: bool = False  # pairs that turn are neighbours, not a half of R apart
+
+
+class PreparingBackend:
+    """A base class of backends that prepare queries and keys and write them into their pages at once."""
+
+    def forward_unprepared(
+        self,
+        query: Tensor,  # [T, H, D]
+        key: Tensor,  # [T, K, D]
+        value: Tensor,
+        preparation: Preparation,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+        config: AttentionConfig,
+        bias: ScoreBias | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`forward` (`model.attention.base.AttentionBackend`) of the queries and keys that `preparation` makes."""
+        raise NotImplementedError

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata, ScoreBias, SlopedBias, distance_table, given, refuse_gradients
-from model.cache.paged import LayerCache
+from model.cache.kv_cache import LayerCache
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig, XLNetRelativeConfig
 from model.native.library import KINDS, Kind, Library

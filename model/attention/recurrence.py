@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionBackend
 from model.attention.per_layer import PerLayerBackend
-from model.cache.states import StateCache, StateTables
+from model.cache.kv_cache import StateCache, StateTables
 from model.config.layer import GatedDeltaConfig
 
 

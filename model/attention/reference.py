@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, softcapped, visible, weights_of
-from model.cache.paged import LayerCache
+from model.cache.kv_cache import LayerCache
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig
 

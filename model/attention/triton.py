@@ -17,18 +17,18 @@ from model.attention import triton_delta
 from model.attention.base import (
     AttentionMetadata,
     DeviceLengths,
+    Preparation,
+    PreparingBackend,
     ScoreBias,
     SlopedBias,
     distance_table,
     given,
     refuse_gradients,
 )
-from model.attention.preparation import Preparation, PreparingBackend
 from model.attention.recurrence import Recurrence
 from model.attention.triton_heads import prepare
 from model.attention.triton_kernels import INTERPRETED, SLOPES, TABLE, attend, combine, write_pages
-from model.cache.paged import LayerCache
-from model.cache.states import StateCache, StateTables
+from model.cache.kv_cache import LayerCache, StateCache, StateTables
 from model.config.cache import SCALED_KINDS, PagedSpec
 from model.config.layer import AttentionConfig, DisentangledConfig, GatedDeltaConfig, XLNetRelativeConfig
 from model.system.devices import processors

@@ -14,7 +14,7 @@ from torch import Tensor
 from model.attention.recurrence import Recurrence
 from model.attention.triton_delta_kernels import gate_outputs, scan_chunks, solve_chunks, step_states
 from model.attention.triton_kernels import INTERPRETED
-from model.cache.states import StateCache, StateTables
+from model.cache.kv_cache import StateCache, StateTables
 from model.config.layer import GatedDeltaConfig
 
 CHUNK = 32  # tokens that are solved for together

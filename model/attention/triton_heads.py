@@ -10,9 +10,9 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from model.attention.preparation import HeadNorm, Preparation
+from model.attention.base import HeadNorm, Preparation
 from model.attention.triton_kernels import quantized
-from model.cache.paged import LayerCache
+from model.cache.kv_cache import LayerCache
 
 _ELEMENTS = 2048  # of a program
 _RMS, _LAYER = tl.constexpr(1), tl.constexpr(2)  # values of NORM; 0: there is none

@@ -23,12 +23,11 @@ from typing import Protocol
 from model.api.messages import Abort, Commands, Events, ModelSpec
 from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
 from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
-from model.client.delivery import Delivery
 from model.client.encoding import Encoding
-from model.client.generation_stream import GenerationStream
+from model.client.generation_stream import Delivery, GenerationStream
 from model.client.model_table import FrontModel, ModelTable
 from model.errors import ConfigError, EngineDeadError, EngineGoneError
-from model.system.fault_limit import FaultLimit
+from model.system.fallbacks import FaultLimit
 from model.text.tokenizer import Tokenizer
 
 _DEADLINE_GRACE = 2.0  # the engine ends late requests itself; after this the front does

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from model.api.request import EncodeOutput, EncodeRequest
-from model.client.admission import Admission
+from model.client.model_table import Admission
 
 
 class Encoding:

@@ -19,7 +19,6 @@ from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.engine.cache_budget import max_context
 from model.engine.drafting import DraftPlan, plan_draft
-from model.engine.dtypes import choose_dtype
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.first_token import compute_first_token
@@ -32,7 +31,7 @@ from model.engine.generate_builder import (
     unrecordable,
 )
 from model.engine.generate_engine import GenerateEngine
-from model.engine.kernels import check_kernels, linears_of, select_kernels
+from model.engine.kernels import check_kernels, choose_dtype, linears_of, select_kernels
 from model.engine.memory_plan import plan_memory, plan_share
 from model.engine.model_info import describe_model, weight_bytes
 from model.engine.stored_weights import conversions
@@ -41,7 +40,7 @@ from model.engine.weights_cache import find_packed, weights_cache_use
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
 from model.network.activation_dump import dump_folder
-from model.network.adapter_weights import load_adapters
+from model.network.adapters import load_adapters
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import attach_native_stacks
 from model.network.packed_weights import PackedWeights

@@ -17,8 +17,7 @@ from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.cache import paged_specs, pools_of
 from model.config.model import ModelConfig, StackConfig
 from model.engine.cache_budget import kv_bytes_per_token
-from model.engine.dtypes import choose_dtype
-from model.engine.kernels import check_kernels, linears_of, select_kernels
+from model.engine.kernels import check_kernels, choose_dtype, linears_of, select_kernels
 from model.engine.memory_plan import plan_weights
 from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE
 from model.errors import ConfigError

@@ -29,19 +29,18 @@ from model.checkpoint.sentence_transformers import SentenceSettings
 from model.config.model import ClassifierInput
 from model.engine.execution.sources import blank_source, source_input
 from model.engine.fault_isolation import run_isolated
-from model.engine.scheduling.step_budget import (
+from model.engine.output_heads import EncodeResult, SentenceHead, VocabularyHead
+from model.engine.scheduling.scheduled_step import (
     UNLIMITED,
     StepBudget,
     StepDemand,
 )
-from model.engine.sentence_head import SentenceHead
-from model.engine.vocabulary_head import EncodeResult, VocabularyHead
 from model.media.images import ImageProcessing
 from model.network.adapters import Adapters
 from model.network.inputs import CrossInput, StackInput, packed_input, with_unread_rows
 from model.network.stack import StackPass
 from model.network.transformer import Transformer
-from model.system.transfer import to_host
+from model.system.devices import to_host
 
 _OF_LABELS = (EncodeTask.LOGITS, EncodeTask.SCORES)
 

@@ -1,17 +1,21 @@
-"""Fault isolation retries the parts of a failed batch one by one. Stdlib only.
-
-A step that raises is run again part by part. So a request on which the model raises fails alone, and a batch that was
-too large for the memory succeeds in parts. A part writes the same values to the same KV slots as the whole batch did,
-so running it again is safe. If every part raises, `probe` runs the smallest possible forward pass; if that raises too,
-the model is lost. An exception outside a batch, in one model's bookkeeping, ends that model's sequences
-(`Engine.recover`), unless it happens too often (`FaultLimit`).
-"""
+"""Retries the parts of a failed batch one by one, so that only the request that causes the fault fails. No torch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeVar
+
+from model.engine.scheduling.scheduled_step import ScheduledSequence, SchedulerOutput
+from model.engine.scheduling.sequence import SequenceState
+
+# -- Fault isolation retries the parts of a failed batch one by one. Stdlib only. A step that raises is run again part
+# by part. So a request on which the model raises fails alone, and a batch that was too large for the memory succeeds in
+# parts. A part writes the same values to the same KV slots as the whole batch did, so running it again is safe. If
+# every part raises, `probe` runs the smallest possible forward pass; if that raises too, the model is lost. An
+# exception outside a batch, in one model's bookkeeping, ends that model's sequences (`Engine.recover`), unless it
+# happens too often (`FaultLimit`).
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -42,3 +46,31 @@ def _run_part(part: Part, execute: Callable[[Sequence[Part]], Result]) -> Result
     except Exception as error:
         logger.error("one of the parts broke alone: %s", type(error).__name__)
         return None
+
+
+# -- Parts of a scheduled step that can be executed separately, for fault isolation. No torch.
+
+Unit = list[ScheduledSequence]  # the smallest part of a step to retry: a sequence, or all beams of a search
+
+
+def select(output: SchedulerOutput, steps: list[ScheduledSequence]) -> SchedulerOutput:
+    """Return some of a step's sequences with the block copies that they need."""
+    copies = output.copies
+    if copies and len(steps) < len(output.scheduled):
+        filled = {(pool, block) for step in steps for pool, table in enumerate(step.sequence.tables) for block in table}
+        copies = [copy for copy in copies if (copy.pool, copy.target) in filled]
+    return SchedulerOutput(steps, copies)
+
+
+def uses_any(sequence: SequenceState, blocks: set[tuple[int, int]]) -> bool:
+    """Return whether a sequence's tables contain one of these blocks, given as (pool, block)."""
+    pairs = zip(sequence.tables, sequence.source_tables, strict=True)
+    return any((pool, block) in blocks for pool, tables in enumerate(pairs) for block in chain(*tables))
+
+
+def group_units(output: SchedulerOutput) -> list[Unit]:
+    """Divide a step into units: a sequence each, or the beams of a search together."""
+    units: dict[int, Unit] = {}
+    for step in output.scheduled:
+        units.setdefault(id(step.sequence.beams or step.sequence), []).append(step)
+    return list(units.values())

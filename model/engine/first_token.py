@@ -27,7 +27,7 @@ from model.config.model import ModelConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.sources import blank_source
 from model.engine.generate_engine import GenerateEngine
-from model.engine.scheduling.step_budget import StepBudget
+from model.engine.scheduling.scheduled_step import StepBudget
 from model.errors import ConfigError, EngineDeadError
 from model.system.background_work import GivenUpError, give_way
 

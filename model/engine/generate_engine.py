@@ -21,16 +21,21 @@ from typing import TYPE_CHECKING
 from model.api.request import FinishReason, Request, TokenOutput
 from model.api.stats import EngineStats, StepStats
 from model.engine.compiling_grammars import CompilingGrammars
-from model.engine.fault_isolation import run_isolated
+from model.engine.fault_isolation import Unit, group_units, run_isolated, select, uses_any
 from model.engine.runner import PendingStep, Runner
 from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence, SchedulerOutput
+from model.engine.scheduling.scheduled_step import (
+    UNLIMITED,
+    SampledToken,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepBudget,
+    StepDemand,
+)
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.scheduling.sequence import PLACEHOLDER, Beams, SequenceState, SequenceStatus
-from model.engine.scheduling.source_pass import LayersAhead
-from model.engine.scheduling.step_budget import UNLIMITED, StepBudget, StepDemand
+from model.engine.scheduling.source_blocks import LayersAhead
 from model.engine.speculation import Speculation
-from model.engine.step_parts import Unit, group_units, select, uses_any
 from model.engine.token_outputs import search_outputs, token_output
 
 if TYPE_CHECKING:

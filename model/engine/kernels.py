@@ -1,26 +1,52 @@
-"""Which kernels compute a model: the attention of each layer and the projections.
-
-What is asked for and cannot be had here is refused with a `ConfigError`, before a weight is read.
-"""
+"""Chooses what computes a model: the dtype, the attention kernels of each layer, and the kernels of the projections."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from model.api.engine_config import EngineConfig
 from model.attention.selection import Selection, select_backend, select_layers
-from model.config.formats import QUANTIZED_LAYERS
+from model.config.formats import QUANTIZED_LAYERS, NumberFormat
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.engine.cache_budget import kv_dtype
-from model.engine.fp8_settings import fp8_projections
-from model.engine.integer_settings import integer_projections
+from model.engine.fp8_settings import fp8_projections, refuse_experts
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
+from model.linear.integers import unsupported
 from model.network.native_stack import NativeStack, native_linears
 from model.parallel.group import Group
+from model.system.devices import has_fast_bf16
+
+# -- Where weights in integers can be had without C: on a GPU, by Triton.
+
+
+def integer_projections(
+    engine: EngineConfig, config: ModelConfig, device: torch.device, backend_reason: str
+) -> tuple[tuple[str, NumberFormat], ...] | None:
+    """Patterns of the projections that are rounded to integers; None where what is stored so cannot stay so either.
+
+    Raises `ConfigError` where integers were asked for; `backend_reason` says why C does not compute the model.
+    """
+    missing = unsupported(device)
+    if device.type == "cpu" and engine.attention_backend != "triton":
+        missing = "on a CPU C multiplies integers"
+    if engine.quantization not in QUANTIZED_LAYERS:
+        return None if missing is not None else ()
+    if missing is not None:
+        raise ConfigError(
+            f"quantization {engine.quantization} needs the native backend, or a GPU and Triton: {missing}, "
+            f"and {backend_reason}"
+        )
+    refuse_experts(engine, config)
+    in_layers, in_head = QUANTIZED_LAYERS[engine.quantization]
+    return (*((f"{stack}.layers.*", in_layers) for stack in config.stacks), ("head", in_head))
+
+
+# -- Which kernels compute a model: the attention of each layer and the projections. What is asked for and cannot be had
+# here is refused with a `ConfigError`, before a weight is read.
 
 
 def select_kernels(engine: EngineConfig, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Selection:
@@ -82,3 +108,42 @@ def linears_of(
         integers=integer_projections(engine, config, device, selection.reason),
         collective=Group(Shard(0, ranks), device) if ranks > 1 else None,
     )
+
+
+# -- Choice of the dtype that a model is computed in on its device; the reason is shown at start and in /info.
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_AMPERE = (8, 0)  # the first compute capability that multiplies in bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeDtype:
+    """The dtype of weights, activations and (unless set otherwise) the KV cache, with the reason for it."""
+
+    dtype: torch.dtype
+    reason: str
+
+
+def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> ComputeDtype:
+    """Return the dtype of the setting `dtype` for this model and device; raises `ConfigError` for an unknown name.
+
+    `auto` depends on the device, not on the checkpoint's dtype: many BERT, BART, T5 and GPT-2 files are float32, which
+    tensor cores do not multiply. On a CPU it is bfloat16 if the CPU multiplies that faster, else float32. On a GPU it
+    is bfloat16 from compute capability 8.0 on. Older GPUs have only float16; there a model whose activations overflow
+    it (`ModelConfig.float16_overflows`) is computed in float32.
+    """
+    if name != "auto":
+        if name not in _DTYPES:
+            raise ConfigError(f"dtype {name!r} is not served; served are {', '.join(_DTYPES)}")
+        return ComputeDtype(_DTYPES[name], "asked for")
+    if device.type == "cpu":
+        if has_fast_bf16():
+            return ComputeDtype(torch.bfloat16, "this CPU multiplies in it")
+        return ComputeDtype(torch.float32, "this CPU does not multiply in bfloat16")
+    major, minor = torch.cuda.get_device_capability(device)
+    gpu = f"compute capability {major}.{minor}"
+    if (major, minor) >= _AMPERE:
+        return ComputeDtype(torch.bfloat16, gpu)
+    if config.float16_overflows:
+        return ComputeDtype(torch.float32, f"{gpu} has no bfloat16, and {config.model_type} leaves float16's range")
+    return ComputeDtype(torch.float16, f"{gpu} has no bfloat16")

@@ -23,10 +23,10 @@ from model.api.request import EncodeOutput, FinishReason, TokenOutput
 from model.api.stats import EngineStats, StepStats
 from model.engine.background_jobs import BackgroundJobs, FreeJob, Job, LoadJob, load_failure
 from model.engine.builder import LoadedModel, load
-from model.engine.scheduling.step_budget import StepBudget, StepDemand
+from model.engine.scheduling.scheduled_step import StepBudget, StepDemand
 from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, EngineKey, StepPacer, StepWork
 from model.errors import ConfigError, EngineDeadError
-from model.system.fault_limit import FaultLimit
+from model.system.fallbacks import FaultLimit
 
 HEARTBEAT_SECONDS = 1.0
 GRAMMAR_POLL_SECONDS = 0.002  # while all requests wait for grammars to be compiled

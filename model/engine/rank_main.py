@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from model.attention.selection import select_backend, select_layers
-from model.cache.paged import KVCache
+from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.config.sharding import Shard
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, recorded

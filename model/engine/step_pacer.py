@@ -29,7 +29,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from model.engine.scheduling.step_budget import DECODES_ONLY, StepBudget, StepDemand
+from model.engine.scheduling.scheduled_step import DECODES_ONLY, StepBudget, StepDemand
 from model.engine.step_cost import DecodeCost, WorkCost
 
 SLOWDOWN = 2.2

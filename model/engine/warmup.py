@@ -19,8 +19,7 @@ from model.api.request import EncodeRequest, EncodeTask, Request
 from model.api.sampling_params import SamplingParams
 from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
 from model.attention.per_layer import backend_of
-from model.cache.paged import KVCache
-from model.cache.states import whole_segments
+from model.cache.kv_cache import KVCache, whole_segments
 from model.config.layer import AttentionConfig, BucketBiasConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
@@ -28,8 +27,8 @@ from model.engine.execution.sources import blank_source
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE
 from model.linear.base import CompiledLinear, linears
-from model.linear.experts import ExpertsLinear
-from model.linear.parallel import ParallelLinear
+from model.linear.factory import ParallelLinear
+from model.linear.float import ExpertsLinear
 from model.network.fused_ops import release_compilers
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack

@@ -1,9 +1,4 @@
-"""Projections of a network: a `LinearSpec` says what is wanted, a `Linear` computes it.
-
-`LinearFactory` makes each `Linear` once. It is then filled with the tensors that it names, a few rows at a time and in
-any order, but scales before what they multiply, and finished. No module is replaced later: number format, packing and
-ranks are the `Linear`'s own affair.
-"""
+"""Projections of a network: a `LinearSpec` says what is wanted, a `Linear` computes it."""
 
 from __future__ import annotations
 
@@ -19,6 +14,11 @@ from torch import Tensor, nn
 from model.config.sharding import Index, Shape, Shard, ShardSlice
 from model.errors import ConfigError
 from model.system import huge_pages
+
+# -- Projections of a network: a `LinearSpec` says what is wanted, a `Linear` computes it. `LinearFactory` makes each
+# `Linear` once. It is then filled with the tensors that it names, a few rows at a time and in any order, but scales
+# before what they multiply, and finished. No module is replaced later: number format, packing and ranks are the
+# `Linear`'s own affair.
 
 
 class Split(Enum):
@@ -243,3 +243,23 @@ def linears(module: nn.Module) -> Iterator[Linear]:
             yield child
         else:
             yield from linears(child)
+
+
+# -- The tiles into which a launch of a Triton product is cut.
+
+FEW = 16  # rows of the smallest tile: the least that tensor cores multiply
+SEVERAL = 64  # rows of the next one
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A program multiplies `rows` rows, for `outputs` columns of the result, in steps of `inputs` inputs.
+
+    `warps` compute it, and `stages` steps are read ahead, as Triton's launch options of these names say.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int

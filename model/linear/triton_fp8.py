@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from model.linear.tiles import FEW, SEVERAL, Tiles
+from model.linear.base import FEW, SEVERAL, Tiles
 from model.system.float8_kernels import to_float8
 
 _GROUPS = 16  # groups that a program quantises

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from model.linear.tiles import FEW, SEVERAL
+from model.linear.base import FEW, SEVERAL
 from model.system.devices import processors
 
 _COUNTERS = 1 << 14  # tiles of a launch whose inputs are divided, at most

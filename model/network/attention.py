@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import ScoreBias
+from model.attention.base import Preparation, PreparingBackend, ScoreBias
 from model.attention.per_layer import backend_of
-from model.attention.preparation import Preparation, PreparingBackend
-from model.cache.paged import LayerCache
+from model.cache.kv_cache import LayerCache
 from model.config.layer import AttentionConfig, NormSpan, RotaryConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.fused_ops import rotate_both, sigmoid_gated
+from model.network.inputs import StepContext
 from model.network.norms import build_heads_norm, head_norm
-from model.network.rotary import rotate
-from model.network.step_context import StepContext
+from model.network.positions import rotate
 
 
 class SelfAttention(nn.Module):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.recurrence import Recurrence, recurrent_backend
-from model.cache.states import StateCache, StateSpan, independent_spans, whole_segments
+from model.cache.kv_cache import StateCache, StateSpan, independent_spans, whole_segments
 from model.config.layer import GatedDeltaConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
-from model.network.step_context import StepContext
+from model.network.inputs import StepContext
 
 CHUNK = 64
 _LENGTH_EPS = 1e-6  # of queries' and keys' squared lengths

@@ -17,9 +17,9 @@ from model.config.layer import ChoiceConfig, ExpertsConfig, MLPConfig, Norms
 from model.linear.base import LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.network.fused_ops import weighted_sums
+from model.network.inputs import StepContext
 from model.network.mlp import MLP, activated, projections
 from model.network.norms import SublayerNorms, build_norm
-from model.network.step_context import StepContext
 
 
 @dataclass(frozen=True, slots=True)

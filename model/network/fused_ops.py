@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from model.config.layer import RopeScaling, RotaryConfig
 from model.network.norms import OffsetRMSNorm
-from model.network.rotary import rotary_frequencies, rotate, turns
+from model.network.positions import rotary_frequencies, rotate, turns
 from model.system import fallbacks
 
 P = ParamSpec("P")
@@ -162,7 +162,7 @@ _turns = fused(turns)
 def rotary_tables(
     config: RotaryConfig, positions: Tensor, dtype: torch.dtype, contexts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[T, 1, R]` of positions `[T]`, for `model.network.rotary.rotate`.
+    """Cosine and sine `[T, 1, R]` of positions `[T]`, for `model.network.positions.rotate`.
 
     `contexts` `[T]` are the tokens that the rows' keys are turned for, which LongRoPE asks for.
     """

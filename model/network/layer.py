@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import ScoreBias, SegmentGroup
-from model.cache.paged import LayerCache
-from model.cache.states import StateCache
+from model.cache.kv_cache import LayerCache, StateCache
 from model.config.layer import (
     AlibiConfig,
     AttentionConfig,
@@ -24,10 +23,10 @@ from model.network.delta_net import GatedDeltaNet
 from model.network.disentangled import DisentangledBias
 from model.network.experts import build_feed_forward
 from model.network.fused_ops import add_norm
+from model.network.inputs import StepContext
 from model.network.layer_embeddings import VectorGate
 from model.network.norms import SublayerNorms
-from model.network.score_bias import AlibiBias, BucketBias, RelativeBias
-from model.network.step_context import StepContext
+from model.network.positions import AlibiBias, BucketBias, RelativeBias
 
 
 @dataclass(slots=True)

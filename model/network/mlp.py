@@ -12,7 +12,7 @@ from model.config.layer import Activation, MLPConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.fused_ops import clamped, gated
-from model.network.step_context import StepContext
+from model.network.inputs import StepContext
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.RELU: functional.relu,

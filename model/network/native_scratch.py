@@ -12,10 +12,8 @@ from model.linear.native import kernel_of
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import KVPages, Layer, PackedMatrix, Segments
 from model.native.structures import Step as StepData
-from model.network.native_delta import plan_delta
-from model.network.native_experts import plan_feed_forward
-from model.network.native_relative import relative_bytes
 from model.network.native_stack import NativeStack, layer_structure, stack_structure
+from model.network.native_structures import plan_delta, plan_feed_forward, relative_bytes
 
 
 def planned_scratch(

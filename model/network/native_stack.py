@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from model.attention.base import AttentionMetadata
 from model.attention.native import bias_width, fill_segments, kv_pages, shape_of
-from model.cache.paged import KVCache
-from model.cache.states import whole_segments
+from model.cache.kv_cache import KVCache, whole_segments
 from model.config.cache import pool_of_layers
 from model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind
 from model.config.layer import (
@@ -51,21 +50,22 @@ from model.native.structures import Stack as StackData
 from model.native.structures import Step as StepData
 from model.network.disentangled import DisentangledBias
 from model.network.native_coverage import unsupported_stack
-from model.network.native_delta import delta_structure, fill_delta, layer_states
-from model.network.native_experts import (
+from model.network.native_structures import (
+    NativePositions,
+    delta_structure,
     feed_forward_structure,
+    fill_delta,
     fill_feed_forward,
+    layer_states,
 )
-from model.network.native_relative import NativePositions
 from model.network.norms import HeadsNorm, OffsetLayerNorm, OffsetRMSNorm
-from model.network.score_bias import AlibiBias, BucketBias
+from model.network.positions import AlibiBias, BucketBias
 
 if TYPE_CHECKING:
-    from model.network.inputs import CrossInput
+    from model.network.inputs import CrossInput, StepContext
     from model.network.layer import Layer
     from model.network.norms import SublayerNorms as NormModules
     from model.network.stack import Stack
-    from model.network.step_context import StepContext
     from model.network.transformer import Transformer
 
 _NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.attention.preparation import HeadNorm
+from model.attention.base import HeadNorm
 from model.config.layer import NormConfig, NormKind, Norms, NormSpan
 from model.errors import ConfigError
-from model.linear.parallel import Collective
+from model.linear.factory import Collective
 
 
 class OffsetRMSNorm(nn.Module):

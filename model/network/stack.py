@@ -8,21 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import AttentionBackend
-from model.cache.paged import KVCache
+from model.cache.kv_cache import KVCache
 from model.config.layer import BucketBiasConfig
 from model.config.model import EmbeddingConfig, PositionKind, StackConfig
 from model.linear.base import Linear, LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.network.activation_dump import PassDump, Write
-from model.network.convolution import Convolution
 from model.network.disentangled import RelativeTable
-from model.network.embeddings import LearnedPositions, SinusoidalPositions, TokenTable
-from model.network.inputs import CrossInput, StackInput
+from model.network.embeddings import Convolution, LearnedPositions, SinusoidalPositions, TokenTable
+from model.network.inputs import CrossInput, StackInput, StepContext
 from model.network.layer import Layer, Residual
 from model.network.layer_embeddings import LayerEmbeddings
 from model.network.norms import build_norm
-from model.network.score_bias import BucketBias
-from model.network.step_context import StepContext
+from model.network.positions import BucketBias
 
 
 class StackRunner(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from model.attention.base import AttentionBackend
 from model.attention.native import write_rows
-from model.cache.paged import KVCache
+from model.cache.kv_cache import KVCache
 from model.config.model import (
     ClassifierInput,
     EmbeddingConfig,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.api.source import Source
 from model.attention.base import AttentionMetadata, DeviceLengths
-from model.cache.states import StateSpan
+from model.cache.kv_cache import StateSpan
 from model.config.formats import NumberFormat
 from model.network.inputs import CrossInput, StackInput
 from model.parallel.group import Group

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionBackend
 from model.attention.selection import Selection
-from model.cache.paged import KVCache
+from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import Checkpoint
 from model.config.model import ModelConfig
 from model.linear.factory import LinearFactory

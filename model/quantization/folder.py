@@ -20,13 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint.folder import Checkpoint
+from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.checkpoint.folder_files import PICKLES, SAFETENSORS
 from model.checkpoint.json_files import read_json, read_json_value
 from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, TensorSource
+from model.checkpoint.tensor_sources import tensor_sources
+from model.engine.kernels import choose_dtype
 from model.errors import ConfigError
-from model.native.library import Kind, Library
-from model.quantization.projections import Projection, describe
+from model.gguf.container import gguf_path
+from model.native.library import Kind, Library, native
+from model.quantization.moments import input_moments, read_texts
+from model.quantization.projections import FORMATS, Projection, describe, find_projections
 from model.quantization.safetensors_file import Described, SafetensorsFile
 
 SHARD_BYTES = 5_000_000_000  # of a file of weights, unless a single tensor has more
@@ -285,3 +289,42 @@ def _module_files(folder: Path, network: Path) -> Iterator[Path]:
 
 def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# -- `triptych quantize`: from names and settings to a written folder.
+
+
+def quantize(
+    folder: Path,
+    out: Path,
+    form: str,
+    *,
+    texts: Path | None = None,
+    dtype: str = "auto",
+    progress: Callable[[float, str], None] = lambda share, name: None,
+) -> Report:
+    """Write the checkpoint in `folder` to the new folder `out`, with projections in the format `form`.
+
+    `dtype` is what weights are rounded to first, as while they are loaded; `texts` a file whose texts say how much the
+    errors of each input count. Raises `ConfigError`.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"format {form!r} cannot be written; expected one of {', '.join(FORMATS)}")
+    if texts is not None and not form.startswith("int4"):
+        raise ConfigError(f"texts are for the search of scales in 4 bits; {form} has none")
+    if out.exists():
+        raise ConfigError(f"{out} is there already: give the name of a new folder")
+    library = native()
+    if isinstance(library, str):
+        raise ConfigError(f"quantising needs the native kernels: {library}")
+    checkpoint = read_checkpoint(folder)
+    if gguf_path(folder) is not None:
+        raise ConfigError(f"{folder.name} is a GGUF file, whose formats are its own: quantise what it was made of")
+    rounded = choose_dtype(dtype, checkpoint.config, torch.device("cpu")).dtype
+    tensors = tensor_sources(checkpoint)
+    projections = find_projections(checkpoint, tensors, form, rounded)
+    moments: Mapping[str, Tensor] = {}
+    if texts is not None:
+        wanted = {projection.target for projection in projections.values()}
+        moments = input_moments(folder, read_texts(texts), wanted, dtype)
+    return write_folder(checkpoint, tensors, projections, out, form, Quantizer(library, rounded, moments), progress)

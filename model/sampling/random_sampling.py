@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from model.api.sampling_params import SAMPLING, SamplingParams
 from model.system import fallbacks
-from model.system.transfer import device_tensor
+from model.system.devices import device_tensor
 
 HEADS = (64, 1024)  # sizes of the head, tried before the whole vocabulary is sorted
 _BLOCK = 256  # weights summed together

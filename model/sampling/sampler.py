@@ -24,7 +24,7 @@ from model.api.sampling_params import SamplingParams
 from model.api.token_history import History
 from model.sampling.random_sampling import sample_into
 from model.sampling.top_k import top_k_logsumexp
-from model.system.transfer import device_tensor, to_device
+from model.system.devices import device_tensor, to_device
 
 _MASK = (1 << 64) - 1
 _BARRED = float("-inf")

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton import language as tl
 
 from model.api.sampling_params import SAMPLING, SamplingParams
-from model.system.transfer import to_device
+from model.system.devices import to_device
 
 _BLOCK = 2048  # tokens of an iteration
 _WARPS = 8

@@ -8,8 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from model.quantization.command import quantize
-from model.quantization.folder import Report
+from model.quantization.folder import Report, quantize
 
 _PROGRESS_SECONDS = 2.0  # between two words of how far it is
 _WORST = 3  # matrices that are named

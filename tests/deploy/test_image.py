@@ -15,7 +15,7 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.llm import LLM
-from model.native.levels import fitting
+from model.native.build import fitting
 from model.speech.requests import SpeechOptions
 from tests.deploy.docker import ROOT, WHEELS, Container, build, container, docker, inspect, need_engine
 from tests.service.asking import post, read_all

@@ -15,10 +15,9 @@ from model.config.cache import NO_STATE, PoolSize, StateSize
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.block_pool import NULL_BLOCK
-from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, ScheduledSequence, SchedulerOutput
+from model.engine.scheduling.scheduled_step import UNLIMITED, DraftRun, SampledToken, ScheduledSequence, SchedulerOutput
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.scheduling.sequence import PLACEHOLDER, SequenceStatus
-from model.engine.scheduling.step_budget import UNLIMITED
 
 VOCAB = 1000
 

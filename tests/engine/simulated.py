@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from model.engine.scheduling.step_budget import StepBudget, StepDemand
+from model.engine.scheduling.scheduled_step import StepBudget, StepDemand
 from model.engine.step_pacer import (
     EngineKey,
     StepPacer,

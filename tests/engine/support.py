@@ -12,7 +12,7 @@ from torch import Tensor
 from model.api.request import Request, TokenOutput
 from model.api.sampling_params import SamplingParams
 from model.attention.base import AttentionBackend
-from model.cache.paged import KVCache
+from model.cache.kv_cache import KVCache
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from model.config.model import StackConfig
 from model.engine.execution.model_runner import ModelRunner, SampledToken, decodes_first

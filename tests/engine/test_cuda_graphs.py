@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from model.engine.execution.cuda_graphs import CudaRecorder, recorded
-from model.system.transfer import HostCopy
+from model.system.devices import HostCopy
 
 SECOND = torch.device("cuda", 1)
 

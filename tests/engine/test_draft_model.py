@@ -22,7 +22,7 @@ from model.engine.builder import LoadedModel, load
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.scheduling import scheduler
-from model.engine.scheduling.block_hashes import BlockHasher
+from model.engine.scheduling.block_pool import BlockHasher
 from model.engine.scheduling.model_drafts import DraftOdds, ModelDrafts
 from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.engine.scheduling.sequence import SequenceState
@@ -33,7 +33,7 @@ from model.linear.native import NativeLinear
 from model.llm import LLM
 from model.native.library import Kind
 from model.pretrained import embedded_models
-from model.quantization.command import quantize
+from model.quantization.folder import quantize
 from tests.engine.scripted import Harness, request
 from tests.engine.test_speculation import copying, crowd, generated, of_each_way, outcomes
 from tests.model.checkpoints import native_backends, saved

@@ -21,14 +21,14 @@ from model.api.request import (
 )
 from model.api.source import image_source, token_source
 from model.checkpoint.sentence_transformers import SentenceSettings
-from model.engine import encode_engine, sentence_head
+from model.engine import encode_engine, output_heads
 from model.engine.builder import load
 from model.engine.encode_engine import EncodeEngine
-from model.engine.scheduling.step_budget import StepBudget
-from model.engine.sentence_head import SentenceHead
+from model.engine.output_heads import SentenceHead
+from model.engine.scheduling.scheduled_step import StepBudget
 from model.network.inputs import packed_input
 from model.network.stack import StackPass
-from model.system import transfer
+from model.system import devices
 from tests.model.checkpoints import CPU, DECODERS, loaded, prompt, saved
 
 LENGTHS = (5, 30, 1, 12, 5, 22)
@@ -130,7 +130,7 @@ def test_normalised_and_cut(normalize: bool, dimensions: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("modes", "asked"),
-    [((mode,), None) for mode in sentence_head._TOGETHER]
+    [((mode,), None) for mode in output_heads._TOGETHER]
     + [((Pooling.CLS, Pooling.MEAN), None), ((Pooling.WEIGHTED_MEAN,), Pooling.MAX)],
 )
 @pytest.mark.parametrize("skipped", [0, 2])
@@ -315,17 +315,17 @@ def test_a_batch_comes_from_the_device_in_one_copy(monkeypatch: pytest.MonkeyPat
         def get(self) -> torch.Tensor:
             return self.tensor
 
-    monkeypatch.setattr(transfer, "HostCopy", HostCopy)
+    monkeypatch.setattr(devices, "HostCopy", HostCopy)
     vectors = [torch.randn(4), torch.randn(3, 2).t(), torch.randn(1)]
-    found = transfer.to_host([one.as_subclass(Elsewhere) for one in vectors])
+    found = devices.to_host([one.as_subclass(Elsewhere) for one in vectors])
     assert copies == [11]
     assert all(torch.equal(one, expected) and one.is_contiguous() for one, expected in zip(found, vectors, strict=True))
-    assert transfer.to_host([]) == []
+    assert devices.to_host([]) == []
 
 
 def test_a_step_brings_all_its_vectors_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = transfer.to_host
+    real = devices.to_host
     monkeypatch.setattr(encode_engine, "to_host", lambda tensors: sizes.append(len(tensors)) or real(tensors))
     one = engine("bert")
     for number in range(5):

@@ -9,7 +9,7 @@ import pytest
 
 from model.api.request import EncodeRequest, FinishReason
 from model.api.source import token_source
-from model.client import admission as admission_module
+from model.client import model_table as admission_module
 from model.client.async_engine import AsyncEngine
 from model.errors import EngineDeadError, QueueFullError
 from tests.engine.front import Brake, async_test, idle, served, until

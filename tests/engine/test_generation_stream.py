@@ -16,8 +16,7 @@ from model.api.request import (
     TokenOutput,
 )
 from model.api.sampling_params import SamplingParams
-from model.client.delivery import Delivery
-from model.client.generation_stream import GenerationStream
+from model.client.generation_stream import Delivery, GenerationStream
 from model.errors import EngineDeadError
 from tests.engine.front import async_test, ends_of, ids_of, text_of
 from tests.model.texts import bytes_tokenizer

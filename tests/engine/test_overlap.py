@@ -19,8 +19,7 @@ from model.attention import base
 from model.attention.base import AttentionMetadata
 from model.attention.recurrence import Recurrence
 from model.attention.sdpa import SdpaBackend
-from model.cache.paged import KVCache
-from model.cache.states import StateCache, StateSpan, StateTables
+from model.cache.kv_cache import KVCache, StateCache, StateSpan, StateTables
 from model.config.cache import NO_STATE, StateSize
 from model.config.layer import GatedDeltaConfig
 from model.engine.execution import cuda_graphs

@@ -8,9 +8,8 @@ import time
 import pytest
 
 from model.api.request import FinishReason
-from model.engine.scheduling.scheduled_step import SampledToken
+from model.engine.scheduling.scheduled_step import UNLIMITED, SampledToken, StepBudget
 from model.engine.scheduling.sequence import SequenceState
-from model.engine.scheduling.step_budget import UNLIMITED, StepBudget
 from tests.engine.scripted import Harness, expected_tokens, next_token
 
 

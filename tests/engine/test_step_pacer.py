@@ -9,9 +9,10 @@ from itertools import pairwise
 import pytest
 
 from model.engine import generate_engine as engine_module
-from model.engine.scheduling.scheduled_step import SampledToken, SchedulerOutput
-from model.engine.scheduling.step_budget import (
+from model.engine.scheduling.scheduled_step import (
     DECODES_ONLY,
+    SampledToken,
+    SchedulerOutput,
     StepBudget,
     StepDemand,
 )

@@ -17,7 +17,7 @@ from model.api.source import image_source, token_source
 from model.attention import triton
 from model.attention.triton import TritonBackend
 from model.attention.triton_kernels import INTERPRETED
-from model.cache.paged import KVCache
+from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.sentence_transformers import SentenceSettings
 from model.config.cache import PoolSize, StateSize

@@ -13,8 +13,8 @@ from model.api.request import EncodeRequest, EncodeTask, FinishReason
 from model.api.sampling_params import SamplingParams
 from model.api.source import Source, audio_source, token_source
 from model.engine.execution.sources import source_input
-from model.engine.scheduling.source_pass import SourcePasses
-from model.engine.scheduling.step_budget import StepBudget
+from model.engine.scheduling.scheduled_step import StepBudget
+from model.engine.scheduling.source_blocks import SourcePasses
 from model.errors import ConfigError
 from model.llm import LLM
 from tests.engine.support import request, running

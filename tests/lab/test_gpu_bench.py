@@ -28,7 +28,7 @@ from lab.bench.gpu.targets import TARGETS, datasheet_ceilings
 from lab.bench.gpu.timers import Timers
 from model.attention.sdpa import SdpaBackend
 from model.linear.base import linears
-from model.linear.experts import ExpertsLinear
+from model.linear.float import ExpertsLinear
 
 ROOT = Path(__file__).parents[2]
 ABSENT = (

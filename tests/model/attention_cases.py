@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata
-from model.cache.paged import LayerCache
+from model.cache.kv_cache import LayerCache
 from model.config.layer import AlibiConfig, AttentionConfig, BucketBiasConfig
-from model.network.score_bias import AlibiBias, BucketBias
+from model.network.positions import AlibiBias, BucketBias
 
 NAN = float("nan")
 

@@ -26,10 +26,9 @@ from triton.compiler import ASTSource
 import model.attention.triton as backend
 from model.api.sampling_params import SamplingParams
 from model.attention import triton_delta, triton_heads
-from model.attention.preparation import HeadNorm, Preparation
+from model.attention.base import HeadNorm, Preparation
 from model.attention.recurrence import Recurrence
-from model.cache.paged import LayerCache
-from model.cache.states import StateCache, StateSpan, StateTables
+from model.cache.kv_cache import LayerCache, StateCache, StateSpan, StateTables
 from model.config.cache import NO_STATE
 from model.config.layer import GatedDeltaConfig
 from model.linear import triton_experts, triton_fp8, triton_integers

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from model.native import build
-from model.native.levels import LEVELS, Level, fitting
+from model.native.build import LEVELS, Level, fitting
 
 HERE = Path(__file__).parent
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"

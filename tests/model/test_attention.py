@@ -13,11 +13,11 @@ from model.attention.base import AttentionBackend, AttentionMetadata, ScoreBias,
 from model.attention.native import NativeBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
-from model.cache.paged import KVCache, LayerCache
+from model.cache.kv_cache import KVCache, LayerCache
 from model.config.layer import Activation, AttentionConfig, BucketBiasConfig, LayerConfig, MLPConfig, Norms
 from model.config.model import StackConfig
-from model.network.score_bias import BucketBias
-from model.system import transfer
+from model.network.positions import BucketBias
+from model.system import devices
 from tests.model.checkpoints import CPU, native_backends
 
 FAST = (SdpaBackend(), *native_backends())
@@ -239,13 +239,13 @@ def test_scales_are_quotients_of_tensors() -> None:
 def test_lengths_go_to_the_device_in_one_copy_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy from memory that is not pinned holds the host up until it is made."""
     copied: list[int] = []
-    real = transfer.to_device
+    real = devices.to_device
 
     def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         copied.append(host.numel())
         return real(host, device)
 
-    monkeypatch.setattr(transfer, "to_device", sent)
+    monkeypatch.setattr(devices, "to_device", sent)
     metadata = AttentionMetadata((3, 1, 2), (5, 4, 2), causal=True)
     lengths = metadata.on_device()
     assert copied == [4 + 4 + 3]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from model.native import build
-from model.native.levels import Level
+from model.native.build import Level
 from tests.model.checkpoints import native_backends
 from tests.model.tiled import HERE, PLAIN, VECTORS
 

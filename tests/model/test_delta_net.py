@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.cache.states import StateCache, StateSpan, StateTables, independent_spans, segments
+from model.cache.kv_cache import StateCache, StateSpan, StateTables, independent_spans, segments
 from model.config.cache import NO_STATE
 from model.config.layer import GatedDeltaConfig
 from model.network.delta_net import delta_rule

@@ -19,14 +19,12 @@ from model.engine.builder import load
 from model.engine.warmup import compile_products
 from model.errors import ConfigError
 from model.inspection.anatomy import describe_stack, dissect
-from model.linear.base import LinearSpec, Part, linears
-from model.linear.experts import ExpertsLinear
+from model.linear.base import LinearSpec, Part, Tiles, linears
 from model.linear.factory import LinearFactory
-from model.linear.tiles import Tiles
+from model.linear.float import ExpertsLinear
 from model.network.build import build_model
 from model.network.experts import Experts, routes
-from model.network.inputs import packed_input
-from model.network.step_context import StepContext
+from model.network.inputs import StepContext, packed_input
 from tests.model.checkpoints import CPU, loaded, saved
 from tests.model.triton_cases import DEVICES
 

@@ -16,7 +16,7 @@ from triton import language as tl
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
-from model.cache.paged import KVCache, LayerCache
+from model.cache.kv_cache import KVCache, LayerCache
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.stored_formats import fp8_storage
 from model.config.cache import paged_specs, pools_of

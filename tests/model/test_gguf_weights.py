@@ -35,7 +35,7 @@ from model.llm import LLM
 from model.network.native_stack import native_linears
 from model.network.packed_weights import PackedWeights
 from model.network.parameter_counts import parameters_by_part
-from model.network.rotary import rotary_frequencies
+from model.network.positions import rotary_frequencies
 from model.network.weights import load_model, stored_tensors
 from model.pretrained import embedded_models
 from service.core.models_folder import ModelsFolder

@@ -25,8 +25,7 @@ from model.linear import integers as module
 from model.linear import triton_integers
 from model.linear.base import LinearSpec, Part, linears
 from model.linear.factory import LinearFactory
-from model.linear.integers import DequantizedIntegerLinear, IntegerLinear, integer_linear
-from model.linear.rounding import rounded_in_groups
+from model.linear.integers import DequantizedIntegerLinear, IntegerLinear, integer_linear, rounded_in_groups
 from model.linear.triton_integers import Tiles
 from model.native.library import Kind
 from model.network.weights import load_model

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
 from model.attention.triton import TritonBackend
-from model.cache.paged import KVCache
+from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.config.cache import StateSize
 from model.config.formats import QUANTIZED_LAYERS
@@ -36,7 +36,7 @@ from model.network.layer import Layer
 from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.sampling import random_sampling, sampler, triton_sampling
-from model.system.transfer import HostCopy
+from model.system.devices import HostCopy
 from tests.engine.support import pools_for, request
 from tests.model.checkpoints import CPU, loaded, saved
 from tests.model.launches import KERNELS

@@ -28,9 +28,8 @@ from model.errors import ConfigError
 from model.families.table.helpers import repeat
 from model.inspection.anatomy import describe_stack, dissect
 from model.linear.factory import LinearFactory
-from model.network.inputs import packed_input
+from model.network.inputs import StepContext, packed_input
 from model.network.native_stack import attach_native_stacks, native_linears
-from model.network.step_context import StepContext
 from model.network.transformer import Transformer
 from tests.model.checkpoints import CPU, VOCAB, copy_weights, native_backends, prompt
 

@@ -31,12 +31,10 @@ from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, Pos
 from model.linear.factory import LinearFactory
 from model.network.embeddings import SinusoidalPositions
 from model.network.fused_ops import rotary_tables
-from model.network.inputs import packed_input
+from model.network.inputs import StepContext, packed_input
 from model.network.mlp import MLP
-from model.network.rotary import rotate
-from model.network.score_bias import AlibiBias, BucketBias
+from model.network.positions import AlibiBias, BucketBias, rotate
 from model.network.stack import Stack
-from model.network.step_context import StepContext
 from model.network.transformer import Transformer
 from tests.model.checkpoints import CPU
 

@@ -14,7 +14,7 @@ from model.attention.base import AttentionMetadata
 from model.attention.native import write_rows
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
-from model.cache.paged import KVCache, LayerCache
+from model.cache.kv_cache import KVCache, LayerCache
 from model.checkpoint.folder import read_checkpoint
 from model.config.layer import Activation, AttentionConfig
 from model.linear.base import LinearSpec, Part

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
 from model.linear.native import packed_linear
-from model.native.build import Built, build_portable
-from model.native.levels import Level
+from model.native.build import Built, Level, build_portable
 from model.native.library import Library, native
 from model.native.structures import (
     DeltaLayer,

@@ -29,8 +29,8 @@ from model.linear.factory import LinearFactory
 from model.native import library
 from model.native.library import Kind, Library
 from model.network.inputs import packed_input
-from model.network.native_relative import relative_bytes
 from model.network.native_stack import NativeStack
+from model.network.native_structures import relative_bytes
 from model.network.stack import Stack
 from tests.model.checkpoints import CPU, copy_weights, native_backends
 from tests.model.tiled import REFUSED, emulated, needs_vectors

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, rms_norm, silu
 
 from model.linear.native import packed_linear
-from model.native.build import Built, build_portable
-from model.native.levels import Level
+from model.native.build import Built, Level, build_portable
 from model.native.library import Kind, Library, native
 from model.native.structures import (
     AttentionLayer,

@@ -16,7 +16,7 @@ import torch
 
 from model.attention.base import AttentionMetadata
 from model.attention.native import fill_segments
-from model.cache.paged import KVCache
+from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.config.cache import pool_of_layers
 from model.config.layer import AttentionConfig

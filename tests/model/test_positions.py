@@ -13,8 +13,7 @@ from model.config.model import PositionConfig, PositionKind
 from model.network.disentangled import relative_rows
 from model.network.embeddings import LearnedPositions, SinusoidalPositions
 from model.network.fused_ops import rotary_tables
-from model.network.rotary import inverse_frequencies, rotary_frequencies, rotate
-from model.network.score_bias import AlibiBias, BucketBias, StepBias
+from model.network.positions import AlibiBias, BucketBias, StepBias, inverse_frequencies, rotary_frequencies, rotate
 
 SINUSOIDAL = PositionConfig(PositionKind.SINUSOIDAL)
 

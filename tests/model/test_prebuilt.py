@@ -17,8 +17,7 @@ from model.config.layer import AttentionConfig
 from model.linear.base import LinearSpec, Part
 from model.linear.native import Int8RowsLinear, packed_linear
 from model.native import build
-from model.native.build import Built, build_portable, prebuilt
-from model.native.levels import LEVELS, fitting
+from model.native.build import LEVELS, Built, build_portable, fitting, prebuilt
 from model.native.library import Kind, Library, native
 from tests.model.checkpoints import loaded, native_backends
 from tests.model.parity import decoder_logits, decoder_prompts

@@ -24,8 +24,7 @@ from model.llm import LLM
 from model.native.library import Kind, Library, native
 from model.pretrained import embedded_models
 from model.quantization import folder as writing
-from model.quantization.command import quantize
-from model.quantization.folder import Report
+from model.quantization.folder import Report, quantize
 from model.quantization.moments import input_moments
 from model.quantization.projections import FORMATS
 from model.quantization.safetensors_file import SafetensorsFile

@@ -15,7 +15,7 @@ from model.api.engine_config import EngineConfig
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.sentence_keys import KEYS, Fate
 from model.checkpoint.sentence_modules import ACTIVATIONS, REFUSED, DenseConfig
-from model.engine.sentence_head import load_step
+from model.engine.output_heads import load_step
 from model.errors import ConfigError
 from model.llm import LLM
 from service.core.models_folder import ModelsFolder

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 from model.attention.base import DeviceLengths
 from model.attention.reference import ReferenceBackend
 from model.attention.triton import TritonBackend
-from model.cache.paged import LayerCache
+from model.cache.kv_cache import LayerCache
 from tests.model.attention_cases import Case, assert_finite_and_close, problem, tolerance
 from tests.model.triton_cases import (
     DECODE,

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 from model.attention import triton_delta
 from model.attention.recurrence import Recurrence
 from model.attention.triton import TritonBackend
-from model.cache.states import StateCache, StateSpan, StateTables, whole_segments
+from model.cache.kv_cache import StateCache, StateSpan, StateTables, whole_segments
 from model.config.cache import NO_STATE
 from model.config.layer import GatedDeltaConfig
 from tests.model.triton_cases import DEVICES

@@ -10,10 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.attention.preparation import HeadNorm, Preparation
+from model.attention.base import HeadNorm, Preparation
 from model.attention.triton_heads import prepare
-from model.cache.paged import LayerCache, plain
-from model.network.rotary import rotate
+from model.cache.kv_cache import LayerCache, plain
+from model.network.positions import rotate
 from tests.model.triton_cases import DEVICES
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -12,13 +12,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.attention.base import AttentionMetadata, DeviceLengths, SegmentGroup, are_uneven
-from model.attention.preparation import Preparation
+from model.attention.base import AttentionMetadata, DeviceLengths, Preparation, SegmentGroup, are_uneven
 from model.attention.triton import TritonBackend
-from model.cache.paged import LayerCache
+from model.cache.kv_cache import LayerCache
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig, BucketBiasConfig, DisentangledConfig, RotaryConfig, XLNetRelativeConfig
-from model.network.score_bias import BucketBias, StepBias
+from model.network.positions import BucketBias, StepBias
 from tests.model.triton_cases import CPU
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -25,8 +25,7 @@ from pathlib import Path
 import pytest
 
 from model.native import build
-from model.native.build import Built
-from model.native.levels import LEVELS, Level, fitting
+from model.native.build import LEVELS, Built, Level, fitting
 from model.native.library import Library
 from tests.model.checkpoints import native_backends
 

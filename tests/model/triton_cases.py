@@ -10,9 +10,9 @@ from model.attention.base import AttentionMetadata, DeviceLengths
 from model.attention.sdpa import SdpaBackend
 from model.attention.triton import Tiles, TritonBackend
 from model.attention.triton_kernels import INTERPRETED
-from model.cache.paged import LayerCache
+from model.cache.kv_cache import LayerCache
 from model.config.layer import BucketBiasConfig
-from model.network.score_bias import BucketBias
+from model.network.positions import BucketBias
 from tests.model.attention_cases import Case, Problem, assert_finite_and_close, problem, tolerance
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata
-from model.cache.states import whole_segments
+from model.cache.kv_cache import whole_segments
 from model.network.inputs import CrossInput, StackInput
 from model.parallel.group import Group
 from model.parallel.messages import (

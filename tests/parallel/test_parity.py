@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionMetadata
-from model.cache.paged import KVCache
-from model.cache.states import StateSpan
+from model.cache.kv_cache import KVCache, StateSpan
 from model.config.cache import NO_STATE
-from model.linear.parallel import ParallelLinear
+from model.linear.factory import ParallelLinear
 from model.network.inputs import CrossInput, StackInput, packed_input
 from model.network.transformer import Transformer
 from model.parallel.group import Group

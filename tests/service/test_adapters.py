@@ -19,7 +19,7 @@ from model.api.request import EncodeOutput, EncodeRequest, EncodeTask
 from model.api.source import token_source
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
-from model.engine.scheduling.step_budget import UNLIMITED, StepBudget
+from model.engine.scheduling.scheduled_step import UNLIMITED, StepBudget
 from model.errors import CheckpointError, ConfigError
 from model.llm import LLM
 from tests.model.checkpoints import copied, prompt, saved

@@ -9,7 +9,7 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.api.stats import EngineStats
-from model.client.admission import Admission
+from model.client.model_table import Admission
 from model.errors import ConfigError
 from service.runtimes.ray_serve.autoscaling_policy import SATURATION, SaturationPolicy
 from service.settings import option_table, sources

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from model.attention.base import AttentionBackend, AttentionMetadata, DeviceLengths
-from model.cache.paged import LayerCache
+from model.cache.kv_cache import LayerCache
 from model.config.layer import AttentionConfig, BucketBiasConfig
-from model.network.score_bias import BucketBias
+from model.network.positions import BucketBias
 
 
 @dataclass(frozen=True, slots=True)

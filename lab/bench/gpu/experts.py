@@ -14,7 +14,7 @@ from lab.bench.gpu.cases import Case
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench, need_triton
 from model.linear.base import LinearSpec, Part
-from model.linear.experts import ExpertsLinear
+from model.linear.float import ExpertsLinear
 
 # Of outputs, relative to their largest: those of 16 bits are rounded once, in the interpreter towards 0.
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -7,7 +7,7 @@ import torch
 from lab.bench.gpu.attention import Problem, make_tensors
 from lab.bench.gpu.recurrent import TOY, RecurrentProblem, RecurrentStep
 from model.attention.triton import TritonBackend
-from model.cache.states import StateTables
+from model.cache.kv_cache import StateTables
 
 PROBLEMS = (
     Problem(((1, 700), (1, 1)), heads=4, kv_heads=2, dim=80),

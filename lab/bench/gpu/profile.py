@@ -19,7 +19,7 @@ from lab.bench.gpu.timers import Timers, Where
 from model.api.request import FinishReason
 from model.engine import encode_engine
 from model.engine.execution import model_runner
-from model.system import transfer
+from model.system import devices
 
 _STEPS, _TINY_STEPS = 20, 3
 _SHOWN = 5  # kernels in the results; the text has more
@@ -38,7 +38,7 @@ def generating(ready: BenchModel) -> list[Where]:
         (model_runner, "pack", "pack"),
         (ready.engine.runner, "launch", "launch"),
         (model_runner.Launched, "collect", "collect"),
-        (transfer.HostCopy, "get", "wait"),
+        (devices.HostCopy, "get", "wait"),
         (ready.engine, "_update", "update"),
     ]
 

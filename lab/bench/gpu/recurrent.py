@@ -13,7 +13,7 @@ from lab.bench.gpu.cases import Case
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench, need_triton
 from model.attention.recurrence import Recurrence
-from model.cache.states import StateCache, StateSpan, StateTables
+from model.cache.kv_cache import StateCache, StateSpan, StateTables
 from model.config.cache import NO_STATE
 from model.config.layer import GatedDeltaConfig
 from model.network.delta_net import recur

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from model.attention.base import UNEVEN_KEYS, UNEVEN_TIMES, AttentionMetadata, DeviceLengths
-from model.cache.paged import KVCache
+from model.cache.kv_cache import KVCache
 from model.engine.execution.batch import BatchLayout, StepBatch, pack
 from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
 from model.system.background_work import give_way
+from model.system.devices import to_device
 from model.system.fallbacks import summary
-from model.system.transfer import to_device
 
 SMALL = (1, 2, 4, 8)  # recorded sizes below the regular ones
 REGULAR = 16

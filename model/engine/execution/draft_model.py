@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.cache.paged import KVCache
+from model.cache.kv_cache import KVCache
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.scheduled_step import DraftRun, ScheduledSequence

@@ -19,14 +19,12 @@ from torch import Tensor
 from model.api.request import TokenLogprob
 from model.api.source import Source
 from model.attention.base import are_uneven
-from model.cache.paged import KVCache
-from model.cache.states import StateSpan
+from model.cache.kv_cache import KVCache, StateSpan
 from model.config.model import GenerationRules
-from model.engine.execution.alignment import align, keep_queries, kept_layers
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.draft_model import DraftModel
-from model.engine.execution.sources import blank_source, source_input
+from model.engine.execution.sources import align, blank_source, keep_queries, kept_layers, source_input
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
 from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, ScheduledSequence, SchedulerOutput
@@ -46,7 +44,7 @@ from model.sampling.sampler import (
     token_logprobs,
     top_candidates,
 )
-from model.system.transfer import HostCopy, device_tensor
+from model.system.devices import HostCopy, device_tensor
 
 _NO_RULES = GenerationRules()
 _NO_CANDIDATES = BeamCandidates([])

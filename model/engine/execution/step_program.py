@@ -20,8 +20,7 @@ from torch import Tensor
 
 from model.api.source import Source
 from model.attention.base import AttentionMetadata, DeviceLengths
-from model.cache.paged import KVCache
-from model.cache.states import StateSpan
+from model.cache.kv_cache import KVCache, StateSpan
 from model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch
 from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
 from model.engine.execution.sources import source_input
@@ -29,7 +28,7 @@ from model.network.inputs import CrossInput, StackInput
 from model.network.stack import StackPass
 from model.network.transformer import Transformer
 from model.parallel.group import Group
-from model.system.transfer import device_tensor, to_device
+from model.system.devices import device_tensor, to_device
 
 if TYPE_CHECKING:
     from model.parallel.messages import Step

@@ -22,8 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from model.config.cache import PoolSize, StateSize
-from model.engine.scheduling.block_hashes import BlockHasher
-from model.engine.scheduling.block_pool import NULL_BLOCK, BlockPool
+from model.engine.scheduling.block_pool import NULL_BLOCK, BlockHasher, BlockPool
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.shared_prefixes import SharedPrefixes
 from model.engine.scheduling.source_blocks import SourceBlocks

@@ -11,7 +11,7 @@ from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockCopy
 from model.engine.scheduling.model_drafts import ModelDrafts
 from model.engine.scheduling.sequence import SequenceState
-from model.engine.scheduling.source_pass import LayersAhead
+from model.engine.scheduling.source_blocks import LayersAhead
 
 
 class ScheduledSequence(NamedTuple):  # made for every token: a frozen dataclass takes thrice the time
@@ -88,3 +88,46 @@ class SampledToken(NamedTuple):
     masked_logprob: float | None = None  # among the tokens that bans and rules left, if that is asked for
     log_mass: float = 0.0  # of a beam: logsumexp of the log-probabilities that these left, if it is
     alignment: list[int] | None = None  # of a prompt that is computed to its end, if that is asked for
+
+
+# -- What an engine could compute in its next step, and how much of it it may.
+
+
+@dataclass(frozen=True, slots=True)
+class StepDemand:
+    """What one engine would compute now.
+
+    `whole_tokens` is the least that can be computed of the first input whose tokens belong together (one layer of a
+    source or of a text to encode, as that share of its tokens; all of it where layers are not cut), 0 without one;
+    `all_whole_tokens` is what one step could take of all such inputs. `prompt_tokens` are decoder tokens of prompts,
+    which can be split.
+    """
+
+    decodes: int = 0
+    streams: bool = False  # somebody reads the decoded tokens as they come
+    waiting: int = 0  # sequences that have not begun
+    prompt_tokens: int = 0
+    whole_tokens: int = 0
+    all_whole_tokens: int = 0
+
+    @property
+    def prefills(self) -> bool:
+        return self.prompt_tokens > 0 or self.whole_tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """How much of its demand an engine may compute in one step; None leaves it to the engine's own limits.
+
+    Where `whole_tokens` is not 0, at least that of the demand is taken.
+    """
+
+    decodes: bool = True
+    prompt_tokens: int | None = None
+    whole_tokens: int | None = None
+
+
+UNLIMITED = StepBudget()
+
+
+DECODES_ONLY = StepBudget(prompt_tokens=0, whole_tokens=0)

@@ -20,10 +20,16 @@ from model.api.request import FinishReason
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE, DraftPages
 from model.engine.scheduling.ngram_drafts import READ_AT_ONCE
-from model.engine.scheduling.scheduled_step import DraftRun, ScheduledSequence, SchedulerOutput
+from model.engine.scheduling.scheduled_step import (
+    UNLIMITED,
+    DraftRun,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepBudget,
+    StepDemand,
+)
 from model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
-from model.engine.scheduling.source_pass import SourcePasses
-from model.engine.scheduling.step_budget import UNLIMITED, StepBudget, StepDemand
+from model.engine.scheduling.source_blocks import SourcePasses
 
 # Rows that a step with drafts samples at most. Of more rows each takes its time, drafts that are wrong too, while
 # reading the weights is what fewer wait for; and the logits of a step need memory.

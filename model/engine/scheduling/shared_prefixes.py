@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from model.engine.scheduling.block_hashes import BlockHasher
-from model.engine.scheduling.block_pool import BlockPool
+from model.engine.scheduling.block_pool import BlockHasher, BlockPool
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.state_slots import StateSlots
 

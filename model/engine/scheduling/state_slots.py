@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from model.config.cache import NO_STATE, StateSize
-from model.engine.scheduling.block_hashes import BlockHasher
-from model.engine.scheduling.block_pool import BlockPool
+from model.engine.scheduling.block_pool import BlockHasher, BlockPool
 from model.engine.scheduling.sequence import SequenceState
 
 
