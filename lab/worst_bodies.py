@@ -157,3 +157,21 @@ def worst_bodies() -> Iterator[Worst]:
         several = b",".join([part] * 9)
         yield of(before + field, b'{"role":"user","content":[' + several + b"]}", b"]", f"{name} of parts")
     yield _other("/detokenize", b'{"model":"gen","token_ids":[', b"0", b"]}")
+
+
+def many_tokens() -> Iterator[Worst]:
+    """Yield bodies of about 250,000 and 500,000 token ids, and texts with about as many tokens."""
+    for item in (b"%d", b"257"):
+        yield _generate(b'"prompt":[', item, b"]", f"{item.decode()} for ids")
+        yield _generate(b'"prompt":[[', item, b"]]", f"{item.decode()} for a list of ids")
+        yield _generate(b'"prompt":"x","prediction":[', item, b"]", f"{item.decode()} for predicted ids")
+        yield _other("/v1/completions", b'{"model":"gen","max_tokens":1,"prompt":[', item, b"]}")
+        yield _other("/detokenize", b'{"model":"gen","token_ids":[', item, b"]}")
+        yield _other("/v1/embeddings", b'{"model":"enc","input":[', item, b"]}")
+        yield _other("/encode", b'{"model":"enc","truncate":"right","input":[', item, b"]}")
+    tool = b'"messages":' + _HI + b',"tools":[{"type":"function","function":{"name":"a","parameters":{"enum":['
+    yield _chat(tool, b"257", b"]}}}]", "numbers of a tool")
+    words = b"1 9 " * (SIZE // 4 - 99)
+    yield _generate(b'"prompt":"' + words, b"", b'"', "many words")
+    yield _other("/v1/rerank", b'{"model":"enc","query":"a","max_tokens_per_doc":5,"documents":["' + words, b"", b'"]}')
+    yield _other("/v1/messages/count_tokens", b'{"messages":[{"role":"user","content":"' + words, b"", b'"}]}')

@@ -53,6 +53,14 @@ class TokenizerError(Exception):
     """The tokenizers' library gave up on a text or on tokens, for a reason that is in the model's tokenizer."""
 
 
+class TooManyTokensError(Exception):
+    """Says that a text has more tokens than were asked for: `count`."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"the text has {count} tokens")
+        self.count = count
+
+
 class GrammarError(ValueError):
     """A grammar is invalid, matches nothing, costs too much or is not served; the message says why and where."""
 

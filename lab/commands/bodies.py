@@ -19,7 +19,7 @@ import numpy as np
 
 from lab.faults.site import Site
 from lab.paced_engine import MODULE, PACE
-from lab.worst_bodies import worst_bodies
+from lab.worst_bodies import many_tokens, worst_bodies
 from loadtest.errors import ServerError
 from loadtest.results import machine
 from loadtest.runs import flags, output
@@ -110,7 +110,7 @@ def _send(address: tuple[str, int], model: str, megabytes: float) -> None:
     began, sent = time.monotonic(), 0
     while True:
         for values in _VALUES:
-            for worst in worst_bodies():
+            for worst in (*worst_bodies(), *many_tokens()):
                 body = worst.of_model(model).body(values=values)
                 connection = http.client.HTTPConnection(*address, timeout=60)
                 try:

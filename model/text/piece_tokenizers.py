@@ -15,6 +15,9 @@ from model.text.sentencepiece_model import SPACE, read_sentencepiece
 from model.text.tokenizer_class import set_template
 from model.text.tokenizer_files import Files
 
+_PART = 16_384  # characters that are split in one call, in about 4 ms
+_AROUND = 64  # characters that are looked at on both sides of a cut
+
 
 @dataclass(frozen=True, slots=True)
 class PieceTokenizer:
@@ -40,11 +43,25 @@ class PieceTokenizer:
             if self.specials.fullmatch(part):
                 names = [part]
             elif code is None:
-                names = self.pieces(part)
+                names = self._pieces(part)
             else:
-                names = [code[0], *self.pieces(part[code.end() :])]
+                names = [code[0], *self._pieces(part[code.end() :])]
             found += [self.ids.get(name, self.unknown) for name in names]
         return [*self.before, *found, *self.after] if add_special_tokens else found
+
+    def _pieces(self, text: str) -> list[str]:
+        """Return the pieces of a text, split in parts: the library holds the interpreter's lock for each call.
+
+        A text is cut at a space where the pieces of what is around it are those of both sides.
+        """
+        found: list[str] = []
+        while len(text) > _PART and (cut := text.rfind(" ", 0, _PART)) > 0:
+            left, right = text[max(0, cut - _AROUND) : cut], text[cut + 1 : cut + 1 + _AROUND]
+            if self.pieces(f"{left} {right}") != self.pieces(left) + self.pieces(right):
+                break
+            found += self.pieces(text[:cut])
+            text = text[cut + 1 :]
+        return found + self.pieces(text)
 
 
 def _byt5(files: Files) -> Tokenizer:

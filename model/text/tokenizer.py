@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import tokenizers
 
-from model.errors import ConfigError, TokenizerError
+from model.errors import ConfigError, TokenizerError, TooManyTokensError
 from model.gguf.container import gguf_path, read_gguf
 from model.text.cleanup import clean_up
 from model.text.decoders import has_fixed_texts
@@ -28,6 +28,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _LARGE_VOCABULARY = 50_000  # tokens; the library frees fewer within some 10 ms
 _MAX_LOCKED = 256  # tokens that are decoded under the interpreter's lock, which takes about 0.1 ms
+_LONG_TEXT = 65_536  # characters; the places of more are found only if they are wanted
 REPLACEMENT = "\ufffd"  # a byte-level decoder's output for an incomplete character
 _MASKS = ("[MASK]", "<mask>")  # where no file beside tokenizer.json names the mask token
 _UNKNOWNS = ("[UNK]", "<unk>")
@@ -85,7 +86,8 @@ class FixedTexts(dict[int, FixedText | None]):
 class Tokenizer:
     """A checkpoint's own tokenizer, without truncation or padding. Thread-safe.
 
-    Encoding, and decoding of many ids, use the library's batch calls: only those release the interpreter's lock.
+    Encoding, and decoding of many ids, use the library's batch calls: only those release the interpreter's lock. The
+    fast call leaves the texts of tokens out, which take long to free under that lock.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Tokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._words = None if self._pieces is not None else WordCache.of(tokenizer)
+        self._types_pairs = tokenizer.post_processor is not None  # without one the fast call types them all as 0
         added = tokenizer.get_added_tokens_decoder()  # of Gemma's 6,400 tokens the call takes 10 ms
         self._added = {known.content: token for token, known in added.items()}
         self.special_ids = frozenset(token for token, known in added.items() if known.special)
@@ -186,12 +189,27 @@ class Tokenizer:
         decoder = self._tokenizer.decoder
         return " ".join(names) if decoder is None else str(decoder.decode(list(names)))
 
-    def locate(self, text: str, pair: str | None = None) -> Located:
-        """Encode with special tokens and with the place of each token; needs `has_offsets`."""
-        item = text if pair is None else (text, pair)
-        [found] = _asked(self._tokenizer.encode_batch, [item])
+    def locate(self, text: str, pair: str | None = None, *, most: int | None = None) -> Located:
+        """Encode with special tokens and with the place of each token; needs `has_offsets`.
+
+        Raises `TooManyTokensError` for more than `most` tokens.
+        """
+        if most is not None and len(text) + len(pair or "") > _LONG_TEXT:
+            self.count(text, pair, most=most)  # places take long to free
+        [found] = _asked(self._tokenizer.encode_batch, [_item(text, pair)])
+        _check_number(len(found), most)
         offsets, texts, words = found.offsets, found.sequence_ids, found.word_ids
         return Located(tuple(found.ids), tuple(found.type_ids), tuple(offsets), tuple(texts), tuple(words))
+
+    def first_tokens(self, text: str, count: int) -> str:
+        """Return the text up to the end of its first `count` tokens, special ones not counted; needs `has_offsets`."""
+        [found] = _asked(self._tokenizer.encode_batch, [text])
+        first = next((at for at in range(len(found)) if found.token_to_sequence(at) is not None), 0)
+        last = first + count - 1
+        if last >= len(found) or found.token_to_sequence(last) is None:
+            return text
+        place = found.token_to_chars(last)
+        return text if place is None else text[: place[1]]
 
     @property
     def vocab_size(self) -> int:
@@ -206,23 +224,42 @@ class Tokenizer:
         found = (self.special_token_id(text) for text in (code, f"__{code}__"))
         return next((token for token in found if token is not None), None)
 
-    def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoded:
+    def encode(
+        self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, most: int | None = None
+    ) -> Encoded:
+        """Return the tokens of a text or a pair; raises `TooManyTokensError` for more than `most`."""
         if add_special_tokens and self._words is not None:
             found = _asked(self._words.encode, text, pair)
             if found is not None:
+                _check_number(len(found[0]), most)
                 return Encoded(*found)
-        item = text if pair is None else (text, pair)
-        [encoded] = self._encode_items([item], add_special_tokens)
-        return encoded
+        if self._pieces is not None:
+            pieced = self._pieced(_item(text, pair), add_special_tokens)
+            _check_number(len(pieced.ids), most)
+            return pieced
+        [encoding] = self._encodings([_item(text, pair)], add_special_tokens)
+        _check_number(len(encoding), most)
+        return Encoded(tuple(encoding.ids), tuple(encoding.type_ids))
+
+    def count(
+        self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, most: int | None = None
+    ) -> int:
+        """Return the number of tokens that `encode` finds, without making them."""
+        if self._pieces is not None:
+            return len(self.encode(text, pair, add_special_tokens=add_special_tokens, most=most).ids)
+        [encoding] = self._encodings([_item(text, pair)], add_special_tokens)
+        _check_number(len(encoding), most)
+        return len(encoding)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Encoded]:
-        return self._encode_items(list(texts), add_special_tokens)
-
-    def _encode_items(self, items: list[Any], add_special_tokens: bool) -> list[Encoded]:
         if self._pieces is not None:
-            return [self._pieced(item, add_special_tokens) for item in items]
-        encodings = _asked(self._tokenizer.encode_batch, items, add_special_tokens=add_special_tokens)
-        return [Encoded(tuple(e.ids), tuple(e.type_ids)) for e in encodings]
+            return [self._pieced(text, add_special_tokens) for text in texts]
+        return [Encoded(tuple(e.ids), tuple(e.type_ids)) for e in self._encodings(list(texts), add_special_tokens)]
+
+    def _encodings(self, items: list[Any], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        is_fast = self._types_pairs or all(isinstance(item, str) for item in items)
+        call = self._tokenizer.encode_batch_fast if is_fast else self._tokenizer.encode_batch
+        return _asked(call, items, add_special_tokens=add_special_tokens)
 
     def _pieced(self, item: Any, add_special_tokens: bool) -> Encoded:
         assert self._pieces is not None
@@ -281,6 +318,15 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Decode one token alone; bytes of a split character become replacement characters."""
         return self.decode_part([token_id], skip_special_tokens=False)
+
+
+def _item(text: str, pair: str | None) -> Any:
+    return text if pair is None else (text, pair)
+
+
+def _check_number(count: int, most: int | None) -> None:
+    if most is not None and count > most:
+        raise TooManyTokensError(count)
 
 
 def free_vocabulary(tokenizer: tokenizers.Tokenizer) -> None:

@@ -89,7 +89,7 @@ class WordCache:
 
     def _learn(self, words: Sequence[str]) -> dict[str, Ids]:
         """Return the ids of each word, and remember those of the shorter ones."""
-        encodings = self._tokenizer.encode_batch(list(words), add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch_fast(list(words), add_special_tokens=False)
         found = {word: tuple(one.ids) for word, one in zip(words, encodings, strict=True)}
         kept = {word: ids for word, ids in found.items() if len(word) <= _MAX_WORD}
         if len(self._words) + len(kept) > _MAX_WORDS:

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from model.errors import TooManyTokensError
 from service.chat.call_grammar import reply_grammar
 from service.chat.formats import ToolFormat, reasoning_format, tool_format
 from service.chat.message_fit import fitted_messages, given_ids, shown_tools
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import Json, ToolUse
 from service.core.chat_template import ChatTemplate
-from service.core.context_bound import ContextBound
-from service.core.errors import invalid, shorten
+from service.core.context_bound import ContextBound, context_exceeded
+from service.core.errors import ApiError, invalid, shorten
 from service.core.models import ServedModel
 from service.core.template_traits import TemplateTraits
 from service.lifecycle.state import Service
 from service.planning.generate import ReplyShape, check_room
 from service.planning.response_format import OutputConstraint, check_schema, schema_constraint
-from service.settings.service_settings import Limits
 
 _SAID_IN_MESSAGES = TemplateTraits(tool_format="json")  # of templates that read no tools: messages ask for JSON
 
@@ -48,7 +48,7 @@ class Turn:
     use: ToolUse
     served: ServedModel
 
-    def shape(self, limits: Limits) -> ReplyShape:
+    def shape(self) -> ReplyShape:
         """Return what the reply is held to and which marks it shows; neither for one that is all content."""
         if self.format.is_plain:
             return ReplyShape()
@@ -56,23 +56,19 @@ class Turn:
         marks = (*(calls.marks if calls else ()), *(reasoning.marks if reasoning else ()))
         ids = {self._special_id(mark) for mark in marks}
         ends = {self._special_id(mark) for mark in calls.ends} if calls is not None else set()
-        return ReplyShape(
-            lambda given: self._constraint(given, limits), tuple(sorted(_known(ids))), tuple(sorted(_known(ends)))
-        )
+        return ReplyShape(self._constraint, tuple(sorted(_known(ids))), tuple(sorted(_known(ends))))
 
     def _special_id(self, text: str) -> int | None:
         tokenizer = self.served.require_tokenizer("messages")
         found = tokenizer.special_token_id(text) if text else None
         return found if found in tokenizer.special_ids else None
 
-    def _constraint(self, given: OutputConstraint | None, limits: Limits) -> OutputConstraint | None:
+    def _constraint(self, given: OutputConstraint | None) -> OutputConstraint | None:
         """Return the constraint of the whole reply, with `given` as that of an answer."""
         if given is None and not self.use.is_held:
             return None
         parts: list[OutputConstraint] = [] if given is None else [given]
-        for tool in self.use.callable:
-            check_schema(tool.schema, tool.param, limits)
-            parts.append(schema_constraint(tool.schema, tool.param))
+        parts += [schema_constraint(tool.schema, tool.param) for tool in self.use.callable]
         answer = "" if given is None else given.grammar
         grammar = reply_grammar(self.format, self.use, answer, self._special_id)
         return OutputConstraint(grammar, parts[0].param if len(parts) == 1 else "tools", tuple(parts))
@@ -87,22 +83,23 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
 
     `answer_is_held`: a grammar holds the answer, and so the whole reply.
     """
-    param = conversation.param
-    chat, calls = _chosen(service, served, conversation.use)
-    if len(conversation.messages) > service.limits.max_chat_messages:
-        bound = service.limits.max_chat_messages
-        raise invalid(f"{param} has {len(conversation.messages)} entries, more than {bound}", param)
-    if len(conversation.use.tools) > service.limits.max_tools:
-        raise invalid(f"tools has {len(conversation.use.tools)} entries, more than {service.limits.max_tools}", "tools")
+    param, context = conversation.param, service.model_info(served.name).max_model_len
+    if conversation.use.is_held or answer_is_held:
+        for tool in conversation.use.callable:
+            check_schema(tool.schema, tool.param, service.limits)
+    chat, calls, text = await _prompt(service, served, conversation)
     tokenizer = served.require_tokenizer(param)
-    check_room(service.client, served)
     reasoning = reasoning_format(chat.traits, service.settings.reasoning_format)
-    text = await _rendered(service, served, chat, conversation, calls)
-    ids = await service.threads.run(
-        served.name, len(text), lambda: tokenizer.encode(text, add_special_tokens=False).ids
-    )
+
+    def work() -> tuple[int, ...]:
+        return tokenizer.encode(text, add_special_tokens=False, most=context).ids
+
+    try:
+        ids = await service.threads.run(served.name, len(text), work)
+    except TooManyTokensError as error:
+        raise context_exceeded(context, f"{param} has {error.count} prompt tokens", param) from None
     if not ids:
-        raise invalid(f"{param}: the chat template makes an empty prompt of it", param, "empty_prompt")
+        raise _empty(param)
     use, ending = conversation.use, text.rstrip()
     opened = closed = False
     if reasoning is not None and reasoning.opening:
@@ -121,6 +118,37 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
         is_held=use.is_held or (answer_is_held and bool(use.callable)),
     )
     return Turn(list(ids), format, use, served)
+
+
+async def count_tokens(service: Service, served: ServedModel, conversation: Conversation) -> int:
+    """Return the number of tokens of the prompt that `take_turn` makes."""
+    _, _, text = await _prompt(service, served, conversation)
+    tokenizer = served.require_tokenizer(conversation.param)
+    count = await service.threads.run(served.name, len(text), lambda: tokenizer.count(text, add_special_tokens=False))
+    if not count:
+        raise _empty(conversation.param)
+    return count
+
+
+def _empty(param: str) -> ApiError:
+    return invalid(f"{param}: the chat template makes an empty prompt of it", param, "empty_prompt")
+
+
+async def _prompt(
+    service: Service, served: ServedModel, conversation: Conversation
+) -> tuple[ChatTemplate, ToolFormat | None, str]:
+    """Return the template of a conversation, the format of its calls, and its prompt."""
+    param, limits = conversation.param, service.limits
+    chat, calls = _chosen(service, served, conversation.use)
+    for name, found, most in (
+        (param, conversation.messages, limits.max_chat_messages),
+        ("tools", conversation.use.tools, limits.max_tools),
+    ):
+        if len(found) > most:
+            raise invalid(f"{name} has {len(found)} entries, more than {most}", name)
+    served.require_tokenizer(param)
+    check_room(service.client, served)
+    return chat, calls, await _rendered(service, served, chat, conversation, calls)
 
 
 def effort_variables(chat: ChatTemplate | None, effort: str | None, param: str) -> dict[str, tuple[Any, str]]:
@@ -163,7 +191,12 @@ async def _rendered(
                 "not_supported",
             )
     tools = conversation.use.tools if conversation.use.choice != "none" else ()
-    messages = fitted_messages(conversation.messages, tools, chat, calls)
+
+    def fitted() -> list[Json]:
+        return fitted_messages(conversation.messages, tools, chat, calls)
+
+    # Where messages describe the tools, these are written into them, and they may be long.
+    messages = await service.threads.run_in_thread(fitted) if tools and not chat.reads("tools") else fitted()
     more = {name: value for name, (value, _) in conversation.variables.items()}
     bound = ContextBound(service.model_info(served.name).max_model_len, service.limits.prompt_characters_per_token)
     shown = shown_tools(tools, chat.traits)

@@ -13,6 +13,7 @@ _TOOLS = """You can call functions. Each of these lines describes one, with a JS
 To call functions, reply with nothing but a JSON array of calls, as here:
 [{{"name": "the function", "arguments": {{"an argument": "its value"}}}}]
 What they return follows in the next message. If no function is needed, answer in words."""
+_PART = 10_000  # entries of a list that are written in one call
 
 
 def plain_messages(messages: Sequence[Json], tools: Sequence[Tool]) -> list[Json]:
@@ -52,9 +53,18 @@ def _result(message: Json, names: dict[str, str]) -> str:
 
 
 def _introduced(messages: list[Json], tools: Sequence[Tool]) -> list[Json]:
-    lines = "\n".join(json.dumps(tool.shown()["function"], ensure_ascii=False) for tool in tools)
+    lines = "\n".join(_written(tool.shown()["function"]) for tool in tools)
     told = _TOOLS.format(tools=lines)
     first = messages[0]
     content = first.get("content") or ""
     parts = (content, told) if first["role"] in ("system", "developer") else (told, content)
     return [first | {"content": "\n\n".join(filter(None, parts))}, *messages[1:]]
+
+
+def _written(value: object) -> str:
+    """Return what `json.dumps` does, with long lists written in parts: no other thread runs while one is written."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_written(name)}: {_written(one)}' for name, one in value.items())}}}"
+    if isinstance(value, list) and len(value) > _PART:
+        return f"[{', '.join(_written(value[at : at + _PART])[1:-1] for at in range(0, len(value), _PART))}]"
+    return json.dumps(value, ensure_ascii=False)

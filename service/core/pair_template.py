@@ -67,8 +67,9 @@ class PairTemplate:
             query, document = query.strip(), document.strip()
         return f"{self.before}{query}{self.between}{document}{self.after}"
 
-    def encode(self, tokenizer: Tokenizer, query: str, document: str) -> Encoded:
-        return tokenizer.encode(self.text(query, document), add_special_tokens=False)
+    def encode(self, tokenizer: Tokenizer, query: str, document: str, most: int | None = None) -> Encoded:
+        """Return the tokens of a pair; raises `TooManyTokensError` for more than `most`."""
+        return tokenizer.encode(self.text(query, document), add_special_tokens=False, most=most)
 
     def cut(self, tokenizer: Tokenizer, ids: tuple[int, ...], limit: int) -> tuple[int, ...]:
         """Return the first tokens and those behind the document, `limit` in all: scores are read at the last one."""

@@ -19,7 +19,7 @@ from service.chat.tools import Json, Tool, tool_use
 from service.core.errors import ApiError, anthropic_error, invalid
 from service.core.models import ServedModel
 from service.dialects.blocks import Block, BlockRendering
-from service.dialects.common import native_turn, sampling_fields
+from service.dialects.common import native_generate, sampling_fields
 from service.dialects.messages_bodies import (
     ConversationMessage,
     CountBody,
@@ -166,7 +166,7 @@ def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int], ro
             "type": "json_schema",
             "json_schema": {"schema": body.output_config.format.schema_},
         }
-    return native_turn(fields, prompt)
+    return native_generate(fields, prompt)
 
 
 def is_held(body: MessagesBody) -> bool:

@@ -13,7 +13,7 @@ from service.chat.conversation import Conversation, effort_variables
 from service.chat.tools import Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import invalid
 from service.core.models import ServedModel
-from service.dialects.common import json_format, native, native_top_k, native_turn, sampling_fields
+from service.dialects.common import json_format, native_generate, native_top_k, sampling_fields
 from service.dialects.openai_bodies import (
     AllowedToolChoice,
     ChatBody,
@@ -48,7 +48,6 @@ def completion(body: CompletionBody, served: ServedModel) -> GenerateBody:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of must be n: choosing among more is not supported", "best_of", "not_supported")
     fields = _sampling(body, served) | {
-        "prompt": body.prompt,
         "max_tokens": DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         "echo": body.echo,
         "logprobs": body.logprobs,
@@ -56,8 +55,8 @@ def completion(body: CompletionBody, served: ServedModel) -> GenerateBody:
     if body.echo and body.logprobs is not None:
         fields["prompt_logprobs"] = body.logprobs
     if not prompt_only(body):
-        return native(GenerateBody, fields)
-    found = native(GenerateBody, fields | {"max_tokens": 1, "min_tokens": None})
+        return native_generate(fields, body.prompt)
+    found = native_generate(fields | {"max_tokens": 1, "min_tokens": None}, body.prompt)
     return found.model_copy(update={"max_tokens": 0})  # not allowed in a native body
 
 
@@ -112,7 +111,7 @@ def chat(body: ChatBody, served: ServedModel, prompt: list[int], *, with_ids: bo
         "prediction": None if body.prediction is None else joined(body.prediction.content),
         "return_token_ids": with_ids,
     }
-    return native_turn(fields, prompt)
+    return native_generate(fields, prompt)
 
 
 def chat_names(body: ChatBody) -> Mapping[str, str]:

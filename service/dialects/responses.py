@@ -15,7 +15,7 @@ from service.chat.tools import Json, Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import ApiError
 from service.core.models import ServedModel
 from service.dialects.blocks import Block, BlockRendering
-from service.dialects.common import native_top_k, native_turn, sampling_fields
+from service.dialects.common import native_generate, native_top_k, sampling_fields
 from service.dialects.responses_bodies import (
     InputCall,
     InputCallOutput,
@@ -174,7 +174,7 @@ def generate_body(body: ResponsesBody, served: ServedModel, prompt: list[int]) -
         fields["response_format"] = {"type": format.type} | (
             {"json_schema": schema} if format.type == "json_schema" else {}
         )
-    return native_turn(fields, prompt)
+    return native_generate(fields, prompt)
 
 
 def is_held(body: ResponsesBody) -> bool:

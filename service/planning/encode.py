@@ -19,6 +19,7 @@ import msgspec
 from model.api.request import EncodeOutput, EncodeRequest, Pooling
 from model.api.source import image_source, token_source
 from model.api.stats import ModelInfo
+from model.errors import TooManyTokensError
 from model.media.images import ImageError
 from model.text.tokenizer import Encoded, Located
 from service.core.context_bound import ContextBound, context_exceeded
@@ -264,7 +265,9 @@ def _read(
     """Tokenise each text, and truncate it to `limit` tokens or divide it into windows of them."""
     if output.offsets or body.split is not None:
         windows = (
-            _Reading(owner, one, window) for owner, one in texts for window in _windows(one, served, limit, body.stride)
+            _Reading(owner, one, window)
+            for owner, one in texts
+            for window in _windows(one, served, bounds, limit, body.stride)
         )
         return list(islice(windows, bounds.inputs + 1))  # more are refused
     if body.chunks is not None:
@@ -339,13 +342,16 @@ async def _pixels(one: EncodeInput, served: ServedModel, images: RequestImages) 
 
 def _fit_one(one: EncodeInput, served: ServedModel, limit: int, side: Side | None) -> tuple[Encoded, bool]:
     pairs = served.pairs if one.pair is not None else None
-    encoded = _encode(one, served)
+    try:
+        encoded = _encode(one, served, limit if side is None else None)
+    except TooManyTokensError as error:
+        raise context_exceeded(limit, f"{one.param} has {error.count} tokens", one.param) from None
     if not encoded.ids:
         raise invalid(f"{one.param} is empty: it has no tokens", one.param, "empty_prompt")
     check_vocabulary(encoded.ids, served.source_vocab_size, one.param)
     if len(encoded.ids) <= limit:
         return encoded, False
-    if side is None:
+    if side is None:  # ids of the client
         raise context_exceeded(limit, f"{one.param} has {len(encoded.ids)} tokens", one.param)
     if pairs is not None:
         if side == "left":
@@ -356,13 +362,13 @@ def _fit_one(one: EncodeInput, served: ServedModel, limit: int, side: Side | Non
     return truncate_text(served.require_tokenizer(one.param), one.text, one.pair, encoded, limit, side), True
 
 
-def _encode(one: EncodeInput, served: ServedModel) -> Encoded:
+def _encode(one: EncodeInput, served: ServedModel, most: int | None) -> Encoded:
     if one.ids is not None:
         return Encoded(one.ids, ())
     tokenizer = served.require_tokenizer(one.param)
     if one.pair is not None and served.pairs is not None:
-        return served.pairs.encode(tokenizer, one.text, one.pair)
-    return tokenizer.encode(one.text, one.pair)
+        return served.pairs.encode(tokenizer, one.text, one.pair, most)
+    return tokenizer.encode(one.text, one.pair, most=most)
 
 
 def _token_limit(served: ServedModel, info: ModelInfo) -> int:
@@ -382,19 +388,26 @@ def _check_size(body: EncodeBody, served: ServedModel, info: ModelInfo) -> None:
 
 def _whole(one: EncodeInput, served: ServedModel, limit: int) -> Located:
     """Return the tokens of a text with their places; raises a 400 if there are too many."""
-    located = served.require_tokenizer(one.param).locate(one.text)
+    try:
+        located = served.require_tokenizer(one.param).locate(one.text, most=limit)
+    except TooManyTokensError as error:
+        raise context_exceeded(limit, f"{one.param} has {error.count} tokens", one.param) from None
     check_vocabulary(located.ids, served.source_vocab_size, one.param)
-    if len(located.ids) > limit:
-        raise context_exceeded(limit, f"{one.param} has {len(located.ids)} tokens", one.param)
     return located
 
 
-def _windows(one: EncodeInput, served: ServedModel, limit: int, stride: int | None) -> Iterator[Located]:
+def _windows(
+    one: EncodeInput, served: ServedModel, bounds: EncodeBounds, limit: int, stride: int | None
+) -> Iterator[Located]:
     """Yield the tokens of a text, in windows of `limit` tokens that have `stride` of them in common.
 
     Of a pair the second text is divided; special tokens and the first text are in every window.
     """
-    located = served.require_tokenizer(one.param).locate(one.text, one.pair)
+    try:
+        located = served.require_tokenizer(one.param).locate(one.text, one.pair, most=bounds.tokens)
+    except TooManyTokensError as error:
+        bounds.check_tokens(error.count)
+        raise
     check_vocabulary(located.ids, served.source_vocab_size, one.param)
     if len(located.ids) <= limit:
         if not any(of is not None for of in located.texts):

@@ -16,13 +16,13 @@ from typing import cast
 from model.api.request import Request
 from model.api.source import token_source
 from model.api.stats import ModelInfo
-from model.errors import ModelNotLoadedError
+from model.errors import ModelNotLoadedError, TooManyTokensError
 from service.core.context_bound import ContextBound, context_exceeded
 from service.core.engine_client import EngineClient
 from service.core.errors import REFUSALS, engine_refusal, invalid
 from service.core.models import Models, ServedModel, Task
 from service.core.request_context import current
-from service.planning.body_limits import check_generate, check_logprobs
+from service.planning.body_limits import check_generate, check_logprobs, num_inputs
 from service.planning.languages import source_language, target_language
 from service.planning.output_limit import OutputLimit
 from service.planning.response_format import GrammarChecker, OutputConstraint, constraint_of, has_constraint
@@ -36,6 +36,7 @@ from service.schemas.bodies import GenerateBody
 from service.settings.service_settings import Limits
 
 _numbers = count(1)
+_PREDICTED = 4  # characters of a prediction for each token of the context; what follows is not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,7 @@ class GeneratePlanner:
             raise invalid(message, "prompt", "wrong_task")
         info = loaded_info(self._client, served)
         check_generate(body, self._limits)
+        limit = OutputLimit.of(body, num_inputs(body.prompt), self._limits, fills_context=shape is not None)
         constraint = await self._constraint(body, shape)
         if constraint is not None and body.ignore_eos:
             message = f"ignore_eos has no meaning with {constraint.field}, which says where the output ends"
@@ -172,14 +174,13 @@ class GeneratePlanner:
         prefix = self._decoder_prompt(body, served)
         _check_ids(body, served.vocab_size)
         check_room(self._client, served, len(prompts) * max(body.n, num_beams(body, served)))
-        ids = await self._tokenise(prompts, served, info, language=source_language(body, served))
-        forced = await self._decoder_ids(prefix, target_language(body, served), served, info)
+        ids = await self._tokenise(prompts, served, info, limit, language=source_language(body, served))
+        forced = await self._decoder_ids(prefix, target_language(body, served), served, info, limit)
         if constraint is not None:
             _check_end(body, served, constraint)
             await self._grammars.check(constraint, served)
         grammar = "" if constraint is None else constraint.grammar
         prediction = await self._prediction(body, served, info)
-        limit = OutputLimit.of(body, len(prompts), self._limits, fills_context=shape is not None)
         requests = [
             self._request(
                 body, served, info, prompt, prompt_ids, forced, engine_id(request_id), arrival, grammar, limit
@@ -247,12 +248,14 @@ class GeneratePlanner:
         prompts: list[PromptInput],
         served: ServedModel,
         info: ModelInfo,
+        limit: OutputLimit | None,
         *,
         special: bool = True,
         language: int | None = None,
     ) -> list[tuple[int, ...]]:
         """Return the ids of each prompt, checked to be not empty and within the vocabulary.
 
+        With `limit` a text that leaves no room in the context is refused before its ids are made.
         `language` is the token of the texts' language, None for the folder's.
         """
         characters = 0
@@ -264,24 +267,25 @@ class GeneratePlanner:
                 characters += len(prompt.value)
 
         def work() -> list[tuple[int, ...]]:
-            return [_ids(prompt, served, special, language) for prompt in prompts]
+            return [_ids(prompt, served, info, limit, special, language) for prompt in prompts]
 
-        found = await self._threads.run(served.name, characters, work) if characters else work()
-        for prompt, ids in zip(prompts, found, strict=True):
-            if not ids:
-                raise invalid(f"{prompt.param} is empty: it has no tokens", prompt.param, "empty_prompt")
-            check_vocabulary(ids, served.source_vocab_size, prompt.param)
-        return found
+        return await self._threads.run(served.name, characters, work) if characters else work()
 
     async def _prediction(self, body: GenerateBody, served: ServedModel, info: ModelInfo) -> tuple[int, ...]:
-        """Return the ids of what the output is expected to repeat, as far as an output can be."""
+        """Return the ids of what the output is expected to repeat; only the beginning of a long text is read."""
         if not body.prediction:
             return ()
-        [ids] = await self._tokenise([PromptInput(body.prediction, "prediction")], served, info, special=False)
+        read = PromptInput(body.prediction[: _PREDICTED * info.max_model_len], "prediction")
+        [ids] = await self._tokenise([read], served, info, None, special=False)
         return ids[: info.max_model_len]
 
     async def _decoder_ids(
-        self, prefix: PromptInput | None, language: tuple[int, ...], served: ServedModel, info: ModelInfo
+        self,
+        prefix: PromptInput | None,
+        language: tuple[int, ...],
+        served: ServedModel,
+        info: ModelInfo,
+        limit: OutputLimit,
     ) -> tuple[int, ...]:
         """Return the ids that the decoder of an encoder-decoder starts with; none for a decoder-only model."""
         start = served.config.decoder_start_token_id
@@ -289,7 +293,7 @@ class GeneratePlanner:
             return ()
         if prefix is None:
             return (start, *language)
-        [ids] = await self._tokenise([prefix], served, info, special=False)
+        [ids] = await self._tokenise([prefix], served, info, limit, special=False)
         return (start, *language, *ids)
 
     async def _echo(
@@ -321,13 +325,33 @@ def _with_prefix(prompts: list[PromptInput], body: GenerateBody, served: ServedM
     return [replace(prompt, value=f"{prefix}{prompt.value}") for prompt in prompts]
 
 
-def _ids(prompt: PromptInput, served: ServedModel, special: bool, language: int | None) -> tuple[int, ...]:
-    if not isinstance(prompt.value, str):
-        return tuple(prompt.value)
-    tokenizer = served.require_tokenizer(prompt.param)
-    ids = tokenizer.encode(prompt.value, add_special_tokens=special).ids
-    languages = tokenizer.source_languages
-    return ids if language is None or languages is None else languages.mark(ids, language)
+def _ids(
+    prompt: PromptInput,
+    served: ServedModel,
+    info: ModelInfo,
+    limit: OutputLimit | None,
+    special: bool,
+    language: int | None,
+) -> tuple[int, ...]:
+    """Return the ids of a prompt; raises a 400 for one that is empty, too long, or outside the vocabulary."""
+    if isinstance(prompt.value, str):
+        tokenizer = served.require_tokenizer(prompt.param)
+        most = None if limit is None else info.max_model_len
+        try:
+            ids = tokenizer.encode(prompt.value, add_special_tokens=special, most=most).ids
+        except TooManyTokensError as error:
+            assert limit is not None
+            _check_source(served, info, error.count, prompt.param)
+            limit.tokens(served, info, error.count, prompt.param)
+            raise
+        languages = tokenizer.source_languages
+        ids = ids if language is None or languages is None else languages.mark(ids, language)
+    else:
+        ids = tuple(prompt.value)
+    if not ids:
+        raise invalid(f"{prompt.param} is empty: it has no tokens", prompt.param, "empty_prompt")
+    check_vocabulary(ids, served.source_vocab_size, prompt.param)
+    return ids
 
 
 def _check_ids(body: GenerateBody, vocab_size: int) -> None:
@@ -346,16 +370,20 @@ def _check_ids(body: GenerateBody, vocab_size: int) -> None:
 def _check_fit(served: ServedModel, info: ModelInfo, prompt_tokens: int, length: int, beams: int, param: str) -> None:
     """Check that a source fits one step and the context, and `beams` sequences of `length` an empty KV cache."""
     shortage = info.shortage(beams, length, source=prompt_tokens if served.is_encoder_decoder else 0)
-    if served.is_encoder_decoder:
-        bound = min(info.max_model_len, info.max_num_batched_tokens)
-        if prompt_tokens > bound:
-            raise context_exceeded(bound, f"{param} has {prompt_tokens}, which the encoder reads in one step", param)
+    _check_source(served, info, prompt_tokens, param)
     if beams > info.max_num_seqs:
         raise invalid(f"num_beams must be at most {info.max_num_seqs}, the maximum batch size", "num_beams")
     if shortage is not None:
         needed, there = (blocks * info.block_size for blocks in shortage)
         message = f"{param}, max_tokens and num_beams need {needed} tokens of KV cache, which holds {there}"
         raise invalid(message, param, "kv_cache_exceeded")
+
+
+def _check_source(served: ServedModel, info: ModelInfo, tokens: int, param: str) -> None:
+    """Refuse a source of an encoder-decoder that does not fit one step."""
+    bound = min(info.max_model_len, info.max_num_batched_tokens)
+    if served.is_encoder_decoder and tokens > bound:
+        raise context_exceeded(bound, f"{param} has {tokens}, which the encoder reads in one step", param)
 
 
 def cache_salt(requested: str | None) -> str:

@@ -6,12 +6,13 @@ and the result is cached.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import pydantic_core
 
 from model.errors import GrammarError
 from model.text.grammar import choice_grammar, json_grammar, regex_grammar, written_grammar
@@ -72,7 +73,7 @@ def constraint_of(body: GenerateBody, limits: Limits) -> OutputConstraint | None
 
 def check_schema(schema: Mapping[str, Any], param: str, limits: Limits) -> None:
     """Raise an `ApiError` that names `param` for a JSON schema that is too large."""
-    size = len(json.dumps(schema, separators=(",", ":")))
+    size = len(pydantic_core.to_json(schema, inf_nan_mode="constants"))
     if size > limits.max_schema_bytes:
         raise invalid(f"{param} has {size} bytes, more than {limits.max_schema_bytes}", param)
 

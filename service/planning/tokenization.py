@@ -57,13 +57,6 @@ def outside_vocabulary(param: str, vocab_size: int) -> ApiError:
     return invalid(f"{param} must be a token id below {vocab_size}", param, "token_id_out_of_range")
 
 
-def first_tokens(tokenizer: Tokenizer, text: str, count: int) -> str:
-    """Return the text up to the end of its first `count` tokens, special ones not counted."""
-    located = tokenizer.locate(text)
-    ends = [end for (_, end), of in zip(located.offsets, located.texts, strict=True) if of is not None]
-    return text if len(ends) <= count else text[: ends[count - 1]]
-
-
 def beginning(tokenizer: Tokenizer, prefix: str, text: str, limit: int) -> str:
     """Return the longest beginning of `text`, up to a few characters, with which `prefix` has at most `limit` tokens.
 

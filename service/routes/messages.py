@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.chat.conversation import take_turn
+from service.chat import conversation
 from service.dialects import messages
 from service.dialects.common import naming_errors
 from service.dialects.messages_bodies import CountBody, MessagesBody
@@ -43,8 +43,8 @@ async def create(request: Request) -> Response:
     served = await chat_model(request, body.model, body.timeout_s)
     body = body.model_copy(update={"model": served.name})
     with service.handling(), naming_errors(messages.NAMES):
-        conversation = messages.conversation(body, served)
-        turn = await take_turn(service, served, conversation, answer_is_held=messages.is_held(body))
+        said = messages.conversation(body, served)
+        turn = await conversation.take_turn(service, served, said, answer_is_held=messages.is_held(body))
         messages.check_thinking(body, turn.format)
         room = output_room(served, service.model_info(served.name), len(turn.ids))
         return await generate.answer_taken(
@@ -52,7 +52,7 @@ async def create(request: Request) -> Response:
             messages.generate_body(body, served, turn.ids, room),
             lambda generation: messages.Messages(generation, body, turn.format),
             messages.NAMES,
-            turn.shape(service.limits),
+            turn.shape(),
         )
 
 
@@ -73,6 +73,6 @@ async def count_tokens(request: Request) -> Response:
     served = await chat_model(request, body.model, body.timeout_s)
     body = body.model_copy(update={"model": served.name})
     with service.handling(), naming_errors(messages.NAMES):
-        turn = await take_turn(service, served, messages.conversation(body, served), answer_is_held=False)
-    context.model, context.tokens_in = served.name, len(turn.ids)
-    return json_response({"input_tokens": len(turn.ids)})
+        count = await conversation.count_tokens(service, served, messages.conversation(body, served))
+    context.model, context.tokens_in = served.name, count
+    return json_response({"input_tokens": count})

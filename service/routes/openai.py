@@ -78,7 +78,7 @@ async def chat_completions(request: Request) -> Response:
         turn = await take_turn(service, served, conversation, answer_is_held=openai.is_held(body))
         with naming_errors(names := openai.chat_names(body)):
             found = openai.chat(body, served, turn.ids, with_ids=turn.format.reasoning is not None)
-            shape = turn.shape(service.limits)
+            shape = turn.shape()
             return await generate.answer_taken(
                 request, found, lambda generation: ChatCompletions(generation, body, turn.format), names, shape
             )

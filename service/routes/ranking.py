@@ -14,7 +14,6 @@ from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankB
 from service.http.bodies import read_body
 from service.http.model_use import choose_model, hold_model
 from service.lifecycle.state import service_of
-from service.planning.tokenization import first_tokens
 from service.routes import encode
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
 from service.schemas.dialect_replies import Classified, CohereVectors, Ranked, Scored
@@ -169,7 +168,7 @@ async def _first_tokens(request: Request, body: RankBody, served: ServedModel) -
         raise invalid(message, "max_tokens_per_doc")
 
     def work() -> list[str]:
-        return [first_tokens(tokenizer, text, most) for text in texts]
+        return [tokenizer.first_tokens(text, most) for text in texts]
 
     return await service.threads.run(served.name, sum(map(len, texts)), work)
 

@@ -57,7 +57,7 @@ async def create(request: Request) -> Response:
             responses.generate_body(body, served, turn.ids),
             lambda generation: responses.Responses(generation, body, turn.format, keep),
             responses.NAMES,
-            turn.shape(service.limits),
+            turn.shape(),
         )
 
 

@@ -18,6 +18,8 @@ from queue import LifoQueue
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar
 
+import pydantic_core
+
 from model.system import python_child
 from service.sandbox.worker_main import LENGTH, STATUS
 
@@ -82,7 +84,8 @@ class Worker:
         self._channel = self._process = None
 
     def _request(self, request: Mapping[str, Any]) -> bytes:
-        return json.dumps({**request, "seconds": self._seconds}).encode()
+        # Of many numbers json.dumps takes eight times as long, and no other thread runs meanwhile.
+        return pydantic_core.to_json({**request, "seconds": self._seconds}, inf_nan_mode="constants")
 
     def _reply(self, answer: bytes) -> dict[str, Any]:
         try:

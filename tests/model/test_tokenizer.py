@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import sys
 import threading
 import time
@@ -15,13 +16,14 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, processors
 
 from model.api.request import FinishReason, TokenOutput
 from model.api.sampling_params import SamplingParams
-from model.errors import ConfigError
+from model.errors import ConfigError, TooManyTokensError
 from model.text.decoders import has_fixed_texts
 from model.text.detokenizer import Detokenizer
+from model.text.piece_tokenizers import PieceTokenizer
 from model.text.tokenizer import Tokenizer, free_vocabulary
 from tests.model.texts import (
     CHARACTERS,
@@ -254,6 +256,60 @@ def test_a_stop_tokens_text_is_left_out_unless_asked_for(include: bool) -> None:
     filled(SamplingParams(include_stop=include), output)
     assert output.text == ("a#" if include else "a")
     assert output.token_ids == ids
+
+
+@pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
+@pytest.mark.parametrize("template", [None, processors.TemplateProcessing("$A", "$A $B:1", [])], ids=["plain", "typed"])
+def test_encoding_without_token_texts_gives_the_library_s_ids_and_types(
+    make: Callable[[], Tokenizer], template: processors.PostProcessor | None
+) -> None:
+    built = make()._tokenizer
+    built.post_processor = template
+    tokenizer = Tokenizer(built)
+    for text in (*CORPUS, "", " ", "a  b"):
+        for pair in (None, "b a"):
+            for special in (True, False):
+                expected = built.encode(text, pair, add_special_tokens=special)
+                found = tokenizer.encode(text, pair, add_special_tokens=special)
+                assert (list(found.ids), list(found.type_ids)) == (expected.ids, expected.type_ids)
+                assert tokenizer.count(text, pair, add_special_tokens=special) == len(expected.ids)
+
+
+def test_more_tokens_than_asked_for_are_counted_and_not_made() -> None:
+    tokenizer = bytes_tokenizer()
+    size = len(tokenizer.encode("abc").ids)
+    assert tokenizer.encode("abc", most=size).ids
+    for ask in (tokenizer.encode, tokenizer.count, tokenizer.locate):
+        with pytest.raises(TooManyTokensError) as error:
+            ask("abc", most=size - 1)
+        assert error.value.count == size
+
+
+@pytest.mark.parametrize("make", TOKENIZERS.values(), ids=TOKENIZERS)
+@settings(max_examples=40, deadline=None)
+@given(text=TEXT, count=st.integers(1, 9))
+def test_first_tokens_end_where_the_last_of_them_does(make, text: str, count: int) -> None:  # type: ignore[no-untyped-def]
+    tokenizer = make()
+    found = tokenizer.locate(text)
+    ends = [end for (_, end), of in zip(found.offsets, found.texts, strict=True) if of is not None]
+    assert tokenizer.first_tokens(text, count) == (text if len(ends) <= count else text[: ends[count - 1]])
+
+
+def test_long_texts_of_piece_tokenizers_are_split_at_spaces_that_change_nothing() -> None:
+    asked: list[str] = []
+
+    def joined(text: str) -> str:
+        return re.sub("z (?=z)", "z_", text)
+
+    def split(text: str) -> list[str]:  # as SentencePiece does; but pieces reach over a space between z and z
+        asked.append(text)
+        return [f"\u2581{word}" for word in joined(text).split()]
+
+    words = PieceTokenizer(bytes_tokenizer()._tokenizer, split, {}, 0, re.compile("(<s>)"), (), ())
+    for text in ("ab " * 20_000, "ab  cd " * 9_000, "a" * 40_000, "z " * 20_000):
+        asked.clear()
+        assert words._pieces(text) == [f"\u2581{word}" for word in joined(text).split()]
+        assert (max(map(len, asked)) <= 16_384) is ("b" in text)
 
 
 def test_batches_and_pairs_encode_like_single_texts() -> None:
