@@ -23,7 +23,7 @@ MODEL = """
     api                 : errors
     system              : errors
     gguf                : errors
-    text                : errors api gguf
+    text                : errors api system gguf
     media               : errors config
     families/table      : errors config
     families            : errors config families/table
@@ -52,7 +52,8 @@ MODEL = """
 SERVICE = """
     settings            : model/errors model/api model/pretrained
     sandbox             : model/errors model/system model/text model/media
-    core                : model/errors model/api model/config model/gguf model/text model/checkpoint sandbox
+    core                : model/errors model/api model/config model/system model/gguf model/text model/checkpoint
+                          sandbox
     schemas             : model/api settings core
     observability       : model/errors model/api settings core
     planning/outputs    : model/errors model/api model/config model/text model/checkpoint settings core schemas

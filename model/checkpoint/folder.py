@@ -60,6 +60,7 @@ from model.families.table.token_rules import within_vocabulary
 from model.gguf.container import gguf_path, read_gguf
 from model.media.images import ImageProcessing, prepared_size, read_image_processing
 from model.media.log_mel import LogMel, read_log_mel
+from model.system.folder_files import has_file
 
 _MOST_CHARACTERS = 600  # of a message about a folder
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -151,7 +152,7 @@ def errors_about(where: str, *names: str) -> Iterator[None]:
 
 def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
     path = whole / network_folder(whole)
-    if not (path / "config.json").is_file():
+    if not has_file(path / "config.json"):
         raise ConfigError(describe_path(path))
     if any((path / name).is_file() for name in _ADAPTERS):
         raise ConfigError(describe_folder(path))

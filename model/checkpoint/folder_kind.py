@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
+from model.system.folder_files import has_file
+
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MOST_ENTRIES = 2_000  # of a folder, that are looked at
 _SHOWN = 3
@@ -53,7 +55,7 @@ def lfs_pointer(file: Path) -> bool:
 def unfetched_tokenizer_files(folder: Path) -> list[str]:
     """Return the names of the files about a folder's tokenizer that are Git LFS pointers."""
     names = (*_TOKENIZERS, *_BESIDE_TOKENIZERS)
-    return [name for name in names if (folder / name).is_file() and lfs_pointer(folder / name)]
+    return [name for name in names if has_file(folder / name) and lfs_pointer(folder / name)]
 
 
 def describe_path(path: Path) -> str:
@@ -63,7 +65,8 @@ def describe_path(path: Path) -> str:
     if path.is_symlink():
         return f"a link to {path.readlink()}, which is not there"
     if not path.is_file():
-        return f"no such folder; {_EXPECTED}"
+        what = "neither a folder nor a file" if path.exists() else "no such folder"
+        return f"{what}; {_EXPECTED}"
     if lfs_pointer(path):
         return "a Git LFS pointer, not the file itself: run `git lfs pull`, or download the file again"
     if path.suffix in _MODEL_FILES:

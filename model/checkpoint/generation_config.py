@@ -18,6 +18,7 @@ from model.checkpoint.json_files import read_json
 from model.checkpoint.setting_tables import Use, asked_for, table, unknown
 from model.errors import ConfigError, listed
 from model.families.table.token_rules import generation_rules, only_token
+from model.system.folder_files import has_file
 
 GENERATION = "generation_config.json"
 _CONFIG = "config.json"
@@ -108,7 +109,7 @@ def read_generation(path: Path, config: Mapping[str, Any]) -> GenerationSettings
     `config` is config.json. Its ids of begin and end hold where the newer file has none.
     """
     file = path / GENERATION
-    if file.is_file():
+    if has_file(file):
         return settings_of(read_json(file), config)
     values = {name: value for name, value in config.items() if name in SETTINGS and value is not None}
     for part in ("decoder", "generator", "text_config"):  # which hold what the whole does not say

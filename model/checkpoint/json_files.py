@@ -8,11 +8,12 @@ from typing import Any
 
 from model.checkpoint.folder_kind import lfs_pointer
 from model.errors import ConfigError
+from model.system.folder_files import has_file, read_file
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     """Read the JSON object in `path`; {} if an optional file is absent. Raises `ConfigError`."""
-    if not path.is_file():
+    if not has_file(path):
         if required:
             raise ConfigError(f"{path.parent.name}: {path.name} is missing")
         return {}
@@ -23,11 +24,10 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
 
 
 def read_json_value(path: Path) -> Any:
+    content = read_file(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         if lfs_pointer(path):
             raise ConfigError(f"{path.name}: a Git LFS pointer, not the file itself: run `git lfs pull`") from None
-        if path.stat().st_size == 0:
-            raise ConfigError(f"{path.parent.name}: {path.name} is empty: copy or download it again") from None
         raise ConfigError(f"{path.parent.name}: {path.name} is not valid JSON: {error}") from None

@@ -13,6 +13,7 @@ from typing import Any
 
 from model.checkpoint.json_files import read_json_value
 from model.errors import ConfigError, listed
+from model.system.folder_files import has_file
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NETWORKS = ("Transformer", "MLMTransformer", "CausalTransformer")
@@ -87,12 +88,12 @@ def network_folder(path: Path) -> str:
 
     Raises `ConfigError` for a first module that is no network.
     """
-    if not (path / "modules.json").is_file():
+    if not has_file(path / "modules.json"):
         return ""
     kind, folder = ([*_listed(path), ("", "")])[0]
     if kind in REFUSED or (kind and kind not in SERVED):
         raise ConfigError(_unknown([kind]))
-    return "" if (path / "config.json").is_file() else folder
+    return "" if has_file(path / "config.json") else folder
 
 
 def read_modules(path: Path, texts: dict[str, Any], raw: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -113,7 +114,7 @@ def read_modules(path: Path, texts: dict[str, Any], raw: Mapping[str, Any]) -> l
 
 
 def _listed(path: Path) -> list[tuple[str, str]]:
-    found = read_json_value(path / "modules.json") if (path / "modules.json").is_file() else []
+    found = read_json_value(path / "modules.json") if has_file(path / "modules.json") else []
     if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
         raise ConfigError("modules.json must hold a list of objects")
     modules = [(str(module.get("type")).rpartition(".")[2], str(module.get("path") or "")) for module in found]
@@ -164,7 +165,7 @@ def read_step(path: Path, kind: str, folder: str, config: dict[str, Any], size: 
     if kind == "Normalize":
         return UnitLength()
     served = WEIGHTS if pickle else WEIGHTS[:1]
-    weights = next((path / folder / name for name in served if (path / folder / name).is_file()), None)
+    weights = next((path / folder / name for name in served if has_file(path / folder / name)), None)
     step = _norm(config, folder, size) if kind == "LayerNorm" else _dense(config, folder, size)
     if weights is None:
         refused = "; --no-pickle refuses pytorch_model.bin" if (path / folder / WEIGHTS[1]).is_file() else ""

@@ -23,6 +23,7 @@ from model.checkpoint.sentence_modules import (
 )
 from model.checkpoint.state_dict import read_state_dict
 from model.errors import ConfigError
+from model.system.folder_files import has_file
 
 _MODES = {  # by the names of `pooling_mode`, and of the switches before it
     "cls": Pooling.CLS,
@@ -228,7 +229,7 @@ def _truncate_dim(value: Any) -> int | None:
 
 def _tokenizer_length(path: Path, network: Path) -> int | None:
     """Return the length of an input that the tokenizer's settings give a folder with modules; None: they give none."""
-    if not (path / "modules.json").is_file():
+    if not has_file(path / "modules.json"):
         return None
     length = read_json(network / "tokenizer_config.json").get("model_max_length")
     return length if type(length) is int and 0 < length < _UNBOUNDED else None
@@ -300,7 +301,7 @@ def _linear(path: Path, name: str, hidden_size: int, *, pickle: bool) -> DenseCo
     Without `pickle` the file is not read: the folder then has no such vectors.
     """
     file = path / name
-    if not pickle or not file.is_file():
+    if not pickle or not has_file(file):
         return None
     shapes = {tensor.name: tensor.shape for tensor in read_state_dict(file)}
     shape = shapes.get("weight", ())

@@ -15,6 +15,7 @@ from model.checkpoint.state_dict import read_state_dict
 from model.checkpoint.tensor_names import Wrapping, wrapping_of
 from model.errors import ConfigError
 from model.families.table.rules import Family
+from model.system.folder_files import has_file
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in this order; each may be in shards
 _SHARD = re.compile(
@@ -30,9 +31,9 @@ def weight_files(path: Path, *, pickle: bool) -> tuple[Path, ...]:
     """
     for name in WEIGHTS if pickle else WEIGHTS[:1]:
         index = path / f"{name}.index.json"
-        if index.is_file():
+        if has_file(index):
             files = _shards(index)
-        elif (path / name).is_file():
+        elif has_file(path / name):
             files = (path / name,)
         else:
             files = _shards_without_index(path, name)
@@ -60,7 +61,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     outside = [name for name in names if Path(name).name != name]
     if outside:
         raise ConfigError(f"{index.name} names files outside the folder: {', '.join(outside[:3])}")
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not has_file(folder / name)]
     if missing or not names:
         shown = ", ".join(missing[:3]) or "none"
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -82,7 +83,7 @@ def _shards_without_index(path: Path, name: str) -> tuple[Path, ...]:
             f"shards of {name} of different counts, {', '.join(sorted(counts))}, and no {name}.index.json"
         )
     wanted = [path / f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
-    missing = [file.name for file in wanted if not file.is_file()]
+    missing = [file.name for file in wanted if not has_file(file)]
     if missing:
         raise ConfigError(
             f"shards of {name} are missing, {', '.join(missing[:3])} ({len(missing)} of {count}), and there is no "

@@ -12,6 +12,7 @@ from typing import Any
 
 from model.config.model import ModelConfig
 from model.errors import ConfigError
+from model.families.table.architectures import check_architecture
 from model.families.table.known_keys import known_keys
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
@@ -115,6 +116,7 @@ def read_settings(
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError, AssertionError) as error:
         message = f"has a value of the wrong kind, in or near {settings.last_read}: {str(error)[:200]}"
         raise ConfigError(f"config.json of a {raw['model_type']} {message}") from None
+    check_architecture(raw, config, names)
     if config.decoder is None:
         settings.get("is_causal")  # which only decoders read
     settings.refuse_unread()

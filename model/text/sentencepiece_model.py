@@ -14,9 +14,9 @@ from enum import IntEnum
 from pathlib import Path
 
 from model.errors import ConfigError
+from model.system.folder_files import read_file
 
 SPACE = "\u2581"  # how pieces show a space
-_MAX_BYTES = 64 << 20  # of a file; those of published models have less than 10 MB
 
 
 class PieceKind(IntEnum):
@@ -56,11 +56,9 @@ class SentencePieceModel:
 def read_sentencepiece(path: Path) -> SentencePieceModel:
     """Read a model file; raises `ConfigError` if it is none."""
     where = f"{path.parent.name}: {path.name}"
-    if path.stat().st_size > _MAX_BYTES:
-        raise ConfigError(f"{where} has more than {_MAX_BYTES >> 20} MB, which no SentencePiece model has")
-    model = SentencePieceModel()
+    model, content = SentencePieceModel(), read_file(path)
     try:
-        for number, value in _fields(path.read_bytes()):
+        for number, value in _fields(content):
             if number == 1:
                 model.pieces.append(_piece(_bytes(value)))
             elif number == 2:

@@ -14,6 +14,7 @@ import tokenizers
 
 from model.errors import ConfigError, TokenizerError, TooManyTokensError
 from model.gguf.container import gguf_path, read_gguf
+from model.system.folder_files import has_file
 from model.text.cleanup import clean_up
 from model.text.decoders import has_fixed_texts
 from model.text.gguf_tokenizer import GGUFFiles, build_gguf_tokenizer
@@ -137,7 +138,7 @@ class Tokenizer:
         Such a model takes token ids only. A GGUF file, or a folder that holds one and no tokenizer.json, has it in its
         metadata. Raises `ConfigError` for invalid files.
         """
-        if not (folder / "tokenizer.json").is_file() and (file := gguf_path(folder)) is not None:
+        if not has_file(folder / "tokenizer.json") and (file := gguf_path(folder)) is not None:
             metadata = GGUFFiles(file, read_gguf(file))
             found = build_gguf_tokenizer(metadata)
             return None if found is None else cls(found, None, _special_names(metadata))

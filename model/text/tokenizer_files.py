@@ -13,12 +13,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from model.errors import ConfigError
+from model.system.folder_files import has_file, read_file
 from model.text.sentencepiece_model import SentencePieceModel, read_sentencepiece
 from model.text.special_tokens import SpecialTokens, read_special_tokens
 from model.text.tokenizer_limits import check_cost
 
 SENTENCEPIECE_NAMES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model")
-MAX_JSON = 128 << 20  # bytes of a tokenizer.json; Gemma's has 33 MB
 _MAX_COUNT = 100_000  # of tokens that a setting makes
 
 
@@ -76,24 +76,18 @@ class Files:
     @cached_property
     def loaded(self) -> Tokenizer | None:
         """What tokenizer.json holds; None for a folder without it."""
-        path = self.folder / "tokenizer.json"
-        if not path.is_file():
+        if not self.has("tokenizer.json"):
             return None
         with library_errors(f"{self.folder.name}: tokenizer.json cannot be read"):
-            if (size := path.stat().st_size) > MAX_JSON:
-                raise ConfigError(
-                    f"{self.folder.name}: tokenizer.json has {size >> 20} MiB; at most {MAX_JSON >> 20} are read, "
-                    "as other models' streams wait while it is parsed"
-                )
-            found = Tokenizer.from_buffer(path.read_bytes())  # the library would hold the lock while it reads a disk
+            # Read here, as the library would hold the interpreter's lock while it reads a disk.
+            found = Tokenizer.from_buffer(read_file(self.folder / "tokenizer.json"))
             check_cost(found, f"{self.folder.name}: tokenizer.json")
             return found
 
     @cached_property
     def json_is_byte_level(self) -> bool:
         """Whether tokenizer.json has a step of byte-level BPE."""
-        path = self.folder / "tokenizer.json"
-        return path.is_file() and b'"ByteLevel"' in path.read_bytes()
+        return self.has("tokenizer.json") and b'"ByteLevel"' in read_file(self.folder / "tokenizer.json")
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
@@ -107,7 +101,7 @@ class Files:
         return self.special_tokens.text(name, default)
 
     def has(self, *names: str) -> bool:
-        return all((self.folder / name).is_file() for name in names)
+        return all(has_file(self.folder / name) for name in names)
 
     @cached_property
     def sentencepiece(self) -> SentencePieceModel:
@@ -123,22 +117,23 @@ class Files:
         return found
 
     def lines(self, name: str) -> list[str]:
-        path = self.folder / name
-        if not path.is_file():
+        if not self.has(name):
             raise ConfigError(f"{self.folder.name}: its tokenizer needs {name}")
+        content = read_file(self.folder / name, may_be_empty=True)
         try:
-            return path.read_text(encoding="utf-8").split("\n")
+            text = content.decode("utf-8")
+            return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.folder.name}: {name} is not UTF-8: {error}") from None
 
     def object(self, name: str, *, required: bool = False) -> dict[str, Any]:
-        path = self.folder / name
-        if not path.is_file():
+        if not self.has(name):
             if required:
                 raise ConfigError(f"{self.folder.name}: its tokenizer needs {name}")
             return {}
+        content = read_file(self.folder / name)
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(content.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.folder.name}: {name} is not valid JSON: {error}") from None
         if not isinstance(found, dict):

@@ -16,6 +16,7 @@ from model.checkpoint.folder_kind import lfs_pointer
 from model.checkpoint.json_files import read_json
 from model.errors import ConfigError
 from model.gguf.container import gguf_path
+from model.system.folder_files import has_file
 from model.text.gguf_tokenizer import gguf_tokenizer_config
 
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -66,13 +67,15 @@ def template_files(folder: Path) -> TemplateFiles | None:
 
 def _jinja_files(folder: Path) -> dict[str, str]:
     files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (default := folder / "chat_template.jinja").is_file():
+    if has_file(default := folder / "chat_template.jinja"):
         files["default"] = default
     return {name: _text(folder, file) for name, file in files.items()}
 
 
 def _text(folder: Path, file: Path) -> str:
     try:
+        if not has_file(file):
+            return ""
         if file.stat().st_size > _MOST_BYTES:
             raise TemplateError(f"{folder.name}: {file.name} has more than {_MOST_CHARACTERS:,} characters")
         if lfs_pointer(file):

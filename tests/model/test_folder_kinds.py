@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.errors import ConfigError
 from model.network.weights import load_model
 from service.cli.main import main
+from service.runtimes.model_reader import read_model
 from tests.model.checkpoints import copied, loaded, saved
+from tests.model.texts import bytes_tokenizer
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 12345678\n"
 WEIGHTS = "model.safetensors"
@@ -141,8 +145,8 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
         emptied("config.json", "lora.safetensors"),
         r"found lora\.safetensors: if that is the model, call",
     ),
-    "a broken link": (broken_link, r"model\.safetensors: links to files that are not there"),
-    "a link in a circle": (looping_link, r"config\.json: links to files that are not there"),
+    "a broken link": (broken_link, r"model\.safetensors is a link to a file that is not there"),
+    "a link in a circle": (looping_link, r"config\.json is a link to a file that is not there"),
     "parts of GGUF": (emptied("m-00002-of-00003.gguf"), r"the first is missing, m-00001-of-00003\.gguf"),
     "some of the shards": (
         shards(1, 3),
@@ -200,7 +204,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     def refuse(path: Path, *arguments: object, **keywords: object) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ConfigError, match=r": config\.json cannot be read: Permission denied$"):
         read_checkpoint(folder)
 
@@ -213,3 +217,72 @@ def test_shards_without_an_index_are_read_where_all_are_there(tmp_path: Path) ->
         save_file(dict(tensors[number - 1 :: 2]), folder / f"model-{number:05}-of-00002.safetensors")
     found = load_model(read_checkpoint(folder), SdpaBackend()).state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+IN_PLACE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (os.mkfifo, "is a named pipe, expected a file"),
+    "a folder": (Path.mkdir, "is a folder, expected a file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device, expected a file"),
+    "a link to nothing": (lambda path: path.symlink_to("gone"), "is a link to a file that is not there"),
+    "a huge file": (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "has 1048576 MiB; at most 128 are read"),
+    "an empty file": (Path.touch, "is empty: copy or download it again"),
+}
+SHARD = "model-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+        *("special_tokens_map.json", "added_tokens.json", "modules.json", "1_Pooling/config.json"),
+        *("model.safetensors.index.json", SHARD, "quantize_config.json", "chat_template.jinja"),
+        "additional_chat_templates/default.jinja",
+    ],
+)
+def test_what_is_no_file_to_read_is_named_and_never_opened(kind: str, name: str, tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    (folder / Path(name).parent).mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    if name == SHARD:
+        (folder / WEIGHTS).unlink()
+    if name.startswith("1_"):
+        listed = [{"path": "", "type": "models.Transformer"}, {"path": "1_Pooling", "type": "models.Pooling"}]
+        (folder / "modules.json").write_text(json.dumps(listed))
+    if name in ("special_tokens_map.json", "added_tokens.json"):
+        bytes_tokenizer()._tokenizer.save(str(folder / "tokenizer.json"))
+    put, message = IN_PLACE[kind]
+    put(folder / name)
+    if (Path(name).suffix, kind) in {(".jinja", "an empty file"), (".safetensors", "a huge file")}:
+        return  # no template, and a damaged file of weights
+    if name.endswith("jinja"):
+        message = "characters" if kind == "a huge file" else message
+        assert message in read_model(ModelSpec("t", str(folder))).chat_problem
+        return
+    with pytest.raises(ConfigError, match=rf"{re.escape(Path(name).name)} {message}"):
+        read_model(ModelSpec("t", str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "message"),
+    [
+        ("bart", "BartForCausalLM", "a decoder without its encoder is not served; .* as BartForConditionalGeneration"),
+        ("marian", "MarianForCausalLM", "a decoder without its encoder is not served"),
+        ("t5-relu", "T5ForSequenceClassification", "its head is not served"),
+        ("t5-relu", "T5ForTokenClassification", "its head is not served"),
+        ("whisper", "WhisperForAudioClassification", "its head is not served"),
+    ],
+)
+def test_parts_of_encoder_decoders_are_refused_by_their_architecture(
+    kind: str, architecture: str, message: str, tmp_path: Path
+) -> None:
+    folder = copied(kind, tmp_path)
+    read_checkpoint(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"architectures": [architecture]}))
+    if architecture.endswith("CausalLM"):
+        read_checkpoint(folder)  # whole, by another name
+        tensors = {name: one for name, one in load_file(folder / WEIGHTS).items() if "encoder." not in name}
+        save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(ConfigError, match=f"architectures is {architecture}: {message}"):
+        read_checkpoint(folder)

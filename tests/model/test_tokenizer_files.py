@@ -283,7 +283,7 @@ def spoiled(root: Path, name: str, into: Path) -> Path:
     ("name", "file", "content", "message"),
     [
         ("t5", "spiece.model", b"not a model", r"t5: spiece\.model is not a SentencePiece model"),
-        ("t5", "spiece.model", b"", r"spiece\.model is not a SentencePiece model: its unknown piece is missing"),
+        ("t5", "spiece.model", b"", r"t5: spiece\.model is empty: copy or download it again"),
         ("marian", "source.spm", b"\x0a\xff\xff", r"source\.spm is not a SentencePiece model"),
         ("marian", "vocab.json", b"[]", r"vocab\.json must hold an object, found list"),
         ("marian", "vocab.json", b'{"a": 0}', r"vocab\.json has no <unk>"),

@@ -1,0 +1,53 @@
+"""Looks for files of a model's folder, and reads small ones. Stdlib only.
+
+A pipe or a device in place of a file would be read forever.
+"""
+
+from __future__ import annotations
+
+import errno
+import stat
+from pathlib import Path
+
+from model.errors import ConfigError
+
+MOST_BYTES = 128 << 20  # of a file that is read whole; the largest published tokenizer.json has 33 MB
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def has_file(path: Path) -> bool:
+    """Return whether the file is there; raises `ConfigError` if something else has its name."""
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        if path.is_symlink():
+            raise ConfigError(
+                f"{_name(path)} is a link to a file that is not there; download the model again"
+            ) from None
+        return False
+    if kind != stat.S_IFREG:
+        raise ConfigError(f"{_name(path)} is {_KINDS.get(kind, 'no file')}, expected a file")
+    return True
+
+
+def read_file(path: Path, *, may_be_empty: bool = False) -> bytes:
+    """Return what a file holds; raises `ConfigError` for an empty one, and for a huge one, which is not read."""
+    size = path.stat().st_size
+    if not size and not may_be_empty:
+        raise ConfigError(f"{_name(path)} is empty: copy or download it again")
+    if size > MOST_BYTES:
+        raise ConfigError(f"{_name(path)} has {size >> 20} MiB; at most {MOST_BYTES >> 20} are read of such a file")
+    return path.read_bytes()
+
+
+def _name(path: Path) -> str:
+    return f"{path.parent.name}: {path.name}"
