@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 
-from model.config.layer import Activation, MLPConfig, NormConfig, NormKind
+from model.config.layer import Activation, ExpertsConfig, MLPConfig, NormConfig, NormKind
 from model.config.model import ModelConfig
+from model.errors import ConfigError, shown
 from model.families import llama
 from model.families.table.bidirectional import either_way
 from model.families.table.decoders import with_attention, with_layers
+from model.families.table.experts import ExpertNames
 from model.families.table.helpers import refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Rule, TensorRule
@@ -50,6 +53,22 @@ def hunyuan(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     base = llama.config(raw, names)
     assert base.decoder is not None
     return with_attention(base, qk_norm=base.decoder.final_norm, turns_first=True)
+
+
+def hunyuan_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    """Build HunYuan with experts, which are as wide as the one of all tokens."""
+    base, count = hunyuan(raw, names), raw["num_hidden_layers"]
+    assert base.decoder is not None
+    mlp, chosen, experts = base.decoder.layers[0].mlp, raw.get("moe_topk", 1), raw.get("num_experts", 1)
+    each = chosen if isinstance(chosen, list) else [chosen] * count
+    if len(each) != count or not all(type(one) is int for one in each) or type(experts) is not int or experts < 2:
+        raise ConfigError(
+            f"moe_topk of a hunyuan_v1_moe must be a whole number or one for each of {count} layers, and num_experts a "
+            f"whole number from 2 on, found {shown(chosen)} and {shown(experts)}"
+        )
+    kinds = {one: ExpertsConfig(experts, one, mlp, renormalised=True, shared=mlp) for one in set(each)}
+    layers = (replace(layer, feed_forward=kinds[one]) for layer, one in zip(base.decoder.layers, each, strict=True))
+    return replace(base, decoder=replace(base.decoder, layers=tuple(layers)))
 
 
 def apertus(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -88,6 +107,8 @@ def _ungated(base: ModelConfig) -> ModelConfig:
     return with_layers(base, feed_forward=replace(base.decoder.layers[0].mlp, gated=False))
 
 
+_HUNYUAN_NORMS = {".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."}
+_HUNYUAN_EXPERTS = ExpertNames("mlp.gate.wg", shared="mlp.shared_mlp")
 FAMILIES = {
     "seed_oss": either_way(Family(seed_oss, llama.rules, "model.", llama.DROPPED)),
     "arcee": either_way(Family(arcee, llama.rules, "model.", llama.DROPPED)),
@@ -98,7 +119,17 @@ FAMILIES = {
             llama.rules,
             "model.",
             llama.DROPPED,
-            spelled={".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."},
+            spelled=_HUNYUAN_NORMS,
+        )
+    ),
+    "hunyuan_v1_moe": either_way(
+        Family(
+            hunyuan_moe,
+            partial(llama.rules, experts=_HUNYUAN_EXPERTS),
+            "model.",
+            llama.DROPPED,
+            fused=_HUNYUAN_EXPERTS.fused(),
+            spelled=_HUNYUAN_NORMS,
         )
     ),
     "apertus": either_way(Family(apertus, apertus_rules, "model.", llama.DROPPED)),

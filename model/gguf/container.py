@@ -36,7 +36,7 @@ _MAX_SHOWN = 100  # characters of a value in a message
 _DEFAULT_ALIGNMENT = 32
 # Metadata types by number: the format of `struct`; strings and arrays have lengths of their own.
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _MIN_STRING = 8  # bytes: the length alone
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -140,6 +140,18 @@ class GGUFModel:
         with _Header(self.paths[0]) as header:
             header.at = found.offset
             return header.elements(found.type, found.count, key)
+
+    def numbers(self, key: str) -> GGUFTensor | None:
+        """Return an array of float32 as a tensor, which its numbers are read as; None: there is no such array.
+
+        Raises `ConfigError` if its numbers are others.
+        """
+        found = self._arrays.get(key)
+        if found is None:
+            return None
+        if found.type != _FLOAT32:
+            raise ConfigError(f"{self.name}: {key} must be an array of float32, found {shown(self.get(key))}")
+        return GGUFTensor(self.paths[0], key, BLOCK_TYPES[0], (found.count,), found.offset)
 
 
 class _Header:

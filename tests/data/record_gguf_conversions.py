@@ -36,6 +36,17 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     "mpt": {"architectures": ["MPTForCausalLM"]},
     "cohere2-windows": {"rotary_pct": 1.0},
     "modernbert-plain": {"global_attn_every_n_layers": 3, "layer_norm_eps": 1e-5},
+    "glm": {"seq_length": 128, "layernorm_epsilon": 1.5625e-07},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
+    "minimax-m2": {"rotary_dim": 12},
+    "hunyuan": {
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10_000.0},
+    },
+    "hunyuan-moe": {
+        **{"moe_intermediate_size": [20] * 2, "moe_topk": [2] * 2, "num_shared_expert": [1] * 2},
+        "num_local_experts": 5,
+    },
     "gemma4-unified": {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "moe_intermediate_size": None},
 }
 _TOKENIZER = {"model": {"vocab": {f"t{token}": token for token in range(97)}}, "added_tokens": []}
@@ -123,7 +134,7 @@ def _experts(stored: dict[str, Tensor], layer: str | None) -> Iterator[tuple[str
 
 def _changes(raw: dict[str, Any]) -> Iterator[str]:
     yield from ("", "plus one", "last rows", "transposed", "squeezed", "minus exponential")
-    yield from ("first half", "second half", "experts transposed")
+    yield from ("first half", "second half", "experts transposed", "upper rows", "lower rows")
     yield from ("even rows", "odd rows", "even columns", "odd columns")
     heads = {raw.get(name) for name in ("num_attention_heads", "num_key_value_heads", "n_head", "num_kv_heads")} - {
         None

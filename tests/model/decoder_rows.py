@@ -210,8 +210,11 @@ DENSE_DECODERS: Rows = {
         head_dim=12,
         rope_parameters=dict(rope_type="dynamic", alpha=50.0, factor=1.0, rope_theta=500.0),
     ),
+    "hunyuan-moe": random_model(
+        "HunYuanMoEV1ForCausalLM", {**LLAMA, "intermediate_size": 20}, num_experts=5, moe_topk=[2, 2], head_dim=12
+    ),
     "apertus": random_model("ApertusForCausalLM", LLAMA, head_dim=12),
-    "glm": random_model("GlmForCausalLM", LLAMA, head_dim=12, partial_rotary_factor=0.5, attention_bias=True),
+    "glm": random_model("GlmForCausalLM", LLAMA, head_dim=8, partial_rotary_factor=0.5, attention_bias=True),
     "glm4": random_model("Glm4ForCausalLM", LLAMA, head_dim=12, partial_rotary_factor=0.5, attention_bias=True),
     "ernie4-5": random_model("Ernie4_5ForCausalLM", LLAMA, head_dim=12, use_bias=True),
     "helium": random_model("HeliumForCausalLM", LLAMA, head_dim=8, attention_bias=True, mlp_bias=True),

@@ -135,6 +135,8 @@ _PLAIN_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "minus exponential": lambda tensor: -torch.exp(tensor),
     "first half": lambda tensor: tensor.chunk(2, dim=1)[0],  # of each expert's rows
     "second half": lambda tensor: tensor.chunk(2, dim=1)[1],
+    "upper rows": lambda tensor: tensor.chunk(2)[0],
+    "lower rows": lambda tensor: tensor.chunk(2)[1],
     "experts transposed": lambda tensor: tensor.transpose(1, 2),
     "even rows": lambda tensor: tensor.transpose(1, 2)[:, ::2],  # of each expert, transposed
     "odd rows": lambda tensor: tensor.transpose(1, 2)[:, 1::2],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def plain(config: ModelConfig, kind: str) -> ModelConfig:
     changes |= {"masked_head": None, "pooler": False, "in_order": frozenset(), "text_type": None}
     if kind in _READ_AS:
         changes["model_type"] = _READ_AS[kind]
-    if kind == "nomic-bert":  # the conversion has a length of its own
+    if kind in ("nomic-bert", "hunyuan"):  # the conversion has a length of its own
         changes["max_positions"] = 2048
     for name, stack in config.stacks.items():
         if kind.startswith(("gemma2", "gemma3")):  # query_pre_attn_scalar
@@ -104,6 +105,8 @@ def plain(config: ModelConfig, kind: str) -> ModelConfig:
             stack = stack.with_layers(reach_far)
         if "falcon" in kind:
             stack = stack.with_layers(with_published_base)
+        if kind in _PLAIN:
+            stack = stack.with_layers(_PLAIN[kind])
         if kind == "gpt-oss":
             stack = stack.with_layers(without_bounds)
         changes[name] = stack
@@ -133,6 +136,35 @@ def reach_far(layer: LayerConfig) -> LayerConfig:
 
 def without_windows(layer: LayerConfig) -> LayerConfig:
     return replace(layer, mixer=replace(layer.attention, window=None, position=None))
+
+
+def without_a_window(layer: LayerConfig) -> LayerConfig:
+    return replace(layer, mixer=replace(layer.attention, window=None))
+
+
+def with_position(**changes: Any) -> Callable[[LayerConfig], LayerConfig]:
+    """With what GGUF says otherwise of rotary positions, or not at all."""
+
+    def change(layer: LayerConfig) -> LayerConfig:
+        position = layer.attention.position
+        assert isinstance(position, RotaryConfig)
+        return replace(layer, mixer=replace(layer.attention, position=replace(position, **changes)))
+
+    return change
+
+
+def without_what_phi_has(layer: LayerConfig) -> LayerConfig:
+    """Without the temperatures of Phi-3.5-MoE's positions and the tolerance of its router."""
+    assert isinstance(layer.feed_forward, ExpertsConfig)
+    layer = replace(layer, feed_forward=replace(layer.feed_forward, mixer_tolerance=None))
+    return with_position(attention_factor=1.0, long_attention_factor=None)(layer)
+
+
+_PLAIN = {
+    "dots1": without_a_window,
+    "phimoe": without_what_phi_has,
+    "hunyuan": with_position(theta=1.0),  # the conversion stretches Tencent's own base
+}
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -367,7 +399,18 @@ def in_blocks(kind: str, name: str, shape: tuple[int, ...]) -> tuple[bytes, Tens
 
 
 @pytest.mark.parametrize(
-    "kind", ["gpt2", "gpt-neox", "qwen3-5-thrice", "qwen3-next-every", "gpt-oss", "cohere2-windows"]
+    "kind",
+    [
+        "gpt2",
+        "gpt-neox",
+        "qwen3-5-thrice",
+        "qwen3-next-every",
+        "gpt-oss",
+        "cohere2-windows",
+        "olmo",
+        "gpt-bigcode",
+        "glm",
+    ],
 )
 def test_matrices_in_other_orders_stand_for_the_stored_numbers(kind: str, tmp_path: Path) -> None:
     """The logits of a file of blocks are those of one with the numbers that these stand for."""

@@ -35,7 +35,7 @@ CLASSES = (
     *("Gemma4", "Gemma4Text", "Gemma4Unified", "Gemma4UnifiedText"),
     *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss"),
     *("SeedOss", "Arcee", "Nemotron", "Glm", "Glm4", "Ernie4_5", "Helium", "Olmo", "GPTNeo", "GPTBigCode"),
-    *("GraniteMoeShared", "Phimoe", "HunYuanDenseV1", "Apertus", "XGLM", "Ernie4_5_Moe", "MiniMaxM2"),
+    *("GraniteMoeShared", "Phimoe", "HunYuanDenseV1", "HunYuanMoEV1", "Apertus", "XGLM", "Ernie4_5_Moe", "MiniMaxM2"),
     *("AyaVision", "Cohere2Vision", "DeepseekVL", "DeepseekVLHybrid", "GotOcr2", "Idefics2", "Idefics3", "InternVL"),
     *("Janus", "LightOnOcr", "Llava", "LlavaNext", "LlavaNextVideo", "LlavaOnevision", "Ovis2", "Qwen2Audio"),
     *("Qwen2VL", "Qwen2VLText", "Qwen2_5_VL", "Qwen2_5_VLText", "Qwen3VL", "Qwen3VLText", "Qwen3VLMoe"),
@@ -56,6 +56,7 @@ def defaults(name: str) -> dict[str, Any]:
     import transformers
 
     needed = {"Esm": dict(vocab_size=33, pad_token_id=1)}  # which the class has no defaults of
+    needed |= {"HunYuanMoEV1": dict(num_experts=2)}  # of one, which is its default, nothing is chosen
     found: dict[str, Any] = getattr(transformers, f"{name}Config")(**needed.get(name, {})).to_dict()
     return found
 
@@ -446,6 +447,16 @@ class TestRope:
         assert config.short_context == 16
         same = config_from_raw({**raw, "rope_scaling": {**scaling, "long_mscale": 1.2}})
         assert same.short_context is None
+
+    def test_hunyuan_chooses_experts_layer_by_layer(self) -> None:
+        raw = {**LLAMA, "model_type": "hunyuan_v1_moe", "head_dim": 8, "num_experts": 4}
+        decoder = config_from_raw({**raw, "moe_topk": [1, 3]}).decoder
+        assert decoder is not None
+        assert [layer.feed_forward.per_token for layer in decoder.layers] == [1, 3]  # type: ignore[union-attr]
+        with pytest.raises(
+            ConfigError, match=r"moe_topk of a hunyuan_v1_moe must be a whole number or one for each of 2"
+        ):
+            config_from_raw({**raw, "moe_topk": [1, 3, 1]})
 
     @pytest.mark.parametrize(
         ("changes", "message"),

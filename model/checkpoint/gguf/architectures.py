@@ -12,6 +12,7 @@ from dataclasses import replace
 from model.checkpoint.gguf import family_settings
 from model.checkpoint.gguf.encoders import ENCODERS
 from model.checkpoint.gguf.gemma4 import GEMMA4
+from model.checkpoint.gguf.more_experts import MORE_EXPERTS
 from model.checkpoint.gguf.older_decoders import FALCON_GROUPS, OLDER_DECODERS
 from model.checkpoint.gguf.recurrent import RECURRENT
 from model.checkpoint.gguf.table import (
@@ -106,6 +107,18 @@ _GLM4_NAMES = {
     "blk.{}.post_ffw_norm": "model.layers.{}.post_mlp_layernorm",
 }
 del _GLM4_NAMES["blk.{}.attn_qkv"]  # which is read as three where it is there
+_GLM_NAMES = {name: theirs for name, theirs in _GLM4_NAMES.items() if not name.startswith("blk.{}.post_")}
+_APERTUS_NAMES = {
+    **LLAMA_NAMES,
+    "blk.{}.attn_norm": "model.layers.{}.attention_layernorm",
+    "blk.{}.ffn_norm": "model.layers.{}.feedforward_layernorm",
+}
+_XIELU = "model.layers.{}.mlp.act_fn."
+_HUNYUAN_NAMES = {
+    **LLAMA_NAMES,
+    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.query_layernorm",
+    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.key_layernorm",
+}
 _WINDOWS = ("rope.freq_base_swa", "attention.sliding_window", "attention.sliding_window_pattern")
 _LAYER_NORM_KEYS = {key: name for key, name in LLAMA_KEYS.items() if name != "rms_norm_eps"}
 _COHERE_KEYS = {
@@ -183,10 +196,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granitemoe": Architecture(
         "granitemoe",
-        {**_LLAMA_EXPERTS, **_GRANITE_SCALES},
-        with_experts("block_sparse_moe", "router.layer"),
+        {**_LLAMA_EXPERTS, **_GRANITE_SCALES, "expert_shared_feed_forward_length": "shared_intermediate_size"},
+        {
+            **with_experts("block_sparse_moe", "router.layer"),
+            "blk.{}.ffn_gate_shexp": "model.layers.{}.shared_mlp.input_linear",
+            "blk.{}.ffn_down_shexp": "model.layers.{}.shared_mlp.output_linear",
+        },
         rope=Rope.PLAIN,
         paired=("attn_q", "attn_k"),
+        followed={"ffn_gate_shexp": "ffn_up_shexp"},
+        more=lambda model, raw: {"model_type": "granitemoeshared"} if raw.get("shared_intermediate_size") else {},
     ),
     # Whether scores are divided by the sum of the chosen ones stands in llama.cpp's code.
     "qwen2moe": Architecture(
@@ -219,6 +238,30 @@ ARCHITECTURES: dict[str, Architecture] = {
     "arcee": replace(_LLAMA, model_type="arcee", more=family_settings.biases),
     "ernie4_5": replace(_QWEN2, model_type="ernie4_5", more=family_settings.ernie),
     "glm4": replace(_QWEN2, model_type="glm4", names=_GLM4_NAMES, more=family_settings.biases),
+    "chatglm": replace(_QWEN2, model_type="glm", names=_GLM_NAMES, more=family_settings.biases),
+    "hunyuan-dense": replace(_QWEN2, model_type="hunyuan_v1_dense", names=_HUNYUAN_NAMES),
+    "apertus": Architecture(
+        "apertus",
+        LLAMA_KEYS,
+        _APERTUS_NAMES,
+        {"hidden_act": "xielu"},
+        rope=Rope.PLAIN,
+        arrays={
+            "xielu.alpha_p": (f"{_XIELU}alpha_p", (1,)),
+            "xielu.alpha_n": (f"{_XIELU}alpha_n", (1,)),
+            "xielu.beta": (f"{_XIELU}beta", ()),
+            "xielu.eps": (f"{_XIELU}eps", ()),
+        },
+    ),
+    # Its norms have no tensors.
+    "olmo": Architecture(
+        "olmo",
+        {**_LAYER_NORM_KEYS, "attention.clamp_kqv": "clip_qkv"},
+        LLAMA_NAMES,
+        known=("attention.layer_norm_epsilon",),
+        rope=Rope.PLAIN,
+        paired=("attn_q", "attn_k"),
+    ),
     "nemotron": Architecture(
         "nemotron",
         {**_LAYER_NORM_KEYS, "attention.layer_norm_epsilon": "norm_eps"},
@@ -278,6 +321,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         more=family_settings.gpt_oss,
     ),
     **OLDER_DECODERS,
+    **MORE_EXPERTS,
     **GEMMA4,
     **RECURRENT,
     **ENCODERS,

@@ -82,7 +82,7 @@ def biases(model: GGUFModel, raw: Raw) -> dict[str, Any]:
     return {
         "attention_bias": has(model, ".attn_q.bias"),
         **({"attention_out_bias": has(model, ".attn_output.bias")} if raw["model_type"] == "seed_oss" else {}),
-        **({"mlp_bias": has(model, ".ffn_up.bias")} if raw["model_type"] != "glm4" else {}),
+        **({"mlp_bias": has(model, ".ffn_up.bias")} if raw["model_type"] not in ("glm", "glm4") else {}),
     }
 
 

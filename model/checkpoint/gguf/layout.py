@@ -46,6 +46,7 @@ class Origin:
 
     tensor: GGUFTensor
     change: Change = field(default_factory=Change)
+    rest: tuple[GGUFTensor, ...] = ()  # whose rows follow
     in_order: bool = False  # it is as it is multiplied with, whatever published folders do
 
     @property
@@ -54,7 +55,8 @@ class Origin:
         if self.change.shape is not None:
             return self.change.shape
         rows = self.change.rows
-        return self.tensor.shape if rows is None else (rows.count, *self.tensor.shape[1:])
+        count = sum(one.shape[0] for one in (self.tensor, *self.rest)) if rows is None else rows.count
+        return (count, *self.tensor.shape[1:])
 
 
 def origins(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Origin]:
@@ -69,6 +71,19 @@ def origins(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Origin]:
         published = published_name(architecture, model, name)
         published = published if expert is None else published.format(expert)
         found[published] = _origin(architecture, changes, raw, name, tensor)
+        _, part, _ = _split(name)
+        if part in architecture.followed:
+            other = model.tensors.get(name.replace(part, architecture.followed[part]))
+            found[published] = replace(found[published], rest=() if other is None else (other,))
+    for key, (pattern, shape) in architecture.arrays.items():
+        if (numbers := model.numbers(key)) is not None:
+            count = raw["num_hidden_layers"]
+            if numbers.shape != (count,):
+                raise ConfigError(
+                    f"{model.name}: {key} has {numbers.shape[0]} numbers, expected one for each of {count} layers"
+                )
+            pieces = enumerate(_rows_of(numbers, (1,) * count))
+            found |= {pattern.format(at): Origin(one, Change(shape=shape)) for at, one in pieces}
     table = model.tensors.get("token_embd.weight")
     head = architecture.names.get("output")
     untied = architecture.head_of_table and table is not None and table.type.block > 1
@@ -87,6 +102,8 @@ def _pieces(
         if name in DROPPED_TENSORS or (last is not None and layer is not None and layer >= last):
             continue
         stem = name.removesuffix(f"{part}.{kind}")
+        if part in architecture.followed.values():
+            continue
         if part in architecture.parts:
             yield from ((f"{stem}{one}.{kind}", None, tensor) for one in architecture.parts[part])
         elif part == "attn_qkv" and "blk.{}.attn_qkv" not in architecture.names:
@@ -152,7 +169,7 @@ def _origin(
     shifted = architecture.norms_plus_one and part.endswith("norm") and part not in architecture.norms_as_they_are
     if shifted and kind == "weight":
         change = replace(change, less=1.0)
-    return Origin(tensor, change, part in architecture.in_order)
+    return Origin(tensor, change, in_order=part in architecture.in_order)
 
 
 def _pairs(raw: Mapping[str, Any], part: str, name: str, tensor: GGUFTensor) -> Order:
@@ -211,8 +228,9 @@ def _stored_as(config: ModelConfig, by_stem: Mapping[str, Origin]) -> Iterator[t
     stored: dict[str, list[tuple[str, bool]]] = {}
     for rule in _projections(config):
         origin = by_stem.get(rule.source)
-        kind = "F32" if origin is None else origin.tensor.type.name
-        stored.setdefault(rule.target, []).append((kind, origin is None or _keeps_groups(origin)))
+        names = ["F32"] if origin is None else [one.type.name for one in (origin.tensor, *origin.rest)]
+        whole = origin is None or _keeps_groups(origin)
+        stored.setdefault(rule.target, []).extend((name, whole) for name in names)
     for target, found in stored.items():
         if any(kind in FLOATS for kind, _ in found):
             continue

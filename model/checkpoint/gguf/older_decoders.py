@@ -1,4 +1,4 @@
-"""GGUF's decoders of 2019 to 2023: GPT-2, GPT-NeoX, BLOOM, MPT and Falcon.
+"""GGUF's decoders of 2019 to 2023: GPT-2, StarCoder, GPT-NeoX, BLOOM, MPT and Falcon.
 
 Published folders have their matrices transposed (GPT-2) or the rows of q, k and v head by head (GPT-NeoX, BLOOM,
 Falcon); GGUF has them as they are multiplied with.
@@ -79,6 +79,12 @@ _MPT_NAMES = {
 _TWO_NORMS = {"blk.{}.attn_norm": "transformer.h.{}.ln_mlp", "blk.{}.attn_norm_2": "transformer.h.{}.ln_attn"}
 
 
+def _gpt_bigcode(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys and values are those of one head, or of every head; their matrix tells, as the key is always 1."""
+    rows, hidden = model.tensors["blk.0.attn_qkv.weight"].shape[0], raw["n_embd"]
+    return {"multi_query": rows != 3 * hidden}
+
+
 def _gpt_neox(model: GGUFModel, raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"attention_bias": has(model, ".attn_qkv.bias")}
 
@@ -126,17 +132,21 @@ def _falcon_table(names: Mapping[str, str]) -> Architecture:
 
 # The 40B and the 180B, with a norm for each of the two sublayers.
 FALCON_GROUPS = _falcon_table({**_BLOOM_NAMES, **_TWO_NORMS})
+_GPT2_KEYS = {
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "context_length": "n_positions",
+    **_NORM_EPS,
+}
 OLDER_DECODERS = {
+    "starcoder": Architecture(
+        "gpt_bigcode", _GPT2_KEYS, _GPT2_NAMES, known=("attention.head_count_kv",), more=_gpt_bigcode
+    ),
     "gpt2": Architecture(
         "gpt2",
-        {
-            "embedding_length": "n_embd",
-            "block_count": "n_layer",
-            "feed_forward_length": "n_inner",
-            "attention.head_count": "n_head",
-            "context_length": "n_positions",
-            **_NORM_EPS,
-        },
+        _GPT2_KEYS,
         _GPT2_NAMES,
         known=("attention.head_count_kv",),
         in_order=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),

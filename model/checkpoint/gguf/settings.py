@@ -65,6 +65,8 @@ def _network_settings(model: GGUFModel) -> dict[str, Any]:
     for key, setting in architecture.keys.items():
         if (value := single(model, f"{name}.{key}")) is not None:
             raw[setting] = value
+    if "attention.key_length" in architecture.keys and "head_dim" not in raw and raw.get("num_attention_heads"):
+        raw["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]  # whatever a family's class takes
     if further := model.integer(f"{name}.nextn_predict_layers"):  # in the end, which are not served
         raw["num_hidden_layers"] -= further
     raw["vocab_size"] = rows(model, "token_embd.weight")

@@ -90,7 +90,12 @@ class Architecture:
     # Matrices that published folders have transposed, or with rows head by head, and GGUF as they are multiplied with.
     in_order: tuple[str, ...] = ()
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # tensors that stand for several, by `changes`
+    followed: Mapping[str, str] = field(
+        default_factory=dict
+    )  # tensors that published folders have before another's rows
     head_of_table: bool = True  # a head without a matrix of its own multiplies with the token table alone (not: T5)
+    # Arrays of metadata with a number for each layer, which published folders have as tensors of these names, shapes.
+    arrays: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     # Further settings, of the metadata and the settings that the keys give.
     more: Callable[[GGUFModel, Mapping[str, Any]], dict[str, Any]] = lambda model, raw: {}
     # Further changes, by the tensor's name within its layer, of the settings.
@@ -139,22 +144,27 @@ def layers(before: str, names: Mapping[str, str], ours: str = "blk") -> dict[str
 LLAMA_NAMES = {**OUTSIDE, **layers("model.layers.{}", {**ATTENTION, **GATED, **PRE_NORMS})}
 
 
-def experts(within: str, router: str, names: tuple[str, str, str] = PROJECTIONS) -> dict[str, str]:
+def experts(
+    within: str, router: str, names: tuple[str, str, str] = PROJECTIONS, shared: str = "shared_expert"
+) -> dict[str, str]:
     """Return a layer's names of experts, of which one tensor has all: `{}` stays in a name for the expert's number.
 
-    `within` is what holds the experts, `names` are those of a gate, an up and a down projection.
+    `within` is what holds the experts, `shared` what it calls the one of all tokens; `names` are those of a gate, an up
+    and a down projection.
     """
     parts = zip(("gate", "up", "down"), names, strict=True)
     found = {f"ffn_{part}_exps": f"{within}.experts.{{{{}}}}.{name}" for part, name in parts}
-    shared = {f"ffn_{part}_shexp": f"{within}.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+    beside = {f"ffn_{part}_shexp": f"{within}.{shared}.{part}_proj" for part in ("gate", "up", "down")}
     return {
         **found,
-        **shared,
+        **beside,
         "ffn_gate_inp": f"{within}.{router}",
         "ffn_gate_inp_shexp": f"{within}.shared_expert_gate",
     }
 
 
-def with_experts(within: str, router: str, names: tuple[str, str, str] = PROJECTIONS) -> dict[str, str]:
+def with_experts(
+    within: str, router: str, names: tuple[str, str, str] = PROJECTIONS, shared: str = "shared_expert"
+) -> dict[str, str]:
     """Return the names of Llama's layers with experts."""
-    return {**LLAMA_NAMES, **layers("model.layers.{}", experts(within, router, names))}
+    return {**LLAMA_NAMES, **layers("model.layers.{}", experts(within, router, names, shared))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -97,6 +97,24 @@ class _Decoder:
         return values.float() - self.change.less if self.change.less else values
 
 
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Computes rows of tensors whose rows follow each other."""
+
+    parts: tuple[TensorSource, ...]
+    as_float: bool  # they have different number formats
+
+    def rows(self, reader: TensorReader, first: int, last: int) -> Tensor:
+        found, begin = [], 0
+        for part in self.parts:
+            end = begin + part.shape[0]
+            if begin < last and first < end:
+                assert isinstance(part, DecodedTensor)
+                found.append(part.decoder.rows(reader, max(first - begin, 0), min(last, end) - begin))
+            begin = end
+        return torch.cat([one.float() for one in found] if self.as_float else found)
+
+
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield where runs of adjacent places begin and end."""
     start = 0
@@ -120,15 +138,31 @@ def gguf_tensors(path: Path, config: ModelConfig) -> dict[str, TensorSource]:
     for name, origin in found.items():
         stem, _, kind = family.canonical(name).rpartition(".")
         storage = storages.get(stem, FLOAT) if kind == "weight" else FLOAT
-        for source in _sources(name, origin, storage):
+        for source in _sources(name, origin, storage) if not origin.rest else _joined(name, origin, storage):
             sources[source.name] = source
     return sources
 
 
-def _sources(name: str, origin: Origin, storage: Storage) -> Iterator[TensorSource]:
+def _joined(name: str, origin: Origin, storage: Storage) -> Iterator[TensorSource]:
+    """Yield what is read of several tensors as one."""
+    each = (replace(origin, tensor=one, rest=()) for one in (origin.tensor, *origin.rest))
+    for parts in zip(*(_sources(name, one, storage, decode=True) for one in each), strict=True):
+        rows = sum(part.shape[0] for part in parts)
+        differ = len({part.kind for part in parts}) > 1
+        kind, shape = "F32" if differ else parts[0].kind, (rows, *parts[0].shape[1:])
+        yield DecodedTensor(name=parts[0].name, kind=kind, shape=shape, decoder=_Joined(parts, differ))
+
+
+def _sources(name: str, origin: Origin, storage: Storage, *, decode: bool = False) -> Iterator[TensorSource]:
+    """Yield what is read of a tensor; `decode`: by a decoder in any case."""
     tensor, kind, change = origin.tensor, origin.tensor.type.name, origin.change
     shape = origin.shape
-    if kind in _FLOATS and change == Change(shape=change.shape) and math.prod(shape) == math.prod(tensor.shape):
+    if (
+        not decode
+        and kind in _FLOATS
+        and change == Change(shape=change.shape)
+        and math.prod(shape) == math.prod(tensor.shape)
+    ):
         yield StoredTensor(name=name, kind=kind, shape=shape, path=tensor.path, offset=tensor.offset)
         return
     count = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else tensor.shape[0]

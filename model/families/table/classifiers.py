@@ -39,7 +39,19 @@ _SCORING = (
     "gemma3_text",
     "gemma3",
     *("mixtral", "minimax_m2", "qwen2_moe", "qwen3_moe", "gpt_oss"),
-    *("seed_oss", "arcee", "nemotron", "glm", "glm4", "helium", "olmo", "hunyuan_v1_dense", "apertus", "phimoe"),
+    *(
+        "seed_oss",
+        "arcee",
+        "nemotron",
+        "glm",
+        "glm4",
+        "helium",
+        "olmo",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "apertus",
+        "phimoe",
+    ),
     *("smollm3", "olmo2", "olmo3", "exaone4", "stablelm", "starcoder2", "phi"),
 )  # their heads for tokens are called `score` too
 

@@ -1,0 +1,121 @@
+"""GGUF files of architectures whose tables have a rule of their own: what they say, and how a wrong one is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention.sdpa import SdpaBackend
+from model.checkpoint.folder import read_checkpoint
+from model.checkpoint.gguf.architectures import ARCHITECTURES
+from model.config.layer import RotaryConfig
+from model.config.model import ModelConfig
+from model.errors import ConfigError
+from model.families import FAMILIES
+from model.network.weights import load_model
+from tests.model.gguf_files import Blocks, conversions, converted, write_gguf
+from tests.model.parity import decoder_logits
+from tests.model.test_gguf_weights import in_blocks
+
+IDS = tuple(range(1, 40))
+
+
+def position(config: ModelConfig) -> RotaryConfig:
+    assert config.decoder is not None
+    found = config.decoder.layers[0].attention.position
+    assert isinstance(found, RotaryConfig)
+    return found
+
+
+def test_every_architecture_is_of_a_family() -> None:
+    assert {one.model_type for one in ARCHITECTURES.values()} <= FAMILIES.keys()
+
+
+@pytest.mark.parametrize(("gate", "up"), [("Q8_0", "MXFP4"), ("Q8_0", None), (None, "MXFP4")])
+def test_gate_and_up_of_a_shared_expert_become_one_matrix(gate: str | None, up: str | None, tmp_path: Path) -> None:
+    """GraniteMoeShared has them in one tensor; each of a file may have a format of its own, or floats."""
+    kinds = {"ffn_gate_shexp": gate, "ffn_up_shexp": up}
+
+    def blocks(name: str, tensor: Tensor) -> Blocks | Tensor:
+        kind = kinds.get(name.split(".")[-2])
+        return tensor if kind is None else (kind, tuple(tensor.shape), in_blocks(kind, name, tuple(tensor.shape))[0])
+
+    def numbers(name: str, tensor: Tensor) -> Tensor:
+        kind = kinds.get(name.split(".")[-2])
+        return tensor if kind is None else in_blocks(kind, name, tuple(tensor.shape))[1]
+
+    models = (
+        load_model(read_checkpoint(converted("granitemoeshared", tmp_path, one)), SdpaBackend())
+        for one in (blocks, numbers)
+    )
+    found, expected = (decoder_logits(model, [IDS]) for model in models)
+    assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_shared_expert_without_an_up_is_refused(tmp_path: Path) -> None:
+    path = converted("granitemoeshared", tmp_path)
+    data = path.read_bytes().replace(b"blk.1.ffn_up_shexp.weight", b"blk.1.ffn_xx_shexp.weight")
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"ffn_xx_shexp|shared_mlp\.input_linear"):
+        load_model(read_checkpoint(path), SdpaBackend())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (("FLOAT32", [0.5]), "xielu.alpha_p has 1 numbers, expected one for each of 2 layers"),
+        (("FLOAT32", []), "xielu.alpha_p has 0 numbers, expected one for each of 2 layers"),
+        (("INT32", [1, 2]), r"xielu.alpha_p must be an array of float32, found \[1, 2\]"),
+    ],
+)
+def test_numbers_of_xielu_must_be_one_for_each_layer(value: Any, message: str, tmp_path: Path) -> None:
+    metadata = {key: (kind, one) for key, (kind, one) in conversions()["apertus"]["metadata"].items()}
+    metadata["xielu.alpha_p"] = ("ARRAY", value)
+    with pytest.raises(ConfigError, match=message):
+        read_checkpoint(write_gguf(tmp_path / "x.gguf", metadata, {"token_embd.weight": torch.ones(97, 32)}))
+
+
+def test_hunyuan_has_its_base_stretched_already(tmp_path: Path) -> None:
+    """By Tencent's own rule, as the folder's `alpha` would: 10,000 * 50^(d / (d - 2)) of heads with d = 12."""
+    found = position(read_checkpoint(converted("hunyuan", tmp_path)).config)
+    assert found.theta == pytest.approx(10_000 * 50 ** (12 / 10), rel=1e-6)
+
+
+def test_phi_moe_has_one_temperature(tmp_path: Path) -> None:
+    found = position(read_checkpoint(converted("phimoe", tmp_path)).config)
+    assert (found.attention_factor, found.long_attention_factor) == (1.3228756, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("glm4-moe", {"expert_gating_func": ("UINT32", 1)}, "glm4moe.expert_gating_func 1 is not served, only 2"),
+        ("dots1", {"expert_gating_func": ("UINT32", 1)}, "dots1.expert_gating_func 1 is not served, only 2"),
+        ("minimax-m2", {"expert_gating_func": ("UINT32", 3)}, "minimax-m2.expert_gating_func 3 is not served"),
+        ("hunyuan-moe", {"expert_shared_count": ("UINT32", 2)}, "hunyuan-moe.expert_shared_count 2 is not served"),
+        ("phimoe", {"expert_used_count": ("UINT32", 3)}, "num_experts_per_tok = 3"),
+    ],
+)
+def test_another_choice_of_experts_is_refused(kind: str, changes: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_checkpoint(converted(kind, tmp_path, **changes))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """GLM-4.5's files count them among the layers."""
+    config = read_checkpoint(converted("glm4-moe", tmp_path, nextn_predict_layers=("UINT32", 1))).config
+    assert config.decoder is not None and config.decoder.num_layers == 2
+
+
+def test_a_width_of_heads_that_a_file_does_not_say_is_the_hidden_size_over_heads(tmp_path: Path) -> None:
+    """As in llama.cpp, whatever a folder's class takes: of Qwen3 128."""
+    known = json.loads(json.dumps(conversions()["qwen2"]["metadata"]).replace('"qwen2', '"qwen3'))
+    metadata = {key: (kind, one) for key, (kind, one) in known.items()}
+    path = write_gguf(tmp_path / "x.gguf", metadata, {"token_embd.weight": torch.ones(97, 32)})
+    config = read_checkpoint(path).config
+    assert config.decoder is not None and config.decoder.layers[0].attention.head_dim == 8
