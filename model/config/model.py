@@ -182,6 +182,7 @@ class StackConfig:
     tasks: int = 0  # vectors of tasks in the checkpoint, the first of which is added to every token (ERNIE)
     embed_norm_last: bool = False  # behind the projection of narrower embeddings, not before it
     project_bias: bool = True  # of that projection
+    project_equal: bool = False  # also where embeddings have the width of the stack (ALBERT)
     positions_last: bool = False  # added behind the norm and the projection of embeddings, not before (OPT-350M)
     output_size: int | None = None  # hidden states are projected to this width in the end, without a bias (OPT-350M)
     relative_norm: NormConfig | None = None  # over the table of relative positions (DeBERTa-v2)
@@ -230,6 +231,10 @@ class StackConfig:
         found = self.layers[owner].mixer if 0 <= owner < index and self.causal else None
         if not isinstance(found, AttentionConfig) or found.keys_of is not None or _read(found) != _read(layer.mixer):
             raise ConfigError(f"layer {index} reads the keys of {owner}, which is no layer before it with such keys")
+
+    def projects(self, embedding_size: int) -> bool:
+        """Return whether embeddings of this width are projected before the layers."""
+        return self.project_equal or embedding_size != self.hidden_size
 
     @property
     def num_layers(self) -> int:

@@ -33,6 +33,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         causal=False,
         position=PositionConfig(PositionKind.LEARNED, max_positions=raw["max_position_embeddings"]),
         embed_norm=norm,
+        project_equal=True,
         token_types=raw.get("type_vocab_size", 2),
     )
     labels, embedding = classifier(raw, names), EmbeddingConfig(raw["vocab_size"], raw["embedding_size"])
@@ -54,7 +55,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     yield TensorRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
     yield TensorRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
     yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
-    if config.embedding.embedding_size != config.encoder.hidden_size:
+    if config.encoder.projects(config.embedding.embedding_size):
         yield LinearRule("encoder.embedding_hidden_mapping_in", "encoder.project")
     here, there = "encoder.albert_layer_groups.0.albert_layers.0", "encoder.layers.0"
     names = (f"{here}.attention.{part}" for part in ("query", "key", "value", "dense"))

@@ -108,7 +108,7 @@ def rules(
         yield from affine(embed_norm, "encoder.embed_norm")
     if config.encoder.final_norm is not None:
         yield from affine(final_norm, "encoder.final_norm")
-    if config.embedding.embedding_size != config.encoder.hidden_size:
+    if config.encoder.projects(config.embedding.embedding_size):
         yield LinearRule(project, "encoder.project")
     for i, layer in enumerate(config.encoder.layers):
         here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"

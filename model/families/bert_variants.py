@@ -43,8 +43,10 @@ def rembert(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     raw = raw.otherwise(tie_word_embeddings=False)
     base, wide = bert.config(raw, names), raw.get("output_embedding_size", 1664)
     head = base.masked_head and replace(base.masked_head, size=wide)
-    width = raw.get("input_embedding_size", 256)
-    return replace(base, embedding=replace(base.embedding, embedding_size=width), masked_head=head)
+    assert base.encoder is not None
+    width, encoder = raw.get("input_embedding_size", 256), replace(base.encoder, project_equal=True)
+    embedding = replace(base.embedding, embedding_size=width)
+    return replace(base, embedding=embedding, encoder=encoder, masked_head=head)
 
 
 def ernie(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -180,7 +180,7 @@ def _rules(config: ModelConfig, attention: Callable[[AttentionConfig, str, str],
         yield TensorRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
     if encoder.token_types:
         yield TensorRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
-    if config.embedding.embedding_size != encoder.hidden_size:
+    if encoder.projects(config.embedding.embedding_size):
         yield LinearRule("embeddings.embed_proj", "encoder.project", bias=False)
     yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
     if encoder.relative_span is not None:

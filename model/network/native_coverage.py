@@ -31,7 +31,7 @@ from model.native.library import ACTIVATIONS
 
 _READ: dict[type, str] = {  # by class, the fields that C reads, or that torch takes care of around it
     StackConfig: "layers hidden_size causal position embed_norm final_norm token_types tasks embed_norm_last "
-    "project_bias positions_last output_size relative_norm convolution",
+    "project_bias project_equal positions_last output_size relative_norm convolution",
     PositionConfig: "kind max_positions offset interleaved inclusive",
     LayerConfig: "mixer feed_forward norms cross parallel one_norm residual_scale embedding scaled shares_weights_with",
     AttentionConfig: "num_heads num_kv_heads head_dim scale qkv_bias out_bias position window softcap qk_norm "

@@ -56,7 +56,7 @@ class Stack(nn.Module):
         self._types_name = f"{linear.prefix}types"
         self.embed_norm = build_norm(config.embed_norm, config.hidden_size if config.embed_norm_last else size)
         self.project: nn.Module = nn.Identity()
-        if size != config.hidden_size:
+        if config.projects(size):
             self.project = linear(LinearSpec("project", size, (Part(config.hidden_size),), config.project_bias))
         self.bias = _shared_bias(config)
         self.relative: RelativeTable | None = None

@@ -39,6 +39,9 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
         ("llama-gqa", {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 9.0}}),
         ("llama-gqa", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3, "finetuned": True}}),
         ("llama-gqa", {"partial_rotary_factor": 0.5}),
+        ("ministral3", {"rope_parameters": {**YARN, "rope_type": "default", "llama_4_scaling_beta": 0.5}}),
+        ("albert", {"embedding_size": 32}),
+        ("rembert", {"input_embedding_size": 32}),
         ("stablelm", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
     ],
 )

@@ -606,3 +606,12 @@ class TestBounds:
             ConfigError, match=r"wrong kind, in or near .*decoder_sparse_step.*: integer modulo by zero"
         ):
             config_from_raw({**defaults("Qwen2Moe"), "decoder_sparse_step": 0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("esm", "vocab_size"), ("dots1", "n_routed_experts"), ("llama-gqa", "hidden_size")]
+)
+def test_null_is_no_size(kind: str, key: str) -> None:
+    raw = json.loads((saved(kind).path / "config.json").read_text())
+    with pytest.raises(ConfigError, match=f"{key} must be a whole number, found null|lacks '{key}'"):
+        config_from_raw({**raw, key: None})

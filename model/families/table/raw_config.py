@@ -72,6 +72,16 @@ class Settings(Mapping[str, Any]):
         self.ignored: list[str] = []
 
     def __getitem__(self, key: str) -> Any:
+        value = self._checked(key)
+        if value is None and (key.endswith(_SIZES) or key.startswith(("num_", "n_"))):
+            raise ConfigError(f"{self._place}{key} must be a whole number, found null")
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value, which may be null; `default` where the key is absent."""
+        return self._checked(key) if key in self._raw else default
+
+    def _checked(self, key: str) -> Any:
         self._read.pop(key, None)
         self._read[key] = None
         value = self._raw[key]

@@ -50,8 +50,9 @@ def rotary(
     if kind == "proportional":
         return _proportional(raw, scaling, RotaryConfig(head_dim, base, turning=2 * int(share * head_dim // 2)))
     plain = RotaryConfig(int(head_dim * share), base, interleaved=interleaved)
+    growth = _number(scaling, "llama_4_scaling_beta", 0.0) if growing else 0.0
     if kind == "default":
-        return plain
+        return replace(plain, growth=growth, original_max_positions=_original(raw, scaling, 0)) if growth else plain
     max_positions = raw["max_position_embeddings"]
     original = _original(raw, scaling, max_positions)
     if kind == "longrope":
@@ -71,7 +72,7 @@ def rotary(
         beta_slow=_number(scaling, "beta_slow", 0.0) or 1.0,
         truncate=bool(scaling.get("truncate", True)),
         attention_factor=_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
-        growth=_number(scaling, "llama_4_scaling_beta", 0.0) if growing else 0.0,
+        growth=growth,
     )
 
 
@@ -83,12 +84,16 @@ def _settings(raw: Settings, growing: bool) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"rope settings must be an object, found {shown(scaling)}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     kind = "default" if kind == "mrope" else kind  # positions of a text are one and the same
-    if growing and scaling.get("llama_4_scaling_beta") and kind != "yarn":
-        raise ConfigError(f"llama_4_scaling_beta is served with rope type 'yarn' alone, found {shown(kind)}")
+    if growing and scaling.get("llama_4_scaling_beta") and kind not in ("yarn", "default"):
+        raise ConfigError(f"llama_4_scaling_beta is served with rope types 'yarn' and 'default', found {shown(kind)}")
     kind = "longrope" if "long_factor" in scaling and kind in _OLDER_LONGROPE else kind
     if not isinstance(kind, str) or kind not in _KNOWN:
         raise ConfigError(f"rope type {shown(kind)} is not served; served are {', '.join(_KNOWN)}")
-    known = _KNOWN[kind] | _PASSED_OVER | ({"llama_4_scaling_beta"} if growing else set())
+    known = (
+        _KNOWN[kind]
+        | _PASSED_OVER
+        | ({"llama_4_scaling_beta", "original_max_position_embeddings"} if growing else set())
+    )
     for key in sorted(scaling.keys() - known):
         raw.ignore(f"{'rope_scaling' if older else 'rope_parameters'}.{key}", scaling[key])
     return scaling, kind

@@ -25,7 +25,7 @@ _DROPPED = (
     *("*vision_tower.*", "*vision_model.*", "*vision_encoder.*", "*visual.*", "*image_tower.*", "*video_tower.*"),
     *("*audio_tower.*", "*multi_modal_projector.*", "*connector.*", "*aligner.*", "*vision_projection.*"),
     *("*embed_vision.*", "*embed_audio.*", "*vision_embedder.*", "*visual_embeddings_table.*", "*image_newline"),
-    *("*generation_aligner.*", "*generation_embeddings.*", "*generation_head.*", "*vqmodel.*"),
+    *("*generation_aligner.*", "*generation_embeddings.*", "*generation_head.*", "*vqmodel.*", "*high_res_vision_*"),
 )
 
 
