@@ -16,8 +16,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.core import errors
-from service.core.engine_client import EngineClient
-from service.core.model_source import ModelReader
+from service.core.engine_client import EngineClient, ModelReader
 from service.core.models import Models
 from service.http.bodies import cancel_all
 from service.http.cors import CorsMiddleware, CrossOrigins
@@ -31,7 +30,7 @@ from service.http.sse import DIRECT
 from service.http.stream_writer import direct_send
 from service.lifecycle.fleet import Replicas
 from service.lifecycle.state import Service
-from service.observability.activity_log import ActivityLog
+from service.observability.logs import ActivityLog
 from service.observability.metrics import Metrics
 from service.routes import (
     audio,

@@ -21,7 +21,7 @@ from lab.faults.site import Site
 from lab.paced_engine import MODULE, PACE
 from lab.worst_bodies import many_tokens, worst_bodies
 from loadtest.errors import ServerError
-from loadtest.results import machine
+from loadtest.results import page
 from loadtest.runs import flags, output
 from model.system.child_process import ENGINE_VARIABLE
 
@@ -63,7 +63,7 @@ def _command(options: argparse.Namespace) -> int:
         found = results[name]
         print(f"{name}: p99 {found['p99_ms']:.1f} ms between tokens, longest {found['longest_ms']:.1f} ms")
     print(f"p99 beside bodies over p99 alone: {results['ratio']['p99']:.2f}", flush=True)
-    about = {"kind": "bodies", "commit": machine.commit(), "machine": machine.describe()}
+    about = {"kind": "bodies", "commit": page.commit(), "machine": page.describe()}
     names = ("model", "streams", "rate", "seconds", "megabytes")
     print(output.line(about | {name: getattr(options, name) for name in names} | {"results": results}), flush=True)
     return 0

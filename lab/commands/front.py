@@ -23,7 +23,7 @@ from lab.paced_engine import MODULE, PACE
 from loadtest.errors import ServerError, UsageError
 from loadtest.generator.fleet import Fleet
 from loadtest.records import Outcome, Record
-from loadtest.results import machine
+from loadtest.results import page
 from loadtest.runs import flags, output
 from loadtest.runs.run import Subject
 from loadtest.settings import Arrivals, Clients, Workload
@@ -78,7 +78,7 @@ def _command(options: argparse.Namespace) -> int:
             name = f"{runtime}, an event each {interval:g} s" if interval else runtime
             results[name] = _summary(_measured(options, runtime, interval))
             print(f"{name}: {_words(results[name], options)}", flush=True)
-    about = {"kind": "front", "commit": machine.commit(), "machine": machine.describe()}
+    about = {"kind": "front", "commit": page.commit(), "machine": page.describe()}
     names = ("model", "rate", "streams", "seconds", "target", "workers", "serve")
     print(output.line(about | {name: getattr(options, name) for name in names} | {"results": results}), flush=True)
     return 0

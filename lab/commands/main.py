@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from loadtest.commands.parser import Parser, run_command
+from loadtest.commands.main import Parser, run_command
 
 _COMMANDS = (
     ("offline", "lab.commands.offline", "engines without a server"),

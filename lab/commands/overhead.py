@@ -28,7 +28,7 @@ from lab.faults.site import Site
 from loadtest.errors import ServerError, UsageError
 from loadtest.generator.fleet import Fleet
 from loadtest.records import Outcome, Record
-from loadtest.results import machine
+from loadtest.results import page
 from loadtest.runs import flags, output
 from loadtest.runs.run import Subject
 from loadtest.settings import Arrivals, Clients, Settings, Workload
@@ -120,7 +120,7 @@ def _measured(options: argparse.Namespace) -> int:
             name = f"{runtime}, an event each {interval:g} s" if interval else runtime
             results[name] = measure(options, engine, model, runtime, interval)
             print(f"{name}: {words(results[name], options)}", flush=True)
-    about = {"kind": "overhead", "commit": machine.commit(), "machine": machine.describe()}
+    about = {"kind": "overhead", "commit": page.commit(), "machine": page.describe()}
     settings = {name: getattr(options, name) for name in names}
     print(output.line(about | settings | {"results": results}), flush=True)
     return 0

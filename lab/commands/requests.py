@@ -21,7 +21,7 @@ from typing import Any
 
 from lab.faults.site import Site
 from loadtest.errors import ServerError
-from loadtest.results import machine
+from loadtest.results import page
 from loadtest.runs import flags, output
 
 _KEY = "measured-by-loadtest"
@@ -104,7 +104,7 @@ def _command(options: argparse.Namespace) -> int:
                 _measure(site, FULL, options, found)
     for name, costs in found.items():
         print(f"{name}: {statistics.median(costs):,.0f} us, at least {min(costs):,.0f}", flush=True)
-    about = {"kind": "requests", "commit": machine.commit(), "machine": machine.describe()}
+    about = {"kind": "requests", "commit": page.commit(), "machine": page.describe()}
     settings = {name: getattr(options, name) for name in ("connections", "requests", "rounds")}
     print(output.line(about | settings | {"service_us": found}), flush=True)
     return 0

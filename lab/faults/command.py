@@ -20,7 +20,7 @@ from lab.faults.scenarios import Scenario, all_of
 from lab.faults.site import ReadinessMonitor, Site
 from loadtest.errors import ServerError, UsageError
 from loadtest.records import Record
-from loadtest.results import machine
+from loadtest.results import page
 from loadtest.runs import flags, output
 from loadtest.runs.run import Subject
 from loadtest.settings import Workload
@@ -60,7 +60,7 @@ def _command(options: argparse.Namespace) -> int:
     if options.write:
         report.write(Path(options.write), text)
     results = [asdict(row) | {"lost": row.lost} for row in rows]
-    about = {"kind": "faults", "commit": machine.commit(), "machine": machine.describe()}
+    about = {"kind": "faults", "commit": page.commit(), "machine": page.describe()}
     print(output.line(about | {"results": results}), flush=True)
     return 1 if any(row.problems for row in rows) else 0
 
@@ -143,9 +143,9 @@ def _problems(scenario: Scenario, records: Sequence[Record], served: float | Non
 
 
 def _about() -> str:
-    found = machine.describe()
+    found = page.describe()
     today = datetime.datetime.now(datetime.UTC).date()
     return (
-        f"Measured {today} at {machine.commit()} by `make faults`: {found['cores']} cores of {found['processor']}, "
+        f"Measured {today} at {page.commit()} by `make faults`: {found['cores']} cores of {found['processor']}, "
         f"load average {found['load_average'][0]} before the last."
     )

@@ -17,10 +17,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.commands.parser import api_key
-from loadtest.results import machine, statistics, tables
+from loadtest.commands.main import api_key
+from loadtest.results import page, statistics, tables
 from loadtest.results.statistics import Sample
-from loadtest.runs import flags, mix, output, plan
+from loadtest.runs import flags, output, plan
 from loadtest.runs.plan import Bound, Plan
 from loadtest.runs.progress import Progress
 from loadtest.runs.run import SCHEMA, Load, Measured
@@ -96,12 +96,12 @@ def _command(options: argparse.Namespace) -> int:
     found: dict[tuple[str, str], list[Figures]] = {}
     interrupted = False
     with Server(options.url.rstrip("/"), api_key(options)) as server:
-        loads = {load.name: load for load in mix.probe(server, what.chosen(""), progress)}
+        loads = {load.name: load for load in plan.probe(server, what.chosen(""), progress)}
         about = server.about()
         folder = output.folder(options.out, "interference")
         for number, (name, chosen) in enumerate(_runs(what, loads, options.turns)):
             progress.say(f"{name} ...")
-            mixed = mix.measure(mix.seeded(chosen, number), api_key(options), progress)
+            mixed = plan.measure(plan.seeded(chosen, number), api_key(options), progress)
             (folder / name).mkdir(exist_ok=True)
             output.write_mix(mixed, folder / name)
             for work, measured in mixed.works.items():
@@ -184,8 +184,8 @@ def _document(
     return {
         "schema": SCHEMA,
         "kind": "interference",
-        "commit": machine.commit(),
-        "machine": machine.describe(),
+        "commit": page.commit(),
+        "machine": page.describe(),
         "server": about,
         "plan": options.plan.read_text(encoding="utf-8"),
         "settings": {name: getattr(options, name) for name in names},

@@ -7,17 +7,64 @@ interrupted run writes its results so far and exits 130.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from loadtest.commands.parser import Parser, api_key, run_command
-from loadtest.errors import UsageError
+from loadtest.errors import ServerError, UsageError
 from loadtest.results.slo import Limit
 from loadtest.runs import flags
 from loadtest.settings import Settings
+
+# -- What the command lines of `loadtest` and `lab` share: one-line usage errors, defaults in the help, exit codes.
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports errors in one line, and shows defaults in the help."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, **arguments})
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults except None, which the help text explains."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default in (None, "", False, [])
+        return action.help if silent else super()._get_help_string(action)
+
+
+def run_command(program: str, parse: Callable[[], argparse.Namespace]) -> NoReturn:
+    """Parse the command line, run its command, and exit.
+
+    Usage errors print one line and exit 2, a server that does not serve exits 1, an interrupt 130.
+    """
+    try:
+        arguments = parse()
+        code = arguments.command(arguments) or 0
+    except UsageError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        code = 2
+    except ServerError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def api_key(arguments: argparse.Namespace) -> str:
+    """Return the key of the flag, or of the environment."""
+    return str(arguments.api_key or os.environ.get("TRIPTYCH_API_KEY", ""))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,7 +171,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _run_plan(arguments: argparse.Namespace) -> int:
     from loadtest.results import tables
-    from loadtest.runs import mix, output, plan
+    from loadtest.runs import output, plan
     from loadtest.runs.progress import Progress
     from loadtest.server.target_server import Server
 
@@ -132,13 +179,13 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     works = plan.read(arguments.plan, arguments).chosen(arguments.only)
     progress = Progress(quiet=arguments.quiet)
     with Server(arguments.url.rstrip("/"), api_key(arguments)) as server:
-        loads = mix.probe(server, works, progress)
+        loads = plan.probe(server, works, progress)
         folder = output.folder(arguments.out, "mix")
-        mixed = mix.measure(loads, api_key(arguments), progress)
+        mixed = plan.measure(loads, api_key(arguments), progress)
     console = tables.console()
     tables.mix(mixed.document, console)
     output.write_mix(mixed, folder)
-    output.print_end(mix.without_columns(mixed.document), folder, console)
+    output.print_end(plan.without_columns(mixed.document), folder, console)
     return 130 if mixed.interrupted else _verdict(mixed.document) if mixed.document["slo"] else 0
 
 
@@ -199,12 +246,12 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from loadtest.results import report
+    from loadtest.results import page
     from loadtest.runs import output
 
     document = output.read(arguments.result, "run", "sweep", "mix")
     try:
-        Path(arguments.out).write_text(report.page(document), encoding="utf-8")
+        Path(arguments.out).write_text(page.page(document), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--out: {arguments.out}: {error.strerror}") from None
     print(arguments.out)

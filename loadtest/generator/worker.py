@@ -12,18 +12,139 @@ import asyncio
 import gc
 import sys
 import time
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from loadtest.generator.client import Client, clock
 from loadtest.generator.connections import Connections
-from loadtest.generator.driver import Driver
-from loadtest.records import Record
+from loadtest.records import Outcome, Record
 from loadtest.settings import PATHS, Settings
-from loadtest.workload import arrivals
-from loadtest.workload.items import ItemSource, read_replay
+from loadtest.workload import distributions
+from loadtest.workload.items import Item, ItemSource, read_replay
 from loadtest.workload.prompts import Vocabulary
+
+# -- The driver of a worker, which sends items at their scheduled times, independently of the server. Open arrivals
+# follow their schedule: a late reply delays no later request, and latency is measured from the schedule, so that a
+# stall of the server is visible (no coordinated omission). In a closed loop each client sends after its last reply, so
+# the load depends on the server, and a closed loop cannot show an overload.
+
+PREPARE_S = 3.0
+
+
+class Driver:
+    """Sends the items of worker `number` of W: number, number + W, number + 2 W, ..."""
+
+    def __init__(self, settings: Settings, source: ItemSource, times: Sequence[float], number: int) -> None:
+        self._settings = settings
+        self._source = source
+        self._due = list(enumerate(times))[number :: settings.workers]
+        self._number = number
+        self._prepared: dict[int, Item] = {}
+        self._ended: list[Record] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        bound = settings.clients.max_concurrency
+        self._places = asyncio.Semaphore(_share(bound, number, settings.workers)) if bound else None
+        self.sent = 0
+        self.in_flight = 0
+
+    def prepare(self, most: int) -> None:
+        """Make the first items, for at most `PREPARE_S`."""
+        count = len(self._due)
+        if not count:
+            count = _share(self._settings.requests, self._number, self._settings.workers) or most
+        end = time.monotonic() + PREPARE_S
+        for k in range(min(most, count)):
+            if time.monotonic() > end:
+                return
+            index = self._number + k * self._settings.workers
+            self._prepared[index] = self._source.item(index)
+
+    def take(self) -> list[Record]:
+        """Return the records of requests that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    async def run(self, client: Client) -> None:
+        """Send all items and wait for the replies; if cancelled, end requests in progress and keep their records."""
+        try:
+            if self._settings.arrivals.kind == "closed":
+                await self._closed(client)
+            else:
+                await self._open(client)
+            await self._drain()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _open(self, client: Client) -> None:
+        for index, at in self._due:
+            while (wait_s := at - client.now()) > 0:
+                await asyncio.sleep(wait_s)
+            self._start(self._item(client, index, at))
+
+    async def _closed(self, client: Client) -> None:
+        settings = self._settings
+        indexes = iter(range(self._number, settings.requests or 10**12, settings.workers))
+        for _ in range(_share(settings.arrivals.concurrency, self._number, settings.workers)):
+            self._start(self._user(client, indexes))
+        if settings.duration_s:
+            await asyncio.wait(self._tasks, timeout=settings.duration_s)
+        elif self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _user(self, client: Client, indexes: Iterator[int]) -> None:
+        """Run one client of a closed loop."""
+        end = self._settings.duration_s or float("inf")
+        for index in indexes:
+            if client.now() >= end:
+                return
+            await self._item(client, index, client.now())
+
+    async def _item(self, client: Client, index: int, at: float) -> None:
+        """Send the turns of one item one after the other."""
+        begun = client.now()
+        item = self._prepared.pop(index, None) or self._source.item(index)
+        history: list[str] = []
+        for number, turn in enumerate(item.turns):
+            record = Record(index, number, item.habit, at, turn.prompt_tokens, turn.output_tokens, begun=begun)
+            said = await self._request(client, record, item, history)
+            if record.outcome is not Outcome.OK or number + 1 == len(item.turns):
+                return
+            history += [turn.text, said]
+            at = record.ended + item.turns[number + 1].think_s
+            await asyncio.sleep(at - client.now())
+            begun = client.now()
+
+    async def _request(self, client: Client, record: Record, item: Item, history: list[str]) -> str:
+        self.sent += 1
+        self.in_flight += 1
+        try:
+            if self._places is None:
+                return await client.request(record, item, item.turns[record.turn], history)
+            async with self._places:
+                return await client.request(record, item, item.turns[record.turn], history)
+        finally:
+            self.in_flight -= 1
+            record.ended = record.ended or client.now()
+            self._ended.append(record)
+
+    async def _drain(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._settings.drain_s)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _share(total: int, number: int, workers: int) -> int:
+    """Return how many of `total` clients worker `number` has."""
+    return total // workers + (number < total % workers)
+
 
 REPORT_S = 0.5
 HEARTBEAT_S = 0.02
@@ -100,7 +221,7 @@ def due(settings: Settings) -> list[float]:
     if settings.arrivals.kind == "replay":
         times = [line.at for line in read_replay(settings.workload)]
         return [at for at in times[: settings.requests or None] if not settings.duration_s or at < settings.duration_s]
-    return arrivals.offsets(settings.arrivals, settings.duration_s, settings.requests, settings.seed).tolist()
+    return distributions.offsets(settings.arrivals, settings.duration_s, settings.requests, settings.seed).tolist()
 
 
 def _report(driver: Driver, beats: list[float], cpu_before: float) -> Report:

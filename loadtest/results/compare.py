@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from loadtest.errors import UsageError
-from loadtest.results import columns, statistics
+from loadtest.results import statistics
 from loadtest.results.statistics import Floats, Sample
 
 _LATENCIES = {"ttft": "ttft_ms", "itl": "gaps_ms", "tpot": "tpot_ms", "e2e": "e2e_ms"}
@@ -83,7 +83,7 @@ def _rows(a: Json, b: Json, tolerance: float) -> list[Json]:
 def _latency_rows(a: Json, b: Json, tolerance: float) -> list[Json]:
     rows = []
     for name, column in _LATENCIES.items():
-        samples = [Sample.of(columns.answered(r["columns"], column, r["settings"]["warmup_s"])) for r in (a, b)]
+        samples = [Sample.of(statistics.answered(r["columns"], column, r["settings"]["warmup_s"])) for r in (a, b)]
         if not all(len(sample.values) > 1 for sample in samples):
             continue
         figures = [statistics.describe(sample) for sample in samples]

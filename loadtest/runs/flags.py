@@ -9,7 +9,7 @@ from typing import Any
 
 from loadtest.errors import UsageError
 from loadtest.settings import ARRIVALS, EMBEDDING_TARGETS, PATHS, WORKLOADS, Arrivals, Clients, Settings, Workload
-from loadtest.workload import lengths
+from loadtest.workload import distributions
 
 _CHAT = {"prompt_tokens": "lognormal:120,0.9,2048", "output_tokens": "lognormal:80,0.7,512"}
 _PRESETS: dict[str, dict[str, str]] = {
@@ -76,7 +76,7 @@ def settings(options: argparse.Namespace) -> Settings:
         seed=options.seed,
     )
     for flag in ("prompt_tokens", "output_tokens", "turns", "texts"):
-        lengths.parse(getattr(workload, flag), "--" + flag.replace("_", "-"))
+        distributions.parse(getattr(workload, flag), "--" + flag.replace("_", "-"))
     _check_used(found)
     return found
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from loadtest import records
 from loadtest.errors import UsageError
 from loadtest.records import Record
-from loadtest.results import columns, report
-from loadtest.runs.mix import Mixed
+from loadtest.results import page, statistics
+from loadtest.runs.plan import Mixed
 from loadtest.runs.run import SCHEMA, Measured
 
 Json = dict[str, Any]
@@ -34,7 +34,7 @@ def folder(options: str | None, kind: str) -> Path:
 
 def with_columns(measured: Measured) -> Any:
     """Return the document with the columns of its requests, as it is written."""
-    return plain(measured.document | {"columns": columns.of(measured.records)})
+    return plain(measured.document | {"columns": statistics.of(measured.records)})
 
 
 def write_run(measured: Measured, to: Path) -> None:
@@ -42,7 +42,7 @@ def write_run(measured: Measured, to: Path) -> None:
     full = with_columns(measured)
     (to / "run.json").write_text(line(full), encoding="utf-8")
     records.write_csv(measured.records, to / "requests.csv")
-    (to / "report.html").write_text(report.page(full), encoding="utf-8")
+    (to / "report.html").write_text(page.page(full), encoding="utf-8")
 
 
 def write_sweep(document: Json, requests: Iterable[tuple[float, Iterable[Record]]], to: Path) -> None:
@@ -50,7 +50,7 @@ def write_sweep(document: Json, requests: Iterable[tuple[float, Iterable[Record]
     (to / "sweep.json").write_text(line(document), encoding="utf-8")
     parts = ((f"{load:g}", made) for load, made in requests)
     records.write_parts_csv(document["over"], parts, to / "requests.csv")
-    (to / "report.html").write_text(report.page(plain(document)), encoding="utf-8")
+    (to / "report.html").write_text(page.page(plain(document)), encoding="utf-8")
 
 
 def write_mix(mixed: Mixed, to: Path) -> None:
@@ -59,7 +59,7 @@ def write_mix(mixed: Mixed, to: Path) -> None:
     full = plain(mixed.document | {"works": works})
     (to / "mix.json").write_text(line(full), encoding="utf-8")
     records.write_parts_csv("work", ((name, one.records) for name, one in mixed.works.items()), to / "requests.csv")
-    (to / "report.html").write_text(report.page(full), encoding="utf-8")
+    (to / "report.html").write_text(page.page(full), encoding="utf-8")
 
 
 def read(path: str, *kinds: str) -> Json:
@@ -79,7 +79,7 @@ def read(path: str, *kinds: str) -> Json:
 def print_end(document: Json, to: Path | None, console: Console) -> None:
     """Print where the files are, then the JSON line."""
     if to is not None:
-        console.print(f"report: {to / 'report.html'}")
+        console.print(f"report: {to / 'page.html'}")
     console.file.flush()
     print(line(document), flush=True)
 

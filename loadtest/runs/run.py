@@ -17,10 +17,10 @@ from typing import Any
 
 from loadtest.generator.fleet import START_S, Collected, Fleet
 from loadtest.records import Record
-from loadtest.results import machine, summary
+from loadtest.results import page, summary
 from loadtest.results.slo import Limit
 from loadtest.runs.progress import Progress
-from loadtest.server import cross_check
+from loadtest.server import prometheus
 from loadtest.server.prometheus import Scrape
 from loadtest.server.target_server import Server
 from loadtest.settings import Settings
@@ -185,8 +185,8 @@ class _Run:
             "schema": SCHEMA,
             "kind": "run",
             "started": started,
-            "commit": machine.commit(),
-            "machine": machine.describe(),
+            "commit": page.commit(),
+            "machine": page.describe(),
             "server": load.subject.about,
             "settings": dataclasses.asdict(settings),
             "prompt_lengths_by": load.subject.vocabulary.source,
@@ -203,7 +203,7 @@ class _Run:
         """Compare with the server's metrics; empty if those of `model` belong to several loads."""
         if len(self._scrapes) < 2 or sum(load.settings.model == model for load in self._loads) > 1:
             return []
-        return cross_check.compare(records, self._scrapes[0][model], self._scrapes[-1][model])
+        return prometheus.compare(records, self._scrapes[0][model], self._scrapes[-1][model])
 
     def _gauges(self, model: str) -> Json:
         """Return the server's gauges over time; empty lists if it has none."""

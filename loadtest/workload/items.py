@@ -17,7 +17,7 @@ from typing import Any
 from loadtest.errors import UsageError
 from loadtest.settings import Settings
 from loadtest.settings import Workload as WorkloadSettings
-from loadtest.workload import lengths
+from loadtest.workload import distributions
 from loadtest.workload.prompts import Vocabulary
 
 CONTEXT_SHARE = 0.95  # of the context for conversations: a reply may have more tokens when tokenised again
@@ -52,10 +52,10 @@ class ItemSource:
         self._settings = settings
         self._vocabulary = vocabulary
         workload = settings.workload
-        self._prompt = lengths.parse(workload.prompt_tokens, "--prompt-tokens")
-        self._output = lengths.parse(workload.output_tokens, "--output-tokens")
-        self._turns = lengths.parse(workload.turns, "--turns")
-        self._texts = lengths.parse(workload.texts, "--texts")
+        self._prompt = distributions.parse(workload.prompt_tokens, "--prompt-tokens")
+        self._output = distributions.parse(workload.output_tokens, "--output-tokens")
+        self._turns = distributions.parse(workload.turns, "--turns")
+        self._texts = distributions.parse(workload.texts, "--texts")
         self._prefixes = self._make_prefixes()
         self._popularity = list(itertools.accumulate((k + 1) ** -workload.zipf for k in range(workload.prefixes)))
         self._replayed = read_replay(workload) if workload.kind == "replay" else []

@@ -12,11 +12,10 @@ from service.chat.formats import ToolFormat, reasoning_format, tool_format
 from service.chat.message_fit import fitted_messages, given_ids, shown_tools
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import Json, ToolUse
-from service.core.chat_template import ChatTemplate
+from service.core.chat_template import ChatTemplate, TemplateTraits
 from service.core.context_bound import ContextBound, context_exceeded
 from service.core.errors import ApiError, invalid, shorten
 from service.core.models import ServedModel
-from service.core.template_traits import TemplateTraits
 from service.lifecycle.state import Service
 from service.planning.generate import ReplyShape, check_room
 from service.planning.response_format import OutputConstraint, check_schema, schema_constraint

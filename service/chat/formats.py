@@ -18,8 +18,16 @@ from service.chat.call_parsers import DEEPSEEK_MARKS, CallParser
 from service.chat.marked_calls import MarkedCalls
 from service.chat.parts import call_id
 from service.chat.python_calls import pythonic
-from service.core.call_syntax import ID, INDEX, KIND, ArgumentSyntax, CallSyntax
-from service.core.template_traits import CallIds, ReasoningMarks, TemplateTraits
+from service.core.chat_template import (
+    ID,
+    INDEX,
+    KIND,
+    ArgumentSyntax,
+    CallIds,
+    CallSyntax,
+    ReasoningMarks,
+    TemplateTraits,
+)
 
 AUTO, NONE = "auto", "none"
 OWN = "template"  # the name of a format that was read from the template

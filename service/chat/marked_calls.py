@@ -15,7 +15,7 @@ from service.chat.parts import PartSink
 from service.chat.python_calls import python_call
 from service.chat.reader import Reader, Steps
 from service.chat.tools import Tool
-from service.core.call_syntax import INDEX, KIND, VARYING, ArgumentSyntax, CallSyntax
+from service.core.chat_template import INDEX, KIND, VARYING, ArgumentSyntax, CallSyntax
 
 _ENVELOPE = re.compile(r'(\[\s*)?\{\s*"[^{]*:\s*"$')  # the beginning of a JSON object with a name
 _CLOSED = re.compile(r"[^}]*\}\s*")  # the end of such an object

@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from service.chat.call_writer import written_calls
+from service.chat.call_grammar import written_calls
 from service.chat.formats import ToolFormat, fitting_id
 from service.chat.instructions import plain_messages
 from service.chat.tools import Json, Tool
-from service.core.chat_template import ChatTemplate, in_parts
-from service.core.template_traits import CallIds, TemplateTraits
+from service.core.chat_template import CallIds, ChatTemplate, TemplateTraits, in_parts
 
 
 def fitted_messages(

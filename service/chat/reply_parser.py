@@ -10,7 +10,7 @@ from service.chat.formats import ReasoningFormat, ToolFormat, id_maker
 from service.chat.parts import Content, Part, PartSink, WholeReply
 from service.chat.reader import Reader, Steps
 from service.chat.tools import Tool
-from service.core.template_traits import CallIds
+from service.core.chat_template import CallIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,120 @@ process that can be killed (`service.sandbox.chat_main`), the first times when t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from service.core.context_bound import ContextBound, context_exceeded
 from service.core.errors import ApiError, invalid, scrub
 from service.core.template_files import TOKENS, TemplateError
-from service.core.template_traits import TemplateTraits
-from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
+from service.sandbox.pools import RenderError, RenderPool, RenderWorker
+
+# -- The texts around tool calls, as data: what a grammar writes, and what a parser looks for. Three characters of
+# Unicode's private use stand in these texts for what differs from call to call: `ID` for the call's id, `INDEX` for its
+# number, `KIND` for the type of an argument.
+
+ID, INDEX, KIND = "\ue000", "\ue001", "\ue002"
+VARYING = {ID: r"[A-Za-z0-9_.:\-]", INDEX: "[0-9]", KIND: "[a-z]"}  # the characters of what stands in their places
+_MARK = re.compile(r"<[^<>\s\ue000-\ue002]+>|\[/?[A-Z_]+\]")
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentSyntax:
+    """The texts around one argument, where arguments are not one JSON object.
+
+    They are `before` KEY `between` VALUE `after`, with `separator` between several. A string stands between the two
+    `quotes` as it is; without quotes it is JSON, as all other values are. Where `between` has `KIND`, this is
+    `text_kind` for a string, and one of `other_kinds` for another value.
+    """
+
+    before: str
+    between: str
+    after: str
+    separator: str = ""
+    quotes: tuple[str, str] | None = ("", "")
+    text_kind: str = ""
+    other_kinds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """The texts around calls.
+
+    They are `opening`, then `before` NAME `between` ARGUMENTS `after` with `separator` between several, then `closing`.
+    `trigger` is what begins calls after content; empty: calls are a whole reply. Arguments are a JSON object, or as
+    `arguments` says.
+    """
+
+    before: str
+    between: str
+    after: str
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+    trigger: str = ""
+    content: str = ""  # what begins a reply without calls, where they have no trigger
+    one: bool = False  # a reply ends with its first call
+    arguments: ArgumentSyntax | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The tags in these texts, which may be special tokens."""
+        texts = [self.opening, self.before, self.between, self.after, self.separator, self.closing]
+        if self.arguments is not None:
+            texts += [self.arguments.before, self.arguments.between, self.arguments.after]
+        return tuple(dict.fromkeys(mark for text in texts for mark in _MARK.findall(text)))
+
+
+# -- What a chat template does with messages, as rendering a few conversations shows (`service.chat.template_probe`).
+
+
+class CallIds(StrEnum):
+    """The ids of calls that a template takes."""
+
+    ANY = "any"
+    SHORT = "short"  # nine letters and digits
+    NUMBERED = "numbered"  # functions.NAME:NUMBER, which the template writes in the place of the name
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The texts around reasoning that no known format has."""
+
+    opening: str
+    closing: str
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """How to give messages to a template, and how it writes calls and reasoning.
+
+    `tool_format` and `reasoning_format` name formats of `service.chat.formats`. Where none of these fits, `call_syntax`
+    and `reasoning_marks` say what the template writes.
+    """
+
+    tool_format: str = ""
+    call_syntax: CallSyntax | None = None
+    call_ends: tuple[str, ...] = ()  # special tokens after calls, where a reply ends
+    tools_problem: str = ""  # why no call can be read back; empty: it can, or the template reads no tools
+    renders_calls: bool = False  # calls of earlier turns reach the prompt
+    text_in_parts: bool = False  # content is a list of parts, of which each has a type
+    calls_apart: bool = False  # calls are left out of a message that has content: they go into one of their own
+    calls_in_content: bool = False  # the template leaves tool_calls out: calls go into the content
+    empty_content: str | None = ""  # the content of a message that has only calls
+    has_content_key: bool = True  # False: such a message has no content at all
+    text_arguments: bool = False  # arguments of calls are text, not objects
+    ids: CallIds = CallIds.ANY
+    content_or_reasoning: bool = False  # it refuses a message with calls that has both
+    names_results: bool = False  # a tool's result needs the tool's name
+    describes: bool = False  # tools and their parameters need descriptions
+    reasoning_format: str = ""
+    reasoning_marks: ReasoningMarks | None = None
+    reasoning_key: str = ""  # under which it reads reasoning, if not as the reference library gives it
+    knows_developer: bool = False  # it has a form of its own for the role `developer`
+
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -1,8 +1,4 @@
-"""The interface between the HTTP application and the engines.
-
-`model.client.async_engine.AsyncEngine` implements it, with engines in a child process or a thread;
-`service.core.fake_engine.FakeEngineClient` is a scripted implementation for tests of HTTP semantics.
-"""
+"""The interfaces of the HTTP application to the engines, and to the folders that models are read from."""
 
 from __future__ import annotations
 
@@ -13,6 +9,11 @@ from model.api.messages import ModelSpec
 from model.api.request import EncodeOutput, EncodeRequest, Request, TokenOutput
 from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.text.tokenizer import Tokenizer
+from service.core.models import ServedModel
+
+# -- The interface between the HTTP application and the engines. `model.client.async_engine.AsyncEngine` implements it,
+# with engines in a child process or a thread; `service.core.fake_engine.FakeEngineClient` is a scripted implementation
+# for tests of HTTP semantics.
 
 
 class GenerationStream(Protocol):
@@ -103,3 +104,20 @@ class EngineClient(Protocol):
 
     def on_step(self, observe: Callable[[StepStats], None]) -> None:
         """Call `observe` for every step of every engine, from any thread (metrics)."""
+
+
+# -- What a model can be loaded from: the interface between the service and the reading of folders and downloads.
+# `service.runtimes.model_reader` implements it; tests of HTTP semantics have one that reads nothing.
+
+
+class ModelReader(Protocol):
+    """Reads models, except their weights, which the engine reads."""
+
+    async def locate(self, spec: ModelSpec) -> ModelSpec:
+        """Return the spec with a folder of this machine as its path, after a download if there has to be one.
+
+        Raises `ConfigError`. Cancelling ends the download.
+        """
+
+    async def read(self, spec: ModelSpec) -> ServedModel:
+        """Read the checkpoint's description, tokenizer and chat template from its folder; raises `ConfigError`."""

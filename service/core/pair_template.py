@@ -16,7 +16,7 @@ from model.checkpoint.sentence_transformers import MessageSettings
 from model.errors import ConfigError
 from model.text.tokenizer import Encoded, Tokenizer
 from service.core.template_files import template_files
-from service.sandbox.chat_pool import RenderError, RenderWorker
+from service.sandbox.pools import RenderError, RenderWorker
 
 _SECONDS, _MAX_CHARACTERS = 5.0, 1_000_000
 _PLACES = ("query-u3Xq", "document-Zt7w")

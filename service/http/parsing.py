@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from service.core.errors import from_validation, invalid, too_large
-from service.core.json_size import json_size
 from service.core.request_context import current
+from service.core.response_store import json_size
 from service.lifecycle.state import service_of
 from service.schemas.body_counts import check_counts
 from service.schemas.field_paths import siblings

@@ -24,7 +24,7 @@ from model.api.request import FinishReason, TokenOutput
 from model.errors import EngineError
 from service.core.engine_client import GenerationStream, ListenableStream
 from service.core.errors import ApiError, engine_failed, internal, log_unexpected
-from service.core.write_batch import WriteBatch
+from service.core.threads import WriteBatch
 from service.http.bodies import cancel_all, wait_for_disconnect
 from service.http.event_template import EventTemplate, is_plain, marked
 from service.http.json_replies import Generation, Json, Rendering

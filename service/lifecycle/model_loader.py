@@ -15,7 +15,7 @@ from typing import Literal
 
 from model.api.messages import ModelSpec
 from model.errors import ConfigError, EngineDeadError, EngineError, MemoryShortageError, ModelNotLoadedError
-from service.core.engine_client import EngineClient
+from service.core.engine_client import EngineClient, ModelReader
 from service.core.errors import (
     ApiError,
     conflict,
@@ -27,7 +27,6 @@ from service.core.errors import (
     scrub,
     unavailable,
 )
-from service.core.model_source import ModelReader
 from service.core.models import Model, Models, Origin, ServedModel, State, Task
 from service.core.request_context import RequestContext
 from service.lifecycle.folder_watch import SCAN_SECONDS, FolderWatch

@@ -13,19 +13,16 @@ from starlette.requests import Request
 
 from model.api.stats import ModelInfo
 from service.core.embed_cache import CachingClient
-from service.core.engine_client import EngineClient
+from service.core.engine_client import EngineClient, ModelReader
 from service.core.errors import draining, scrub, unavailable
-from service.core.model_source import ModelReader
 from service.core.models import Models
 from service.core.models_folder import ModelsFolder
 from service.core.response_store import ResponseStore
-from service.core.threads import Threads
-from service.core.write_batch import WriteBatch
-from service.lifecycle.fleet import Fleet, LocalFleet, Replicas
+from service.core.threads import Threads, WriteBatch
+from service.lifecycle.fleet import Fleet, LocalFleet, ModelOrders, Replicas
 from service.lifecycle.folder_watch import FolderWatch
 from service.lifecycle.jobs import Jobs
 from service.lifecycle.model_loader import ModelLoader
-from service.lifecycle.model_orders import ModelOrders
 from service.observability.metrics import Metrics
 from service.observability.tracing import Tracer
 from service.planning.encode import EncodePlanner
@@ -35,8 +32,7 @@ from service.planning.speech import SpeechPlanner, audio_limits
 from service.planning.tokenization import TokenizerThreads
 from service.sandbox import confinement
 from service.sandbox.audio_pool import AudioPool
-from service.sandbox.chat_pool import RenderPool
-from service.sandbox.image_pool import ImagePool
+from service.sandbox.pools import ImagePool, RenderPool
 from service.settings.service_settings import ServiceSettings
 
 logger = logging.getLogger(__name__)

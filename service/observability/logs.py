@@ -6,15 +6,26 @@ and the frames are logged, because its text may quote a client's data.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import select
+import signal
 import sys
+import threading
 import time
 import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 import msgspec
 
+from model.api.stats import StepStats
+from service.core.engine_client import EngineClient
 from service.core.request_context import RequestContext, current
 from service.settings.service_settings import LogFormat
 
@@ -101,3 +112,94 @@ class JsonFormatter(_SafeFormatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line).decode()
+
+
+# -- A named pipe that carries the stderr of Ray's workers to this process, which prints it. Ray writes its workers'
+# output to files, and prints it only with a prefix on every line, which is then not JSON. Lines of up to 4096 bytes
+# arrive whole even if several processes write.
+
+_STDERR = 2
+
+
+@contextmanager
+def printing(path: Path) -> Iterator[None]:
+    """Create the pipe at `path` and copy what is written to it to this process's stderr until the block ends."""
+    os.mkfifo(path, 0o600)
+    # Opened for writing too, so that the pipe does not end when a writer closes it.
+    pipe = os.open(path, os.O_RDWR)
+    ended, end = os.pipe()  # signals the end; the log pipe cannot, as any byte may be written to it
+    thread = threading.Thread(target=_copy, args=(pipe, ended), name="log-pipe", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(end)
+        thread.join(timeout=5)
+        os.close(ended)
+        os.close(pipe)
+
+
+def adopt(path: Path) -> None:
+    """Make the pipe at `path` the stderr of this process and of those that it starts."""
+    pipe = os.open(path, os.O_WRONLY)
+    os.dup2(pipe, _STDERR)
+    os.close(pipe)
+
+
+def _copy(pipe: int, ended: int) -> None:
+    """Copy the content of `pipe` to stderr until the other end of `ended` is closed."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread handles signals
+    either = select.poll()
+    either.register(pipe, select.POLLIN)
+    either.register(ended, select.POLLHUP)
+    while True:
+        ready = {descriptor for descriptor, _ in either.poll()}
+        data = os.read(pipe, 1 << 16) if pipe in ready else b""  # the capacity of a pipe
+        with suppress(OSError):  # with a full disk, lines are lost; a full pipe would block all writers
+            while data:
+                data = data[os.write(_STDERR, data) :]
+        if ended in ready:
+            return
+
+
+# -- A log line every ten seconds while the engines work; none while they are idle.
+
+INTERVAL_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class ActivityLog:
+    """Logs what the engines have done since its last line."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._tokens: Counter[str] = Counter()
+        self._began = time.monotonic()
+        client.on_step(self._observe)
+
+    def _observe(self, step: StepStats) -> None:
+        self._tokens[step.model] += step.num_tokens
+
+    async def report(self) -> None:
+        """Log forever; cancelled at shutdown."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            if line := self.line(time.monotonic()):
+                logger.info(line)
+
+    def line(self, now: float) -> str:
+        """Return the state of each busy model and its tokens a second since the last line; empty if all were idle."""
+        seconds, self._began = max(now - self._began, 1e-9), now
+        parts = []
+        for name, stats in self._client.stats().items():
+            if not (self._tokens[name] or stats.running or stats.waiting):
+                continue
+            text = f"{name}: {stats.running} running, {stats.waiting} waiting"
+            if stats.total_blocks:
+                text += f", KV {stats.used_blocks / stats.total_blocks:.0%}"
+            if stats.prefix_queries:
+                text += f", prefix hits {stats.prefix_hits / stats.prefix_queries:.0%}"
+            parts.append(f"{text}, {self._tokens[name] / seconds:.0f} tokens/s")
+        self._tokens.clear()
+        return "; ".join(parts)

@@ -36,9 +36,7 @@ from service.core.engine_client import EngineClient
 from service.core.errors import SERVER_FAULTS
 from service.core.models import Task
 from service.core.request_context import RequestContext
-from service.observability.metrics_folder import MULTIPROCESS_FOLDER, make_folder
-from service.observability.token_tally import TokenTally
-from service.observability.vllm_metrics import vllm_families
+from service.observability.metric_parts import MULTIPROCESS_FOLDER, TokenTally, make_folder, vllm_families
 
 disable_created_metrics()  # a fifth of all series, with times that nobody reads
 

@@ -28,8 +28,7 @@ from service.core.errors import invalid, shorten, too_large, unavailable
 from service.core.models import Models, ServedModel, Task
 from service.planning.body_limits import EncodeBounds, check_encode, encode_bounds
 from service.planning.generate import check_room, engine_id, loaded_info
-from service.planning.outputs.base import Found, Json, Output, Part
-from service.planning.outputs.inputs import EncodeInput, inputs_of
+from service.planning.outputs.base import EncodeInput, Found, Json, Output, Part, inputs_of
 from service.planning.outputs.registry import OUTPUTS, output_of
 from service.planning.tokenization import (
     Side,
@@ -38,7 +37,7 @@ from service.planning.tokenization import (
     truncate_ids,
     truncate_text,
 )
-from service.sandbox.image_pool import ImagePool, RequestImages
+from service.sandbox.pools import ImagePool, RequestImages
 from service.sandbox.process_pool import WorkerError
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from service.core.errors import forbidden, not_found, shorten
 from service.http.bodies import context_of_request, json_response, read_body
-from service.lifecycle.model_orders import LoadOrder
+from service.lifecycle.fleet import LoadOrder
 from service.lifecycle.state import Service, service_of
 from service.routes.docs import BODY_ERRORS, error_responses, request_body
 from service.schemas.models import LoadBody, ModelState, ModelStates, UnloadBody

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from model.api.request import PARAMETERS
 from service.core.errors import invalid, path_of, too_large
-from service.core.json_size import json_size
+from service.core.response_store import json_size
 from service.settings.service_settings import Limits
 
 MOST: Final[Mapping[str, str]] = {  # the limit of a field that holds a list, or an object of any names

@@ -19,7 +19,6 @@ from model.api.engine_config import (
     EngineConfig,
 )
 from model.errors import ConfigError
-from service.settings.model_settings import ModelSettings
 from service.settings.parsers import (
     boolean,
     byte_size,
@@ -34,8 +33,8 @@ from service.settings.parsers import (
     route,
     sources,
 )
-from service.settings.scaling import Scaling
-from service.settings.service_settings import REASONING_FORMATS, TOOL_FORMATS, Limits, ServiceSettings
+from service.settings.serve_config import Scaling
+from service.settings.service_settings import REASONING_FORMATS, TOOL_FORMATS, Limits, ModelSettings, ServiceSettings
 
 PREFIX = "TRIPTYCH_"
 

@@ -11,11 +11,9 @@ from model.api.messages import ModelSpec
 from model.errors import ConfigError
 from model.pretrained import embedded_models
 from service.settings.api_keys import KeyRing
-from service.settings.model_settings import ModelSettings
 from service.settings.option_table import ENGINE_OPTIONS, LIMIT_OPTIONS
-from service.settings.scaling import Scaling
-from service.settings.serve_config import ServeConfig
-from service.settings.service_settings import Limits, ServiceSettings
+from service.settings.serve_config import Scaling, ServeConfig
+from service.settings.service_settings import Limits, ModelSettings, ServiceSettings
 from service.settings.sources import FileSettings
 
 Models = Mapping[str, Mapping[str, Any]]

@@ -23,8 +23,7 @@ from service.http.guard import OPEN_PATHS
 from service.runtimes.ray_serve import environment
 from service.settings.option_table import OPTIONS
 from service.settings.parsers import byte_size
-from service.settings.scaling import Scaling
-from service.settings.serve_config import ServeConfig
+from service.settings.serve_config import Scaling, ServeConfig
 from service.settings.service_settings import ServiceSettings
 from tests.deploy.docker import ROOT
 from tests.deploy.kustomize import Manifest, containers, pod_specs, render

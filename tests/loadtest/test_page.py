@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.results import report
+from loadtest.results import page
 from loadtest.runs import output
 from loadtest.runs.sweep import Point
 from tests.loadtest.scripted import Script, serving
@@ -37,7 +37,7 @@ def run() -> Json:
 
 def opened(browser: Browser, path: Path, document: Json) -> None:
     """The page is open and complains of nothing."""
-    path.write_text(report.page(document), encoding="utf-8")
+    path.write_text(page.page(document), encoding="utf-8")
     browser.console()
     browser.open(path.as_uri())
     assert browser.console() == []

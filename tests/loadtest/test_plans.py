@@ -16,7 +16,7 @@ import tokenizers
 from loadtest.errors import UsageError
 from loadtest.runs.sweep import backlog_grows
 from loadtest.settings import Arrivals, Clients, Settings, Workload
-from loadtest.workload import arrivals, lengths, prompts
+from loadtest.workload import distributions, prompts
 from loadtest.workload.items import Item, ItemSource, read_replay
 from model.pretrained import embedded_models
 
@@ -28,7 +28,7 @@ def source(workload: Workload, **changes: object) -> ItemSource:
 
 
 def drawn(text: str, count: int = 4000) -> list[int]:
-    draw, rng = lengths.parse(text, "--x"), random.Random(1)
+    draw, rng = distributions.parse(text, "--x"), random.Random(1)
     return [draw(rng) for _ in range(count)]
 
 
@@ -48,11 +48,11 @@ def test_lengths(tmp_path: Path) -> None:
 )
 def test_wrong_lengths_are_named(text: str) -> None:
     with pytest.raises(UsageError, match="--prompt-tokens"):
-        lengths.parse(text, "--prompt-tokens")
+        distributions.parse(text, "--prompt-tokens")
 
 
 def offsets(kind: str, seed: int = 0, duration_s: float = 200.0, requests: int = 0, **fields: object) -> np.ndarray:
-    return arrivals.offsets(Arrivals(kind=kind, **fields), duration_s, requests, seed)  # type: ignore[arg-type]
+    return distributions.offsets(Arrivals(kind=kind, **fields), duration_s, requests, seed)  # type: ignore[arg-type]
 
 
 def test_constant_arrivals() -> None:

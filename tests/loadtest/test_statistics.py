@@ -11,7 +11,7 @@ from loadtest.errors import UsageError
 from loadtest.records import Outcome, Record
 from loadtest.results import compare, slo, statistics
 from loadtest.results.statistics import Sample
-from loadtest.server import cross_check
+from loadtest.server import prometheus
 from loadtest.server.prometheus import Scrape
 
 
@@ -180,7 +180,7 @@ triptych_e2e_request_latency_seconds_bucket{model="m",le="+Inf"} %d
 """
     before, after = Scrape(text % (0, 0, 0, 0), 0, "m"), Scrape(text % (tokens, 2, server_sum, 2), 1, "m")
     records = [record(has_usage=True, completion_tokens=15) for _ in range(2)]
-    rows = cross_check.compare(records, before, after)
+    rows = prometheus.compare(records, before, after)
     assert {row["name"] for row in rows} == {
         *("refusals", "output tokens", "end to end, mean", "end to end, p50", "end to end, p99")
     }

@@ -19,8 +19,7 @@ from model.text.tokenizer import Tokenizer
 from service.app import create_app
 from service.core.models import Models, ServedModel
 from service.runtimes.model_reader import FolderReader
-from service.settings.model_settings import ModelSettings
-from service.settings.service_settings import ServiceSettings
+from service.settings.service_settings import ModelSettings, ServiceSettings
 from tests.model.checkpoints import saved
 from tests.service.encode_models import TEXT, raw_tokenizer
 from tests.service.support import App, ask, live, make_app

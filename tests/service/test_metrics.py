@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from model.errors import ConfigError
+from service.observability.metric_parts import MULTIPROCESS_FOLDER
 from service.observability.metrics import Metrics
-from service.observability.metrics_folder import MULTIPROCESS_FOLDER
 from tests.service.support import ask, make_app
 
 # A process that counts, says so, and waits for a line before it shows what it sees and ends.

@@ -15,8 +15,7 @@ import pytest
 
 from model.errors import ConfigError, LoadFailedError, MemoryShortageError
 from service.cli.main import main
-from service.settings.model_settings import ModelSettings
-from service.settings.service_settings import Limits, ServiceSettings
+from service.settings.service_settings import Limits, ModelSettings, ServiceSettings
 from tests import checkpoints
 from tests.service.support import App, check_accounts, counted, hold, info, live, make_app, run, until
 

@@ -6,7 +6,7 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.errors import ConfigError
-from service.runtimes.ray_serve.placement import check_gpus, gpus_of_replica
+from service.runtimes.ray_serve.replica_scaling import check_gpus, gpus_of_replica
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,10 @@ import pytest
 
 from model.errors import ConfigError
 from service.core.errors import ApiError
-from service.lifecycle.fleet import Fleet, LocalFleet
-from service.lifecycle.model_orders import LoadOrder
-from service.runtimes.ray_serve import cluster_models, replicated_fleet
-from service.runtimes.ray_serve.cluster_models import Answer, Command, WantedStore
-from service.runtimes.ray_serve.replicated_fleet import ReplicatedFleet
-from service.settings.model_settings import ModelSettings
-from service.settings.service_settings import ServiceSettings
+from service.lifecycle.fleet import Fleet, LoadOrder, LocalFleet
+from service.runtimes.ray_serve import replicated_fleet
+from service.runtimes.ray_serve.replicated_fleet import Answer, Command, ReplicatedFleet, WantedStore
+from service.settings.service_settings import ModelSettings, ServiceSettings
 from tests import checkpoints
 from tests.service.support import App, info, make_app, opened, until
 
@@ -105,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_models, "_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(replicated_fleet, "_LOCK_SECONDS", 0.001)
     monkeypatch.setattr(replicated_fleet, "POLL_SECONDS", 1e9)
 
 
@@ -172,7 +169,7 @@ def test_what_a_killed_replica_had_begun_is_taken_back(folder: Path, monkeypatch
         await cluster.fleets["b"].follow(command)
         await cluster.fleets["b"].reconcile()
         assert cluster.states("new") == ["", "loaded"]  # the operation may still be going on
-        monkeypatch.setattr(cluster_models, "_STALE_SECONDS", -1.0)
+        monkeypatch.setattr(replicated_fleet, "_STALE_SECONDS", -1.0)
         await cluster.fleets["b"].reconcile()
         assert cluster.states("new") == ["", ""]
         await cluster.fleets["a"].begin_load(ORDER)  # the lock of the dead is taken

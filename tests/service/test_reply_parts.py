@@ -25,7 +25,7 @@ from service.chat.parts import WholeReply
 from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.tools import Tool, ToolUse
 from service.chat.usage import reasoning_tokens
-from service.core.template_traits import CallIds
+from service.core.chat_template import CallIds
 from service.settings import service_settings
 from tests.service.support import byte_tokenizer
 

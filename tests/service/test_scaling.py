@@ -11,10 +11,10 @@ from model.api.engine_config import EngineConfig
 from model.api.stats import EngineStats
 from model.client.model_table import Admission
 from model.errors import ConfigError
-from service.runtimes.ray_serve.autoscaling_policy import SATURATION, SaturationPolicy
+from service.runtimes.ray_serve.replica_scaling import SATURATION, SaturationPolicy
 from service.settings import option_table, sources
 from service.settings.resolve import resolve_config
-from service.settings.scaling import Scaling
+from service.settings.serve_config import Scaling
 
 
 @dataclass

@@ -1,24 +1,24 @@
-"""question_answering: the best spans of a context, by the scores of their first and last tokens.
-
-A context that is too long is read in windows that overlap. As in the question answering pipeline of `transformers`, the
-scores of a window are softmaxes over the context's tokens and the first token, which stands for "no answer here"; a
-span's score is the product of the two.
-"""
+"""Outputs of /encode that answer: spans of a text, labels of choices, masked tokens, and entities."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from model.text.tokenizer import Encoded, Located
+from model.text.tokenizer import Encoded, Located, Tokenizer
 from service.core.errors import invalid
 from service.core.models import ServedModel
-from service.planning.outputs.base import Array, Found, Json, Part, at_most, softmax
-from service.planning.outputs.inputs import EncodeInput
+from service.planning.outputs.base import Array, EncodeInput, Found, Json, Part, at_most, softmax
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
+
+# -- question_answering: the best spans of a context, by the scores of their first and last tokens. A context that is
+# too long is read in windows that overlap. As in the question answering pipeline of `transformers`, the scores of a
+# window are softmaxes over the context's tokens and the first token, which stands for "no answer here"; a span's score
+# is the product of the two.
 
 _DEFAULT_LENGTH = 15  # tokens of an answer
 
@@ -102,3 +102,234 @@ def _word(located: Located, at: int) -> tuple[int, int]:
         if one == word and of == text
     ]
     return same[0][0], same[-1][1]
+
+
+# -- zero_shot: how well labels fit a text, by a model of entailment (Yin et al. 2019). Each label makes a hypothesis;
+# the model reads every pair of text and hypothesis.
+
+_TEMPLATE = "This example is {}."
+_PLACE = "{}"
+
+
+def entailment_label(served: ServedModel) -> int | None:
+    """Return which label of the model's classifier means entailment, by its name; None if there is none."""
+    head = served.config.classifier
+    if head is None or head.per_token:
+        return None
+    return next((at for at, name in enumerate(head.labels) if name.lower().startswith("entail")), None)
+
+
+def hypotheses(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> list[EncodeInput]:
+    """Return the text with the hypothesis of each label."""
+    if not body.labels:
+        raise invalid("labels is required with output 'zero_shot'", "labels", "missing_field")
+    template = _TEMPLATE if body.hypothesis_template is None else body.hypothesis_template
+    if _PLACE not in template:
+        raise invalid("hypothesis_template must have {} in the place of the label", "hypothesis_template")
+    if not sent.is_text:
+        raise invalid(f"{sent.param} must be a text", sent.param)
+    return [EncodeInput(sent.param, sent.text, template.replace(_PLACE, label)) for label in body.labels]
+
+
+def zero_shot_item(found: Found) -> Json:
+    """Return the labels with their scores, the best first.
+
+    The scores are a softmax over the labels' entailment. With `multi_label`, or a single label, each is a softmax over
+    entailment and contradiction.
+    """
+    labels, entails = found.body.labels, entailment_label(found.served)
+    assert labels is not None and entails is not None
+    logits = np.stack([part.values for part in found.parts])  # [labels, classes]
+    if found.body.multi_label or len(labels) == 1:
+        contradicts = -1 if entails == 0 else 0
+        scores = softmax(logits[:, [contradicts, entails]])[:, 1]
+    else:
+        scores = softmax(logits[:, entails])
+    ranked = sorted(zip(scores.tolist(), labels, strict=True), key=lambda pair: -pair[0])
+    return {"labels": [label for _, label in ranked], "scores": [score for score, _ in ranked]}
+
+
+# -- fill_mask: the most likely tokens in the places of mask tokens.
+
+_DEFAULT_TOP_K = 5
+
+
+def mask_settings(
+    body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
+) -> Mapping[str, Any]:
+    """Return where the masks are, and what may stand there; raises a 400 for an input without a mask."""
+    tokenizer = served.require_tokenizer(sent.param)
+    at_most("top_k", body.top_k, limits.max_top_k)
+    positions = tuple(at for at, token in enumerate(encoded.ids) if token == tokenizer.mask_id)
+    if not positions:
+        raise invalid(f"{sent.param} has no mask token {tokenizer.mask_token}", sent.param, "no_mask")
+    top_k = body.top_k or _DEFAULT_TOP_K
+    if len(positions) * top_k > limits.max_candidates:
+        message = f"{sent.param} has {len(positions)} masks x {top_k} top_k, more than {limits.max_candidates}"
+        raise invalid(message, sent.param)
+    return {"positions": positions, "top_k": top_k, "candidates": _candidates(body, tokenizer, limits)}
+
+
+def _candidates(body: EncodeBody, tokenizer: Tokenizer, limits: Limits) -> tuple[int, ...]:
+    targets = body.targets or []
+    if len(targets) > limits.max_candidates:
+        raise invalid(f"targets has {len(targets)} entries, more than {limits.max_candidates}", "targets")
+    found: dict[int, None] = {}
+    for index, text in enumerate(targets):
+        token = tokenizer.token_id(text)
+        ids = (token,) if token is not None else tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) != 1:
+            message = f"targets[{index}] is {len(ids)} tokens, expected a single one of the vocabulary"
+            raise invalid(message, f"targets[{index}]")
+        found[ids[0]] = None
+    return tuple(found)
+
+
+def mask_item(found: Found) -> Json:
+    """Return for each mask its candidates, the best first, each with the text that it makes.
+
+    With several masks the others stand in that text.
+    """
+    [part] = found.parts
+    tokenizer, ids = found.tokenizer, list(part.encoded.ids)
+    positions = [at for at, token in enumerate(ids) if token == tokenizer.mask_id]
+    masks = []
+    for position, scores, tokens in zip(positions, part.values.tolist(), part.indices.tolist(), strict=True):
+        candidates = []
+        for score, token in zip(scores, tokens, strict=True):
+            filled = [*ids[:position], token, *ids[position + 1 :]]
+            candidates.append(
+                {
+                    "token": token,
+                    "text": tokenizer.token_text(token),
+                    "score": score,
+                    "sequence": tokenizer.decode(filled, skip_special_tokens=len(positions) == 1),
+                }
+            )
+        masks.append({"position": position, "candidates": candidates})
+    return {"masks": masks}
+
+
+# -- token_classification: the labels of tokens, of words, or of neighbours together, with their places in the text. The
+# ways of aggregation are those of the token classification pipeline of `transformers`. Windows of a long text overlap;
+# of two entities that overlap the longer one stays, of two equally long ones the more certain.
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    name: str  # the vocabulary's entry, or the text of an unknown word
+    scores: Array  # [labels]
+    start: int
+    end: int
+    position: int
+    continues: bool  # the word of the token before it
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    """One or several tokens with one label."""
+
+    label: str
+    score: float
+    name: str
+    start: int
+    end: int
+    position: int | None = None  # of a single token
+
+
+def entities_item(found: Found) -> Json:
+    """Return the entities that have no label to be left out, in the order of the text."""
+    ignored = ["O"] if found.body.ignore_labels is None else found.body.ignore_labels
+    entities = [one for part in found.parts for one in _entities(found, part) if one["label"] not in ignored]
+    return {"entities": _without_overlaps(entities) if len(found.parts) > 1 else entities}
+
+
+def _entities(found: Found, part: Part) -> Iterator[Json]:
+    classifier, way = found.served.config.classifier, found.body.aggregation or "none"
+    assert classifier is not None
+    tokens, labels = list(_tokens(found.tokenizer, part)), classifier.labels
+    if way in ("none", "simple"):
+        labelled = [_labelled(labels, one.scores, one.name, [one]) for one in tokens]
+    else:
+        labelled = [_entity_word(found.tokenizer, labels, word, way) for word in _words(tokens)]
+    if way != "none":
+        labelled = [_group(found.tokenizer, group) for group in _groups(labelled)]
+    for one in labelled:
+        item: Json = {"label": one.label, "score": one.score, "start": one.start, "end": one.end, "text": one.name}
+        if way == "none":
+            item["position"] = one.position
+        yield item
+
+
+def _tokens(tokenizer: Tokenizer, part: Part) -> Iterator[_Token]:
+    """Yield the tokens of the text with their probabilities; special tokens are left out."""
+    text, located, probabilities = part.sent.text, part.located, softmax(part.values)
+    for position, (token, (start, end), of) in enumerate(zip(located.ids, located.offsets, located.texts, strict=True)):
+        if of is None:
+            continue
+        name, written = tokenizer.token_name(token), text[start:end]
+        continues = start > 0 and " " not in text[start - 1 : start + 1]
+        if tokenizer.marks_subwords:
+            continues = len(name) != len(written)
+        if token == tokenizer.unknown_id:
+            name, continues = written, False
+        yield _Token(name, probabilities[position], start, end, position, continues)
+
+
+def _words(tokens: Sequence[_Token]) -> list[list[_Token]]:
+    words: list[list[_Token]] = []
+    for token in tokens:
+        if words and token.continues:
+            words[-1].append(token)
+        else:
+            words.append([token])
+    return words
+
+
+def _entity_word(tokenizer: Tokenizer, labels: Sequence[str], word: Sequence[_Token], way: str) -> _Labelled:
+    """Give a word the label of its first token, of the most certain one, or of the mean of all."""
+    scores = word[0].scores
+    if way == "max":
+        scores = max(word, key=lambda one: float(one.scores.max())).scores
+    if way == "average":
+        scores = np.stack([one.scores for one in word]).mean(axis=0)
+    return _labelled(labels, scores, tokenizer.join([one.name for one in word]), word)
+
+
+def _labelled(labels: Sequence[str], scores: Array, name: str, tokens: Sequence[_Token]) -> _Labelled:
+    best = int(scores.argmax())
+    return _Labelled(labels[best], float(scores[best]), name, tokens[0].start, tokens[-1].end, tokens[0].position)
+
+
+def _groups(labelled: Sequence[_Labelled]) -> list[list[_Labelled]]:
+    """Put neighbours of one label together; a label with B- begins a new group."""
+    groups: list[list[_Labelled]] = []
+    for one in labelled:
+        begins, kind = _kind(one.label)
+        if groups and not begins and kind == _kind(groups[-1][-1].label)[1]:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups
+
+
+def _kind(label: str) -> tuple[bool, str]:
+    """Return whether a label begins an entity, and of which kind."""
+    return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
+
+
+def _group(tokenizer: Tokenizer, group: Sequence[_Labelled]) -> _Labelled:
+    label = group[0].label.split("-", 1)[-1]
+    score = sum(one.score for one in group) / len(group)
+    return _Labelled(label, score, tokenizer.join([one.name for one in group]), group[0].start, group[-1].end)
+
+
+def _without_overlaps(entities: Sequence[Json]) -> list[Json]:
+    """Keep of overlapping entities the longest, then the most certain one."""
+    kept: list[Json] = []
+    for one in sorted(entities, key=lambda entity: int(entity["start"])):
+        if not kept or not kept[-1]["start"] <= one["start"] < kept[-1]["end"]:
+            kept.append(one)
+        elif (one["end"] - one["start"], one["score"]) > (kept[-1]["end"] - kept[-1]["start"], kept[-1]["score"]):
+            kept[-1] = one
+    return kept

@@ -14,9 +14,51 @@ from model.api.request import EncodeOutput, EncodeTask
 from model.text.tokenizer import Encoded, Located, Tokenizer
 from service.core.errors import invalid
 from service.core.models import ServedModel
-from service.planning.outputs.inputs import EncodeInput
 from service.schemas.encode_bodies import EncodeBody
+from service.schemas.types import ImageFile, TextPair
 from service.settings.service_settings import Limits
+
+# -- The inputs of an /encode body as sent: texts, pairs of texts, token ids or images.
+
+
+class EncodeInput(msgspec.Struct, frozen=True):
+    """Holds one input as sent: texts, ids or an image file."""
+
+    param: str
+    text: str = ""
+    pair: str | None = None
+    ids: tuple[int, ...] | None = None
+    image: str | None = None  # base64
+
+    @property
+    def characters(self) -> int:
+        return len(self.text) + len(self.pair or "")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is a single text."""
+        return self.ids is None and self.image is None and self.pair is None
+
+
+def inputs_of(body: EncodeBody) -> list[EncodeInput]:
+    """Return the inputs in order, each with the name of its place in the body."""
+    value = body.input
+    if isinstance(value, str):
+        return [EncodeInput("input", text=value)]
+    if isinstance(value[0], int):
+        return [_input(value, "input")]
+    return [_input(one, f"input[{index}]") for index, one in enumerate(value)]
+
+
+def _input(one: object, param: str) -> EncodeInput:
+    if isinstance(one, ImageFile):
+        return EncodeInput(param, image=one.image)
+    if isinstance(one, TextPair):
+        return EncodeInput(param, text=one.text, pair=one.text_pair)
+    if isinstance(one, str):
+        return EncodeInput(param, text=one)
+    return EncodeInput(param, ids=tuple(one))  # type: ignore[arg-type]
+
 
 Json = dict[str, Any]
 Array = NDArray[np.float32]

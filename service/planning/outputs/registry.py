@@ -5,7 +5,7 @@ from __future__ import annotations
 from model.api.request import EncodeTask
 from service.core.errors import invalid
 from service.core.models import ServedModel
-from service.planning.outputs import answers, entities, late_interaction, masks, vectors, zero_shot
+from service.planning.outputs import answers, vectors
 from service.planning.outputs.base import Need, Output
 from service.schemas.encode_bodies import EncodeBody
 
@@ -25,7 +25,7 @@ _SPANS = Need(
     "has no head for answers", lambda served: served.config.classifier is not None and served.config.classifier.spans
 )
 _ENTAILMENT = Need(
-    "has no classifier with a label of entailment", lambda served: zero_shot.entailment_label(served) is not None
+    "has no classifier with a label of entailment", lambda served: answers.entailment_label(served) is not None
 )
 _MASKED_HEAD = Need("has no masked-language-model head", lambda served: served.config.masked_head is not None)
 _SPARSE = Need(
@@ -86,30 +86,30 @@ _TABLE = (
     Output(
         "multi_vector",
         EncodeTask.MULTI_VECTOR,
-        late_interaction.vectors_item,
+        vectors.vectors_item,
         needs=(_LATE, _TOKENIZER),
         fields=frozenset({"truncate", "encoding_format", "input_type"}),
         detailed=True,
-        room=late_interaction.room,
-        as_read=late_interaction.as_read,
-        readings=late_interaction.single_text,
-        settings=late_interaction.vector_settings,
+        room=vectors.room,
+        as_read=vectors.as_read,
+        readings=vectors.single_text,
+        settings=vectors.vector_settings,
     ),
     Output(
         "fill_mask",
         EncodeTask.FILL_MASK,
-        masks.mask_item,
+        answers.mask_item,
         needs=(_MASKED_HEAD, _TOKENIZER, _MASK),
         fields=frozenset({"top_k", "targets"}),
         detailed=True,
         verbatim=True,
         heavy=True,
-        settings=masks.mask_settings,
+        settings=answers.mask_settings,
     ),
     Output(
         "token_classification",
         EncodeTask.LOGITS,
-        entities.entities_item,
+        answers.entities_item,
         needs=(_TOKEN_CLASSIFIER, _TOKENIZER, _OFFSETS),
         fields=frozenset({"aggregation", "ignore_labels", "stride"}),
         detailed=True,
@@ -135,10 +135,10 @@ _TABLE = (
     Output(
         "zero_shot",
         EncodeTask.LOGITS,
-        zero_shot.zero_shot_item,
+        answers.zero_shot_item,
         needs=(_ENTAILMENT, _TOKENIZER),
         fields=frozenset({"truncate", "labels", "hypothesis_template", "multi_label"}),
-        readings=zero_shot.hypotheses,
+        readings=answers.hypotheses,
     ),
 )
 OUTPUTS: dict[str, Output] = {output.name: output for output in _TABLE}

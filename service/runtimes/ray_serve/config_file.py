@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from model.checkpoint import hub
 from model.errors import ConfigError
-from service.runtimes.ray_serve.placement import gpus_of_replica
+from service.runtimes.ray_serve.replica_scaling import gpus_of_replica
 from service.settings import sources
 from service.settings.resolve import models_or_embedded, resolve_config
 from service.settings.serve_config import ServeConfig

@@ -40,18 +40,14 @@ from service.core.errors import error_fields, internal, unavailable
 from service.http.route_prefix import unprefixed
 from service.lifecycle.fleet import Fleet, LocalFleet
 from service.lifecycle.state import service_of
-from service.observability import log_pipe, logs
+from service.observability import logs
 from service.runtimes.assembly import base_url, build_app, build_models, listening, tune_garbage_collector
-from service.runtimes.ray_serve.autoscaling_policy import SATURATION
-from service.runtimes.ray_serve.cluster_models import Answer, Command, WantedStore
 from service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
-from service.runtimes.ray_serve.descendants import adopt_orphans, end_descendants
-from service.runtimes.ray_serve.main_signals import MainSignals, time_limit
-from service.runtimes.ray_serve.placement import check_gpus, gpus_of_replica
-from service.runtimes.ray_serve.replicated_fleet import ReplicatedFleet
+from service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
+from service.runtimes.ray_serve.replica_scaling import SATURATION, check_gpus, gpus_of_replica
+from service.runtimes.ray_serve.replicated_fleet import Answer, Command, ReplicatedFleet, WantedStore
 from service.sandbox import confinement
-from service.settings.scaling import Scaling
-from service.settings.serve_config import OnReady, Ready, ServeConfig
+from service.settings.serve_config import OnReady, Ready, Scaling, ServeConfig
 
 _LOG_PIPE = "log"  # in the session's folder; the replicas' stderr
 _SPARE_REQUESTS = 256  # beyond the engines' queues: health, metrics, requests that the service will refuse
@@ -73,9 +69,9 @@ class Replica:
     """Runs one copy of the application. It is ready once its models are loaded; if that fails, its start fails."""
 
     def __init__(self, config: ServeConfig, log: str | None = None) -> None:
-        """`log`: the named pipe that becomes stderr (`service.observability.log_pipe`)."""
+        """`log`: the named pipe that becomes stderr (`service.observability.logs`)."""
         if log is not None:
-            log_pipe.adopt(Path(log))
+            logs.adopt(Path(log))
         print_stacks_on_signal()
         logs.setup(config.settings.log_format, stream=os.fdopen(os.dup(2), "w", buffering=1))
         self._app = build_app(config, replicas=_Siblings(config))
@@ -166,7 +162,7 @@ class _Siblings:
 
 
 class _ClusterStore:
-    """Ray's key-value store, which lives as long as the cluster (`service.runtimes.ray_serve.cluster_models.Store`)."""
+    """Ray's key-value store, which lives as long as the cluster (`Store`)."""
 
     async def get(self, key: str) -> bytes | None:
         return await asyncio.to_thread(_internal_kv_get, key, namespace=_STORE)
@@ -232,7 +228,7 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
     signals.install()
     handles: list[DeploymentHandle[Any]] = []
     try:
-        with log_pipe.printing(folder / _LOG_PIPE), _session(folder, signals):
+        with logs.printing(folder / _LOG_PIPE), _session(folder, signals):
             try:
                 _deploy(config, folder)
                 models: dict[str, ModelInfo] = {}
@@ -356,7 +352,7 @@ def _scaling(scaling: Scaling) -> dict[str, Any]:
     if scaling.min_replicas == scaling.max_replicas:
         return {"num_replicas": scaling.min_replicas}
     policy = AutoscalingPolicy(
-        policy_function="service.runtimes.ray_serve.autoscaling_policy:SaturationPolicy",
+        policy_function="service.runtimes.ray_serve.replica_scaling:SaturationPolicy",
         policy_kwargs={"target": scaling.target},
     )
     autoscaling = AutoscalingConfig(

@@ -28,7 +28,7 @@ from service.core.chat_template import ChatTemplate
 from service.core.context_bound import ContextBound
 from service.core.errors import ApiError
 from service.core.template_files import TemplateError, TemplateFiles
-from service.sandbox.chat_pool import RenderError, RenderPool, RenderWorker
+from service.sandbox.pools import RenderError, RenderPool, RenderWorker
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.conformance.template_files import published_templates

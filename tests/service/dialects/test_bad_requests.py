@@ -10,7 +10,7 @@ import pytest
 
 from service.planning.response_format import GrammarChecker
 from service.planning.tokenization import TokenizerThreads
-from service.sandbox.chat_pool import RenderPool
+from service.sandbox.pools import RenderPool
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import BRACKETS, chat_app, talker
 from tests.service.speech import ids, saying, served_speech

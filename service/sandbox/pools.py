@@ -1,13 +1,17 @@
-"""Worker processes that decode image files of strangers; `service.sandbox.image_main` says why they are processes."""
+"""Pools of sandboxed processes: they decode images, and render chat templates."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from model.media.images import ImageError, ImageProcessing
-from service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
+from service.sandbox.process_pool import ForkingWorker, Worker, WorkerError, WorkerPool
 
-_WORKERS = 2
+# -- Worker processes that decode image files of strangers; `service.sandbox.image_main` says why they are processes.
+
+_IMAGE_WORKERS = 2
 
 
 class ImageWorker(ForkingWorker):
@@ -40,7 +44,7 @@ class ImageWorker(ForkingWorker):
 class ImagePool:
     """Decodes two files at a time outside the event loop, each within `seconds`, and `all_pixels` of a request."""
 
-    def __init__(self, seconds: float, all_pixels: int, workers: int = _WORKERS) -> None:
+    def __init__(self, seconds: float, all_pixels: int, workers: int = _IMAGE_WORKERS) -> None:
         self._all_pixels = all_pixels
         self._pool = WorkerPool(lambda: ImageWorker(seconds, all_pixels), seconds, workers, "triptych-image")
 
@@ -69,3 +73,41 @@ class RequestImages:
         pixels, found = await self._pool.run(lambda worker: worker.prepare(data, self._processing, self._left))
         self._left -= found
         return pixels
+
+
+# -- Worker processes that render chat templates; `service.sandbox.chat_main` says why they are processes.
+
+_CHAT_WORKERS = 4
+
+# A template gave no text. `kind`: raised (by the template itself), syntax, failed, memory, length, or any worker's.
+RenderError = WorkerError
+
+
+class RenderWorker(Worker):
+    """Runs one process with an empty environment, started on first use. Not thread-safe."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds, "service.sandbox.chat_main")
+
+    def render(self, template: str, variables: Mapping[str, Any], limit: int) -> str:
+        """Return the text, of at most `limit` characters; raises `RenderError`."""
+        return str(self.ask({"template": template, "variables": variables, "limit": limit})["text"])
+
+    def names(self, template: str) -> frozenset[str]:
+        """Return the names of the variables that the template takes from outside; raises `RenderError`."""
+        return frozenset(self.ask({"template": template})["names"])
+
+
+class RenderPool:
+    """Renders several templates at a time outside the event loop, each within `seconds`."""
+
+    def __init__(self, seconds: float, workers: int = _CHAT_WORKERS) -> None:
+        self._pool = WorkerPool(lambda: RenderWorker(seconds), seconds, workers, "triptych-chat")
+
+    async def render(self, template: str, variables: Mapping[str, Any], limit: int) -> str:
+        """Return the text, of at most `limit` characters; raises `RenderError`, `busy` if no worker became free."""
+        return await self._pool.run(lambda worker: worker.render(template, variables, limit))
+
+    def close(self) -> None:
+        """Wait for renderings in progress and end all processes; a later `render` starts new ones."""
+        self._pool.close()

@@ -1,17 +1,21 @@
-"""The metrics under vLLM's names, for gateways, autoscalers and load generators that scrape those.
-
-Only metrics with the same meaning are exported; the label `model` becomes `model_name`. Source: `docs.vllm.ai`,
-"Production Metrics".
-"""
+"""Parts of the metrics: a tally of tokens, the folder that processes share, and the metrics under vLLM's names."""
 
 from __future__ import annotations
 
+import bisect
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
 
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
 from model.api.stats import ModelInfo
+from model.errors import ConfigError
+
+# -- The metrics under vLLM's names, for gateways, autoscalers and load generators that scrape those. Only metrics with
+# the same meaning are exported; the label `model` becomes `model_name`. Source: `docs.vllm.ai`, "Production Metrics".
 
 _NAMES = {  # ours without prefix: theirs
     "requests_running": ("num_requests_running",),
@@ -71,3 +75,62 @@ def _successes(family: Metric) -> Metric:
     for (model, reason), count in counts.items():
         found.add_sample("vllm:request_success_total", {"model_name": model, "finished_reason": reason}, count)
     return found
+
+
+# -- A tally of generated tokens, which are counted one by one and added to Prometheus' metrics from time to time.
+
+_MOST_KEPT = 128  # tokens, which are lost with a process that is killed
+
+
+class TokenTally:
+    """Counts the tokens of one model and their inter-token latencies; `flush` adds them to the metrics.
+
+    A counter and a histogram of prometheus_client cost 3 us a token, and more where processes share them by files. So
+    tokens are added together: at each `flush`, and as soon as there are `_MOST_KEPT`.
+    """
+
+    def __init__(self, tokens: Any, gaps: Any) -> None:
+        """`tokens` is a counter, `gaps` a histogram of seconds, both with their labels."""
+        self._counter, self._histogram = tokens, gaps
+        self._bounds: list[float] = list(gaps._upper_bounds)  # the last is infinite
+        self._tokens = 0
+        self._seconds = 0.0
+        self._buckets = [0] * len(self._bounds)
+
+    def __call__(self, tokens: int, seconds_each: float | None) -> None:
+        """Count `tokens`; `seconds_each` is their mean inter-token latency, None for the first of a sequence."""
+        self._tokens += tokens
+        if seconds_each is not None:
+            self._buckets[bisect.bisect_left(self._bounds, seconds_each)] += tokens
+            self._seconds += tokens * seconds_each
+        if self._tokens >= _MOST_KEPT:
+            self.flush()
+
+    def flush(self) -> None:
+        """Add what was counted since the last call to the metrics."""
+        if not self._tokens:
+            return
+        self._counter.inc(self._tokens)
+        for place, count in enumerate(self._buckets):
+            if count:
+                self._histogram._buckets[place].inc(count)  # as `observe` does, which counts one value a call
+                self._buckets[place] = 0
+        self._histogram._sum.inc(self._seconds)
+        self._tokens, self._seconds = 0, 0.0
+
+
+# -- The folder in which several processes share their metrics (`service.observability.metrics`). Imports nothing slow.
+# prometheus_client reads its name from the environment when it is imported.
+
+MULTIPROCESS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def make_folder() -> None:
+    """Create the folder of shared metrics, if one is configured; raises `ConfigError`."""
+    folder = os.environ.get(MULTIPROCESS_FOLDER)
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{MULTIPROCESS_FOLDER} {folder}: {error.strerror}") from None
