@@ -13,8 +13,8 @@ from model.api.engine_config import EngineConfig
 from model.api.request import TokenOutput
 from model.llm import LLM
 from service.core.models import ServedModel
-from service.planning.output_limit import default_max_tokens
-from service.planning.sampling import sampling_params
+from service.planning.checks import sampling_params
+from service.planning.requests import default_max_tokens, with_lengths
 from service.schemas.bodies import GenerateBody
 from tests.model.checkpoints import copied, saved
 
@@ -38,7 +38,9 @@ def ours(folder: Path, prompt: list[int], decoder_prompt: tuple[int, ...] = (), 
     begin = decoder_prompt or ((config.decoder_start_token_id or 0,) if encodes else ())
     served = ServedModel("m", llm.checkpoint, None)
     start = len(begin) if encodes else len(prompt)
-    params = sampling_params(GenerateBody(prompt="x", n=n), served, start, default_max_tokens(served, start, NEW))
+    body, most = GenerateBody(prompt="x", n=n), default_max_tokens(served, start, NEW)
+    assert most is not None
+    params = with_lengths(sampling_params(body, served), body, served, start, most)
     outputs = [one for _, one in llm.stream([prompt], params, decoder_prompt=begin)]
     llm.close()
     hypotheses: list[list[int]] = [[] for _ in range(n)]

@@ -17,7 +17,8 @@ from service.core.context_bound import ContextBound, context_exceeded
 from service.core.errors import ApiError, invalid, shorten
 from service.core.models import ServedModel
 from service.lifecycle.state import Service
-from service.planning.generate import ReplyShape, check_room
+from service.planning.admission import check_room
+from service.planning.checks import ReplyShape
 from service.planning.response_format import OutputConstraint, check_schema, schema_constraint
 
 _SAID_IN_MESSAGES = TemplateTraits(tool_format="json")  # of templates that read no tools: messages ask for JSON

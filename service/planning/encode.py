@@ -26,10 +26,11 @@ from service.core.context_bound import ContextBound, context_exceeded
 from service.core.engine_client import EngineClient
 from service.core.errors import invalid, shorten, too_large, unavailable
 from service.core.models import Models, ServedModel, Task
+from service.planning.admission import check_room, loaded_info
 from service.planning.body_limits import EncodeBounds, check_encode, encode_bounds
-from service.planning.generate import check_room, engine_id, loaded_info
 from service.planning.outputs.base import EncodeInput, Found, Json, Output, Part, inputs_of
 from service.planning.outputs.registry import OUTPUTS, output_of
+from service.planning.requests import engine_id
 from service.planning.tokenization import (
     Side,
     TokenizerThreads,

@@ -6,9 +6,10 @@ and the result is cached.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +49,7 @@ class OutputConstraint:
         return self.param.partition(".")[0].partition("[")[0]
 
 
-def has_constraint(body: GenerateBody) -> bool:
-    """Return whether a body constrains its output."""
-    return any(getattr(body, name) is not None for name in CONSTRAINT_FIELDS)
+Constrain = Callable[[OutputConstraint | None], OutputConstraint | None]
 
 
 def constraint_of(body: GenerateBody, limits: Limits) -> OutputConstraint | None:
@@ -134,6 +133,20 @@ class GrammarChecker:
         self._limits = limits
         self._pool = WorkerPool(lambda: _worker(limits.grammar_s), limits.grammar_s, _WORKERS, "triptych-grammar")
         self._results: OrderedDict[str, str] = OrderedDict()  # by grammar: the reason of its refusal, or empty
+
+    async def constraint(self, body: GenerateBody, constrain: Constrain | None) -> OutputConstraint | None:
+        """Return what an output must match; schemas are translated in a thread, since large ones take long.
+
+        `constrain` makes the constraint of the reply from the body's own.
+        """
+
+        def found() -> OutputConstraint | None:
+            own = constraint_of(body, self._limits)
+            return own if constrain is None else constrain(own)
+
+        if constrain is None and all(getattr(body, name) is None for name in CONSTRAINT_FIELDS):
+            return None
+        return await asyncio.to_thread(found)
 
     async def check(self, constraint: OutputConstraint, served: ServedModel) -> None:
         """Raise an `ApiError` that names the field if the grammar cannot be used."""

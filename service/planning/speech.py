@@ -23,9 +23,9 @@ from model.text.tokenizer import Tokenizer
 from service.core.engine_client import EngineClient
 from service.core.errors import invalid, unavailable
 from service.core.models import Models, ServedModel, Task
+from service.planning.admission import check_request, check_room, loaded_info
 from service.planning.audio_room import AudioRoom, HeldAudio
-from service.planning.body_limits import check_request
-from service.planning.generate import cache_salt, check_room, engine_id, loaded_info
+from service.planning.requests import cache_salt, engine_id
 from service.planning.tokenization import TokenizerThreads, check_vocabulary
 from service.sandbox.audio_pool import AudioPool
 from service.sandbox.process_pool import WorkerError

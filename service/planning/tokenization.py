@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from model.errors import TooManyTokensError
 from model.text.tokenizer import Encoded, Tokenizer
 from service.core.errors import ApiError, invalid
+from service.core.models import ServedModel
 from service.core.threads import Threads
 
 T = TypeVar("T")
@@ -43,6 +46,53 @@ class TokenizerThreads(Threads):
             return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
         return work() if len(ids) <= _INLINE_TOKENS else await self.run_in_thread(work)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """Holds a text or token ids as the client sent it, and the name of its field."""
+
+    value: str | list[int]
+    param: str
+    special: bool = True  # with special tokens around
+    language: int | None = None  # the token of the text's language; None: the folder's
+    most: int | None = None  # tokens that a text may have; None: any number
+
+    def ids(self, served: ServedModel, refuse: Callable[[PromptInput, int], None]) -> tuple[int, ...]:
+        """Return the token ids; raises a 400 for none, and for one outside the vocabulary.
+
+        `refuse` gets an input with more tokens than `most`, and their number, before ids are made.
+        """
+        if isinstance(self.value, str):
+            tokenizer = served.require_tokenizer(self.param)
+            try:
+                ids = tokenizer.encode(self.value, add_special_tokens=self.special, most=self.most).ids
+            except TooManyTokensError as error:
+                refuse(self, error.count)
+                raise
+            languages = tokenizer.source_languages
+            ids = ids if self.language is None or languages is None else languages.mark(ids, self.language)
+        else:
+            ids = tuple(self.value)
+        if not ids:
+            raise invalid(f"{self.param} is empty: it has no tokens", self.param, "empty_prompt")
+        check_vocabulary(ids, served.source_vocab_size, self.param)
+        return ids
+
+
+async def tokenise(
+    threads: TokenizerThreads,
+    served: ServedModel,
+    inputs: Sequence[PromptInput],
+    refuse: Callable[[PromptInput, int], None],
+) -> list[tuple[int, ...]]:
+    """Return the ids of each input, as `PromptInput.ids` does."""
+
+    def work() -> list[tuple[int, ...]]:
+        return [one.ids(served, refuse) for one in inputs]
+
+    characters = sum(len(one.value) for one in inputs if isinstance(one.value, str))
+    return await threads.run(served.name, characters, work) if characters else work()
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:

@@ -31,7 +31,8 @@ from service.http.parsing import one_of, parsed
 from service.http.sse import EventStream, GenerationEvents
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
-from service.planning.generate import GeneratePlan, ReplyShape
+from service.planning.checks import ReplyShape
+from service.planning.generate import GeneratePlan
 from service.routes import audio
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.bodies import GenerateBody

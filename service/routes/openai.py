@@ -19,7 +19,7 @@ from service.http.early_refusal import refuse_if_full
 from service.http.model_use import chat_model, hold_model
 from service.http.parsing import parsed
 from service.lifecycle.state import service_of
-from service.planning.generate import check_room
+from service.planning.admission import check_room
 from service.routes import encode, generate
 from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
 from service.schemas.dialect_replies import OpenAIChatChunk, OpenAIChatCompletion, OpenAICompletion, OpenAIEmbeddings

@@ -17,7 +17,8 @@ from service.dialects.text2text_bodies import Text2TextBody, TranslationBody
 from service.http.bodies import read_body
 from service.http.model_use import choose_model
 from service.lifecycle.state import service_of
-from service.planning.generate import ReplyShape, loaded_info
+from service.planning.admission import loaded_info
+from service.planning.checks import ReplyShape
 from service.planning.tokenization import beginning
 from service.planning.translation import Translation
 from service.routes import generate

@@ -1,0 +1,247 @@
+"""The first pass over a body of /generate: whatever can be refused before a text is tokenised.
+
+What remains are the engine's parameters and the inputs to tokenise. Lengths are checked once tokens are known
+(`service.planning.requests`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+from model.api.parameters import Beams
+from model.api.sampling_bounds import lacks_tokens
+from model.api.sampling_defaults import beams_of, over_defaults
+from model.api.sampling_params import SAMPLING, SamplingParams
+from model.api.stats import ModelInfo
+from model.text.source_languages import SourceLanguages
+from service.core.context_bound import ContextBound
+from service.core.errors import invalid, shorten
+from service.core.models import ServedModel
+from service.planning.response_format import Constrain, OutputConstraint
+from service.planning.tokenization import PromptInput, outside_vocabulary
+from service.schemas.bodies import GenerateBody
+from service.settings.service_settings import Limits
+
+_SENT = {name: column for name, column in SAMPLING.items() if column.row.sent}
+_LIMITED = [column for column in _SENT.values() if column.row.limit]
+if unknown := {column.row.limit for column in _LIMITED} - {one.name for one in fields(Limits)}:
+    raise TypeError(f"the table of parameters names limits that are no settings: {', '.join(unknown)}")
+_TOKENS = [column for column in _SENT.values() if column.is_tokens]
+_NOT_WITH_BEAMS = [name for name, column in _SENT.items() if column.row.beams in (Beams.NEVER, Beams.UNREAD)]
+_ONLY_WITH_BEAMS = [name for name, column in _SENT.items() if column.row.beams is Beams.ONLY]
+_SHOWN = 6  # languages in an error
+_PREDICTED = 4  # characters of a prediction for each token of the context; what follows is not read
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyShape:
+    """Says what a dialect wants of its output that a native body cannot say.
+
+    Without `max_tokens` the output goes on until the model ends it or the context is full. `constrain` makes the
+    constraint of the reply from the body's own.
+    """
+
+    constrain: Constrain | None = None
+    shown_special_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def put_on(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters with the tokens that are shown and that end the output."""
+        stop = tuple(dict.fromkeys((*params.stop_token_ids, *self.stop_token_ids)))
+        shown = self.shown_special_ids if params.skip_special_tokens else ()
+        return replace(params, stop_token_ids=stop, shown_special_ids=shown)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A body that was checked, in the engine's terms; `params` have no lengths yet."""
+
+    body: GenerateBody
+    served: ServedModel
+    info: ModelInfo
+    params: SamplingParams
+    inputs: list[PromptInput]  # everything to tokenise: the prompts, then what else there is
+    prompts: list[PromptInput]
+    decoder_prompt: PromptInput | None
+    prediction: PromptInput | None
+    target_language: tuple[int, ...]  # the token that an output begins after
+    fills_context: bool  # where neither the client nor the folder says how long an output may be
+
+
+def check_body(
+    body: GenerateBody, served: ServedModel, info: ModelInfo, limits: Limits, shape: ReplyShape | None
+) -> Asked:
+    """Return what a body asks for; raises an `ApiError` that names the first field that cannot be served."""
+    _check_limits(body, limits)
+    prompts = _with_prefix(_prompts(body, source_language(body, served), info.max_model_len), body, served)
+    params = sampling_params(body, served)
+    _check_tokens(body, params, served.vocab_size)
+    decoder_prompt, target = _decoder_prompt(body, served, info), target_language(body, served)
+    prediction = None
+    if body.prediction:
+        prediction = PromptInput(body.prediction[: _PREDICTED * info.max_model_len], "prediction", special=False)
+    inputs = [*prompts, *(one for one in (decoder_prompt, prediction) if one is not None)]
+    bound = ContextBound(info.max_model_len, limits.prompt_characters_per_token)
+    for one in inputs:
+        if isinstance(one.value, str):
+            served.require_tokenizer(one.param)
+            bound.check(one.value, one.param)
+    return Asked(
+        body=body,
+        served=served,
+        info=info,
+        params=params if shape is None else shape.put_on(params),
+        inputs=inputs,
+        prompts=prompts,
+        decoder_prompt=decoder_prompt,
+        prediction=prediction,
+        target_language=target,
+        fills_context=shape is not None,
+    )
+
+
+def with_constraint(asked: Asked, constraint: OutputConstraint) -> Asked:
+    """Return what is asked for with a constraint of its output; refuses what has no meaning with one."""
+    field, params, served = constraint.field, asked.params, asked.served
+    if params.ignore_eos:
+        message = f"ignore_eos has no meaning with {field}, which says where the output ends"
+        raise invalid(message, "ignore_eos")
+    if params.allowed_token_ids:
+        message = f"allowed_token_ids has no meaning with {field}, which says what is generated"
+        raise invalid(message, "allowed_token_ids")
+    if params.num_beams > 1 and not (served.config.eos_token_ids or asked.body.stop_token_ids):  # a beam must end
+        message = f"num_beams needs an end-of-sequence id with {constraint.param}, and {served.name} has none"
+        raise invalid(f"{message}; send num_beams: 1", "num_beams")
+    return replace(asked, params=replace(params, grammar=constraint.grammar))
+
+
+def _prompts(body: GenerateBody, language: int | None, most: int) -> list[PromptInput]:
+    """Return the prompts, each with the name of its place in the body."""
+    value = body.prompt
+    if isinstance(value, str) or isinstance(value[0], int):
+        return [PromptInput(value, "prompt", language=language, most=most)]
+    several = cast("list[str | list[int]]", value)
+    return [PromptInput(one, f"prompt[{at}]", language=language, most=most) for at, one in enumerate(several)]
+
+
+def sampling_params(body: GenerateBody, served: ServedModel) -> SamplingParams:
+    """Merge the client's fields over the folder's defaults, and those over greedy decoding; without the lengths."""
+    defaults = served.checkpoint.sampling_defaults
+    check_beams(body, beams_of(defaults, body.num_beams, body.temperature))
+    given = {name: value for name in _SENT if (value := getattr(body, name)) is not None}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if body.stop:
+        served.require_tokenizer("stop")
+        given["stop"] = (body.stop,) if isinstance(body.stop, str) else given["stop"]
+    if body.seed is None:
+        given["seed"] = secrets.randbits(63)
+    return SamplingParams(**over_defaults(defaults, given, 0) | {"max_tokens": 1, "min_tokens": 0})
+
+
+def check_beams(body: GenerateBody, beams: int) -> None:
+    """Refuse what has no meaning with so many beams."""
+    if beams == 1:
+        given = [name for name in _ONLY_WITH_BEAMS if getattr(body, name) is not None]
+        if given:
+            raise invalid(f"{given[0]} has no meaning without beam search: num_beams is 1", given[0])
+        return
+    if body.n > beams:
+        raise invalid(f"n ({body.n}) must be at most num_beams ({beams})", "n")
+    given = [name for name in (*_NOT_WITH_BEAMS, "prediction") if getattr(body, name) is not None]
+    given += ["temperature"] if body.temperature else []
+    if given:
+        raise invalid(f"{given[0]} has no meaning with beam search; send num_beams: 1", given[0])
+
+
+def _check_limits(body: GenerateBody, limits: Limits) -> None:
+    """Raise an `ApiError` for the first limit that `body` exceeds."""
+    for column in _LIMITED:
+        name, value, most = column.name, getattr(body, column.name), getattr(limits, column.row.limit)
+        if isinstance(value, int) and value > most:
+            raise invalid(f"{name} must be at most {most}", name)
+        if isinstance(value, list | dict):
+            _check_entries(name, value, most)
+    if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int):
+        _check_entries("prompt", body.prompt, limits.max_prompts)
+    stop, most = body.stop or (), limits.max_stop_characters
+    for index, text in enumerate([stop] if isinstance(stop, str) else stop):
+        if len(text) > most:
+            param = "stop" if isinstance(stop, str) else f"stop[{index}]"
+            raise invalid(f"{param} must have at most {most} characters", param)
+
+
+def _check_entries(name: str, value: Sequence[Any] | Mapping[Any, Any], most: int) -> None:
+    if len(value) > most:
+        raise invalid(f"{name} has {len(value)} entries, more than {most}", name)
+
+
+def _check_tokens(body: GenerateBody, params: SamplingParams, vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary, and a choice of none of it."""
+    for column in _TOKENS:
+        value = getattr(body, column.name) or ()
+        if max(value, default=0) >= vocab_size:
+            at, token = next((at, token) for at, token in enumerate(value) if token >= vocab_size)
+            place = f".{token}" if isinstance(value, dict) else f"[{at}]"
+            raise outside_vocabulary(f"{column.name}{place}", vocab_size)
+    if lacks_tokens(params, vocab_size):
+        raise invalid("suppress_tokens leaves no token that may be generated", "suppress_tokens")
+
+
+def _with_prefix(prompts: list[PromptInput], body: GenerateBody, served: ServedModel) -> list[PromptInput]:
+    """Return the prompts after the prefix of `task`; refuses token ids where it has one."""
+    prefix = "" if body.task is None else served.checkpoint.tasks[body.task].prefix
+    if not prefix:
+        return prompts
+    if any(not isinstance(prompt.value, str) for prompt in prompts):
+        raise invalid(f"task: {body.task} puts {prefix!r} in front of texts; send no token ids", "task")
+    return [replace(prompt, value=f"{prefix}{prompt.value}") for prompt in prompts]
+
+
+def _decoder_prompt(body: GenerateBody, served: ServedModel, info: ModelInfo) -> PromptInput | None:
+    if body.decoder_prompt is None:
+        return None
+    if not served.is_encoder_decoder:
+        message = f"decoder_prompt is for encoder-decoder models; {served.name} is {served.config.form}"
+        raise invalid(message, "decoder_prompt")
+    return PromptInput(body.decoder_prompt, "decoder_prompt", special=False, most=info.max_model_len)
+
+
+def source_language(body: GenerateBody, served: ServedModel) -> int | None:
+    """Return the token of `source_language`, which marks the sources; None if it is not given."""
+    code = body.source_language
+    if code is None:
+        return None
+    languages = served.require_tokenizer("source_language").source_languages
+    if languages is None:
+        raise invalid(f"source_language: model {served.name} does not mark the language of a source", "source_language")
+    token = languages.token(code)
+    if token is None:
+        message = f"source_language: model {served.name} has no language {shorten(code)}; it has {_some(languages)}"
+        raise invalid(message, "source_language")
+    if not isinstance(body.prompt, str) and not isinstance(body.prompt[0], str):
+        raise invalid("source_language: token ids are taken as they are; send texts", "source_language")
+    return token
+
+
+def target_language(body: GenerateBody, served: ServedModel) -> tuple[int, ...]:
+    """Return the token of `target_language`, which the decoder then starts with; none if it is not given."""
+    code = body.target_language
+    if code is None:
+        return ()
+    tokenizer = served.require_tokenizer("target_language")
+    token = tokenizer.language_token(code)
+    ends = {served.config.bos_token_id, served.config.pad_token_id, *served.config.eos_token_ids}
+    if not served.is_encoder_decoder or token is None or token in ends:
+        languages = tokenizer.source_languages
+        known = "" if languages is None else f"; it has {_some(languages)}"
+        raise invalid(f"target_language: model {served.name} has no such language token{known}", "target_language")
+    return (token,)
+
+
+def _some(languages: SourceLanguages) -> str:
+    codes = languages.codes
+    shown = ", ".join(codes[:_SHOWN])
+    return f"{shown} and {len(codes) - _SHOWN} more" if len(codes) > _SHOWN else shown

@@ -1,0 +1,200 @@
+"""The last pass over a body of /generate: checked parameters and tokens become the engine's requests.
+
+The only checks left are those of lengths: against the context, the KV cache, and what one reply may hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from model.api.request import Request
+from model.api.sampling_defaults import length_of
+from model.api.sampling_params import SamplingParams
+from model.api.source import token_source
+from model.api.stats import ModelInfo
+from service.core.context_bound import context_exceeded
+from service.core.errors import ApiError, invalid
+from service.core.models import ServedModel
+from service.core.request_context import current
+from service.planning.checks import Asked, check_beams
+from service.planning.tokenization import PromptInput
+from service.schemas.bodies import GenerateBody
+from service.settings.service_settings import Limits
+
+_numbers = count(1)
+
+
+def engine_id(request_id: str) -> str:
+    """Return a request id for the engines that is unique, even if clients repeat theirs."""
+    return f"{request_id}#{next(_numbers)}"
+
+
+def cache_salt(requested: str | None) -> str:
+    """Return the prefix cache's salt: only requests of one API key and one `cache_salt` share prefixes."""
+    context = current()
+    return f"{context.tenant if context is not None else ''}/{requested or ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The ids of everything that a body has to tokenise."""
+
+    prompts: Sequence[tuple[int, ...]]
+    decoder: tuple[int, ...]  # what an encoder-decoder's decoder starts with
+    prediction: tuple[int, ...]
+
+
+def requests_of(asked: Asked, tokens: Tokens, request_id: str, arrival: float, limits: Limits) -> tuple[Request, ...]:
+    """Return a request for each prompt; raises an `ApiError` for one that is too long."""
+    requests = tuple(
+        _request(asked, tokens, at, engine_id(request_id), arrival, limits) for at in range(len(tokens.prompts))
+    )
+    _check_logprobs(asked.body, requests, limits)
+    return requests
+
+
+def check_length(asked: Asked, text: PromptInput, tokens: int, limits: Limits) -> None:
+    """Raise an `ApiError` for a text of so many tokens if it leaves no room in the context."""
+    if text is not asked.decoder_prompt:
+        _check_source(asked, tokens, text.param)
+    _max_tokens(asked, tokens, text.param, limits)
+
+
+def _request(asked: Asked, tokens: Tokens, at: int, name: str, arrival: float, limits: Limits) -> Request:
+    body, served, ids = asked.body, asked.served, tokens.prompts[at]
+    encodes, param = served.is_encoder_decoder, asked.prompts[at].param
+    start = len(tokens.decoder) if encodes else len(ids)
+    max_tokens = _max_tokens(asked, start, param, limits)
+    params = _fitting(asked, len(ids), start + max_tokens, param)
+    return Request(
+        request_id=name,
+        model=served.name,
+        prompt_token_ids=tokens.decoder if encodes else ids,
+        params=with_lengths(params, body, served, start, max(1, max_tokens)),
+        source=token_source(ids) if encodes else None,
+        priority=body.priority,
+        cache_salt=cache_salt(body.cache_salt),
+        arrival_time=arrival,
+        deadline=arrival + (body.timeout_s or limits.request_timeout_s),
+        streams=bool(body.stream),
+        prediction=tokens.prediction,
+    )
+
+
+def with_lengths(
+    params: SamplingParams, body: GenerateBody, served: ServedModel, start: int, max_tokens: int
+) -> SamplingParams:
+    """Return parameters with the bounds of an output after `start` tokens; a folder's `min_length` counts them."""
+    least, defaults = body.min_tokens, served.checkpoint.sampling_defaults
+    if least is not None and least > max_tokens:
+        raise invalid(f"min_tokens ({least}) must be at most max_tokens ({max_tokens})", "min_tokens")
+    if least is None and "min_length" in defaults:
+        least = max(0, defaults["min_length"] - start)
+    elif least is None:
+        least = defaults.get("min_tokens", 0)
+    return replace(params, max_tokens=max_tokens, min_tokens=min(least, max_tokens))
+
+
+def _max_tokens(asked: Asked, start: int, param: str, limits: Limits) -> int:
+    """Return how many tokens may follow `start` tokens; raises an `ApiError` where the context has no room for them.
+
+    Only dialects can request 0, for no output; the engine then still generates one token.
+    """
+    served, info, requested = asked.served, asked.info, asked.body.max_tokens
+    room = info.max_model_len - start
+    field = "decoder_prompt" if served.is_encoder_decoder else param
+    wanted = 1 if requested is None else requested
+    if room < wanted:
+        raise _too_long(start, wanted, info, field if room < 1 else "max_tokens")
+    if requested is not None:
+        return int(requested)
+    otherwise = None if asked.fills_context else limits.default_max_tokens
+    bounds = (default_max_tokens(served, start, otherwise), output_room(served, info, start), _most(asked, limits))
+    return max(1, min(bound for bound in bounds if bound is not None))
+
+
+def default_max_tokens(served: ServedModel, start: int, otherwise: int | None) -> int | None:
+    """Return the checkpoint's `max_new_tokens`, or the rest of its `max_length` after `start` tokens, else `otherwise`.
+
+    Where that is None, for the whole context, a decoder's `max_length` does not count: other servers ignore it too,
+    and many folders have one below their context.
+    """
+    whole = otherwise is not None or served.is_encoder_decoder
+    found = length_of(served.checkpoint.sampling_defaults, start, whole=whole)
+    return otherwise if found is None else found
+
+
+def output_room(served: ServedModel, info: ModelInfo, start: int) -> int:
+    """Return how many tokens may follow `start` tokens, in the context and in an empty KV cache."""
+    room = info.max_model_len - start
+    capacity = None if served.is_encoder_decoder else info.sequence_capacity
+    return room if capacity is None or capacity <= start else min(room, capacity - start)
+
+
+def _most(asked: Asked, limits: Limits) -> int | None:
+    """Return how many tokens an output may have if one reply must hold all log-probabilities; None: any number.
+
+    It bounds what a client left open; what a client asks for is refused where it is too much.
+    """
+    params = asked.params
+    if params.logprobs is None or asked.body.stream:
+        return None
+    return max(1, limits.max_reply_logprobs // (params.n * len(asked.prompts) * (params.logprobs + 1)))
+
+
+def _too_long(start: int, max_tokens: int, info: ModelInfo, param: str) -> ApiError:
+    total = start + max_tokens
+    return context_exceeded(info.max_model_len, f"{start} prompt tokens + {max_tokens} max_tokens = {total}", param)
+
+
+def _fitting(asked: Asked, prompt_tokens: int, length: int, param: str) -> SamplingParams:
+    """Return the parameters with as many beams of `length` as fit an empty KV cache, where the folder sets them.
+
+    Raises an `ApiError` for a source that does not fit one step and the context, and for the client's beams.
+    """
+    info, params, encodes = asked.info, asked.params, asked.served.is_encoder_decoder
+    source = prompt_tokens if encodes else 0
+    _check_source(asked, prompt_tokens, param)
+    if asked.body.num_beams is None and params.num_beams > 1:
+        params = replace(params, num_beams=info.most_beams(params.num_beams, length, source=source))
+        check_beams(asked.body, params.num_beams)
+    if params.num_beams > info.max_num_seqs:
+        raise invalid(f"num_beams must be at most {info.max_num_seqs}, the maximum batch size", "num_beams")
+    shortage = info.shortage(params.num_beams, length, source=source)
+    if shortage is not None:
+        needed, there = (blocks * info.block_size for blocks in shortage)
+        message = f"{param}, max_tokens and num_beams need {needed} tokens of KV cache, which holds {there}"
+        raise invalid(message, param, "kv_cache_exceeded")
+    return params
+
+
+def _check_source(asked: Asked, tokens: int, param: str) -> None:
+    """Refuse a source of an encoder-decoder that does not fit one step."""
+    bound = min(asked.info.max_model_len, asked.info.max_num_batched_tokens)
+    if asked.served.is_encoder_decoder and tokens > bound:
+        raise context_exceeded(bound, f"{param} has {tokens}, which the encoder reads in one step", param)
+
+
+def _check_logprobs(body: GenerateBody, requests: Sequence[Request], limits: Limits) -> None:
+    """Refuse a request for more log-probabilities than one reply may have.
+
+    An unstreamed reply has those of all its tokens. A stream sends those of each output token by itself, but those of
+    its prompts together.
+    """
+    counts: dict[str, tuple[int, str]] = {}  # by field: their number, and its calculation in words
+    if body.logprobs is not None and not body.stream:
+        tokens, each = sum(one.params.max_tokens for one in requests), body.logprobs + 1
+        counts["logprobs"] = body.n * tokens * each, f"{body.n} n x {tokens} max_tokens x {each}"
+    if body.prompt_logprobs is not None:
+        tokens, each = sum(one.num_sent_tokens for one in requests), body.prompt_logprobs + 1
+        counts["prompt_logprobs"] = body.n * tokens * each, f"{body.n} n x {tokens} prompt tokens x {each}"
+    total = sum(count for count, _ in counts.values())
+    if total <= limits.max_reply_logprobs:
+        return
+    param = max(counts, key=lambda name: counts[name][0])
+    made = " + ".join(words for _, words in counts.values())
+    message = f"{param} asks for {made} = {total} log-probabilities, more than max_reply_logprobs"
+    advice = "" if body.stream or param != "logprobs" else "; a stream may have them"
+    raise invalid(f"{message} ({limits.max_reply_logprobs}){advice}", param)
