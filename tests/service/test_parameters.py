@@ -61,6 +61,7 @@ def test_a_type_that_bodies_do_not_have_is_named(monkeypatch: pytest.MonkeyPatch
     ("module", "change"),
     [("model.sampling.random_sampling", {"draws": True}), ("service.planning.checks", {"limit": "max_nothing"})],
 )
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_a_parameter_that_nothing_computes_or_limits_fails_at_import(
     monkeypatch: pytest.MonkeyPatch, module: str, change: dict[str, Any]
 ) -> None:
