@@ -69,7 +69,7 @@ def _put(
     """
     tokens = {code: token for code in codes if (token := tokenizer.token_to_id(code)) is not None}
     code, end = files.text("src_lang", default), files.special("eos_token", "</s>")
-    if code not in tokens and files.has("tokenizer.json") and not files.config.get("src_lang"):
+    if code not in tokens and files.has_json and not files.config.get("src_lang"):
         return None
     if code not in tokens:
         raise ConfigError(f"{files.folder.name}: src_lang {code!r} is no language of its tokenizer")

@@ -14,7 +14,6 @@ import tokenizers
 
 from model.errors import ConfigError, TokenizerError, TooManyTokensError
 from model.gguf.container import gguf_path, read_gguf
-from model.system.folder_files import has_file
 from model.text.cleanup import clean_up
 from model.text.decoders import has_fixed_texts
 from model.text.gguf_tokenizer import GGUFFiles, build_gguf_tokenizer
@@ -138,15 +137,15 @@ class Tokenizer:
         Such a model takes token ids only. A GGUF file, or a folder that holds one and no tokenizer.json, has it in its
         metadata. Raises `ConfigError` for invalid files.
         """
-        if not has_file(folder / "tokenizer.json") and (file := gguf_path(folder)) is not None:
+        files = Files(folder)
+        if not files.has_json and (file := gguf_path(folder)) is not None:
             metadata = GGUFFiles(file, read_gguf(file))
             found = build_gguf_tokenizer(metadata)
             return None if found is None else cls(found, None, _special_names(metadata))
-        files = Files(folder)
         built = build_tokenizer(files)
         if built is None:
             return None
-        ends = files.has("modules.json", "tokenizer.json") and files.flag("add_eos_token", False)
+        ends = files.has_json and files.has("modules.json") and files.flag("add_eos_token", False)
         if ends and isinstance(built, tokenizers.Tokenizer):
             put_end_after_texts(built, files.special("eos_token", "</s>"))
         with library_errors(f"{folder.name}: its tokenizer cannot be used"):

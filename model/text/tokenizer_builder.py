@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from model.errors import ConfigError
 from model.text import byte_level_classes, sentencepiece_classes
+from model.text.mistral_cuts import mend_mistral_cuts
 from model.text.piece_tokenizers import PIECE_CLASSES, PieceTokenizer
 from model.text.special_tokens import add_special_tokens
 from model.text.tokenizer_class import TokenizerClass
@@ -77,6 +78,7 @@ def _finished(tokenizer: Tokenizer, files: Files, kind: TokenizerClass, charsmap
 
 
 def _split(tokenizer: Tokenizer, files: Files) -> Tokenizer:
+    mend_mistral_cuts(tokenizer, files)
     tokenizer.encode_special_tokens = files.flag("split_special_tokens", False)
     listed = files.special_tokens.added.items()
     moved = [(added.content, token) for token, added in listed if tokenizer.token_to_id(added.content) != token]

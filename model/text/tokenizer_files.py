@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from model.text.special_tokens import SpecialTokens, read_special_tokens
 from model.text.tokenizer_limits import check_cost
 
 SENTENCEPIECE_NAMES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model")
+_VERSIONED = re.compile(r"tokenizer\.(\d{1,4}(?:\.\d{1,4})*)\.json")
+_MAJOR_VERSION = 5  # of transformers, which this follows
 _MAX_COUNT = 100_000  # of tokens that a setting makes
 
 
@@ -74,20 +77,34 @@ class Files:
         return ConfigError(f"{self.folder.name}: tokenizer_config.json: {name} must be {expected}, found {found!r:.80}")
 
     @cached_property
+    def json_name(self) -> str:
+        """The name of the folder's tokenizer.json; `fast_tokenizer_files` lists others for later versions."""
+        listed = self.setting("fast_tokenizer_files", [])
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            raise self._wrong("fast_tokenizer_files", "a list of names", listed)
+        versions = {found[1]: name for name in listed if (found := _VERSIONED.fullmatch(name)) is not None}
+        fitting = [version for version in sorted(versions) if int(version.partition(".")[0]) <= _MAJOR_VERSION]
+        return versions[fitting[-1]] if fitting else "tokenizer.json"
+
+    @property
+    def has_json(self) -> bool:
+        return self.has(self.json_name)
+
+    @cached_property
     def loaded(self) -> Tokenizer | None:
         """What tokenizer.json holds; None for a folder without it."""
-        if not self.has("tokenizer.json"):
+        if not self.has_json:
             return None
-        with library_errors(f"{self.folder.name}: tokenizer.json cannot be read"):
+        with library_errors(f"{self.folder.name}: {self.json_name} cannot be read"):
             # Read here, as the library would hold the interpreter's lock while it reads a disk.
-            found = Tokenizer.from_buffer(read_file(self.folder / "tokenizer.json"))
-            check_cost(found, f"{self.folder.name}: tokenizer.json")
+            found = Tokenizer.from_buffer(read_file(self.folder / self.json_name))
+            check_cost(found, f"{self.folder.name}: {self.json_name}")
             return found
 
     @cached_property
     def json_is_byte_level(self) -> bool:
         """Whether tokenizer.json has a step of byte-level BPE."""
-        return self.has("tokenizer.json") and b'"ByteLevel"' in read_file(self.folder / "tokenizer.json")
+        return self.has_json and b'"ByteLevel"' in read_file(self.folder / self.json_name)
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import transformers
+from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import models
 from transformers.models.auto import tokenization_auto
 
 from model.errors import ConfigError, TokenizerError
@@ -317,3 +317,68 @@ def test_texts_in_parts_are_cleaned_as_whole_ones() -> None:
             found += cleaner.push(text[at : at + size], final=False)
             at += size
         assert found + cleaner.push("", final=True) == clean_up(text), text
+
+
+@cache
+def large(root: Path, cuts: str) -> Path:
+    """A folder with a vocabulary of the size of Mistral's later ones, which is cut by `cuts`."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*letters, *(f"filler{number}" for number in range(100_000))]
+    raw = RawTokenizer(models.BPE({name: token for token, name in enumerate(names)}, []))
+    old = pre_tokenizers.Split(Regex(r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    kinds = {"two": pre_tokenizers.Sequence([old, byte_level]), "spaces": pre_tokenizers.Metaspace(), "one": byte_level}
+    raw.pre_tokenizer = kinds[cuts]
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(root / f"large-{cuts}")
+    return root / f"large-{cuts}"
+
+
+@pytest.mark.parametrize(
+    ("cuts", "config", "setting", "mended"),
+    [
+        ("two", {"model_type": "mistral3", "transformers_version": "4.57.1"}, True, True),
+        ("spaces", {"model_type": "mistral"}, True, True),
+        ("one", {"model_type": "mistral"}, True, True),
+        ("two", {"model_type": "mistral"}, "-", False),
+        ("two", {"model_type": "llama", "transformers_version": "4.57.1"}, True, False),
+        ("two", {"model_type": "mistral", "transformers_version": "5.0.0"}, True, False),
+    ],
+)
+def test_texts_of_mistral_are_cut_as_the_setting_says(
+    cuts: str,
+    config: dict[str, Any],
+    setting: Any,
+    mended: bool,
+    root: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = laid_over(large(root, cuts), tmp_path / "model", {"fix_mistral_regex": setting}, config=config)
+    ours, reference = Tokenizer.from_folder(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    before = RawTokenizer.from_file(str(folder / "tokenizer.json")).pre_tokenizer
+    assert ours is not None and before is not None
+    found, expected = ours._tokenizer.pre_tokenizer, reference.backend_tokenizer.pre_tokenizer
+    for text in _TEXTS:
+        assert found.pre_tokenize_str(text) == expected.pre_tokenize_str(text)
+    assert (found.pre_tokenize_str("aB 1234") != before.pre_tokenize_str("aB 1234")) is mended
+    told = [record for record in caplog.records if "fix_mistral_regex" in record.getMessage()]
+    assert len([one for one in told if one.name.startswith("model.")]) == (setting == "-" and cuts == "two")
+
+
+def test_a_tokenizer_json_for_later_versions_is_read(root: Path, tmp_path: Path) -> None:
+    names = ["tokenizer.4.0.0.json", "tokenizer.4.9.1.json", "tokenizer.77.0.json", "tokenizer.x.json"]
+    folder = laid_over(saved(root, "plain"), tmp_path / "model", {"fast_tokenizer_files": names})
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    for place, name in enumerate(names):
+        more = {"id": 400 + place, **_token(f"<{name}>")}
+        (folder / name).write_text(json.dumps({**whole, "added_tokens": [*whole["added_tokens"], more]}))
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = Tokenizer.from_folder(folder)
+    assert ours is not None
+    assert [ours.encode(f"<{name}>").ids for name in names] == [
+        tuple(reference(f"<{name}>").input_ids) for name in names
+    ]
+    assert ours.special_token_id("<tokenizer.4.9.1.json>") is not None
+    (folder / "tokenizer.json").unlink()
+    found = Tokenizer.from_folder(folder)
+    assert found is not None and found.vocab_size == ours.vocab_size
