@@ -10,6 +10,8 @@ import json
 import re
 from typing import Any
 
+from service.core.json_depth import VALUE_LEVELS, deep_place
+
 _NO_NUMBERS = ("NaN", "Infinity", "-Infinity")
 _OUTSIDE, _INSIDE = re.compile('"|NaN|-?Infinity'), re.compile(r'["\\\x00-\x1f]')
 _HEX = re.compile(r"\\u([0-9a-fA-F]{4})")
@@ -88,8 +90,9 @@ def _escape(text: str) -> tuple[str, int]:
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text, rewritten; raises `ValueError`, also if it is too deep."""
-    try:
-        return json.loads(JsonText.whole(text))
-    except RecursionError:
-        raise ValueError("too deep") from None
+    """Return the value of a JSON text, rewritten; raises `ValueError`, also for one of over `VALUE_LEVELS` levels."""
+    whole = JsonText.whole(text)
+    may_be_deep = whole.count("{") + whole.count("[") > VALUE_LEVELS
+    if may_be_deep and deep_place(whole.encode(errors="replace"), VALUE_LEVELS) is not None:
+        raise ValueError("too deep")
+    return json.loads(whole)

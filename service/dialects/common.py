@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandl
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from service.core.errors import NOT_SUPPORTED, ApiError, from_validation, invalid, shorten
+from service.core.json_depth import check_levels, too_deep
 from service.core.models import ServedModel
 from service.core.request_context import REQUEST_ID_PATTERN
 from service.schemas.bodies import GenerateBody
@@ -25,7 +26,6 @@ from service.schemas.types import Body
 B = TypeVar("B", bound=Body)
 
 _SEED_LIMIT = 2**63  # native seeds are below it
-_MAX_NESTING = 190  # of a schema: bodies are parsed to 200 levels, and a native body has some around the schema
 
 NATIVE_NAMES: Mapping[str, str] = MappingProxyType({})
 
@@ -216,26 +216,12 @@ def json_format(schema: str | Mapping[str, Any], param: str) -> dict[str, Any]:
         found = pydantic_core.from_json(schema, allow_inf_nan=False) if isinstance(schema, str) else schema
     except ValueError as error:
         if "recursion limit" in str(error):
-            raise _too_deep(param) from None
+            raise too_deep(param) from None
         found = None
     if not isinstance(found, Mapping):
         raise invalid(f"{param} must be a JSON object, or one as text", param)
-    if _levels(found) > _MAX_NESTING:
-        raise _too_deep(param)
+    check_levels(found, param)
     return {"type": "json_schema", "json_schema": {"schema": found}}
-
-
-def _levels(value: object) -> int:
-    """Return the nesting depth of objects and lists."""
-    levels, within = 0, [value]
-    while within := [one for one in within if isinstance(one, dict | list)]:
-        levels += 1
-        within = [inner for one in within for inner in (one.values() if isinstance(one, dict) else one)]
-    return levels
-
-
-def _too_deep(param: str) -> ApiError:
-    return invalid(f"{param} has more than {_MAX_NESTING} levels of objects and lists", param)
 
 
 def sampled(temperature: float | None, served: ServedModel) -> float | None:

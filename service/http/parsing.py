@@ -14,11 +14,12 @@ import pydantic_core
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from service.core.errors import from_validation, invalid, too_large
+from service.core.errors import ApiError, from_validation, invalid, path_of, too_large
+from service.core.json_depth import BODY_LEVELS, deep_place, too_deep
 from service.core.request_context import current
 from service.core.response_store import json_size
 from service.lifecycle.state import service_of
-from service.schemas.body_counts import check_counts
+from service.schemas.body_counts import check_counts, read_part
 from service.schemas.field_paths import siblings
 from service.settings.service_settings import Limits
 
@@ -66,7 +67,9 @@ def _parsed(raw: bytes, model: type[B] | Choose[B], limits: Limits) -> B:
     check_size(raw, limits)
     try:
         found = pydantic_core.from_json(raw)  # accepts NaN, which the models then refuse, naming the field
-    except ValueError:
+    except ValueError as error:
+        if "recursion limit" in str(error):
+            raise _too_deep(raw, model) from None
         found = None  # making the model says what is wrong
     kind = _kind(model, list(found) if isinstance(found, dict) else [])
     check_counts(found, kind, limits)
@@ -75,6 +78,13 @@ def _parsed(raw: bytes, model: type[B] | Choose[B], limits: Limits) -> B:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_input=False), partial(siblings, kind)) from None
+
+
+def _too_deep(raw: bytes, model: type[B] | Choose[B]) -> ApiError:
+    """Return the 400 that names the field that is nested too deep."""
+    place = deep_place(raw, BODY_LEVELS) or []
+    known = [name for name in place[:1] if isinstance(name, str)]
+    return too_deep(path_of(read_part(place, _kind(model, known))), BODY_LEVELS, "invalid_json")
 
 
 def _kind(model: type[B] | Choose[B], keys: Sequence[str]) -> type[B]:

@@ -6,7 +6,7 @@ looked at: a JSON schema or the arguments of a call may have any names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Final, get_args, get_origin
 
@@ -85,6 +85,17 @@ def _place(model: type[BaseModel]) -> _Place:
     found = _Place()
     found.add(model)
     return found
+
+
+def read_part(place: Sequence[int | str], model: type[BaseModel]) -> Sequence[int | str]:
+    """Return the beginning of a place of a body that its model knows: what follows may have any names."""
+    found = _place(model)
+    for at, part in enumerate(place):
+        inner = found.items if isinstance(part, int) else found.fields.get(part)
+        if inner is None:
+            return place[: at + isinstance(part, str)]
+        found = inner
+    return place
 
 
 def check_counts(value: object, model: type[BaseModel], limits: Limits) -> None:

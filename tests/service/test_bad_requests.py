@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from tests.service.dialects.support import calling_app, chat_app, prompt_of
 from tests.service.support import App, ask, check_accounts, make_app, run
 
 LEAK = re.compile(r'0x[0-9a-f]{6,}|/(home|usr|app|opt|root|tmp|work)\b|File "|Traceback|pydantic|canary-key')
@@ -335,3 +336,60 @@ def test_an_unexpected_error_of_a_direct_route_is_a_500_without_its_text(monkeyp
     reply = ask(app, "POST", "/generate", json={"prompt": "a", "model": "gen"})
     check_error(reply, 500, None, "internal")
     assert "a prompt" not in reply.text
+
+
+def _nested(levels: int) -> str:
+    return '{"a":' * levels + "[0]" + "}" * levels
+
+
+_TURN = '"model":"chat","max_tokens":1,"messages":[{"role":"user","content":"x"}'
+_USE = '{"type":"tool_use","id":"a","name":"f","input":'
+
+
+@pytest.mark.parametrize(
+    ("route", "before", "after", "field"),
+    [
+        ("/v1/messages", f'{{{_TURN},{{"role":"assistant","content":[{_USE}', "}]}]}", "messages[1].content[0].input"),
+        ("/v1/messages", f'{{{_TURN}],"tools":[{{"name":"f","input_schema":', "}]}", "tools[0].input_schema"),
+        ("/v1/messages", f'{{{_TURN}],"metadata":', "}", "metadata"),
+        ("/v1/messages", f'{{{_TURN}],"unknown":', "}", "unknown"),
+        (
+            "/v1/chat/completions",
+            f'{{{_TURN}],"tools":[{{"type":"function","function":{{"name":"f","parameters":',
+            "}}]}",
+            "tools[0].function.parameters",
+        ),
+        ("/v1/responses", '{"model":"chat","input":[1,', "]}", "input[1]"),
+        (
+            "/generate",
+            '{"model":"gen","inputs":"x","parameters":{"grammar":{"type":"json","value":',
+            "}}}",
+            "parameters",
+        ),
+        ("/generate", "[[3],", "]", None),
+    ],
+)
+@pytest.mark.parametrize("levels", [200, 3_000])
+def test_bodies_nested_too_deep_name_the_field(
+    route: str, before: str, after: str, field: str | None, levels: int
+) -> None:
+    body = before + _nested(levels) + after
+    reply = ask(chat_app(), "POST", route, content=body, headers={"Content-Type": "application/json"})
+    error = reply.json()["error"]
+    assert reply.status_code == 400
+    name = "the body" if field is None else error["message"].partition(" ")[0]
+    assert error["message"] == f"{name} has more than 200 levels of objects and lists", error
+    assert field is None or name.startswith(field)
+    if route != "/v1/messages":
+        assert error["param"] == (None if field is None else name)
+
+
+@pytest.mark.parametrize("levels", [180, 200, 300, 900, 3_000])
+def test_arguments_nested_too_deep_stay_text(levels: int) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": _nested(levels)}}
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    app = calling_app(max_model_len=65_536)
+    reply = ask(app, "POST", "/v1/chat/completions", json={"model": "chat", "messages": said, "max_tokens": 1})
+    assert reply.status_code == 200, reply.text
+    shown = _nested(levels).replace(":", ": ")
+    assert (shown if levels < 190 else json.dumps(_nested(levels))) in prompt_of(app)
