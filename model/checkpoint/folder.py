@@ -146,7 +146,7 @@ def errors_about(where: str, *names: str) -> Iterator[None]:
         error.args = (text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}...",)
         raise
     except OSError as error:
-        file = f"{Path(str(error.filename)).name} " if error.filename is not None else ""
+        file = f"{listed([Path(str(error.filename)).name])} " if error.filename is not None else ""
         raise ConfigError(f"{where}: {file}cannot be read: {error.strerror or error}") from None
 
 
@@ -160,7 +160,7 @@ def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
         raise ConfigError(f"{listed(pointers)}: a Git LFS pointer, not the file itself: run `git lfs pull`")
     raw = read_json(path / "config.json", required=True)
     generation = read_generation(path, raw)
-    files = weight_files(path, pickle=pickle)
+    files = weight_files(path, pickle=pickle, named=raw.get("transformers_weights"))
     names, wrapping = tensor_names(files, find_family(raw))
     settings = _quantization_settings(path, raw)
     quantization = quantization_of(settings, names)

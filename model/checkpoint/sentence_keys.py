@@ -31,9 +31,8 @@ KEYS: Mapping[str, Mapping[str, Fate]] = {
     MODEL: {
         **_of(Fate.SERVED, "prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim", "activation_fn"),
         **_of(Fate.SERVED, "query_prefix", "document_prefix", "query_length", "document_length", "do_query_expansion"),
-        **_of(Fate.SERVED, "attend_to_expansion_tokens", "skiplist_words"),
+        **_of(Fate.SERVED, "attend_to_expansion_tokens", "skiplist_words", "max_active_dims"),
         **_of(Fate.WITHOUT_EFFECT, "__version__", "model_type", "keep_in_fp32_modules"),
-        **_of(Fate.WARNED, "max_active_dims"),
     },
     NETWORK: {
         **_of(Fate.SERVED, "max_seq_length", "do_lower_case", "transformer_task", "modality_config"),

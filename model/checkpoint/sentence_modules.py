@@ -118,7 +118,8 @@ def _listed(path: Path) -> list[tuple[str, str]]:
     if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
         raise ConfigError("modules.json must hold a list of objects")
     modules = [(str(module.get("type")).rpartition(".")[2], str(module.get("path") or "")) for module in found]
-    outside = [folder for _, folder in modules if Path(folder).is_absolute() or ".." in Path(folder).parts]
+    paths = [folder for _, folder in modules]
+    outside = [one for one in paths if Path(one).is_absolute() or ".." in Path(one).parts or "\0" in one]
     if outside:
         raise ConfigError(f"modules.json names folders outside: {listed(outside)}")
     return modules

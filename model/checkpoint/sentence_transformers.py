@@ -22,7 +22,7 @@ from model.checkpoint.sentence_modules import (
     read_step,
 )
 from model.checkpoint.state_dict import read_state_dict
-from model.errors import ConfigError
+from model.errors import ConfigError, shown
 from model.system.folder_files import has_file
 
 _MODES = {  # by the names of `pooling_mode`, and of the switches before it
@@ -84,6 +84,7 @@ class SpladeSettings:
 
     sums: bool = False  # over the tokens; else the highest counts
     twice: bool = False  # log(1 + log(1 + relu(x))), not log(1 + relu(x))
+    most_entries: int = 0  # the heaviest that a vector keeps (`max_active_dims`); 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +206,13 @@ def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) ->
         include_prompt=include_prompt,
         steps=tuple(steps) if pooling else (),
         normalize=normalize,
-        truncate_dim=_truncate_dim(names.get("truncate_dim")),
+        truncate_dim=_count(names, "truncate_dim"),
         max_tokens=texts.get("max_seq_length") or _tokenizer_length(path, network),
         lower_case=bool(texts.get("do_lower_case", False)),
         prompts=dict(prompts),
         default_prompt=default,
         similarity=names.get("similarity_fn_name"),
-        splade=splade,
+        splade=replace(splade, most_entries=_count(names, "max_active_dims") or 0),
         score_tokens=score_tokens,
         messages=_messages(texts, "sentence_bert_config.json"),
         activation=_activation(names, raw),
@@ -221,9 +222,10 @@ def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) ->
     )
 
 
-def _truncate_dim(value: Any) -> int | None:
+def _count(settings: Mapping[str, Any], key: str) -> int | None:
+    value = settings.get(key)
     if value is not None and (type(value) is not int or value < 1):
-        raise ConfigError(f"config_sentence_transformers.json: truncate_dim must be from 1 on, found {value!r}")
+        raise ConfigError(f"{MODEL}: {key} must be a whole number from 1 on, found {shown(value)}")
     return value
 
 

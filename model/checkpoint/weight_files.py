@@ -13,7 +13,7 @@ from model.checkpoint.folder_kind import describe_folder, lfs_pointer
 from model.checkpoint.json_files import read_json
 from model.checkpoint.state_dict import read_state_dict
 from model.checkpoint.tensor_names import Wrapping, wrapping_of
-from model.errors import ConfigError
+from model.errors import ConfigError, listed, shown
 from model.families.table.rules import Family
 from model.system.folder_files import has_file
 
@@ -22,19 +22,21 @@ _SHARD = re.compile(
     r"(?P<stem>model|pytorch_model)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.safetensors|\.bin)"
 )
 _MOST_SHARDS = 10_000
+_INDEX = ".index.json"
 
 
-def weight_files(path: Path, *, pickle: bool) -> tuple[Path, ...]:
-    """Return the files of weights; without `pickle` only safetensors.
+def weight_files(path: Path, *, pickle: bool, named: object = None) -> tuple[Path, ...]:
+    """Return the files of weights, in the order of transformers; without `pickle` only safetensors.
 
-    Raises `ConfigError`, which says what a folder without weights is.
+    `named` is what config.json calls the file (`transformers_weights`). Raises `ConfigError`, which says what a folder
+    without weights is.
     """
-    for name in WEIGHTS if pickle else WEIGHTS[:1]:
-        index = path / f"{name}.index.json"
-        if has_file(index):
+    for name in (WEIGHTS if pickle else WEIGHTS[:1]) if named is None else (_checked_name(path, named),):
+        index = path / (name if name.endswith(_INDEX) else f"{name}{_INDEX}")
+        if path / name != index and has_file(path / name):
+            files: tuple[Path, ...] = (path / name,)
+        elif has_file(index):
             files = _shards(index)
-        elif has_file(path / name):
-            files = (path / name,)
         else:
             files = _shards_without_index(path, name)
         if files:
@@ -51,6 +53,21 @@ def weight_files(path: Path, *, pickle: bool) -> tuple[Path, ...]:
     raise ConfigError(describe_folder(path))
 
 
+def _checked_name(path: Path, named: object) -> str:
+    """Return the name of the file that config.json names, or its index; raises `ConfigError`."""
+    if not isinstance(named, str) or _outside(named) or not named.endswith((".safetensors", f".safetensors{_INDEX}")):
+        what = "the name of a safetensors file, or of its index, in the folder"
+        raise ConfigError(f"config.json: transformers_weights must be {what}, found {shown(named)}")
+    if not has_file(path / named):
+        raise ConfigError(f"config.json: transformers_weights names {listed([named])}, which is not in the folder")
+    return named
+
+
+def _outside(name: str) -> bool:
+    """Return whether this is no name of a file right in the folder."""
+    return name in ("", "..") or "\0" in name or Path(name).name != name
+
+
 def _shards(index: Path) -> tuple[Path, ...]:
     """Return the files that an index names; raises `ConfigError` if one is missing or outside the folder."""
     folder = index.parent
@@ -58,14 +75,12 @@ def _shards(index: Path) -> tuple[Path, ...]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ConfigError(f"{index.name}: weight_map must map tensor names to file names")
     names = sorted(set(weight_map.values()))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise ConfigError(f"{index.name} names files outside the folder: {', '.join(outside[:3])}")
+    if outside := [name for name in names if _outside(name)]:
+        raise ConfigError(f"{index.name} names files outside the folder: {listed(outside, most=3)}")
     missing = [name for name in names if not has_file(folder / name)]
     if missing or not names:
-        shown = ", ".join(missing[:3]) or "none"
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ConfigError(f"{index.name} names shards that are missing: {shown}{more}; copy or download them again")
+        found = listed(missing, most=3) or "none"
+        raise ConfigError(f"{index.name} names shards that are missing: {found}; copy or download them again")
     return tuple(folder / name for name in names)
 
 

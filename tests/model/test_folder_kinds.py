@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
@@ -24,6 +26,7 @@ from tests.model.texts import bytes_tokenizer
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 12345678\n"
 WEIGHTS = "model.safetensors"
+SHARD = "model-00001-of-00001.safetensors"
 
 
 def write(folder: Path, **files: str) -> None:
@@ -219,6 +222,50 @@ def test_shards_without_an_index_are_read_where_all_are_there(tmp_path: Path) ->
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def _with_index(folder: Path, shard: str) -> None:
+    """Add an index that calls the only file of weights, of other values, by a name."""
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, folder / SHARD)
+    (folder / f"{WEIGHTS}.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)})
+    )
+
+
+def test_a_whole_file_comes_before_shards_as_in_transformers(tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    _with_index(folder, SHARD)
+    assert [file.name for file in read_checkpoint(folder).weight_files] == [WEIGHTS]
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(theirs.lm_head.weight, load_file(folder / WEIGHTS)["lm_head.weight"])
+
+
+@pytest.mark.parametrize("named", ["other.safetensors", f"{WEIGHTS}.index.json"])
+def test_the_file_that_config_json_names_is_read(tmp_path: Path, named: str) -> None:
+    folder = copied("llama", tmp_path)
+    _with_index(folder, SHARD)
+    shutil.copyfile(folder / SHARD, folder / "other.safetensors")
+    raw = json.loads((folder / "config.json").read_text()) | {"transformers_weights": named}
+    (folder / "config.json").write_text(json.dumps(raw))
+    found, theirs = read_checkpoint(folder), AutoModelForCausalLM.from_pretrained(folder)
+    assert not found.warnings
+    head = load_model(found, SdpaBackend()).state_dict()["head.weight"]
+    assert torch.equal(head, theirs.lm_head.weight) and torch.equal(head, load_file(folder / SHARD)["lm_head.weight"])
+    for wrong in ("../other.safetensors", "pytorch_model.bin", "a\0.safetensors", 3, "gone.safetensors"):
+        (folder / "config.json").write_text(json.dumps(raw | {"transformers_weights": wrong}))
+        with pytest.raises(ConfigError, match="transformers_weights "):
+            read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "..", "", "a\0b", "x" * 5000])
+def test_an_index_that_names_what_is_no_file_of_the_folder_is_refused(tmp_path: Path, shard: str) -> None:
+    folder = copied("llama", tmp_path)
+    _with_index(folder, shard)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(ConfigError) as error:
+        read_checkpoint(folder)
+    assert "x" * 100 not in str(error.value) and "\0" not in str(error.value)
+
+
 IN_PLACE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (os.mkfifo, "is a named pipe, expected a file"),
     "a folder": (Path.mkdir, "is a folder, expected a file"),
@@ -227,7 +274,6 @@ IN_PLACE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a huge file": (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "has 1048576 MiB; at most 128 are read"),
     "an empty file": (Path.touch, "is empty: copy or download it again"),
 }
-SHARD = "model-00001-of-00001.safetensors"
 
 
 @pytest.mark.parametrize("kind", IN_PLACE)
@@ -244,7 +290,7 @@ def test_what_is_no_file_to_read_is_named_and_never_opened(kind: str, name: str,
     folder = copied("llama", tmp_path)
     (folder / Path(name).parent).mkdir(exist_ok=True)
     (folder / name).unlink(missing_ok=True)
-    if name == SHARD:
+    if name in (SHARD, f"{WEIGHTS}.index.json"):
         (folder / WEIGHTS).unlink()
     if name.startswith("1_"):
         listed = [{"path": "", "type": "models.Transformer"}, {"path": "1_Pooling", "type": "models.Pooling"}]

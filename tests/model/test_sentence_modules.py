@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from model.engine.output_heads import load_step
 from model.errors import ConfigError
 from model.llm import LLM
 from service.core.models_folder import ModelsFolder
+from service.planning.outputs.vectors import sparse_settings
+from service.schemas.encode_bodies import EncodeBody
 from tests import checkpoints
 from tests.model.checkpoints import CPU, saved
 from tests.model.test_sentence_transformers import MODES, PREFIX, SMALL, TEXTS, assert_close, encoded, hidden_states
@@ -116,11 +119,21 @@ def test_vectors_are_cut_after_they_are_normalised(plain: Path, tmp_path: Path) 
             assert_close(found, (nn.functional.normalize(vector, dim=0) if name == "unit" else vector)[:9])
 
 
+@pytest.mark.parametrize("key", ["truncate_dim", "max_active_dims"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, "9", True])
-def test_a_cut_of_no_size_is_refused(value: object, plain: Path, tmp_path: Path) -> None:
-    folder = folder_of(plain, tmp_path / "s", POOLING, config_sentence_transformers={"truncate_dim": value})
-    with pytest.raises(ConfigError, match="truncate_dim must be from 1 on"):
+def test_a_cut_of_no_size_is_refused(key: str, value: object, plain: Path, tmp_path: Path) -> None:
+    folder = folder_of(plain, tmp_path / "s", POOLING, config_sentence_transformers={key: value})
+    with pytest.raises(ConfigError, match=f"{key} must be a whole number from 1 on"):
         read_checkpoint(folder)
+
+
+def test_sparse_vectors_keep_as_many_entries_as_the_folder_says(plain: Path, tmp_path: Path) -> None:
+    folder = folder_of(plain, tmp_path / "s", POOLING, config_sentence_transformers={"max_active_dims": 7})
+    served: Any = SimpleNamespace(checkpoint=read_checkpoint(folder), tokenizer=None)
+    nothing: Any = None
+    for asked, kept in {None: 7, 3: 3, 90: 90}.items():
+        body = EncodeBody.model_validate({"input": "text", "output": "sparse", "top_k": asked})
+        assert sparse_settings(body, served, nothing, nothing, nothing)["top_k"] == kept
 
 
 def test_a_network_in_a_folder_of_its_own_is_read_with_its_tokenizer(plain: Path, tmp_path: Path) -> None:
@@ -158,7 +171,7 @@ def test_without_pickles_no_projection_of_torch_save_is_read(tmp_path: Path) -> 
 
 
 def test_a_key_that_is_not_applied_is_told(plain: Path, tmp_path: Path) -> None:
-    network, model = {"max_seq_length": 20, "query_expansion": True}, {"max_active_dims": 9, "colour": "red"}
+    network, model = {"max_seq_length": 20, "query_expansion": True}, {"shape": 9, "colour": "red"}
     pooling = ("Pooling", {**MEAN, "pooling_mode_median": 1}, {})
     folder = folder_of(
         plain,
@@ -168,7 +181,7 @@ def test_a_key_that_is_not_applied_is_told(plain: Path, tmp_path: Path) -> None:
         config_sentence_transformers={**model, "__version__": {}},
     )
     assert list(read_checkpoint(folder).warnings) == [
-        "config_sentence_transformers.json: keys that are not applied: colour, max_active_dims",
+        "config_sentence_transformers.json: keys that are not applied: colour, shape",
         "sentence_bert_config.json: keys that are not applied: query_expansion",
         "1_Pooling/config.json: keys that are not applied: pooling_mode_median",
     ]

@@ -27,7 +27,7 @@ _HARMLESS = frozenset(
     torchscript attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
     use_cache is_encoder_decoder finetuning_task tokenizer_class task_specific_params id2label label2id num_labels
     _num_labels problem_type chunk_size_feed_forward chunk_size_lm_head pruned_heads tf_legacy_loss use_bfloat16
-    prefix n_ctx sentence_transformers sbert_ce_default_activation_function
+    prefix n_ctx transformers_weights sentence_transformers sbert_ce_default_activation_function
     language model_max_length tie_encoder_decoder tie_word_embeddings tie_weights_
     output_attentions output_hidden_states output_past return_dict keys_to_ignore_at_inference
 

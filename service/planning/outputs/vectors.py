@@ -175,12 +175,14 @@ def end_of_sequence(
 def sparse_settings(
     body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
 ) -> Mapping[str, Any]:
-    """Return which tokens have weights of their own, in a model that has such: all but special ones."""
-    if served.checkpoint.sentences.token_weight is None:
-        return {"top_k": body.top_k or 0}
+    """Return how many entries are kept, and which tokens have weights of their own: all but special ones."""
+    sentences = served.checkpoint.sentences
+    top_k = body.top_k or sentences.splade.most_entries
+    if sentences.token_weight is None:
+        return {"top_k": top_k}
     special = served.tokenizer.special_ids if served.tokenizer is not None else frozenset[int]()
     counted = tuple(at for at, token in enumerate(encoded.ids) if token not in special)
-    return {"top_k": body.top_k or 0, "positions": counted}
+    return {"top_k": top_k, "positions": counted}
 
 
 def sparse_item(found: Found) -> Json:
