@@ -33,8 +33,8 @@ from model.engine.builder import load
 from model.engine.generate_engine import GenerateEngine
 from model.errors import ConfigError, EngineDeadError
 from model.llm_speech import transcribe
-from model.media.audio_file import AudioError, AudioLimits, decode_audio
 from model.network.transformer import Transformer
+from model.speech.audio_file import AudioError, AudioLimits, decode_audio
 from model.speech.driver import Piece, Transcription
 from model.speech.requests import SpeechOptions
 from model.text.detokenizer import Detokenizer

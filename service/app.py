@@ -33,7 +33,6 @@ from service.lifecycle.state import Service
 from service.observability.logs import ActivityLog
 from service.observability.metrics import Metrics
 from service.routes import (
-    audio,
     docs,
     encode,
     generate,
@@ -52,6 +51,8 @@ from service.routes import (
 )
 from service.settings.api_keys import KeyRing, Tenants
 from service.settings.service_settings import ServiceSettings
+from service.speech import routes as audio
+from service.speech.routes import speech_planner
 
 _ROUTES = (
     *(generate, encode, openai, responses, messages, huggingface, ranking, pipelines, text2text, images, audio),
@@ -116,6 +117,7 @@ def create_app(
     """
     metrics = Metrics(vllm_names=settings.vllm_metrics)
     service = Service(client, models, settings, metrics, reader, replicas)
+    speech = speech_planner(service)
     keys, admins = KeyRing.of(settings), KeyRing.of_admins(settings)
 
     @asynccontextmanager
@@ -127,6 +129,7 @@ def create_app(
             yield
             await cancel_all(background)
         finally:
+            await asyncio.to_thread(speech.close)
             await service.close()
 
     accounts = Accounts(metrics, _TASKS)
@@ -147,7 +150,7 @@ def create_app(
             Middleware(HeadMiddleware),
         ],
     )
-    app.state.service = service
+    app.state.service, app.state.speech = service, speech
     errors.install(app)
     for module in _ROUTES:
         # `include_router` would rebuild all routes, which delays the first request by 40 ms.

@@ -25,11 +25,14 @@ MODEL = """
     gguf                : errors
     text                : errors api system gguf
     media               : errors config
+    speech/resampling
+    speech/audio_file   : speech/resampling
+    speech/log_mel      : errors
     families/table      : errors config
     families            : errors config families/table
     native              : errors config
-    checkpoint          : errors config api system gguf media families families/table
-    speech              : api text media checkpoint
+    checkpoint          : errors config api system gguf media speech/log_mel families families/table
+    speech              : api text speech/log_mel checkpoint
     linear              : errors config system native
     cache               : errors config system
     attention           : errors config system native cache
@@ -45,7 +48,7 @@ MODEL = """
                           attention sampling network parallel engine/scheduling engine/execution
     client              : errors api system text
     llm_speech          : errors api text checkpoint speech engine
-    llm                 : errors api text media checkpoint speech network engine llm_speech
+    llm                 : errors api text media speech/audio_file checkpoint speech network engine llm_speech
     quantization        : errors api native gguf checkpoint families families/table linear attention network engine llm
     pretrained
 """
@@ -57,19 +60,19 @@ SERVICE = """
     schemas             : model/api settings core
     observability       : model/errors model/api settings core
     planning/outputs    : model/errors model/api model/config model/text model/checkpoint settings core schemas
-    planning            : model/errors model/api model/text model/media model/checkpoint model/speech settings sandbox
-                          core schemas planning/outputs
+    planning            : model/errors model/api model/text model/media model/checkpoint settings sandbox core schemas
+                          planning/outputs
     lifecycle           : model/errors model/api model/gguf model/checkpoint settings sandbox core observability
                           planning
-    speech              : model/errors model/api model/speech settings core observability planning lifecycle
     chat                : model/errors model/text settings sandbox core schemas planning lifecycle
-    http                : model/errors model/api model/text model/speech settings core schemas observability planning
-                          lifecycle speech
-    dialects            : model/api model/text model/speech core schemas planning/outputs planning lifecycle speech chat
-                          http
+    http                : model/errors model/api model/text settings core schemas observability planning lifecycle
+    dialects            : model/api model/text core schemas planning/outputs planning lifecycle chat http
+    speech              : model/errors model/api model/text model/checkpoint model/speech model/speech/audio_file
+                          model/speech/log_mel settings sandbox core schemas observability planning lifecycle http
+                          dialects
     routes              : model/errors model/api model/checkpoint core schemas observability planning/outputs planning
                           lifecycle speech chat http dialects
-    app                 : settings core observability lifecycle http routes
+    app                 : settings core observability lifecycle http speech routes
     runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
                           sandbox observability lifecycle chat http app
     runtimes/ray_serve  : model/errors model/api model/system model/checkpoint settings sandbox core observability
@@ -91,7 +94,8 @@ LOADTEST = """
     __main__            : commands
 """
 LAB = """
-    training            : model/errors model/config model/api model/text model/media model/families
+    training            : model/errors model/config model/api model/text model/media model/speech/resampling
+                          model/speech/log_mel model/families
                           model/families/table model/attention model/network model/llm model/pretrained
     faults              : loadtest/errors loadtest/settings loadtest/records loadtest/results loadtest/generator
                           loadtest/server loadtest/runs model/api model/pretrained service/settings

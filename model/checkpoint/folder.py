@@ -59,7 +59,7 @@ from model.families.table.classifiers import token_classifier
 from model.families.table.token_rules import within_vocabulary
 from model.gguf.container import gguf_path, read_gguf
 from model.media.images import ImageProcessing, prepared_size, read_image_processing
-from model.media.log_mel import LogMel, read_log_mel
+from model.speech.log_mel import LogMel, read_log_mel
 from model.system.folder_files import has_file
 
 _MOST_CHARACTERS = 600  # of a message about a folder

@@ -1,1 +1,1 @@
-"""Transcription without I/O: which windows of an audio are decoded next, and what their tokens say."""
+"""Speech: audio files to samples and features, and which windows of an audio are decoded next. No torch."""

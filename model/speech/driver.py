@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from model.api.request import FinishReason, Request, TokenLogprob, TokenOutput
 from model.api.source import Source
-from model.media.log_mel import LogMel
 from model.speech.chunks import Chunk, ChunkMerger, ChunkOutput, Merged, Token, cut_chunks
 from model.speech.live import LiveText
+from model.speech.log_mel import LogMel
 from model.speech.requests import Output, RequestMaker, token_times
 from model.speech.segments import Window
 from model.speech.spectrogram import Spectrogram

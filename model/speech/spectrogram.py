@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.api.source import Source, audio_source
-from model.media.log_mel import LogMel
+from model.speech.log_mel import LogMel
 from model.speech.segments import FRAMES_PER_POSITION, Window
 
 T = TypeVar("T")

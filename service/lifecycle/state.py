@@ -28,10 +28,8 @@ from service.observability.tracing import Tracer
 from service.planning.encode import EncodePlanner
 from service.planning.generate import GeneratePlanner
 from service.planning.response_format import GrammarChecker
-from service.planning.speech import SpeechPlanner, audio_limits
 from service.planning.tokenization import TokenizerThreads
 from service.sandbox import confinement
-from service.sandbox.audio_pool import AudioPool
 from service.sandbox.pools import ImagePool, RenderPool
 from service.settings.service_settings import ServiceSettings
 
@@ -76,8 +74,6 @@ class Service:
         self.generate_planner = GeneratePlanner(models, client, self.limits, self.threads, self.grammars)
         self.images = ImagePool(self.limits.image_decode_s, self.limits.max_image_pixels)
         self.encode_planner = EncodePlanner(models, client, self.limits, self.threads, self.images)
-        self.decoders = AudioPool(self.limits.audio_decode_s, audio_limits(self.limits))
-        self.speech_planner = SpeechPlanner(models, client, self.limits, self.threads, self.decoders)
         self.responses = ResponseStore(settings.response_store_bytes, settings.limits.max_json_values)
         self.created = int(time.time())
         watched = settings.models.models_dir if reader is not None else ""
@@ -115,7 +111,6 @@ class Service:
         self.body_threads.close()
         await asyncio.to_thread(self.renderers.close)
         await asyncio.to_thread(self.grammars.close)
-        await asyncio.to_thread(self.decoders.close)
         await asyncio.to_thread(self.images.close)
         await self.client.close()
         if self.tracer is not None:

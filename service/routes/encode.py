@@ -25,11 +25,11 @@ from service.http.bodies import (
 )
 from service.http.json_replies import Json, encode_reply
 from service.http.model_use import choose_model, hold_model
+from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.lifecycle.jobs import Job, combined_outcome
 from service.lifecycle.state import Service, service_of
 from service.planning.encode import EncodePlan
 from service.planning.outputs.registry import OUTPUTS
-from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.dialect_replies import Vectors
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.replies import EncodeReply

@@ -28,17 +28,17 @@ from service.http.early_refusal import refuse_if_full
 from service.http.json_replies import Generation, Json, NativeRendering, Render
 from service.http.model_use import hold_model
 from service.http.parsing import one_of, parsed
+from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.http.sse import EventStream, GenerationEvents
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
 from service.planning.checks import ReplyShape
 from service.planning.generate import GeneratePlan
-from service.routes import audio
-from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.bodies import GenerateBody
 from service.schemas.dialect_replies import HuggingFaceEvent, HuggingFaceText
 from service.schemas.replies import GenerateEvent, GenerateReply
-from service.schemas.speech_bodies import TranscribeBody, TranscribeEvent, TranscribeReply
+from service.speech import routes as audio
+from service.speech.bodies import TranscribeBody, TranscribeEvent, TranscribeReply
 
 router = APIRouter()
 

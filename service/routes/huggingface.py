@@ -31,9 +31,9 @@ from service.dialects.root_task import RootBody, RootTask, task_of_file
 from service.dialects.text2text_bodies import TranslationBody
 from service.http.bodies import named_model, raw_body, read_body, read_one_of, with_model
 from service.http.parsing import parsed
+from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.lifecycle.state import service_of
-from service.routes import audio, encode, generate, images, pipelines, ranking, text2text
-from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
+from service.routes import encode, generate, images, pipelines, ranking, text2text
 from service.schemas.dialect_replies import (
     HuggingFaceAnswer,
     HuggingFaceClass,
@@ -46,6 +46,7 @@ from service.schemas.dialect_replies import (
     Ranked,
     Vectors,
 )
+from service.speech import routes as audio
 
 router = APIRouter()
 

@@ -16,8 +16,8 @@ from service.dialects.pipeline_bodies import ImageBody
 from service.http.bodies import named_model, raw_body, whole_body, with_model
 from service.http.model_use import choose_model
 from service.http.parsing import parsed
+from service.http.route_docs import WORK_ERRORS, error_responses, file_body, ok_response, query_model
 from service.routes import encode
-from service.routes.docs import WORK_ERRORS, error_responses, file_body, ok_response, query_model
 from service.schemas.dialect_replies import HuggingFaceClass
 
 router = APIRouter()

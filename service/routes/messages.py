@@ -12,10 +12,10 @@ from service.dialects.common import naming_errors
 from service.dialects.messages_bodies import CountBody, MessagesBody
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.model_use import chat_model
+from service.http.route_docs import WORK_ERRORS, anthropic_errors, ok_response, request_body
 from service.lifecycle.state import service_of
 from service.planning.requests import output_room
 from service.routes import generate
-from service.routes.docs import WORK_ERRORS, anthropic_errors, ok_response, request_body
 from service.schemas.conversation_replies import AnthropicCount, AnthropicEvent, AnthropicMessage
 
 router = APIRouter()

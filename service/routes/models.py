@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from service.core.errors import forbidden, not_found, shorten
 from service.http.bodies import context_of_request, json_response, read_body
+from service.http.route_docs import BODY_ERRORS, error_responses, request_body
 from service.lifecycle.fleet import LoadOrder
 from service.lifecycle.state import Service, service_of
-from service.routes.docs import BODY_ERRORS, error_responses, request_body
 from service.schemas.models import LoadBody, ModelState, ModelStates, UnloadBody
 
 router = APIRouter()

@@ -18,10 +18,10 @@ from service.http.bodies import raw_body, read_body, with_model
 from service.http.early_refusal import refuse_if_full
 from service.http.model_use import chat_model, hold_model
 from service.http.parsing import parsed
+from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, request_body
 from service.lifecycle.state import service_of
 from service.planning.admission import check_room
 from service.routes import encode, generate
-from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
 from service.schemas.dialect_replies import OpenAIChatChunk, OpenAIChatCompletion, OpenAICompletion, OpenAIEmbeddings
 
 router = APIRouter()

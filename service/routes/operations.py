@@ -17,10 +17,10 @@ from service.core.models import ServedModel
 from service.dialects.huggingface_info import huggingface_info
 from service.http.bodies import json_response
 from service.http.json_replies import Json
+from service.http.route_docs import error_responses, path_parameter
 from service.lifecycle.state import Service, service_of
 from service.observability.metrics import CONTENT_TYPE
 from service.planning.outputs.registry import available
-from service.routes.docs import error_responses, path_parameter
 from service.schemas.replies import CancelReply, HealthReply, InfoReply, ModelCard, ModelsReply
 
 router = APIRouter()

@@ -24,8 +24,8 @@ from service.dialects.pipeline_bodies import (
     ZeroShotBody,
 )
 from service.http.bodies import read_body
+from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.routes import encode
-from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.routes.ranking import classifier_of
 from service.schemas.dialect_replies import (
     HuggingFaceAnswer,

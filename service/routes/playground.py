@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
+from service.http.route_docs import error_responses
 from service.http.route_prefix import is_bare, prefix_of
 from service.http.static_pages import page
-from service.routes.docs import error_responses
 
 router = APIRouter()
 

@@ -13,9 +13,9 @@ from service.dialects.common import Extended, naming_errors
 from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.http.bodies import read_body
 from service.http.model_use import choose_model, hold_model
+from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, request_body
 from service.lifecycle.state import service_of
 from service.routes import encode
-from service.routes.docs import WORK_ERRORS, error_responses, ok_response, request_body
 from service.schemas.dialect_replies import Classified, CohereVectors, Ranked, Scored
 
 router = APIRouter()

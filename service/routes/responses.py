@@ -18,9 +18,16 @@ from service.dialects.responses_bodies import ResponsesBody
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.json_replies import Json
 from service.http.model_use import chat_model
+from service.http.route_docs import (
+    WORK_ERRORS,
+    error_responses,
+    ok_response,
+    path_parameter,
+    query_parameter,
+    request_body,
+)
 from service.lifecycle.state import Service, service_of
 from service.routes import generate
-from service.routes.docs import WORK_ERRORS, error_responses, ok_response, path_parameter, query_parameter, request_body
 from service.schemas.conversation_replies import DeletedResponse, OpenAIResponse, OpenAIResponseEvent, ResponseItems
 
 router = APIRouter()

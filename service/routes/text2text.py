@@ -16,13 +16,13 @@ from service.dialects.text2text import AnyBody, Options
 from service.dialects.text2text_bodies import Text2TextBody, TranslationBody
 from service.http.bodies import read_body
 from service.http.model_use import choose_model
+from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.lifecycle.state import service_of
 from service.planning.admission import loaded_info
 from service.planning.checks import ReplyShape
 from service.planning.tokenization import beginning
 from service.planning.translation import Translation
 from service.routes import generate
-from service.routes.docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
 from service.schemas.dialect_replies import (
     HuggingFaceEvent,
     HuggingFaceSummary,

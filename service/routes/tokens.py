@@ -12,9 +12,9 @@ from service.core.models import Task
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.json_replies import Json
 from service.http.model_use import hold_model
+from service.http.route_docs import BODY_ERRORS, error_responses, request_body
 from service.lifecycle.state import service_of
 from service.planning.tokenization import check_vocabulary
-from service.routes.docs import BODY_ERRORS, error_responses, request_body
 from service.schemas.bodies import DetokenizeBody, TokenizeBody
 from service.schemas.replies import DetokenizeReply, TokenizeReply
 

@@ -15,12 +15,12 @@ from service.schemas.types import Reply
 _ID = Field(description="The request id.", examples=["cmpl-5f0c1d"])
 _CREATED = Field(description="Unix time.", examples=[1_790_000_000])
 _MODEL = Field(description="The model that replied.", examples=["code"])
-_INDEX = Field(description="Which choice.", examples=[0])
-_TOKEN_TEXT = Field(description="The token alone as text.", examples=[" the"])
-_LOGPROB = Field(description="Natural logarithm, of the model's own distribution.", examples=[-0.5])
+INDEX = Field(description="Which choice.", examples=[0])
+TOKEN_TEXT = Field(description="The token alone as text.", examples=[" the"])
+LOGPROB = Field(description="Natural logarithm, of the model's own distribution.", examples=[-0.5])
 _PROMPT_TOKENS = Field(description="Tokens of all prompts.", examples=[5])
 _COMPLETION_TOKENS = Field(description="Tokens generated, over all choices.", examples=[16])
-_TOTAL_TOKENS = Field(description="The sum.", examples=[21])
+TOTAL_TOKENS = Field(description="The sum.", examples=[21])
 
 OpenAIFinish = Literal["stop", "length", "tool_calls", "abort", "error"]
 
@@ -40,7 +40,7 @@ class OpenAICompletionDetails(Reply):
 class OpenAIUsage(Reply):
     prompt_tokens: int = _PROMPT_TOKENS
     completion_tokens: int = _COMPLETION_TOKENS
-    total_tokens: int = _TOTAL_TOKENS
+    total_tokens: int = TOTAL_TOKENS
     prompt_tokens_details: OpenAIPromptDetails = Field(description="Details of the prompt tokens.")
     completion_tokens_details: OpenAICompletionDetails | None = Field(
         None, description="Of a chat with a model that can reason, and if any tokens were drafted."
@@ -57,7 +57,7 @@ class OpenAICompletionLogprobs(Reply):
 
 
 class OpenAICompletionChoice(Reply):
-    index: int = _INDEX
+    index: int = INDEX
     text: str = Field(description="The text; in a stream, its new part.", examples=[" return n"])
     logprobs: OpenAICompletionLogprobs | None = Field(description="If requested.")
     finish_reason: OpenAIFinish | None = Field(description="Why it ended.", examples=["stop"])
@@ -80,8 +80,8 @@ class OpenAICompletion(OpenAIHead):
 
 
 class OpenAIToken(Reply):
-    token: str = _TOKEN_TEXT
-    logprob: float = _LOGPROB
+    token: str = TOKEN_TEXT
+    logprob: float = LOGPROB
     bytes: list[int] | None = Field(description="UTF-8 of the token; null for a part of a character.")
 
 
@@ -114,7 +114,7 @@ class OpenAIMessage(Reply):
 
 
 class OpenAIChatChoice(Reply):
-    index: int = _INDEX
+    index: int = INDEX
     message: OpenAIMessage = Field(description="The reply.")
     logprobs: OpenAIChatLogprobs | None = Field(description="If requested.")
     finish_reason: OpenAIFinish = Field(description="Why it ended.", examples=["stop"])
@@ -146,7 +146,7 @@ class OpenAIDelta(Reply):
 
 
 class OpenAIChunkChoice(Reply):
-    index: int = _INDEX
+    index: int = INDEX
     delta: OpenAIDelta = Field(description="The new part.")
     logprobs: OpenAIChatLogprobs | None = Field(description="If requested.")
     finish_reason: OpenAIFinish | None = Field(description="On the last event.", examples=["stop"])
@@ -168,7 +168,7 @@ class OpenAIEmbedding(Reply):
 
 class OpenAIEmbeddingUsage(Reply):
     prompt_tokens: int = _PROMPT_TOKENS
-    total_tokens: int = _TOTAL_TOKENS
+    total_tokens: int = TOTAL_TOKENS
 
 
 class OpenAIEmbeddings(Reply):
@@ -180,14 +180,14 @@ class OpenAIEmbeddings(Reply):
 
 class HuggingFaceToken(Reply):
     id: int = Field(description="Token id.", examples=[42])
-    text: str = _TOKEN_TEXT
-    logprob: float = _LOGPROB
+    text: str = TOKEN_TEXT
+    logprob: float = LOGPROB
     special: bool = Field(description="Whether it is a special token, without text.", examples=[False])
 
 
 class HuggingFacePrefillToken(Reply):
     id: int = Field(description="Token id.", examples=[42])
-    text: str = _TOKEN_TEXT
+    text: str = TOKEN_TEXT
     logprob: float | None = Field(description="Null for the first.", examples=[-0.5])
 
 
@@ -251,7 +251,7 @@ class HuggingFaceClass(Reply):
 
 class EncodeUsage(Reply):
     prompt_tokens: int = _PROMPT_TOKENS
-    total_tokens: int = _TOTAL_TOKENS
+    total_tokens: int = TOTAL_TOKENS
 
 
 class RankedDocument(Reply):
@@ -346,89 +346,3 @@ class HuggingFaceEntity(Reply):
 
 
 Vectors = list[list[float]]
-
-
-class OpenAIDuration(Reply):
-    type: Literal["duration"] = Field(description="The type of this object.", examples=["duration"])
-    seconds: int = Field(description="Length of the audio, rounded up.", examples=[13])
-
-
-class OpenAITokenLogprob(Reply):
-    token: str = _TOKEN_TEXT
-    bytes: list[int] | None = Field(description="Its text's bytes; null of part of a character.", examples=[[32, 97]])
-    logprob: float = _LOGPROB
-
-
-class OpenAITranscript(Reply):
-    """A transcription with the format `json`."""
-
-    text: str = Field(description="What is said.", examples=["Good morning."])
-    usage: OpenAIDuration = Field(description="Length of the audio.")
-    logprobs: list[OpenAITokenLogprob] | None = Field(None, description="If requested.")
-
-
-class OpenAITranscriptSegment(Reply):
-    id: int = _INDEX
-    seek: int = Field(description="First frame of its window.", examples=[0])
-    start: float = Field(description="Seconds.", examples=[0.0])
-    end: float = Field(description="Seconds.", examples=[4.2])
-    text: str = Field(description="What is said.", examples=[" Good morning."])
-    tokens: list[int] = Field(description="Its tokens.", examples=[[42]])
-    temperature: float = Field(description="That its window was decoded at.", examples=[0.0])
-    avg_logprob: float = Field(description="Of its window's tokens.", examples=[-0.2])
-    compression_ratio: float = Field(description="Of its window's tokens.", examples=[1.4])
-    no_speech_prob: float = Field(description="Of its window.", examples=[0.01])
-
-
-class OpenAITranscriptWord(Reply):
-    word: str = Field(description="The word.", examples=["Good"])
-    start: float = Field(description="Seconds.", examples=[0.0])
-    end: float = Field(description="Seconds.", examples=[0.4])
-
-
-class OpenAIVerboseTranscript(Reply):
-    """A transcription with the format `verbose_json`."""
-
-    task: Literal["transcribe", "translate"] = Field(description="What was done.", examples=["transcribe"])
-    language: str = Field(description="What is spoken, or english of a translation.", examples=["english"])
-    duration: float = Field(description="Seconds of audio.", examples=[12.5])
-    text: str = Field(description="What is said.", examples=["Good morning."])
-    segments: list[OpenAITranscriptSegment] | None = Field(None, description="If requested.")
-    words: list[OpenAITranscriptWord] | None = Field(None, description="If requested.")
-    usage: OpenAIDuration = Field(description="Length of the audio.")
-
-
-class OpenAITranscriptDelta(Reply):
-    type: Literal["transcript.text.delta"] = Field(description="The type.", examples=["transcript.text.delta"])
-    delta: str = Field(description="New text.", examples=["Good"])
-    logprobs: list[OpenAITokenLogprob] | None = Field(None, description="If requested.")
-
-
-class OpenAIAudioDetails(Reply):
-    audio_tokens: int = Field(description="Positions of the encoder that the audio takes.", examples=[625])
-    text_tokens: int = Field(description="Always 0.", examples=[0])
-
-
-class OpenAIAudioUsage(Reply):
-    type: Literal["tokens"] = Field(description="The type of this object.", examples=["tokens"])
-    input_tokens: int = Field(description="Positions of the encoder that the audio takes.", examples=[625])
-    input_token_details: OpenAIAudioDetails = Field(description="Details.")
-    output_tokens: int = Field(description="Tokens generated.", examples=[40])
-    total_tokens: int = _TOTAL_TOKENS
-
-
-class OpenAITranscriptDone(Reply):
-    type: Literal["transcript.text.done"] = Field(description="The type.", examples=["transcript.text.done"])
-    text: str = Field(description="What is said.", examples=["Good morning."])
-    usage: OpenAIAudioUsage = Field(description="Token counts.")
-    logprobs: list[OpenAITokenLogprob] | None = Field(None, description="If requested.")
-
-
-class HuggingFaceSpokenPart(Reply):
-    text: str = Field(description="What is said.", examples=[" Good"])
-    timestamp: list[float] = Field(description="Start and end in seconds.", examples=[[0.0, 0.4]])
-
-
-class HuggingFaceSpeech(Reply):
-    text: str = Field(description="What is said.", examples=["Good morning."])
-    chunks: list[HuggingFaceSpokenPart] | None = Field(None, description="Segments or words, if requested.")

@@ -1,1 +1,1 @@
-"""Transcriptions: audio files to text, in as many requests to the engine as they have windows."""
+"""Transcription: routes, bodies, dialects, decoding of files in a sandbox, and the jobs that run it."""

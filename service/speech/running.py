@@ -19,8 +19,8 @@ from service.core.errors import REFUSALS, deadline_passed, draining, engine_refu
 from service.core.request_context import RequestContext
 from service.lifecycle.jobs import Job, Jobs
 from service.observability.metrics import Metrics
-from service.planning.speech import SpeechPlan
 from service.settings.service_settings import Limits
+from service.speech.planner import SpeechPlan
 
 _ROOM_SECONDS = 0.05  # between looks for room in the queue
 

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from transformers import WhisperFeatureExtractor
 
 from model.errors import ConfigError
-from model.media.audio_file import AudioError, AudioLimits, decode_audio
-from model.media.log_mel import LogMel, read_log_mel
-from model.media.resampling import Resampler, resample
+from model.speech.audio_file import AudioError, AudioLimits, decode_audio
+from model.speech.log_mel import LogMel, read_log_mel
+from model.speech.resampling import Resampler, resample
 from model.speech.segments import Window
 from model.speech.spectrogram import Spectrogram
 

@@ -20,14 +20,14 @@ from model.api.request import Request
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.speech import SpeechTokens
 from model.config.model import AudioConfig
-from model.media.audio_file import AudioError
-from model.media.log_mel import LogMel
+from model.speech.audio_file import AudioError
 from model.speech.chunks import cut_chunks
+from model.speech.log_mel import LogMel
 from model.speech.segments import Window
 from model.speech.spectrogram import Spectrogram
 from model.text.tokenizer import Tokenizer
 from service.core.models import ServedModel
-from service.schemas.speech_bodies import TranscribeReply
+from service.speech.bodies import TranscribeReply
 from tests.service.support import App, config, make_app, run
 
 END, START, EN, DE, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_SPEECH, NO_TIMESTAMPS, BEGIN = range(256, 266)
@@ -159,8 +159,8 @@ def speech_app(*outputs: Sequence[int], tokens: SpeechTokens = SPEECH, **options
     room = {"max_model_len": 64, "max_num_batched_tokens": 128}
     app = make_app(served_speech(tokens=tokens), end_id=END, **room, **options)
     app.script.answer = saying(*outputs) if outputs else None
-    app.service.decoders = decoder = ScriptedDecoder()  # type: ignore[assignment]
-    app.service.speech_planner._decoders = decoder  # type: ignore[assignment]
+    app.app.state.speech.decoders = decoder = ScriptedDecoder()  # type: ignore[assignment]
+    app.app.state.speech.decoders = decoder  # type: ignore[assignment]
     return app
 
 

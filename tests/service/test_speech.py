@@ -9,8 +9,8 @@ import httpx
 
 from model.api.request import Request
 from model.speech.chunks import cut_chunks
-from service.schemas.speech_bodies import TranscribeEvent
 from service.settings.service_settings import Limits, ServiceSettings
+from service.speech.bodies import TranscribeEvent
 from tests.service.speech import (
     BEGIN,
     DE,

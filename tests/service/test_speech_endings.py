@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from model.api.request import Request
 from model.errors import QueueFullError
-from model.media.log_mel import LogMel
+from model.speech.log_mel import LogMel
 from model.speech.spectrogram import Spectrogram
 from service.core.fake_engine import FakeStream
 from service.core.request_context import RequestContext
@@ -102,7 +102,7 @@ class TestEnds:
     def test_a_full_queue_refuses_the_first_window(self) -> None:
         app = speech_app(ids(" a"), queue_full="queue_requests")
         check_error(asked(app), 429, None, code="queue_full")
-        assert not app.service.decoders.decoded  # type: ignore[attr-defined]
+        assert not app.app.state.speech.decoders.decoded  # type: ignore[attr-defined]
         check_accounts(app)
 
     def test_one_chunk_that_is_refused_refuses_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ class TestEnds:
     ) -> None:
         """At once: what refers to each other in circles is found late where there is much else."""
         app = speech_app(*SAID)
-        decoder, samples = app.service.speech_planner._decoders, list[weakref.ref[NDArray[np.float32]]]()
+        decoder, samples = app.app.state.speech.decoders, list[weakref.ref[NDArray[np.float32]]]()
         decode = decoder.decode
 
         async def watched(data: bytes, sampling_rate: int) -> NDArray[np.float32]:
@@ -207,7 +207,7 @@ class TestEnds:
 
     def test_samples_count_until_their_thread_has_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
         app = speech_app(ids(" a"))
-        room = app.service.speech_planner.room
+        room = app.app.state.speech.room
         begun, free, features = threading.Event(), threading.Event(), Spectrogram.of
 
         def slow(log_mel: LogMel, samples: NDArray[np.float32]) -> Spectrogram:
@@ -249,7 +249,7 @@ class TestEnds:
     def test_no_more_bytes_at_a_time_than_the_limit(self) -> None:
         limits = Limits(max_audio_held_bytes=5 * RATE)  # samples of 1.25 s
         app = speech_app(ids(" a"), settings=ServiceSettings(limits=limits))
-        room = app.service.speech_planner.room
+        room = app.app.state.speech.room
 
         async def work(client: httpx.AsyncClient) -> None:
             free = hold(app)

@@ -77,9 +77,9 @@ class TestRefusals:
             transcribe(engine, served_speech(tokens=ENGLISH).checkpoint, TOKENIZER, sound(0.5), options, None)
 
     def test_decoders_that_fail(self, speech: App) -> None:
-        speech.service.decoders.error = WorkerError("busy", "all workers are busy")  # type: ignore[attr-defined]
+        speech.app.state.speech.decoders.error = WorkerError("busy", "all workers are busy")  # type: ignore[attr-defined]
         check_error(asked(speech), 503, None, code="audio_busy")
-        speech.service.decoders.error = WorkerError("crashed", "its process ended")  # type: ignore[attr-defined]
+        speech.app.state.speech.decoders.error = WorkerError("crashed", "its process ended")  # type: ignore[attr-defined]
         check_error(asked(speech), 400, "audio", code="invalid_audio")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model.media.log_mel import LogMel
+from model.speech.log_mel import LogMel
 from tests.service.speech import (
     BEGIN,
     DE,

@@ -15,7 +15,7 @@ from model.api.engine_config import EngineConfig
 from model.api.sampling_params import SamplingParams
 from model.api.source import audio_source
 from model.llm import LLM
-from model.media.log_mel import LogMel
+from model.speech.log_mel import LogMel
 
 HELD_OUT = 400  # utterances with each kind of voices
 NOISE = 15.0  # decibels below the speech

@@ -26,10 +26,10 @@ from lab.training.speech import clips, synthesis, tokens, utterances, windows
 from lab.training.trainer import TrainingPlan, cross_entropy, new_model, train
 from model.attention.base import AttentionMetadata
 from model.families import config_from_raw
-from model.media.log_mel import LogMel
 from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
 from model.pretrained import CHECKPOINTS
+from model.speech.log_mel import LogMel
 
 SECONDS = 6  # of a window
 TEXT_TOKENS = 700

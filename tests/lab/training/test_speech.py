@@ -20,10 +20,10 @@ from model.attention.base import AttentionMetadata
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.llm import LLM
-from model.media.audio_file import AudioLimits, decode_audio
 from model.network.inputs import CrossInput, StackInput
 from model.network.weights import load_model
 from model.pretrained import CHECKPOINTS
+from model.speech.audio_file import AudioLimits, decode_audio
 
 CPU = torch.device("cpu")
 

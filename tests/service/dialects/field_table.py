@@ -17,7 +17,6 @@ from pydantic.fields import FieldInfo
 
 from model.api.parameters import Beams, Taken
 from model.api.request import PARAMETERS
-from service.dialects.audio_bodies import SpeechBody, TranscriptionForm, TranslationForm
 from service.dialects.common import Ignored, Refused, Served
 from service.dialects.embedding_bodies import EmbeddingBody
 from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
@@ -38,6 +37,7 @@ from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankB
 from service.dialects.responses_bodies import ResponsesBody
 from service.dialects.text2text_bodies import Text2TextBody, TranslationBody
 from service.schemas.field_paths import walk
+from service.speech.dialect_bodies import SpeechBody, TranscriptionForm, TranslationForm
 
 PAGE = Path(__file__).parents[3] / "docs" / "fields.md"
 BODIES: dict[str, type[BaseModel]] = {

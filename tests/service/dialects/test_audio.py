@@ -17,8 +17,8 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 
 from service.http.multipart import MAX_PARTS, boundary_of, read_form
-from service.schemas import dialect_replies as replies
 from service.settings.service_settings import Limits, ServiceSettings
+from service.speech import replies
 from tests.service.processes import eventually
 from tests.service.speech import BEGIN, ENGLISH, PREVIOUS, at, base64_of, ids, saying, speech_app, windows
 from tests.service.support import App, check_accounts, counted, live, run
@@ -244,7 +244,7 @@ class TestManyUploads:
 
     def test_slow_uploads_take_no_place_and_end(self) -> None:
         app = speech_app(SAID, settings=ServiceSettings(limits=self.LIMITS))
-        room = app.service.speech_planner.room
+        room = app.app.state.speech.room
         with live(app) as url:
             slow = [self.upload(url, 10_000) for _ in range(5)]
             eventually(lambda: room.num_bytes == 50_000)
@@ -258,7 +258,7 @@ class TestManyUploads:
 
     def test_many_at_once_hold_no_more_than_the_limit(self) -> None:
         app = speech_app(SAID, settings=ServiceSettings(limits=replace(self.LIMITS, receive_s=60.0)))
-        room = app.service.speech_planner.room
+        room = app.app.state.speech.room
         with live(app) as url:
             slow = [self.upload(url, 89_999)]
             eventually(lambda: room.num_bytes == 89_999)

@@ -11,9 +11,9 @@ import pytest
 
 from model.text.grammar_matcher import Vocabulary, compile_grammar
 from model.text.token_bytes import token_bytes
-from service.dialects.audio_bodies import AudioForm
 from service.dialects.common import DialectBody
 from service.routes.docs import BODIES as REQUEST_BODIES
+from service.speech.dialect_bodies import AudioForm
 from tests.service.dialects.client_types import paths, within
 from tests.service.dialects.field_table import BODIES, PAGE, Row, markdown, table, types
 from tests.service.dialects.support import calling_app, prompt_of, says

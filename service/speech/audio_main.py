@@ -1,4 +1,4 @@
-"""The process that decodes audio files: `python -m service.sandbox.audio_main`.
+"""The process that decodes audio files: `python -m service.speech.audio_main`.
 
 A decoder is a large program in C that reads bytes of a stranger, and a small file may decode to days of silence. So
 each file gets a process of its own, which `service.sandbox.worker_main` confines and the kernel ends in time.
@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 from typing import Any
 
-from model.media.audio_file import AudioError, AudioLimits, decode_audio
+from model.speech.audio_file import AudioError, AudioLimits, decode_audio
 from service.sandbox import worker_main
 
 _LIBRARIES = 1 << 30  # address space of the interpreter and the decoders' libraries, most of which is never used

@@ -13,8 +13,6 @@ from starlette.responses import Response
 
 from service.core.errors import ApiError, invalid
 from service.core.models import Task
-from service.dialects import audio
-from service.dialects.audio_bodies import AudioForm, SpeechBody, TranscriptionForm, TranslationForm
 from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
 from service.http.bodies import (
     cancel_on_disconnect,
@@ -27,13 +25,7 @@ from service.http.bodies import (
 from service.http.model_use import choose_model
 from service.http.multipart import boundary_of, read_form
 from service.http.parsing import parsed
-from service.http.sse import EventStream
-from service.http.transcripts import NativeTranscript, RenderTranscript, TranscriptEvents
-from service.lifecycle.jobs import Job
-from service.lifecycle.state import service_of
-from service.planning.audio_room import HeldAudio
-from service.planning.speech import READS_AUDIO, lacks_for_audio, reads_audio
-from service.routes.docs import (
+from service.http.route_docs import (
     WORK_ERRORS,
     error_responses,
     file_body,
@@ -42,15 +34,24 @@ from service.routes.docs import (
     query_model,
     text_response,
 )
-from service.schemas.dialect_replies import (
+from service.http.sse import EventStream
+from service.lifecycle.jobs import Job
+from service.lifecycle.state import Service, service_of
+from service.speech import dialect
+from service.speech.audio_pool import AudioPool
+from service.speech.audio_room import HeldAudio
+from service.speech.bodies import TranscribeBody
+from service.speech.dialect_bodies import AudioForm, SpeechBody, TranscriptionForm, TranslationForm
+from service.speech.planner import READS_AUDIO, SpeechPlanner, audio_limits, lacks_for_audio, reads_audio
+from service.speech.replies import (
     HuggingFaceSpeech,
     OpenAITranscript,
     OpenAITranscriptDelta,
     OpenAITranscriptDone,
     OpenAIVerboseTranscript,
 )
-from service.schemas.speech_bodies import TranscribeBody
 from service.speech.running import RunningTranscription
+from service.speech.transcripts import NativeTranscript, RenderTranscript, TranscriptEvents
 
 router = APIRouter()
 F = TypeVar("F", bound=AudioForm)
@@ -119,33 +120,33 @@ async def recognise(request: Request, raw: bytes) -> Response:
 async def _recognised(request: Request, held: HeldAudio, raw: bytes | None = None) -> Response:
     """Transcribe the file of `held`, or that of a JSON body."""
     body = None if raw is None else await _from_json(request, raw, held)
-    with naming_errors(audio.HUGGINGFACE_NAMES):
-        found = audio.huggingface(body, named_model(request, None if body is None else body.model))
-        return await answer(request, found, held, audio.SpeechReply, audio.HUGGINGFACE_NAMES)
+    with naming_errors(dialect.HUGGINGFACE_NAMES):
+        found = dialect.huggingface(body, named_model(request, None if body is None else body.model))
+        return await answer(request, found, held, dialect.SpeechReply, dialect.HUGGINGFACE_NAMES)
 
 
 async def _from_json(request: Request, raw: bytes, held: HeldAudio) -> SpeechBody:
     """Return a JSON body without its file, which `held` has then."""
     body = await parsed(request, raw, SpeechBody)
-    with naming_errors(audio.HUGGINGFACE_NAMES):
+    with naming_errors(dialect.HUGGINGFACE_NAMES):
         held.put(await _decoded(request, body.inputs))
-    return body.model_copy(update={"inputs": audio.UNSENT})
+    return body.model_copy(update={"inputs": dialect.UNSENT})
 
 
 async def _form_answer(request: Request, kind: type[AudioForm], task: str) -> Response:
     boundary = boundary_of(request.headers.get("content-type", ""))
     held = _enter(request)
     form = _from_form(await whole_body(request.receive, held.hold), boundary, kind, held)
-    with naming_errors(audio.FORM_NAMES):
-        found = audio.transcribe(with_model(request, form), task=task)
+    with naming_errors(dialect.FORM_NAMES):
+        found = dialect.transcribe(with_model(request, form), task=task)
         return await answer(
-            request, found, held, lambda running, job: audio.AudioReply(running, job, form), audio.FORM_NAMES
+            request, found, held, lambda running, job: dialect.AudioReply(running, job, form), dialect.FORM_NAMES
         )
 
 
 def _from_form(raw: bytes, boundary: bytes, kind: type[F], held: HeldAudio) -> F:
     """Return the fields of a form, whose file `held` has then."""
-    form, file = audio.parsed_form(read_form(raw, boundary), kind)
+    form, file = dialect.parsed_form(read_form(raw, boundary), kind)
     held.put(file)
     return form
 
@@ -180,7 +181,7 @@ async def answer(
     with service.handling():
         body = body.model_copy(update={"model": served.name})
         plan = await cancel_on_disconnect(
-            request, service.speech_planner.plan(body, held, context.request_id, context.started)
+            request, speech_of(request).plan(body, held, context.request_id, context.started)
         )
         service.check_not_given_up()
         running = RunningTranscription(plan, service.client, service.jobs, service.metrics, service.limits)
@@ -200,10 +201,24 @@ async def answer(
         return rendering.reply()
 
 
+def speech_planner(service: Service) -> SpeechPlanner:
+    """Make what plans the requests of speech; the application keeps it as `app.state.speech`."""
+    limits = service.limits
+    decoders = AudioPool(limits.audio_decode_s, audio_limits(limits))
+    return SpeechPlanner(service.models, service.client, limits, service.threads, decoders)
+
+
+def speech_of(request: Request) -> SpeechPlanner:
+    """Return what plans the requests of speech of the application that received the request."""
+    planner = request.app.state.speech
+    assert isinstance(planner, SpeechPlanner)
+    return planner
+
+
 def _enter(request: Request) -> HeldAudio:
     """Return what the request holds of audio until its reply has been sent; raises a 429 if there is no room for it."""
     declared = request.headers.get("content-length", "")
-    held = service_of(request).speech_planner.room.enter(int(declared) if declared.isdecimal() else 0)
+    held = speech_of(request).room.enter(int(declared) if declared.isdecimal() else 0)
     context_of_request().on_end.append(held.release)
     return held
 

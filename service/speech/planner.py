@@ -15,8 +15,8 @@ from model.api.request import Request
 from model.api.sampling_params import SamplingParams
 from model.api.stats import ModelInfo
 from model.checkpoint.speech import SpeechTokens
-from model.media.audio_file import AudioError, AudioLimits
-from model.media.log_mel import LogMel
+from model.speech.audio_file import AudioError, AudioLimits
+from model.speech.log_mel import LogMel
 from model.speech.requests import RequestMaker, SpeechOptions
 from model.speech.transcription import TEMPERATURES
 from model.text.tokenizer import Tokenizer
@@ -24,13 +24,13 @@ from service.core.engine_client import EngineClient
 from service.core.errors import invalid, unavailable
 from service.core.models import Models, ServedModel, Task
 from service.planning.admission import check_request, check_room, loaded_info
-from service.planning.audio_room import AudioRoom, HeldAudio
 from service.planning.requests import cache_salt, engine_id
 from service.planning.tokenization import TokenizerThreads, check_vocabulary
-from service.sandbox.audio_pool import AudioPool
 from service.sandbox.process_pool import WorkerError
-from service.schemas.speech_bodies import TranscribeBody
 from service.settings.service_settings import Limits
+from service.speech.audio_pool import AudioPool
+from service.speech.audio_room import AudioRoom, HeldAudio
+from service.speech.bodies import TranscribeBody
 
 READS_AUDIO = "transcribes speech"
 
@@ -104,8 +104,12 @@ class SpeechPlanner:
         self._client = client
         self._limits = limits
         self._threads = threads
-        self._decoders = decoders
+        self.decoders = decoders
         self.room = AudioRoom(limits.max_audio_requests, limits.max_audio_held_bytes)
+
+    def close(self) -> None:
+        """End the processes that decode."""
+        self.decoders.close()
 
     async def plan(self, body: TranscribeBody, audio: HeldAudio, request_id: str, arrival: float) -> SpeechPlan:
         """Return the plan of a body, whose file `audio` has and gives up; raises `ApiError` if it cannot be served."""
@@ -217,7 +221,7 @@ class SpeechPlanner:
     async def _decode(self, audio: bytes, log_mel: LogMel) -> NDArray[np.float32]:
         """Return the samples of a file at the model's rate; raises a 400 that names `audio`, a 503 without a worker."""
         try:
-            samples = await self._decoders.decode(audio, log_mel.sampling_rate)
+            samples = await self.decoders.decode(audio, log_mel.sampling_rate)
         except AudioError as error:
             raise invalid(f"audio: {error}", "audio", "invalid_audio") from None
         except WorkerError as error:

@@ -89,7 +89,7 @@ def check_complete(running: RunningTranscription) -> None:
 
 
 class NativeTranscript(DataEvents):
-    """Shows transcriptions as /generate has them (`service.schemas.speech_bodies`)."""
+    """Shows transcriptions as /generate has them (`service.speech.bodies`)."""
 
     def __init__(self, running: RunningTranscription, job: Job, *, segments: bool, token_ids: bool) -> None:
         self._running = running

@@ -1,4 +1,4 @@
-"""Worker processes that decode audio files of strangers; `service.sandbox.audio_main` says why they are processes."""
+"""Worker processes that decode audio files of strangers; `service.speech.audio_main` says why they are processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
-from model.media.audio_file import AudioError, AudioLimits
+from model.speech.audio_file import AudioError, AudioLimits
 from service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
 
 _WORKERS = 2
@@ -18,7 +18,7 @@ class AudioWorker(ForkingWorker):
 
     def __init__(self, seconds: float, limits: AudioLimits) -> None:
         variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        super().__init__(seconds, "service.sandbox.audio_main", variables=variables)
+        super().__init__(seconds, "service.speech.audio_main", variables=variables)
         self._limits = limits
 
     def decode(self, data: bytes, sampling_rate: int) -> NDArray[np.float32]:

@@ -15,16 +15,16 @@ from model.api.request import TokenLogprob
 from model.speech.driver import Piece, Written
 from model.speech.subtitles import Line, srt, vtt
 from service.core.errors import from_validation, invalid
-from service.dialects.audio_bodies import AudioForm, SpeechBody, SpeechGeneration, TranscriptionForm
 from service.dialects.common import native
 from service.http.bodies import context_of_request, json_response
 from service.http.json_replies import DataEvents, Json
 from service.http.multipart import Form
-from service.http.transcripts import check_complete
 from service.lifecycle.jobs import Job
 from service.schemas.field_paths import siblings
-from service.schemas.speech_bodies import TranscribeBody
+from service.speech.bodies import TranscribeBody
+from service.speech.dialect_bodies import AudioForm, SpeechBody, SpeechGeneration, TranscriptionForm
 from service.speech.running import RunningTranscription
+from service.speech.transcripts import check_complete
 
 F = TypeVar("F", bound=AudioForm)
 
