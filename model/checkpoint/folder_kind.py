@@ -39,6 +39,11 @@ _FORMATS = {
     ("rust_model.ot", "*.mlmodel", "*.mlpackage", "*.tflite"): "a model for another program: serve the folder that it "
     "was made from",
 }
+# Types of PEFT that change no matrix of the model.
+_UNMERGED = (
+    *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT", "CARTRIDGE"),
+    *("POLY", "XLORA"),
+)
 _BESIDE_TOKENIZERS = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
     *("sentencepiece.bpe.model", "spm.model", "source.spm", "target.spm", "target_vocab.json"),
@@ -105,8 +110,12 @@ def _adapter(path: Path, names: list[str]) -> str:
         return ""
     base = _text_in(path / "adapter_config.json", "base_model_name_or_path")
     of = f" of {base[:100]}" if base else ""
+    kind = _text_in(path / "adapter_config.json", "peft_type")[:40] or "LORA"
+    if kind in _UNMERGED:
+        return f"an adapter of PEFT's type {kind}{of}, not a model: such an adapter is not served, and cannot be merged"
+    what = "a LoRA adapter" if kind == "LORA" else f"an adapter of PEFT's type {kind}"
     return (
-        f"a LoRA adapter{of}, not a model: merge it into that model (PEFT: merge_and_unload, then save_pretrained) and "
+        f"{what}{of}, not a model: merge it into that model (PEFT: merge_and_unload, then save_pretrained) and "
         "serve the folder that it writes"
     )
 

@@ -41,6 +41,14 @@ def adapter(folder: Path) -> None:
     write(folder, adapter_config__json=json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/base"}))
 
 
+def adapter_of(kind: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        adapter(folder)
+        write(folder, adapter_config__json=json.dumps({"peft_type": kind, "base_model_name_or_path": "org/base"}))
+
+    return make
+
+
 def adapter_beside_a_model(folder: Path) -> None:
     save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
     write(folder, adapter_config__json="{}")
@@ -110,6 +118,8 @@ def shards(*numbers: int) -> Callable[[Path], None]:
 
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "an adapter": (adapter, r"a LoRA adapter of org/base, not a model: merge it"),
+    "an IA3 adapter": (adapter_of("IA3"), r"an adapter of PEFT's type IA3 of org/base, not a model: merge it"),
+    "a trained prompt": (adapter_of("PREFIX_TUNING"), r"an adapter of PEFT's type PREFIX_TUNING .*cannot be merged"),
     "an adapter beside a model": (adapter_beside_a_model, "a LoRA adapter, not a model: merge it"),
     "ONNX": (onnx, "a model in ONNX: serve the folder that it was exported from"),
     "a pointer as config": (pointer("config.json"), r"config\.json: a Git LFS pointer.*git lfs pull"),
