@@ -56,7 +56,7 @@ class ReplyShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedPrompts:
     """A body that was checked, in the engine's terms; `params` have no lengths yet."""
 
     body: GenerateBody
@@ -73,7 +73,7 @@ class Asked:
 
 def check_body(
     body: GenerateBody, served: ServedModel, info: ModelInfo, limits: Limits, shape: ReplyShape | None
-) -> Asked:
+) -> CheckedPrompts:
     """Return what a body asks for; raises an `ApiError` that names the first field that cannot be served."""
     _check_limits(body, limits)
     prompts = _with_prefix(_prompts(body, source_language(body, served), info.max_model_len), body, served)
@@ -89,7 +89,7 @@ def check_body(
         if isinstance(one.value, str):
             served.require_tokenizer(one.param)
             bound.check(one.value, one.param)
-    return Asked(
+    return CheckedPrompts(
         body=body,
         served=served,
         info=info,
@@ -103,19 +103,19 @@ def check_body(
     )
 
 
-def with_constraint(asked: Asked, constraint: OutputConstraint) -> Asked:
-    """Return what is asked for with a constraint of its output; refuses what has no meaning with one."""
-    field, params, served = constraint.field, asked.params, asked.served
+def with_constraint(checked: CheckedPrompts, constraint: OutputConstraint) -> CheckedPrompts:
+    """Return the body with a constraint of its output; refuses what has no meaning with one."""
+    field, params, served = constraint.field, checked.params, checked.served
     if params.ignore_eos:
         message = f"ignore_eos has no meaning with {field}, which says where the output ends"
         raise invalid(message, "ignore_eos")
     if params.allowed_token_ids:
         message = f"allowed_token_ids has no meaning with {field}, which says what is generated"
         raise invalid(message, "allowed_token_ids")
-    if params.num_beams > 1 and not (served.config.eos_token_ids or asked.body.stop_token_ids):  # a beam must end
+    if params.num_beams > 1 and not (served.config.eos_token_ids or checked.body.stop_token_ids):  # a beam must end
         message = f"num_beams needs an end-of-sequence id with {constraint.param}, and {served.name} has none"
         raise invalid(f"{message}; send num_beams: 1", "num_beams")
-    return replace(asked, params=replace(params, grammar=constraint.grammar))
+    return replace(checked, params=replace(params, grammar=constraint.grammar))
 
 
 def _prompts(body: GenerateBody, language: int | None, most: int) -> list[PromptInput]:

@@ -14,7 +14,7 @@ from service.core.engine_client import EngineClient
 from service.core.errors import invalid
 from service.core.models import Models, ServedModel, Task
 from service.planning.admission import check_request, check_room, loaded_info
-from service.planning.checks import Asked, ReplyShape, check_body, with_constraint
+from service.planning.checks import CheckedPrompts, ReplyShape, check_body, with_constraint
 from service.planning.requests import Tokens, check_length, requests_of
 from service.planning.response_format import GrammarChecker, OutputConstraint
 from service.planning.tokenization import PromptInput, TokenizerThreads, tokenise
@@ -67,53 +67,53 @@ class GeneratePlanner:
             raise invalid(message, "prompt", "wrong_task")
         info = loaded_info(self._client, served)
         check_request(body.timeout_s, body.priority, self._limits)
-        asked = check_body(body, served, info, self._limits, shape)
-        check_room(self._client, served, len(asked.prompts) * max(asked.params.n, asked.params.num_beams))
+        checked = check_body(body, served, info, self._limits, shape)
+        check_room(self._client, served, len(checked.prompts) * max(checked.params.n, checked.params.num_beams))
         constraint = await self._grammars.constraint(body, None if shape is None else shape.constrain)
         if constraint is not None:
-            asked = with_constraint(asked, constraint)
+            checked = with_constraint(checked, constraint)
             await self._grammars.check(constraint, served)
-        tokens = await self._tokenise(asked)
+        tokens = await self._tokenise(checked)
         return GeneratePlan(
             served=served,
-            requests=requests_of(asked, tokens, request_id, arrival, self._limits),
-            n=asked.params.n,
+            requests=requests_of(checked, tokens, request_id, arrival, self._limits),
+            n=checked.params.n,
             return_token_ids=body.return_token_ids or served.tokenizer is None,
-            skip_special_tokens=asked.params.skip_special_tokens,
-            echo=await self._echo(asked) if body.echo else (),
+            skip_special_tokens=checked.params.skip_special_tokens,
+            echo=await self._echo(checked) if body.echo else (),
             constraint=constraint,
         )
 
-    async def _tokenise(self, asked: Asked) -> Tokens:
+    async def _tokenise(self, checked: CheckedPrompts) -> Tokens:
         """Return all ids; a text that leaves no room in the context is refused before its ids are made."""
 
         def refuse(one: PromptInput, count: int) -> None:
-            check_length(asked, one, count, self._limits)
+            check_length(checked, one, count, self._limits)
 
-        ids = await tokenise(self._threads, asked.served, asked.inputs, refuse)
-        prompts, others = ids[: len(asked.prompts)], iter(ids[len(asked.prompts) :])
-        start = asked.served.config.decoder_start_token_id
+        ids = await tokenise(self._threads, checked.served, checked.inputs, refuse)
+        prompts, others = ids[: len(checked.prompts)], iter(ids[len(checked.prompts) :])
+        start = checked.served.config.decoder_start_token_id
         decoder: tuple[int, ...] = ()
-        if asked.served.is_encoder_decoder and start is not None:
-            decoder = (start, *asked.target_language)
-        if asked.decoder_prompt is not None:
+        if checked.served.is_encoder_decoder and start is not None:
+            decoder = (start, *checked.target_language)
+        if checked.decoder_prompt is not None:
             decoder += next(others)
-        prediction = () if asked.prediction is None else next(others)
-        return Tokens(prompts, decoder, prediction[: asked.info.max_model_len])
+        prediction = () if checked.prediction is None else next(others)
+        return Tokens(prompts, decoder, prediction[: checked.info.max_model_len])
 
-    async def _echo(self, asked: Asked) -> tuple[str, ...]:
+    async def _echo(self, checked: CheckedPrompts) -> tuple[str, ...]:
         """Return the texts before the outputs; an encoder-decoder repeats what its decoder got."""
-        if not asked.served.is_encoder_decoder:
-            return tuple([await self._text(one, asked) for one in asked.prompts])
-        if asked.decoder_prompt is None:
+        if not checked.served.is_encoder_decoder:
+            return tuple([await self._text(one, checked) for one in checked.prompts])
+        if checked.decoder_prompt is None:
             return ()
-        return (await self._text(asked.decoder_prompt, asked),) * len(asked.prompts)
+        return (await self._text(checked.decoder_prompt, checked),) * len(checked.prompts)
 
-    async def _text(self, source: PromptInput, asked: Asked) -> str:
+    async def _text(self, source: PromptInput, checked: CheckedPrompts) -> str:
         """Return the text of a prompt; ids without a tokenizer have none."""
         if isinstance(source.value, str):
             return source.value
-        if asked.served.tokenizer is None:
+        if checked.served.tokenizer is None:
             return ""
-        skip = asked.params.skip_special_tokens
-        return await self._threads.decode(asked.served.tokenizer, source.value, skip_special_tokens=skip)
+        skip = checked.params.skip_special_tokens
+        return await self._threads.decode(checked.served.tokenizer, source.value, skip_special_tokens=skip)

@@ -18,7 +18,7 @@ from service.core.context_bound import context_exceeded
 from service.core.errors import ApiError, invalid
 from service.core.models import ServedModel
 from service.core.request_context import current
-from service.planning.checks import Asked, check_beams
+from service.planning.checks import CheckedPrompts, check_beams
 from service.planning.tokenization import PromptInput
 from service.schemas.bodies import GenerateBody
 from service.settings.service_settings import Limits
@@ -46,28 +46,30 @@ class Tokens:
     prediction: tuple[int, ...]
 
 
-def requests_of(asked: Asked, tokens: Tokens, request_id: str, arrival: float, limits: Limits) -> tuple[Request, ...]:
+def requests_of(
+    checked: CheckedPrompts, tokens: Tokens, request_id: str, arrival: float, limits: Limits
+) -> tuple[Request, ...]:
     """Return a request for each prompt; raises an `ApiError` for one that is too long."""
     requests = tuple(
-        _request(asked, tokens, at, engine_id(request_id), arrival, limits) for at in range(len(tokens.prompts))
+        _request(checked, tokens, at, engine_id(request_id), arrival, limits) for at in range(len(tokens.prompts))
     )
-    _check_logprobs(asked.body, requests, limits)
+    _check_logprobs(checked.body, requests, limits)
     return requests
 
 
-def check_length(asked: Asked, text: PromptInput, tokens: int, limits: Limits) -> None:
+def check_length(checked: CheckedPrompts, text: PromptInput, tokens: int, limits: Limits) -> None:
     """Raise an `ApiError` for a text of so many tokens if it leaves no room in the context."""
-    if text is not asked.decoder_prompt:
-        _check_source(asked, tokens, text.param)
-    _max_tokens(asked, tokens, text.param, limits)
+    if text is not checked.decoder_prompt:
+        _check_source(checked, tokens, text.param)
+    _max_tokens(checked, tokens, text.param, limits)
 
 
-def _request(asked: Asked, tokens: Tokens, at: int, name: str, arrival: float, limits: Limits) -> Request:
-    body, served, ids = asked.body, asked.served, tokens.prompts[at]
-    encodes, param = served.is_encoder_decoder, asked.prompts[at].param
+def _request(checked: CheckedPrompts, tokens: Tokens, at: int, name: str, arrival: float, limits: Limits) -> Request:
+    body, served, ids = checked.body, checked.served, tokens.prompts[at]
+    encodes, param = served.is_encoder_decoder, checked.prompts[at].param
     start = len(tokens.decoder) if encodes else len(ids)
-    max_tokens = _max_tokens(asked, start, param, limits)
-    params = _fitting(asked, len(ids), start + max_tokens, param)
+    max_tokens = _max_tokens(checked, start, param, limits)
+    params = _fitting(checked, len(ids), start + max_tokens, param)
     return Request(
         request_id=name,
         model=served.name,
@@ -97,12 +99,12 @@ def with_lengths(
     return replace(params, max_tokens=max_tokens, min_tokens=min(least, max_tokens))
 
 
-def _max_tokens(asked: Asked, start: int, param: str, limits: Limits) -> int:
+def _max_tokens(checked: CheckedPrompts, start: int, param: str, limits: Limits) -> int:
     """Return how many tokens may follow `start` tokens; raises an `ApiError` where the context has no room for them.
 
     Only dialects can request 0, for no output; the engine then still generates one token.
     """
-    served, info, requested = asked.served, asked.info, asked.body.max_tokens
+    served, info, requested = checked.served, checked.info, checked.body.max_tokens
     room = info.max_model_len - start
     field = "decoder_prompt" if served.is_encoder_decoder else param
     wanted = 1 if requested is None else requested
@@ -110,8 +112,8 @@ def _max_tokens(asked: Asked, start: int, param: str, limits: Limits) -> int:
         raise _too_long(start, wanted, info, field if room < 1 else "max_tokens")
     if requested is not None:
         return int(requested)
-    otherwise = None if asked.fills_context else limits.default_max_tokens
-    bounds = (default_max_tokens(served, start, otherwise), output_room(served, info, start), _most(asked, limits))
+    otherwise = None if checked.fills_context else limits.default_max_tokens
+    bounds = (default_max_tokens(served, start, otherwise), output_room(served, info, start), _most(checked, limits))
     return max(1, min(bound for bound in bounds if bound is not None))
 
 
@@ -133,15 +135,15 @@ def output_room(served: ServedModel, info: ModelInfo, start: int) -> int:
     return room if capacity is None or capacity <= start else min(room, capacity - start)
 
 
-def _most(asked: Asked, limits: Limits) -> int | None:
+def _most(checked: CheckedPrompts, limits: Limits) -> int | None:
     """Return how many tokens an output may have if one reply must hold all log-probabilities; None: any number.
 
     It bounds what a client left open; what a client asks for is refused where it is too much.
     """
-    params = asked.params
-    if params.logprobs is None or asked.body.stream:
+    params = checked.params
+    if params.logprobs is None or checked.body.stream:
         return None
-    return max(1, limits.max_reply_logprobs // (params.n * len(asked.prompts) * (params.logprobs + 1)))
+    return max(1, limits.max_reply_logprobs // (params.n * len(checked.prompts) * (params.logprobs + 1)))
 
 
 def _too_long(start: int, max_tokens: int, info: ModelInfo, param: str) -> ApiError:
@@ -149,17 +151,17 @@ def _too_long(start: int, max_tokens: int, info: ModelInfo, param: str) -> ApiEr
     return context_exceeded(info.max_model_len, f"{start} prompt tokens + {max_tokens} max_tokens = {total}", param)
 
 
-def _fitting(asked: Asked, prompt_tokens: int, length: int, param: str) -> SamplingParams:
+def _fitting(checked: CheckedPrompts, prompt_tokens: int, length: int, param: str) -> SamplingParams:
     """Return the parameters with as many beams of `length` as fit an empty KV cache, where the folder sets them.
 
     Raises an `ApiError` for a source that does not fit one step and the context, and for the client's beams.
     """
-    info, params, encodes = asked.info, asked.params, asked.served.is_encoder_decoder
+    info, params, encodes = checked.info, checked.params, checked.served.is_encoder_decoder
     source = prompt_tokens if encodes else 0
-    _check_source(asked, prompt_tokens, param)
-    if asked.body.num_beams is None and params.num_beams > 1:
+    _check_source(checked, prompt_tokens, param)
+    if checked.body.num_beams is None and params.num_beams > 1:
         params = replace(params, num_beams=info.most_beams(params.num_beams, length, source=source))
-        check_beams(asked.body, params.num_beams)
+        check_beams(checked.body, params.num_beams)
     if params.num_beams > info.max_num_seqs:
         raise invalid(f"num_beams must be at most {info.max_num_seqs}, the maximum batch size", "num_beams")
     shortage = info.shortage(params.num_beams, length, source=source)
@@ -170,10 +172,10 @@ def _fitting(asked: Asked, prompt_tokens: int, length: int, param: str) -> Sampl
     return params
 
 
-def _check_source(asked: Asked, tokens: int, param: str) -> None:
+def _check_source(checked: CheckedPrompts, tokens: int, param: str) -> None:
     """Refuse a source of an encoder-decoder that does not fit one step."""
-    bound = min(asked.info.max_model_len, asked.info.max_num_batched_tokens)
-    if asked.served.is_encoder_decoder and tokens > bound:
+    bound = min(checked.info.max_model_len, checked.info.max_num_batched_tokens)
+    if checked.served.is_encoder_decoder and tokens > bound:
         raise context_exceeded(bound, f"{param} has {tokens}, which the encoder reads in one step", param)
 
 

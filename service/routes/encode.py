@@ -29,7 +29,7 @@ from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, q
 from service.lifecycle.jobs import Job, combined_outcome
 from service.lifecycle.state import Service, service_of
 from service.planning.encode import EncodePlan
-from service.planning.outputs.registry import OUTPUTS
+from service.planning.outputs.registry import OUTPUTS, missing
 from service.schemas.dialect_replies import Vectors
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.replies import EncodeReply
@@ -105,7 +105,7 @@ async def _with_model(request: Request, body: EncodeBody) -> EncodeBody:
     """Hold the model of the request: the named one, the only one that makes vectors, or that has another output."""
     if body.model is None and body.output not in ("embedding", "tokens"):
         output, what = OUTPUTS[body.output], f"has the output {body.output}"
-        found = await choose_model(request, None, lambda one: output.missing(one) is None, what, body.timeout_s)
+        found = await choose_model(request, None, lambda one: missing(output, one) is None, what, body.timeout_s)
         return body.model_copy(update={"model": found.name})
     await hold_model(request, body.model, Task.ENCODE, body.timeout_s)
     return body

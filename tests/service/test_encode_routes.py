@@ -72,7 +72,7 @@ async def over(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncEngi
     """A client of a service that has loaded nothing yet of a folder of models, and its engine."""
     settings = ServiceSettings(models=ModelSettings(models_dir=str(folder)))
     engine = AsyncEngine([], ThreadTransport, {})
-    app = create_app(engine, Models([]), settings, FolderReader(0, settings.log_format))
+    app = create_app(engine, Models([]), settings, FolderReader(0, settings.log_format, 8))
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client,

@@ -11,7 +11,7 @@ import numpy as np
 from model.text.tokenizer import Encoded, Located, Tokenizer
 from service.core.errors import invalid
 from service.core.models import ServedModel
-from service.planning.outputs.base import Array, EncodeInput, Found, Json, Part, at_most, softmax
+from service.planning.outputs.base import Array, CheckedInputs, EncodeInput, Found, Json, Part, at_most, softmax
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
 
@@ -23,15 +23,14 @@ from service.settings.service_settings import Limits
 _DEFAULT_LENGTH = 15  # tokens of an answer
 
 
-def answer_settings(
-    body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
-) -> Mapping[str, Any]:
+def answer_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
     """Check what cannot be known before; the engine returns the scores of all tokens."""
+    body, limits = checked.body, checked.limits
     at_most("top_k", body.top_k, limits.max_top_k)
     return {}
 
 
-def question(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> list[EncodeInput]:
+def question(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
     """Refuse an input that is no pair of question and context."""
     if sent.pair is None:
         raise invalid(f"{sent.param} must be {{text: question, text_pair: context}}", sent.param)
@@ -119,8 +118,9 @@ def entailment_label(served: ServedModel) -> int | None:
     return next((at for at, name in enumerate(head.labels) if name.lower().startswith("entail")), None)
 
 
-def hypotheses(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> list[EncodeInput]:
+def hypotheses(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
     """Return the text with the hypothesis of each label."""
+    body = checked.body
     if not body.labels:
         raise invalid("labels is required with output 'zero_shot'", "labels", "missing_field")
     template = _TEMPLATE if body.hypothesis_template is None else body.hypothesis_template
@@ -154,10 +154,9 @@ def zero_shot_item(found: Found) -> Json:
 _DEFAULT_TOP_K = 5
 
 
-def mask_settings(
-    body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
-) -> Mapping[str, Any]:
+def mask_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
     """Return where the masks are, and what may stand there; raises a 400 for an input without a mask."""
+    body, served, limits = checked.body, checked.served, checked.limits
     tokenizer = served.require_tokenizer(sent.param)
     at_most("top_k", body.top_k, limits.max_top_k)
     positions = tuple(at for at, token in enumerate(encoded.ids) if token == tokenizer.mask_id)

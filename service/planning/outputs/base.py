@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from model.api.request import EncodeOutput, EncodeTask
+from model.api.stats import ModelInfo
 from model.text.tokenizer import Encoded, Located, Tokenizer
-from service.core.errors import invalid
+from service.core.errors import invalid, too_large
 from service.core.models import ServedModel
 from service.schemas.encode_bodies import EncodeBody
-from service.schemas.types import ImageFile, TextPair
 from service.settings.service_settings import Limits
 
 # -- The inputs of an /encode body as sent: texts, pairs of texts, token ids or images.
@@ -38,26 +38,6 @@ class EncodeInput(msgspec.Struct, frozen=True):
     def is_text(self) -> bool:
         """Whether it is a single text."""
         return self.ids is None and self.image is None and self.pair is None
-
-
-def inputs_of(body: EncodeBody) -> list[EncodeInput]:
-    """Return the inputs in order, each with the name of its place in the body."""
-    value = body.input
-    if isinstance(value, str):
-        return [EncodeInput("input", text=value)]
-    if isinstance(value[0], int):
-        return [_input(value, "input")]
-    return [_input(one, f"input[{index}]") for index, one in enumerate(value)]
-
-
-def _input(one: object, param: str) -> EncodeInput:
-    if isinstance(one, ImageFile):
-        return EncodeInput(param, image=one.image)
-    if isinstance(one, TextPair):
-        return EncodeInput(param, text=one.text, pair=one.text_pair)
-    if isinstance(one, str):
-        return EncodeInput(param, text=one)
-    return EncodeInput(param, ids=tuple(one))  # type: ignore[arg-type]
 
 
 Json = dict[str, Any]
@@ -108,25 +88,6 @@ class Found(msgspec.Struct, frozen=True):
         return self.served.require_tokenizer(self.sent.param)
 
 
-def as_sent(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> list[EncodeInput]:
-    """Let the engine read an input as it is."""
-    return [sent]
-
-
-def any_length(body: EncodeBody, served: ServedModel) -> int | None:
-    return None
-
-
-def as_tokenised(body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded) -> Encoded:
-    return encoded
-
-
-def no_settings(
-    body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
-) -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Output:
     """One value of `output` in a body of /encode.
@@ -147,15 +108,43 @@ class Output:
     windows: bool = False  # a text that is too long becomes several inputs of the engine
     verbatim: bool = False  # texts are tokenised as they are, without prompts and lower case of a checkpoint's settings
     heavy: bool = False  # items are made in a thread: texts are decoded, or spans compared
-    room: Callable[[EncodeBody, ServedModel], int | None] = any_length  # tokens of a text, below the model's own limit
-    as_read: Callable[[EncodeBody, ServedModel, EncodeInput, Encoded], Encoded] = as_tokenised
-    readings: Callable[[EncodeBody, ServedModel, EncodeInput], list[EncodeInput]] = as_sent
-    settings: Callable[[EncodeBody, ServedModel, EncodeInput, Encoded, Limits], Mapping[str, Any]] = no_settings
+    room: Callable[[CheckedInputs], int | None] | None = None  # tokens of a text, below the model's own limit
+    as_read: Callable[[CheckedInputs, EncodeInput, Encoded], Encoded] | None = None
+    readings: Callable[[CheckedInputs, EncodeInput], list[EncodeInput]] | None = None
+    settings: Callable[[CheckedInputs, EncodeInput, Encoded], Mapping[str, Any]] | None = None
 
-    def missing(self, served: ServedModel) -> str | None:
-        """Return what a model lacks for this output, as far as it is known; None if it has everything."""
-        needs = [need for need in self.needs if served.loaded or not need.of_tokenizer]
-        return next((need.lacks for need in needs if not need.met(served)), None)
+
+class EncodeBounds(NamedTuple):
+    """How many inputs, and tokens of all of them, a request may have; `uncounted` of the inputs are free (a query)."""
+
+    inputs: int
+    tokens: int
+    uncounted: int = 0
+
+    def check_inputs(self, count: int) -> None:
+        """Raise a 413 for more inputs of the model, with windows and labels."""
+        if count > self.inputs + self.uncounted:
+            message = f"input makes more than {self.inputs} inputs of the model, with labels and windows"
+            raise too_large(message, "input", "too_many_inputs")
+
+    def check_tokens(self, tokens: int) -> None:
+        """Raise a 413 for more tokens."""
+        if tokens > self.tokens:
+            raise too_large(f"input has {tokens} tokens in all, more than {self.tokens}", "input", "too_many_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedInputs:
+    """A body of /encode that was checked before its texts are tokenised."""
+
+    body: EncodeBody
+    served: ServedModel
+    info: ModelInfo
+    limits: Limits
+    bounds: EncodeBounds
+    output: Output
+    inputs: tuple[EncodeInput, ...]
+    prompt: str  # in front of each text
 
 
 def at_most(name: str, value: int | None, bound: int) -> None:

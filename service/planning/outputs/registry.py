@@ -153,13 +153,19 @@ _MEANINGLESS = {
 }
 
 
+def missing(output: Output, served: ServedModel) -> str | None:
+    """Return what a model lacks for an output, as far as it is known; None if it has everything."""
+    needs = [need for need in output.needs if served.loaded or not need.of_tokenizer]
+    return next((need.lacks for need in needs if not need.met(served)), None)
+
+
 def output_of(body: EncodeBody, served: ServedModel) -> Output:
     """Return the body's output; raises a 400 for one that the model lacks something for, or with others' fields."""
     output = OUTPUTS[body.output]
     for name, default in _MEANINGLESS[output.name]:
         if getattr(body, name) != default:
             raise invalid(f"{name} has no meaning with output '{output.name}'", name)
-    lacks = output.missing(served)
+    lacks = missing(output, served)
     if lacks is not None:
         raise invalid(f"output: model {served.name} {lacks}", "output")
     return output
@@ -167,4 +173,4 @@ def output_of(body: EncodeBody, served: ServedModel) -> Output:
 
 def available(served: ServedModel) -> list[str]:
     """Return the outputs that a model has."""
-    return [output.name for output in _TABLE if output.missing(served) is None]
+    return [output.name for output in _TABLE if missing(output, served) is None]

@@ -16,17 +16,15 @@ from model.config.model import ClassifierInput
 from model.text.tokenizer import Encoded, Located
 from service.core.errors import invalid
 from service.core.models import ServedModel
-from service.planning.outputs.base import Array, EncodeInput, Found, Json
+from service.planning.outputs.base import Array, CheckedInputs, EncodeInput, Found, Json
 from service.schemas.encode_bodies import EncodeBody
-from service.settings.service_settings import Limits
 
 _NORMALIZED = ((-1.0,), (1.0,))  # the range of every dimension
 
 
-def embedding_settings(
-    body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
-) -> Mapping[str, Any]:
+def embedding_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
     """Return the runs of tokens of `chunks`; refuse integers without ranges for every dimension, or a known range."""
+    body, served = checked.body, checked.served
     scaled = body.embedding_type in ("int8", "uint8")
     if body.ranges is not None and not scaled:
         raise invalid(f"ranges has no meaning with embedding_type '{body.embedding_type}'", "ranges")
@@ -47,8 +45,9 @@ def embedding_settings(
     return {"spans": tuple(_tokens_of(places, begins, chunk, shift, at) for at, chunk in enumerate(body.chunks))}
 
 
-def divided_text(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> list[EncodeInput]:
+def divided_text(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
     """Refuse chunks and windows of what is no text, and settings that exclude each other."""
+    body, served = checked.body, checked.served
     if body.chunks is None and body.split is None and body.stride is None:
         return [sent]
     if body.stride is not None and body.split is None:
@@ -162,20 +161,18 @@ def _numbers(found: Found, name: str) -> Json:
     return item
 
 
-def end_of_sequence(
-    body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
-) -> Mapping[str, Any]:
+def end_of_sequence(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
     """Refuse ids without the token that the model's classifier reads."""
+    served = checked.served
     head, ends = served.config.classifier, served.config.eos_token_ids
     if head is not None and head.input is ClassifierInput.EOS and not set(ends) & set(encoded.ids):
         raise invalid(f"{sent.param} has no end-of-sequence token {' or '.join(map(str, ends))}", sent.param)
     return {}
 
 
-def sparse_settings(
-    body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
-) -> Mapping[str, Any]:
+def sparse_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
     """Return how many entries are kept, and which tokens have weights of their own: all but special ones."""
+    body, served = checked.body, checked.served
     sentences = served.checkpoint.sentences
     top_k = body.top_k or sentences.splade.most_entries
     if sentences.token_weight is None:
@@ -202,8 +199,9 @@ def settings_of(served: ServedModel) -> LateInteraction:
     return late
 
 
-def single_text(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> list[EncodeInput]:
+def single_text(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
     """Refuse what is no single text, and queries whose expansion the network cannot compute."""
+    body, served = checked.body, checked.served
     if not sent.is_text:
         raise invalid(f"{sent.param} must be a text", sent.param)
     late = settings_of(served)
@@ -213,15 +211,17 @@ def single_text(body: EncodeBody, served: ServedModel, sent: EncodeInput) -> lis
     return [sent]
 
 
-def room(body: EncodeBody, served: ServedModel) -> int | None:
+def room(checked: CheckedInputs) -> int | None:
     """Return the tokens of a text before its prefix is put in; None: any number."""
+    body, served = checked.body, checked.served
     late = settings_of(served)
     length = late.query_length if body.input_type == "query" else late.document_length
     return None if length is None else length - bool(_prefix(body, late))
 
 
-def as_read(body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded) -> Encoded:
+def as_read(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Encoded:
     """Return the tokens with the prefix behind the first one, and those of a query filled up."""
+    body, served = checked.body, checked.served
     late, tokenizer = settings_of(served), served.require_tokenizer(sent.param)
     ids, types = list(encoded.ids), list(encoded.type_ids)
     prefix = _prefix(body, late)
@@ -239,10 +239,9 @@ def as_read(body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: E
     return Encoded(tuple(ids), tuple(types))
 
 
-def vector_settings(
-    body: EncodeBody, served: ServedModel, sent: EncodeInput, encoded: Encoded, limits: Limits
-) -> Mapping[str, Any]:
+def vector_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
     """Return which tokens get a vector, and how many are read by none."""
+    body, served = checked.body, checked.served
     late, tokenizer = settings_of(served), served.require_tokenizer(sent.param)
     if body.input_type == "query":
         filled = 0

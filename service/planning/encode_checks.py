@@ -1,0 +1,161 @@
+"""The first pass over a body of /encode: whatever can be refused before a text is tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from model.api.stats import ModelInfo
+from service.core.context_bound import ContextBound
+from service.core.errors import invalid, shorten, too_large
+from service.core.models import ServedModel
+from service.planning.outputs.base import CheckedInputs, EncodeBounds, EncodeInput
+from service.planning.outputs.registry import OUTPUTS, output_of
+from service.schemas.encode_bodies import EncodeBody
+from service.schemas.types import ImageFile, TextPair
+from service.settings.service_settings import Limits
+
+
+def check_inputs(
+    body: EncodeBody, served: ServedModel, info: ModelInfo, limits: Limits, uncounted: int
+) -> CheckedInputs:
+    """Return what a body asks for; raises an `ApiError` that names the first field that cannot be served."""
+    count = len(body.input) if isinstance(body.input, list) and not isinstance(body.input[0], int) else 1
+    if OUTPUTS[body.output].detailed or served.config.image is not None:  # results for each token, or images
+        bounds = EncodeBounds(limits.max_detailed_inputs, limits.max_detailed_tokens, uncounted)
+    else:
+        bounds = EncodeBounds(limits.max_encode_inputs, limits.max_encode_tokens, uncounted)
+    _at_most("input", count - uncounted, bounds.inputs)
+    _at_most("chunks", len(body.chunks or ()), limits.max_encode_inputs)
+    output = output_of(body, served)
+    _check_size(body, served, info)
+    inputs = inputs_of(body)
+    prompt = _prompt(inputs, body, served)
+    if prompt and body.split is not None:
+        raise invalid("split: a prompt stands in front of the first window alone", "split")
+    if body.labels is not None:
+        bounds.check_inputs(len(inputs) * len(body.labels))
+    return CheckedInputs(body, served, info, limits, bounds, output, tuple(inputs), prompt)
+
+
+def _at_most(name: str, count: int, bound: int) -> None:
+    if count > bound:
+        raise too_large(f"{name} has {count} entries, more than {bound}", name, "too_many_inputs")
+
+
+def inputs_of(body: EncodeBody) -> list[EncodeInput]:
+    """Return the inputs in order, each with the name of its place in the body."""
+    value = body.input
+    if isinstance(value, str):
+        return [EncodeInput("input", text=value)]
+    if isinstance(value[0], int):
+        return [_input(value, "input")]
+    return [_input(one, f"input[{index}]") for index, one in enumerate(value)]
+
+
+def _input(one: object, param: str) -> EncodeInput:
+    if isinstance(one, ImageFile):
+        return EncodeInput(param, image=one.image)
+    if isinstance(one, TextPair):
+        return EncodeInput(param, text=one.text, pair=one.text_pair)
+    if isinstance(one, str):
+        return EncodeInput(param, text=one)
+    return EncodeInput(param, ids=tuple(one))  # type: ignore[arg-type]
+
+
+def _check_size(body: EncodeBody, served: ServedModel, info: ModelInfo) -> None:
+    if body.pooling == "pooler" and not served.config.pooler:
+        raise invalid(f"pooling: model {served.name} has no pooler", "pooling")
+    own = body.output == "embedding" and body.pooling == "default"
+    size = info.embedding_size if own else served.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise invalid(f"dimensions must be at most {size}", "dimensions")
+
+
+def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel) -> str:
+    """Return the prompt in front of the texts, empty for none; raises a 400 for one that does not apply."""
+    if "prompt_name" not in OUTPUTS[body.output].fields:
+        return ""
+    sentences, name = served.checkpoint.sentences, body.prompt_name
+    _check_task(body, served)
+    if served.config.image is not None:
+        if name is not None:
+            raise invalid(f"prompt_name: model {served.name} reads images, which have no prompts", "prompt_name")
+        return ""
+    if name is not None and name not in sentences.prompts:
+        known = ", ".join(sorted(sentences.prompts)) or "none"
+        raise invalid(f"prompt_name: model {served.name} has no prompt {name!r}; it has {known}", "prompt_name")
+    single = not any(one.pair is not None or one.ids for one in inputs)
+    if name is not None and not single:
+        raise invalid("prompt_name: only vectors of single texts have prompts", "prompt_name")
+    if body.task is not None and sentences.adapter(body.task) is None:  # it is a prompt, and nothing else
+        if not single:
+            raise invalid("task: only vectors of single texts have prompts", "task")
+        if name not in (None, body.task):
+            raise invalid(f"task and prompt_name contradict each other: {body.task!r} is a prompt too", "task")
+    prompt = sentences.prompt(name, body.task)
+    if prompt and body.truncate == "left" and not any(one.ids for one in inputs):
+        raise invalid("truncate: a prompt stands at the left end; found 'left', expected 'right'", "truncate")
+    return prompt
+
+
+def _check_task(body: EncodeBody, served: ServedModel) -> None:
+    known = served.checkpoint.sentences.tasks
+    if body.task is not None and body.task not in known:
+        listed = ", ".join(known) or "none"
+        raise invalid(f"task: model {served.name} has no task {shorten(body.task)}; it has {listed}", "task")
+    if served.checkpoint.sentences.adapter(body.task) is not None and body.pooling == "pooler":
+        raise invalid(
+            f"pooling: the pooler of model {served.name} has no adapters; leave out pooling or task", "pooling"
+        )
+
+
+def texts_of(checked: CheckedInputs) -> list[tuple[int, EncodeInput]]:
+    """Return what the engine reads of each input, by the input's index; raises an `ApiError`."""
+    served, output = checked.served, checked.output
+    texts = [
+        (owner, one if output.verbatim else _prepared(one, served, checked.prompt))
+        for owner, sent in enumerate(checked.inputs)
+        for one in ((sent,) if output.readings is None else output.readings(checked, sent))
+    ]
+    if len(texts) > len(checked.inputs):
+        checked.bounds.check_inputs(len(texts))
+    per_token, may_cut = checked.limits.prompt_characters_per_token, checked.body.truncate is not False
+    bound, characters = ContextBound(checked.info.max_model_len, per_token), 0
+    is_bound = not (may_cut or output.windows or checked.body.split is not None)
+    for _, one in texts:
+        _check_text(checked, one)
+        if is_bound:
+            bound.check(one.text + (one.pair or ""), one.param)
+        characters += one.characters
+    most = per_token * checked.bounds.tokens
+    if characters > most and not may_cut:
+        raise too_large(f"input has {characters} characters in all, more than {most}", "input", "too_many_tokens")
+    return texts
+
+
+def _check_text(checked: CheckedInputs, one: EncodeInput) -> None:
+    """Refuse what the model or the output cannot read."""
+    served, output = checked.served, checked.output
+    if one.image is not None:
+        raise invalid(f"{one.param}: model {served.name} reads text, not images", one.param)
+    if one.ids is not None:
+        if output.offsets:
+            raise invalid(f"{one.param}: output '{output.name}' needs text, not token ids", one.param)
+        return
+    served.require_tokenizer(one.param)
+    if one.pair is None and served.pairs is not None and output.labelled:
+        raise invalid(f"{one.param}: model {served.name} scores pairs: send text and text_pair", one.param)
+    if one.pair is not None and served.config.encoder is None and served.pairs is None:
+        raise invalid(f"{one.param}.text_pair: model {served.name} reads one text", f"{one.param}.text_pair")
+
+
+def _prepared(one: EncodeInput, served: ServedModel, prompt: str) -> EncodeInput:
+    prepare = served.checkpoint.sentences.prepare
+    if one.ids is not None or one.image is not None:
+        return one
+    if one.pair is not None:
+        return msgspec.structs.replace(one, text=prepare(one.text), pair=prepare(one.pair))
+    text = prepare(one.text, prompt)
+    return one if text == one.text else msgspec.structs.replace(one, text=text)
