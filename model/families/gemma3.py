@@ -16,7 +16,7 @@ from model.families import gemma, llama
 from model.families.table.bidirectional import as_encoder, either_way
 from model.families.table.helpers import layers_by_type, query_scale, refuse_unless
 from model.families.table.raw_config import Settings
-from model.families.table.rope import rotary, settings_by_type
+from model.families.table.rope import number, rotary, settings_by_type
 from model.families.table.rules import Family
 
 _PERIOD = 6  # every sixth layer has full attention
@@ -47,7 +47,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 def _ropes(raw: Settings) -> dict[str, Settings]:
     """Return the settings of each type of layer; old checkpoints have two bases, and scale full attention alone."""
-    local = raw.get("rope_local_base_freq", 10_000.0)
+    local = number(raw, "rope_local_base_freq", 10_000.0)
     return settings_by_type(
         raw,
         {

@@ -13,13 +13,14 @@ from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConf
 from model.config.model import ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.families.table.classifiers import classifier_rules
 from model.families.table.decoders import decoder_model, with_attention
-from model.families.table.helpers import activation, affine, refuse_unless, repeat, split_width
+from model.families.table.helpers import activation, affine, ignore_unless, refuse_unless, repeat, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_unless(raw, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    refuse_unless(raw, scale_attn_by_inverse_layer_idx=False)
+    ignore_unless(raw, add_cross_attention=False)  # which a source that it does not have would pass through
     raw.get("reorder_and_upcast_attn")  # how scores are rounded in float16
     size, heads = raw["n_embd"], raw["n_head"]
     dim = split_width(size, heads)

@@ -10,7 +10,7 @@ from model.families.table.classifiers import classifier_rules
 from model.families.table.decoders import decoder_model
 from model.families.table.helpers import activation, affine, repeat, split_width
 from model.families.table.raw_config import Settings
-from model.families.table.rope import rotary
+from model.families.table.rope import number, rotary
 from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
 _HEAD = "embed_out.weight"
@@ -21,7 +21,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     dim = split_width(size, heads)
     bias = bool(raw.get("attention_bias", True))
     raw.get("is_decoder")  # always
-    share, theta = raw.get("rotary_pct", 0.25), raw.get("rotary_emb_base", 10_000.0)
+    share, theta = number(raw, "rotary_pct", 0.25), number(raw, "rotary_emb_base", 10_000.0)
     # Its class has these two by other names, and does not read the usual ones outside of the rotary settings.
     own = raw.but(rope_theta=None, partial_rotary_factor=None) if raw.follows_class else raw
     turning = rotary(own, dim, share=share, theta=theta, partial=True)

@@ -15,7 +15,7 @@ from model.families.table.classifiers import classifier, classifier_rules, poole
 from model.families.table.helpers import activation, affine, layers_by_type, refuse_unless, repeat, split_width
 from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
-from model.families.table.rope import rotary, settings_by_type
+from model.families.table.rope import number, rotary, settings_by_type
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _POOLING = {"cls": ClassifierInput.FIRST, "mean": ClassifierInput.MEAN}
@@ -65,13 +65,13 @@ def _layers(raw: Settings, norm: NormConfig) -> tuple[LayerConfig, ...]:
 
 def _ropes(raw: Settings) -> dict[str, Settings]:
     """Return the settings of each type of layer; old files have two bases, and scale both types."""
-    base = raw.get("global_rope_theta", 160_000.0)
-    local = raw.get("local_rope_theta", 10_000.0)
+    base = number(raw, "global_rope_theta", 160_000.0)
+    local = number(raw, "local_rope_theta", base if "local_rope_theta" in raw else 10_000.0)
     return settings_by_type(
         raw,
         {
             "full_attention": raw.but(rope_theta=base),
-            "sliding_attention": raw.but(rope_theta=base if local is None else local),
+            "sliding_attention": raw.but(rope_theta=local),
         },
     )
 

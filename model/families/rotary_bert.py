@@ -28,7 +28,7 @@ from model.families.table.classifiers import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, fused, refuse_unless, repeat, split_width
 from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
-from model.families.table.rope import rotary
+from model.families.table.rope import number, rotary
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
@@ -118,7 +118,7 @@ def _nomic_settings(raw: Settings) -> Settings:
         hidden_act=_GATES[gate],
         layer_norm_eps=raw.get("layer_norm_epsilon", 1e-5),
         max_position_embeddings=longest,
-        rope_theta=raw.get("rotary_emb_base", 1000),
+        rope_theta=number(raw, "rotary_emb_base", 1000),
     )
 
 

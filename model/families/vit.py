@@ -19,20 +19,22 @@ from model.config.model import (
     PositionKind,
     StackConfig,
 )
-from model.errors import ConfigError
 from model.families.table.classifiers import classifier, classifier_rules, has_pooler
-from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
+from model.families.table.helpers import (
+    activation,
+    affine,
+    ignore_unless,
+    refuse_unless,
+    repeat,
+    self_attention,
+    split_width,
+)
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_unless(raw, pooler_act="tanh")
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
-    if raw.get("pooler_output_size", size) != size:
-        raise ConfigError(
-            f"pooler_output_size = {raw['pooler_output_size']} is not served for {raw['model_type']!r}, only {size}"
-        )
     dim = split_width(size, heads)
     image = ImageConfig(raw.get("image_size", 224), raw.get("patch_size", 16), raw.get("num_channels", 3))
     norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-12))
@@ -49,13 +51,15 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         final_norm=norm,
     )
     labels = classifier(raw, names)
+    pooler = has_pooler(labels, names, "pooler.dense.weight")
+    (refuse_unless if pooler else ignore_unless)(raw, pooler_act="tanh", pooler_output_size=size)
     return ModelConfig(
         model_type=raw["model_type"],
         embedding=EmbeddingConfig(0, size),
         encoder=encoder,
         image=image,
         classifier=labels,
-        pooler=has_pooler(labels, names, "pooler.dense.weight"),
+        pooler=pooler,
         max_positions=image.num_tokens,
     )
 

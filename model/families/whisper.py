@@ -22,6 +22,7 @@ from model.families.table.helpers import (
     activation,
     affine,
     ids,
+    ignore_unless,
     refuse_unless,
     repeat,
     split_width,
@@ -39,7 +40,8 @@ _OTHERS = (
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_unless(raw, scale_embedding=False, activation_function="gelu")
+    refuse_unless(raw, activation_function="gelu")
+    ignore_unless(raw, scale_embedding=False)
     for name in _OTHERS:
         raw.get(name)
     audio = AudioConfig(raw.get("num_mel_bins", 80), raw.get("max_source_positions", 1500))

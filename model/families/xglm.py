@@ -8,13 +8,13 @@ from dataclasses import replace
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.families.table.decoders import decoder_model
-from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
+from model.families.table.helpers import activation, affine, ignore_unless, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_unless(raw, add_cross_attention=False)
+    ignore_unless(raw, add_cross_attention=False)
     size, heads = raw["d_model"], raw["attention_heads"]
     dim, norm = split_width(size, heads), NormConfig(NormKind.LAYER, 1e-5)
     layer = LayerConfig(

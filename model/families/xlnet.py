@@ -18,13 +18,16 @@ from model.config.layer import (
 )
 from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
 from model.families.table.classifiers import classifier, classifier_rules
-from model.families.table.helpers import activation, affine, refuse_unless, repeat
+from model.families.table.helpers import activation, affine, ignore_unless, refuse_unless, repeat
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    refuse_unless(raw, attn_type="bi", bi_data=False, clamp_len=-1, same_length=False)
+    if raw.get("clamp_len", -1) > 0:
+        refuse_unless(raw, clamp_len=-1)
+    refuse_unless(raw, attn_type="bi", bi_data=False)
+    ignore_unless(raw, clamp_len=-1, same_length=False)  # without a limit, and of one direction
     labels = classifier(raw, names)
     if labels is not None and not labels.per_token:
         refuse_unless(raw, summary_type="last", summary_use_proj=True, summary_activation="tanh")

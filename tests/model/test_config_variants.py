@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.model.config_variants import compare
+from model.errors import ConfigError
+from model.families import read_settings
+from tests.model.config_variants import compare, raw_of
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
@@ -48,3 +50,39 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 def test_what_a_file_says_is_computed_as_by_the_library(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     found = compare(kind, changes, tmp_path)
     assert found.kind == "equal", found.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("data2vec-text", {"conv_bias": True, "num_channels": 1, "tdnn_dim": 7, "output_hidden_size": 5}),
+        ("esm", {"max_recycles": 9, "pairwise_dim": 4, "structure_module": True}),
+        ("olmoe", {"sliding_window": 2}),
+        ("qwen3-5", {"in_channels": 1, "patch_size": 2, "temporal_patch_size": 5}),
+        ("t5gemma", {"head_dim": 3, "hidden_size": 5, "hidden_activation": "relu", "rms_norm_eps": 0.5}),
+        ("whisper", {"scale_embedding": True}),
+        ("gpt2", {"add_cross_attention": True}),
+        ("xglm", {"add_cross_attention": True}),
+        ("xlnet", {"clamp_len": 0, "same_length": True}),
+        ("vit", {"pooler_output_size": None}),
+    ],
+)
+def test_what_the_network_does_not_read_is_ignored(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    found = compare(kind, changes, tmp_path)
+    assert (found.kind, found.without_effect) == ("equal", True), found.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("gpt-neox", {"rotary_emb_base": "x"}, "rotary_emb_base must be a number, found 'x'"),
+        ("gpt-neox", {"rotary_pct": "x"}, "rotary_pct must be a number, found 'x'"),
+        ("gemma3", {"rope_local_base_freq": True}, "rope_local_base_freq must be a number, found True"),
+        ("modernbert", {"local_rope_theta": "x"}, "local_rope_theta must be a number, found 'x'"),
+        ("olmo3", {"rope_parameters": {"type": "yarn", "factor": 2.0}}, "for each type of its layers .*, found factor"),
+        ("xlnet", {"clamp_len": 3}, "clamp_len = 3 is not served"),
+    ],
+)
+def test_a_refusal_names_the_key_of_the_file(kind: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_settings({**raw_of(kind), **changes})

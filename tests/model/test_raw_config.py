@@ -149,7 +149,6 @@ def test_a_type_that_the_library_does_not_have_has_no_unknown_settings(model_typ
     [
         ("Llama", "per_layer_config", {"0": {"head_dim": 4}}),
         ("GPT2", "is_causal", False),
-        ("GPT2", "add_cross_attention", True),
         ("Mistral3", "is_causal", False),
         ("Bert", "is_decoder", True),
         ("Mpt", "is_causal", False),

@@ -17,6 +17,7 @@ from typing import Any
 from model.config.layer import MOST, MOST_HEADS
 from model.errors import ConfigError, listed, shown
 from model.families.table.known_keys import KnownKeys, known_keys
+from model.families.table.uncomputed import UNCOMPUTED
 
 # Settings that do not change the network's results: bookkeeping, training, and generation (which
 # `model.checkpoint.folder` reads). Patterns match suffixes with one meaning in any name: dropout and token ids.
@@ -169,12 +170,13 @@ class Settings(Mapping[str, Any]):
     def refuse_unread(self) -> None:
         """Raise `ConfigError` naming every setting that was not read and might change the results."""
         known = {} if self._known is None else self._known.defaults
+        uncomputed = UNCOMPUTED.get(str(self._raw.get("model_type")), frozenset())
         refused = []
         for key in sorted(self._raw.keys() - self._read.keys()):
             value, default = self._raw[key], known.get(key)
             if _harmless(key) or value is None or value == default or not (value or default):
                 continue
-            if self._strict or key in known:
+            if self._strict or (key in known and key not in uncomputed):
                 refused.append(key)
             else:
                 self.ignore(key, value)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from model.config.layer import MOST, RopeScaling, RotaryConfig
-from model.errors import ConfigError, shown
+from model.errors import ConfigError, listed, shown
 from model.families.table.raw_config import Settings
 
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -46,11 +46,11 @@ def rotary(
     """
     scaling, kind = _settings(raw, growing)
     share = _share(raw, scaling, kind, share, partial=partial)
-    base = _number(scaling, "rope_theta", _number(raw, "rope_theta", theta))
+    base = number(scaling, "rope_theta", number(raw, "rope_theta", theta))
     if kind == "proportional":
         return _proportional(raw, scaling, RotaryConfig(head_dim, base, turning=2 * int(share * head_dim // 2)))
     plain = RotaryConfig(int(head_dim * share), base, interleaved=interleaved)
-    growth = _number(scaling, "llama_4_scaling_beta", 0.0) if growing else 0.0
+    growth = number(scaling, "llama_4_scaling_beta", 0.0) if growing else 0.0
     if kind == "default":
         return replace(plain, growth=growth, original_max_positions=_original(raw, scaling, 0)) if growth else plain
     max_positions = raw["max_position_embeddings"]
@@ -59,17 +59,17 @@ def rotary(
         return _longrope(scaling, plain, max_positions, original)
     if (kind != "yarn" and scaling.get("factor") is None) or "factor" not in scaling:
         raise ConfigError(f"rope type {kind!r} lacks its factor")
-    factor = _number(scaling, "factor", max_positions / original)
+    factor = number(scaling, "factor", max_positions / original)
     return replace(
         plain,
         scaling=RopeScaling(kind),
         factor=factor,
         original_max_positions=max_positions if kind in ("dynamic", "linear") else original,
         length=max_positions if kind == "dynamic" else 0,
-        low_freq_factor=_number(scaling, "low_freq_factor", 1.0),
-        high_freq_factor=_number(scaling, "high_freq_factor", 4.0),
-        beta_fast=_number(scaling, "beta_fast", 0.0) or 32.0,
-        beta_slow=_number(scaling, "beta_slow", 0.0) or 1.0,
+        low_freq_factor=number(scaling, "low_freq_factor", 1.0),
+        high_freq_factor=number(scaling, "high_freq_factor", 4.0),
+        beta_fast=number(scaling, "beta_fast", 0.0) or 32.0,
+        beta_slow=number(scaling, "beta_slow", 0.0) or 1.0,
         truncate=bool(scaling.get("truncate", True)),
         attention_factor=_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
         growth=growth,
@@ -104,7 +104,7 @@ def _share(raw: Settings, scaling: Mapping[str, Any], kind: str, share: float, *
 
     A model that does not read it turns whole heads; where its positions are stretched too, the library fails.
     """
-    found = _number(scaling, "partial_rotary_factor", _number(raw, "partial_rotary_factor", share))
+    found = number(scaling, "partial_rotary_factor", number(raw, "partial_rotary_factor", share))
     if not 0 < found <= 1:
         raise ConfigError(f"partial_rotary_factor must be above 0 and at most 1, found {found}")
     if partial or found == 1 or kind == "proportional" or not raw.follows_class:
@@ -124,7 +124,7 @@ def _original(raw: Settings, scaling: Mapping[str, Any], max_positions: int) -> 
     return found
 
 
-def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
+def number(settings: Mapping[str, Any], key: str, default: float) -> float:
     """Return a number of the settings; `default` where it is absent or null."""
     value = settings.get(key)
     if value is None:
@@ -136,7 +136,7 @@ def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
 
 def _proportional(raw: Settings, scaling: Mapping[str, Any], plain: RotaryConfig) -> RotaryConfig:
     """Return settings of which a share of pairs turns, at wavelengths and places of the whole head (Gemma 4)."""
-    if (factor := _number(scaling, "factor", 1.0)) == 1.0:
+    if (factor := number(scaling, "factor", 1.0)) == 1.0:
         return plain
     longest = raw["max_position_embeddings"]
     return replace(plain, scaling=RopeScaling.LINEAR, factor=factor, original_max_positions=longest)
@@ -145,14 +145,14 @@ def _proportional(raw: Settings, scaling: Mapping[str, Any], plain: RotaryConfig
 def _longrope(scaling: Mapping[str, Any], plain: RotaryConfig, max_positions: int, original: float) -> RotaryConfig:
     """Return LongRoPE's settings; its temperature is `sqrt(1 + ln s / ln L)` for a context of L, stretched by s, unless
     it is set (Ding et al. 2024; the temperature is of Phi-3's code)."""
-    factor = _number(scaling, "factor", max_positions / original)
+    factor = number(scaling, "factor", max_positions / original)
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     return replace(
         plain,
         scaling=RopeScaling.LONGROPE,
         factor=factor,
         original_max_positions=original,
-        attention_factor=_number(scaling, "attention_factor", usual),
+        attention_factor=number(scaling, "attention_factor", usual),
         short_factors=tuple(map(float, scaling["short_factor"])),
         long_factors=tuple(map(float, scaling["long_factor"])),
     )
@@ -166,7 +166,10 @@ def settings_by_type(raw: Settings, older: Mapping[str, Settings]) -> dict[str, 
     sets = raw.get("rope_parameters") or {}
     unknown = sorted(set(sets) - older.keys())
     if unknown:
-        raise ConfigError(f"rope_parameters of types {', '.join(unknown)} are not served for {raw['model_type']!r}")
+        raise ConfigError(
+            f"rope_parameters of a {raw['model_type']} must have an object for each type of its layers "
+            f"({', '.join(older)}), found {listed(unknown)}"
+        )
     found = {}
     for kind, settings in older.items():
         own = sets.get(kind)
@@ -180,7 +183,7 @@ def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     def temperature(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    usual, (scale, whole) = temperature(1.0), (_number(scaling, key, 0.0) for key in ("mscale", "mscale_all_dim"))
+    usual, (scale, whole) = temperature(1.0), (number(scaling, key, 0.0) for key in ("mscale", "mscale_all_dim"))
     if scale and whole:
         usual = temperature(scale) / temperature(whole)
-    return _number(scaling, "attention_factor", usual)
+    return number(scaling, "attention_factor", usual)
