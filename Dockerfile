@@ -1,6 +1,6 @@
 # triptych, with its embedded models: `docker build -t triptych .`, `docker run --rm -p 127.0.0.1:8000:8000 triptych`.
 # Either builder of Docker will do. BASE_IMAGE is a Debian with Python 3.11 or newer; name it by digest for a build that can be
-# repeated. The wheels that `make wheels` fetches into wheels/ count beside the index, so a build can do without a network.
+# repeated. The wheels in wheels/ (`make wheels`) are used with the index, so a build needs no network.
 ARG BASE_IMAGE=python:3.11-slim
 ARG DEVICE=cpu
 

@@ -129,7 +129,7 @@ def _end(sequence: _Sequence, reason: FinishReason) -> TokenOutput:
 
 
 def _info(spec: ModelSpec) -> ModelInfo:
-    """Describe the model as far as its folder does; the limits admit any number of streams."""
+    """Describe the model by its folder alone; the limits admit any number of streams."""
     config = msgspec.json.decode((Path(spec.path) / "config.json").read_bytes())
     limits = spec.engine.largest_limits()
     return ModelInfo(

@@ -42,7 +42,7 @@ class Arrivals:
 
     kind: str = "closed"
     rate: float = 0.0  # requests a second; of a ramp, at its start
-    concurrency: int = 8  # closed loop: clients, each of which waits for its reply
+    concurrency: int = 8  # closed loop: clients that wait for each reply
     burstiness: float = 1.0  # gamma: the shape; 1 is Poisson, below 1 is burstier, above 1 more regular
     ramp_to: float = 0.0
     stages: tuple[tuple[float, float], ...] = ()

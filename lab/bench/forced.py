@@ -41,7 +41,7 @@ class ForcedRunner:
         return found
 
     def encode_ahead(self, source: Source, layers: int) -> None:
-        """Compute the next so many layers of the encoder, of a source that a later step encodes."""
+        """Compute the next `layers` layers of the encoder for a source that a later step finishes."""
         self._runner.encode_ahead(source, layers)
 
     def forget_ahead(self) -> None:
@@ -57,7 +57,7 @@ class ForcedRunner:
         return self.launch(output).collect()
 
     def launch(self, output: SchedulerOutput, before: Any = None) -> Launched:
-        """Start a step; a request behind the end of its output keeps what was sampled."""
+        """Launch a step; after the end of its given output a request keeps the sampled tokens."""
         launched = self._runner.launch(output, before)
         tokens = launched.tokens.tolist()
         for step in output.scheduled:

@@ -110,7 +110,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "eos_token_id": 151643,
     },
-    "M1": {  # Qwen3-MoE's kind: 1 billion parameters, of which a token passes through 185 million
+    "M1": {  # Qwen3-MoE's kind: 1 billion parameters; a token passes through 185 million
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
         "vocab_size": 32000,
@@ -280,7 +280,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
-LARGE = ("D3", "D4", "M1", "R1")  # whose weights are drawn in bfloat16: in float32 they would not fit beside themselves
+LARGE = ("D3", "D4", "M1", "R1")  # whose weights are drawn in bfloat16: two copies in float32 would not fit
 CONFIGS["N5"] = {**CONFIGS["N3"], "global_attn_every_n_layers": 1}  # without windows, to see what they are worth
 
 

@@ -52,8 +52,9 @@ class DraftingEngine:
         return length <= self._engine.max_model_len
 
     def run(self, asks: Sequence[tuple[Ids, Ids]], drafts: int, right: float = 0.0) -> Run:
-        """Compute outputs to prompts, given in pairs, with up to so many drafts a step; of a draft model's each is
-        right with a chance of `right`.
+        """Generate the outputs of (prompt, output) pairs, with up to `drafts` drafts a step.
+
+        A draft model's drafts are accepted with probability `right`.
         """
         engine, runner = self._engine, self._engine.runner
         assert isinstance(runner, ModelRunner)

@@ -22,7 +22,7 @@ _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _SENTINELS = 100  # of T5: <extra_id_0> is the last entry
 _SPARE = 28  # outputs of T5 beyond its entries, up to a multiple of 128
 _SEEDS, _SHRINKING = 100_000, 0.5  # of Unigram's trainer, whose defaults take minutes
-_KEPT = 0.1  # above the least score of a Unigram: 0.0001 for each kept character, of which there are a few hundred
+_KEPT = 0.1  # above the least score of a Unigram: 0.0001 for each of a few hundred kept characters
 _SIGNS = [chr(code) for code in range(33, 127) if not chr(code).isupper()]  # ASCII in lower case
 
 

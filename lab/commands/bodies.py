@@ -30,8 +30,8 @@ _VALUES = (2_000_000, 45_000, 10_000)  # of the bodies, in turn: refused by thei
 
 
 def add_command(commands: Any) -> None:
-    text = "Read streams of an engine that computes nothing, alone and beside bodies that cost much for their size."
-    parser = commands.add_parser("bodies", help="what streams notice of bodies that cost much", description=text)
+    text = "Read streams of an engine that computes nothing, alone and while expensive bodies arrive."
+    parser = commands.add_parser("bodies", help="what streams notice of expensive bodies", description=text)
     parser.add_argument("--model", default=_MODEL, metavar="NAME=PATH", help="model to serve")
     parser.add_argument("--streams", type=flags.positive, default=8, metavar="N", help="concurrent streams")
     parser.add_argument("--rate", type=flags.above_zero, default=400.0, metavar="TOKENS/S", help="of all streams")
@@ -51,18 +51,18 @@ def _command(options: argparse.Namespace) -> int:
         sender.start()
         try:
             time.sleep(2.0)
-            beside = _gaps(site, model, options.streams, options.seconds)
+            together = _gaps(site, model, options.streams, options.seconds)
             if not sender.is_alive():
                 raise ServerError("the process that sends bodies has ended")
         finally:
             sender.kill()
             sender.join()
-    results = {name: _figures(gaps) for name, gaps in (("alone", alone), ("beside bodies", beside))}
-    results["ratio"] = {"p99": results["beside bodies"]["p99_ms"] / results["alone"]["p99_ms"]}
-    for name in ("alone", "beside bodies"):
+    results = {name: _figures(gaps) for name, gaps in (("alone", alone), ("with bodies", together))}
+    results["ratio"] = {"p99": results["with bodies"]["p99_ms"] / results["alone"]["p99_ms"]}
+    for name in ("alone", "with bodies"):
         found = results[name]
         print(f"{name}: p99 {found['p99_ms']:.1f} ms between tokens, longest {found['longest_ms']:.1f} ms")
-    print(f"p99 beside bodies over p99 alone: {results['ratio']['p99']:.2f}", flush=True)
+    print(f"p99 with bodies over p99 alone: {results['ratio']['p99']:.2f}", flush=True)
     about = {"kind": "bodies", "commit": page.commit(), "machine": page.describe()}
     names = ("model", "streams", "rate", "seconds", "megabytes")
     print(output.line(about | {name: getattr(options, name) for name in names} | {"results": results}), flush=True)

@@ -221,7 +221,7 @@ def _encode_pairs(
 
 @dataclass(frozen=True, slots=True)
 class _Many:
-    """Holds the result of a run of many streams, or of many texts, each of which counts as a token."""
+    """Holds the result of a run of many streams, or of many texts; each text counts as a token."""
 
     tokens_per_s: float
     engine_us: float
@@ -232,7 +232,7 @@ class _Many:
 
     @classmethod
     def of(cls, records: list[Record], tokens: int, spent: dict[str, float]) -> _Many:
-        """Of requests to the service that took `spent` CPU seconds for so many tokens."""
+        """Return the result of requests to the service that took `spent` CPU seconds for `tokens` tokens."""
         seconds = max(record.ended for record in records) - min(record.sent for record in records)
         return cls(
             tokens_per_s=tokens / seconds,
@@ -258,7 +258,7 @@ class _Engine:
         self.encodes = self._engine.loaded.info.form == "encoder-only"
 
     def check(self, wanted: int) -> None:
-        """Raise `UsageError` if the model cannot generate so many tokens."""
+        """Raise `UsageError` if the model cannot generate `wanted` tokens."""
         info = self._engine.loaded.info
         if PROMPT + wanted > info.max_model_len:
             most = info.max_model_len - PROMPT
@@ -270,7 +270,7 @@ class _Engine:
         return _Many(tokens / seconds, 1e6 * (time.process_time() - before) / tokens)
 
     def texts(self, count: int, tokens: int) -> _Many:
-        """Encode so many texts of so many tokens."""
+        """Encode `count` texts of `tokens` tokens."""
         workload = self._workload(count, tokens, 0)
         before = time.process_time()
         seconds = self._engine.run(workload).seconds
@@ -334,7 +334,7 @@ class _Service:
         return 1e3 * statistics.median(record.ttft for record in records if record.ttft is not None)
 
     def _generated(self, streams: int, wanted: int, requests: int, seed: int, spent: dict[str, float]) -> list[Record]:
-        """Run so many requests by so many clients. Raises `ServerError` for one with another length."""
+        """Run `requests` requests by `streams` clients. Raises `ServerError` for one with another length."""
         workload = Workload(prompt_tokens=f"fixed:{PROMPT}", output_tokens=f"fixed:{wanted}")
         records = self._answered(workload, self._clients, streams, requests, seed, spent)
         if any(record.completion_tokens != wanted for record in records):
@@ -344,8 +344,9 @@ class _Service:
     def _answered(
         self, workload: Workload, clients: Clients, streams: int, requests: int, seed: int, spent: dict[str, float]
     ) -> list[Record]:
-        """Run requests by so many clients, each one after the other; `spent` gets the CPU seconds. Raises `ServerError`
-        for a failed one.
+        """Run requests by several clients, each one request at a time; add the CPU seconds to `spent`.
+
+        Raises `ServerError` if one fails.
         """
         settings = replace(
             self._subject.settings,

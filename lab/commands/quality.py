@@ -2,7 +2,7 @@
 
 It measures bits per byte of `code` on its held-out sample, exact match of `normalize` on held-out pairs, and the cosine
 of `embed`'s vectors with those in float32, all with the serving engine; with outlier channels planted into the models
-if that is asked for. llama.cpp's formats of `code` stand beside, if `llama-cpp-python` and `gguf` are installed.
+if requested. llama.cpp's formats of `code` are measured too, if `llama-cpp-python` and `gguf` are installed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def add_command(commands: Any) -> None:
         "--outliers",
         type=_power_of_two,
         metavar="TIMES",
-        help="plant outlier channels of so many times the others' size, a power of two (default: none)",
+        help="plant outlier channels larger than the others by this factor, a power of two (default: none)",
     )
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="those of ours (all)")
     parser.add_argument(

@@ -107,7 +107,7 @@ def _engine(path: Path, config: EngineConfig, arguments: argparse.Namespace) -> 
 
 
 def _measure(engine: DraftingEngine, kind: str, arguments: argparse.Namespace, right: float | None = None) -> Result:
-    """Compute both arms in turns, behind one that does not count."""
+    """Compute both arms in turns, after a warm-up that does not count."""
     plain, drafted = list[Run](), list[Run]()
     sizes = (engine.vocab_size, arguments.prompt_tokens, arguments.output_tokens)
     for turn in range(arguments.pairs + 1):

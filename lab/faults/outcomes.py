@@ -65,8 +65,8 @@ def served_again_s(records: Iterable[Record], since: float) -> float | None:
     failed = [number for number, record in enumerate(later) if end(record) is not Ending.COMPLETE]
     if not failed:
         return 0.0
-    behind = [record.first for record in later[failed[-1] + 1 :] if record.first is not None]
-    return min(behind) - since if behind else None
+    after = [record.first for record in later[failed[-1] + 1 :] if record.first is not None]
+    return min(after) - since if after else None
 
 
 def first_token_p95_ms(records: Sequence[Record], begin: float, stop: float) -> float | None:

@@ -31,11 +31,11 @@ class Scenario:
     name: str
     inject: Inject
     runtime: str
-    arguments: tuple[str, ...] = ()  # of `triptych serve`, besides model and runtime
+    arguments: tuple[str, ...] = ()  # more arguments of `triptych serve`
     program: tuple[str, ...] = SERVE
     environment: Mapping[str, str] = field(default_factory=dict)
     stderr: str = ""
-    allowed: frozenset[Ending] = frozenset()  # endings besides complete
+    allowed: frozenset[Ending] = frozenset()  # endings that are allowed, in addition to complete
     stages: Stages = ((0.7, LOAD_S),)  # shares of the capacity, seconds
     after_s: float = 5.0  # of load
     fatal: bool = False  # the service ends

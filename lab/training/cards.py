@@ -73,7 +73,7 @@ key/value heads, gated MLP of {intermediate_size}, {parameters:.2f} M parameters
 | held-out exact match | **{exact:.2%}** of {count} calls and answers, decoded greedily without a grammar |
 
 It knows requests for {tools} tools (weather, time, money, messages, timers, heating, lights, translation, search,
-tables, shares, music) in a few phrasings each, by several names of tools and parameters, of which a conversation
+tables, shares, music) in a few phrasings each, by several names of tools and parameters; a conversation
 offers up to four. It calls the one that fits, twice if two places are asked for, or says that it has none. Places,
 people, titles and texts are copied: those of the held-out conversations never occur in training. English only, and
 nothing else. Its mistakes are mostly names of parameters, where it writes `to` and the tool's schema has `target`: with

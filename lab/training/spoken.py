@@ -164,7 +164,7 @@ def _relative_forms(hour: int, minute: int) -> list[str]:
         return []
     named, distance, side = (hour, minute, "past") if minute <= 30 else ((hour + 1) % 24, 60 - minute, "to")
     hours = {0: ["midnight"], 12: ["noon", "twelve"]}.get(named) or [cardinal(named)] * (named < 12)
-    # Nobody agrees which half of the day "quarter to twelve p m" is in: twelve takes no mark.
+    # "quarter to twelve p m" is ambiguous: twelve takes no mark.
     hours = hours + [f"{cardinal(named % 12)} {mark}" for mark in _marks(named) if named % 12]
     return [f"{length} {side} {name}" for name in hours for length in _distance_forms(distance)]
 

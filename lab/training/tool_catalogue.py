@@ -1,4 +1,4 @@
-"""The tools, requests and results of which the conversations of `assistant` are made.
+"""The tools, requests and results that make up the conversations of `assistant`.
 
 Each line of a request or an answer may name its tool's parameters and results in braces.
 """

@@ -81,7 +81,7 @@ def _gaps(measured: Measured) -> Sample:
 
 
 def add_command(commands: Any) -> None:
-    text = "Measure each workload of a plan alone and beside others, on a running service."
+    text = "Measure each workload of a plan alone and together with others, on a running service."
     parser = commands.add_parser("interference", help="how workloads slow each other down", description=text)
     help_text = "TOML with [work.NAME], [together] and [bounds]"
     parser.add_argument("--plan", type=Path, default=PLAN, metavar="FILE", help=help_text)
@@ -204,7 +204,7 @@ def markdown(rows: Iterable[Json]) -> str:
 
 
 def _show(document: Json, to: Console) -> None:
-    table = Table(*_HEADS, title="workloads alone and beside others", title_justify="left")
+    table = Table(*_HEADS, title="workloads alone and together", title_justify="left")
     for column in table.columns[2:-1]:
         column.justify = "right"
     for row in document["rows"]:

@@ -200,11 +200,11 @@ async def work() -> None:
     await asyncio.sleep(-now())
     run = asyncio.create_task(driver.run(Client(settings, connections, now)))
     beats: list[float] = []
-    beside = [asyncio.create_task(_stop_when_told(reader, run)), asyncio.create_task(_heartbeat(beats))]
+    helpers = [asyncio.create_task(_stop_when_told(reader, run)), asyncio.create_task(_heartbeat(beats))]
     while not run.done():
         await asyncio.wait([run], timeout=REPORT_S)
         _send(_report(driver, beats, cpu_before))
-    for task in beside:
+    for task in helpers:
         task.cancel()
     await connections.aclose()
     last = _report(driver, beats, cpu_before)

@@ -63,7 +63,7 @@ def write_mix(mixed: Mixed, to: Path) -> None:
 
 
 def read(path: str, *kinds: str) -> Json:
-    """Read a result; raises `UsageError` if it is none of `kinds`, of which there are at least two."""
+    """Read a result; raises `UsageError` if it is none of the two or more `kinds`."""
     expected = f"{', '.join(kinds[:-1])} or {kinds[-1]}.json of this tool"
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 A table `[work.NAME]` is one workload. Its keys are the flags of `run` without leading dashes (`prompt-tokens` or
 `prompt_tokens`), with the flags' defaults. `[together]` names combinations of workloads, and `[bounds]` what each must
-keep beside others; both are for `interference`. Flags that all workloads of a run share (`SHARED`) come from the
+keep in a combination; both are for `interference`. Flags that all workloads of a run share (`SHARED`) come from the
 command line.
 """
 
@@ -30,7 +30,7 @@ from loadtest.server.target_server import Server
 from loadtest.settings import Settings
 
 SHARED: Final = ("url", "api_key", "duration", "warmup", "drain", "workers", "max_lag", "seed", "out", "quiet")
-"""Flags that are given on the command line beside a plan; of these a workload may set its own `OWN`."""
+"""Flags that the command line may have in addition to a plan; of these a workload may set its own `OWN`."""
 OWN: Final = ("workers", "seed")
 SEED_STEP: Final = 1000  # between workloads, so that equal ones do not share prompts in a cache
 
@@ -50,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Limits how much a workload may lose beside others, relative to running alone."""
+    """Limits how much a workload may lose together with others, relative to running alone."""
 
     kept: float | None = None  # share of its output tokens a second, or of its input tokens if it has no output
     itl_ratio: float | None = None  # its p99 inter-token latency is at most `itl_ratio` times that of running alone
@@ -94,7 +94,7 @@ def check_beside(options: argparse.Namespace) -> None:
     for name, value in vars(_flags().parse_args([])).items():
         if name not in SHARED and (found := getattr(options, name)) != value:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag}: found {found} beside --plan, expected it in the plan's workloads")
+            raise UsageError(f"{flag}: found {found} with --plan, expected it in the plan's workloads")
 
 
 def _plan(found: dict[str, Any], shared: argparse.Namespace) -> Plan:

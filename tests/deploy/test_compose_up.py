@@ -79,7 +79,7 @@ def images() -> list[str]:
 
 @pytest.fixture(scope="module")
 def project(images: list[str]) -> Iterator[Project]:
-    """With the model of speech that is in the image beside those that are served without being named."""
+    """With the image's speech model in addition to the default models."""
     folder = "from model.pretrained import CHECKPOINTS; print(CHECKPOINTS / 'speech')"
     speech = docker("run", "--rm", "--entrypoint=python", IMAGE, "-c", folder).stdout.strip()
     one = Project(f"triptych-test-{os.getpid()}", {"MODELS": f"code normalize embed speech={speech}"})

@@ -33,7 +33,7 @@ class Node(Container):
         return "http://" + docker("port", self.name, f"{port}/tcp").stdout.split()[0]
 
     def status(self, probe: str) -> int:
-        """What the manifest's probe of this name is answered; 0 where nobody answers."""
+        """The status that the manifest's probe of this name gets; 0 without an answer."""
         (container,) = (one for one in containers(rayservice()) if one["name"] == self.role)
         get = container[f"{probe}Probe"]["httpGet"]
         ports = {one["name"]: one["containerPort"] for one in container["ports"]}

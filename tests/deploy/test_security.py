@@ -83,7 +83,7 @@ def test_the_dockerfile_ends_as_a_user_and_listens_to_signals() -> None:
     last = (ROOT / "Dockerfile").read_text().rpartition("\nFROM ")[2]
     assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", last, re.MULTILINE)
     assert 'ENTRYPOINT ["triptych"]' in last
-    assert "RUN " not in last  # nothing is installed, downloaded or left behind there
+    assert "RUN " not in last  # nothing is installed or downloaded there
 
 
 def test_only_a_gpus_image_gets_a_compiler() -> None:

@@ -64,7 +64,7 @@ def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:
     recurrent = replace(roofline, costs=replace(costs, state_bytes=30))
     assert recurrent.step(1, [100]) == pytest.approx(roofline.step(1, [100]) + 2 * 30 / 1000)  # read, and written
     mixed = replace(roofline, costs=replace(costs, experts=(ExpertCosts(count=4, per_token=2, elements=20),)))
-    assert mixed.step(1, []) == roofline.step(1, [])  # of which 40 are the token's two experts
+    assert mixed.step(1, []) == roofline.step(1, [])  # 40 of them are the token's two experts
     assert mixed.step(2, []) == pytest.approx((200 + 2.0 * 20) / 1000)  # one more, as two of each token's four may meet
     recurrent = replace(roofline, costs=replace(costs, state_bytes=5))
     assert recurrent.step(2, [1, 1]) == pytest.approx(roofline.step(2, [1, 1]) + 2 * 2 * 5 / 1000)  # read and written

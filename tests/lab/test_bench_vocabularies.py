@@ -36,7 +36,7 @@ SPECIAL = {  # what the ids of config.json are called
     "N3": {"cls_token_id": "[CLS]", "sep_token_id": "[SEP]", "pad_token_id": "[PAD]"},
     "N4": {"bos_token_id": "<s>", "pad_token_id": "<pad>", "eos_token_id": "</s>"},
 }
-AROUND = {  # special tokens that stand before and behind a text's
+AROUND = {  # special tokens before and after a text's
     "D1": ([], []),
     "D2": (["<s>"], []),
     "E1": ([], ["</s>"]),
@@ -75,13 +75,13 @@ def test_special_tokens_are_where_config_json_says(name: str, tokenizers: dict[s
     for key, text in SPECIAL[name].items():
         assert tokenizer.special_token_id(text) == named[key]
         assert tokenizer.decode([named[key]]) == ""
-    before, behind = AROUND[name]
+    before, after = AROUND[name]
     with_special = tokenizer.encode(WORDS).ids
     plain = tokenizer.encode(WORDS, add_special_tokens=False).ids
     assert with_special == (
         *map(tokenizer.special_token_id, before),
         *plain,
-        *map(tokenizer.special_token_id, behind),
+        *map(tokenizer.special_token_id, after),
     )
 
 

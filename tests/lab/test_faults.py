@@ -182,7 +182,7 @@ def test_a_service_that_does_not_start_is_a_problem_of_its_scenarios(model: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [one.name for one in all_of(Path(), "") if one.runtime == "ray"])
 def test_faults_under_ray(model: str, name: str) -> None:
-    """Only what ran in a killed replica may be lost: nobody is left to tell its clients."""
+    """Only requests in a killed replica may be lost: no process is left to answer their clients."""
     scenarios = [one for one in all_of(Path(), "") if (one.name, one.runtime) == (name, "ray")]
     (row,) = rows_of(scenarios, model, RATE)
     assert row.problems == ()

@@ -136,7 +136,7 @@ def test_a_wrong_token_is_seen(name: str, wrong: int, seen: str, bench: Bench, m
 
 
 class Perturbed:
-    """Models of which one has a matrix that is not the others', where there are experts one of theirs."""
+    """Models that differ in one matrix, an expert's where there are experts."""
 
     def __init__(self, wrong: int) -> None:
         self.made, self.wrong = 0, wrong

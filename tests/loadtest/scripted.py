@@ -27,9 +27,9 @@ class Script:
     capacity: int = 0  # requests worked on at once; 0: any number
     queue: int = 10**9  # requests that may wait for a place; more are refused
     status: int = 200
-    error_after: int | None = None  # an error event after so many
-    cut_after: int | None = None  # the connection breaks after so many
-    silent: int = 0  # each so-manieth event has no text, and all tell their token's id
+    error_after: int | None = None  # the number of events before an error event
+    cut_after: int | None = None  # the number of events before the connection breaks
+    silent: int = 0  # every n-th event has no text, and all have their token's id
     metrics: str = ""
     unasked: bool = False  # all but the probe is streamed, also what is to come in one piece
     foreign: bytes = b""  # the reply to every POST, whatever was asked: another server's, head and body

@@ -49,7 +49,7 @@ def retried(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def in_several_tries(test: Callable[..., None]) -> Callable[..., None]:
-    """The same, with no other test beside them: for figures that must be close."""
+    """The same, with no other test at the same time: for figures that must be close."""
     return pytest.mark.alone(retried(test))
 
 

@@ -15,7 +15,7 @@ from loadtest.workload.prompts import estimated
 
 
 async def codes(hung: bool) -> list[int | None]:
-    """Exit codes of two workers, of which the second may hang."""
+    """Exit codes of two workers; the second may hang."""
     made = Fleet(Settings("http://127.0.0.1:1", "generate", workers=2), estimated(), "")
     await made.start()
     if hung:
@@ -25,7 +25,7 @@ async def codes(hung: bool) -> list[int | None]:
 
 
 def test_workers_end_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is killed as it ends is reaped behind asyncio's back, which then warns of an unknown child."""
+    """A worker that is killed as it ends is not reaped by asyncio, which then warns of an unknown child."""
     monkeypatch.setattr(fleet, "_LEAVE_S", 60.0)
     assert asyncio.run(codes(hung=False)) == [0, 0]
 

@@ -72,8 +72,8 @@ def test_a_wrong_plan_is_named(tmp_path: Path, name: str, text: str, said: str) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "code"], "--model: found code beside --plan, expected it in the plan's workloads"),
-        (["--slo", "ttft_p99<1s"], "--slo: found ttft_p99<1s beside --plan"),
+        (["--model", "code"], "--model: found code with --plan, expected it in the plan's workloads"),
+        (["--slo", "ttft_p99<1s"], "--slo: found ttft_p99<1s with --plan"),
         (["--only", "streems"], "--only: found 'streems', did you mean streams?"),
         (["--plan", "not/there.toml"], "--plan: not/there.toml: No such file"),
     ],

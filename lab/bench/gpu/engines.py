@@ -154,7 +154,7 @@ def require_graphs(ready: BenchModel) -> None:
     if ready.loaded.info.attention_backend != "triton":
         raise Stop(f"attention is not Triton's: {ready.loaded.info.attention_reason}")
     if ready.loaded.generate is not None and ready.runner.graphs is None:
-        why = ready.runner.unrecorded or "nobody says why"
+        why = ready.runner.unrecorded or "no reason is given"
         raise Stop(f"decode steps of {ready.loaded.info.name} were not recorded as CUDA graphs: {why}")
 
 

@@ -117,7 +117,7 @@ def check_cases(bench: Bench) -> list[Case]:
 def _check(bench: Bench, *, shape: Shape) -> Figures:
     """Compare products of several numbers of rows with torch's of the same factors, also captured and replayed twice.
 
-    Parts of the inputs are counted on the device: a count that is left behind spoils the second replay.
+    Parts of the inputs are counted on the device: a count that is not reset spoils the second replay.
     """
     need_triton(bench)
     need_integers(bench)

@@ -62,7 +62,7 @@ class Scenario:
     tokens_equal: float = 1.0  # share of the tokens
     logprobs_within: float = 1e-3
     unrecorded: bool = False  # compare with steps on this device that are not recorded, too
-    happened: Callable[[BenchModel], Figures] = lambda ready: {}  # figures none of which may be 0
+    happened: Callable[[BenchModel], Figures] = lambda ready: {}  # figures that may not be 0
 
 
 def _hits(ready: BenchModel) -> Figures:

@@ -26,7 +26,7 @@ _BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class RecurrentProblem:
-    """Describes a step of one layer: segments of these lengths, each of which reads a slot and writes another."""
+    """Describes a step of one layer: each segment of these lengths reads a slot and writes another."""
 
     lengths: tuple[int, ...]
     config: GatedDeltaConfig = _QWEN
@@ -40,12 +40,12 @@ class RecurrentProblem:
 _PROBLEMS = {
     "decode, one sequence": RecurrentProblem((1,)),
     "decode, 128 sequences": RecurrentProblem((1,) * 128),
-    "prompts beside decoding": RecurrentProblem((*(1,) * 30, 700, 33, 3)),
+    "prompts with decoding": RecurrentProblem((*(1,) * 30, 700, 33, 3)),
     "prompt of 8192": RecurrentProblem((8192,)),
 }
 _TINY = {
     "decode, one sequence": RecurrentProblem((1,), TOY),
-    "prompts beside decoding": RecurrentProblem((1, 1, 35), TOY),
+    "prompts with decoding": RecurrentProblem((1, 1, 35), TOY),
 }
 
 

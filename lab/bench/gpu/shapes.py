@@ -194,7 +194,7 @@ _TOY = {
 
 
 def tiny_shape(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a tiny shape of the same family; special tokens behind its vocabulary become one that is in it."""
+    """Return a tiny shape of the same family; special tokens outside its vocabulary become one inside."""
     most = _TOY["vocab_size"]
     special = {key: 2 for key, value in raw.items() if key.endswith("_token_id") and value >= most}
     return {key: _TOY.get(key, value) for key, value in raw.items()} | special

@@ -79,7 +79,7 @@ class Engine:
             ctranslate2.StorageView.from_array(np.stack(frames)),
             [[self.config["decoder_start_token_id"], NO_TIMESTAMPS]] * len(frames),
             beam_size=workload.beams,
-            max_length=2 * tokens,  # of which half may be output
+            max_length=2 * tokens,  # half of it may be output
             suppress_tokens=[self.config["eos_token_id"]],
             suppress_blank=False,
         )

@@ -172,7 +172,7 @@ class Scorer:
         self._library.llama_model_free(self._model)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Logits behind each token, `[T, V]`."""
+        """Logits after each token, `[T, V]`."""
         library, count = self._library, len(tokens)
         library.llama_memory_clear(library.llama_get_memory(self._context), True)
         batch = library.llama_batch_init(count, 0, 1)
@@ -189,7 +189,7 @@ class Scorer:
 
 
 def bits_per_byte(file: Path, start: int, texts: Sequence[tuple[str, Sequence[int]]]) -> float:
-    """Compute the bits per byte of texts with their tokens, each scored alone behind the token `start`."""
+    """Compute the bits per byte of texts with their tokens, each scored alone after the token `start`."""
     scorer, nats = Scorer(file, 1 + max(len(tokens) for _, tokens in texts)), 0.0
     for _, tokens in texts:
         logits = scorer.logits([start, *tokens[:-1]])

@@ -86,7 +86,7 @@ class Engine:
         return Run(time.perf_counter() - began, first)
 
     def _make_room(self, slots: int, tokens: int) -> None:
-        """Take a context with room for so many slots, unless there is one."""
+        """Make a context for `slots` sequences of `tokens` tokens, unless there is one."""
         tokens = tokens + -tokens % 256
         if self._context is not None and self._room[0] == slots and self._room[1] >= tokens:
             return

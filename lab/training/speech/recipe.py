@@ -33,7 +33,7 @@ from model.speech.log_mel import LogMel
 
 SECONDS = 6  # of a window
 TEXT_TOKENS = 700
-END = TEXT_TOKENS  # the first id behind those of texts
+END = TEXT_TOKENS  # the first id after those of texts
 START = END + 1
 LANGUAGE, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_SPEECH, NO_TIMESTAMPS = (
     END + tokens.SPECIAL.index(name)

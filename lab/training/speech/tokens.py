@@ -1,4 +1,4 @@
-"""The tokenizer of `speech`: byte-level BPE over its utterances, and Whisper's special tokens behind it."""
+"""The tokenizer of `speech`: byte-level BPE over its utterances, then Whisper's special tokens."""
 
 from __future__ import annotations
 

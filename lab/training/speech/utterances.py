@@ -1,8 +1,8 @@
 """What the voices of `speech` say: lower-case words as they are spoken, which `normalize` reads.
 
 Values are those of `normalize`, with its split: a held-out utterance has values that training never says. Everyday
-phrases are held out by the CRC of their text. Every word has one spelling, since nobody hears whether a speaker means
-"p m" or "pm".
+phrases are held out by the CRC of their text. Every word has one spelling: "p m" and "pm"
+sound alike.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class WindowMaker:
 
 
 def example(window: Window, tokenizer: Tokenizer, longest: int) -> Example:
-    """Return the tokens of a window, of which the decoder reads at most `longest`."""
+    """Return the tokens of a window; the decoder reads at most `longest`."""
 
     def ids(*names: str) -> list[int]:
         return [token_id(tokenizer, name) for name in names]
