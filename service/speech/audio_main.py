@@ -16,7 +16,7 @@ from typing import Any
 from model.speech.audio_file import AudioError, AudioLimits, decode_audio
 from service.sandbox import worker_main
 
-_LIBRARIES = 1 << 30  # address space of the interpreter and the decoders' libraries, most of which is never used
+_LIBRARIES = 1 << 30  # address space of the interpreter and the decoders' libraries, mostly unused
 
 
 def answer(request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:

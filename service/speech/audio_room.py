@@ -1,7 +1,7 @@
-"""Bounds of what is held of audio: files that are transcribed, and their bytes with those that are being sent.
+"""Bounds the audio files in transcription, and their bytes with those of uploads in progress.
 
-A file that is being sent counts with the bytes that have come, and takes no place before it is whole: a slow client
-keeps nobody else from being served. Once decoded it counts with its samples, until its reply has been sent.
+An upload counts with the bytes that have arrived. It takes one of the places for files only once it is complete, so a
+slow client does not block others. A decoded file counts with its samples until its reply has been sent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from service.core.errors import no_room
 
 
 class AudioRoom:
-    """Counts audio files and their bytes; what is too much is refused with a 429."""
+    """Counts audio files and their bytes; raises a 429 for too many."""
 
     def __init__(self, most_files: int, most_bytes: int) -> None:
         self._most_files = most_files
@@ -44,7 +44,7 @@ class HeldAudio:
         self._file = b""
 
     def hold(self, num_bytes: int) -> None:
-        """Hold so many bytes from now on, in place of those before; raises a 429 if that is too many."""
+        """Hold `num_bytes` bytes in place of those before; raises a 429 if that is too many."""
         self._room.num_bytes -= self._num_bytes
         self._num_bytes = 0
         self._room._check_bytes(num_bytes)

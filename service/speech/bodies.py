@@ -97,7 +97,7 @@ class TranscribeBody(Body):
     suppress_tokens: list[TokenId] = Field(
         default_factory=list,
         max_length=1024,
-        description="Ids that are never written, beside those of the checkpoint.",
+        description="Ids that are never written, in addition to those of the checkpoint.",
         examples=[[11]],
     )
     logprobs: int | None = bounded("logprobs", "As for a prompt: of each token of the text.", 0)

@@ -44,7 +44,7 @@ HUGGINGFACE_NAMES = {
         for name in ("temperature", "num_beams", "top_k", "top_p", "language", "task")
     },
 }
-UNSENT = "-"  # in the place of a file, which travels beside the body
+UNSENT = "-"  # in place of a file, which travels apart from the body
 
 
 # Forms
@@ -226,7 +226,7 @@ def _plain(text: str, media_type: str) -> Response:
 def huggingface(body: SpeechBody | None, model: str | None) -> TranscribeBody:
     """Translate a body, or the lack of one where the file was sent alone; raises `ApiError` with native names.
 
-    The file travels beside what this returns.
+    The file travels apart from the result.
     """
     parameters = None if body is None else body.parameters
     if parameters and parameters.generation_parameters and parameters.generate_kwargs:

@@ -143,7 +143,7 @@ class SpeechPlanner:
     def _options(
         self, body: TranscribeBody, served: ServedModel, tokens: SpeechTokens, info: ModelInfo
     ) -> SpeechOptions:
-        """Return what the body asks for, as far as the model can do it."""
+        """Return the options of a body; raises if the model cannot do them."""
         if body.timestamps == "word" and not tokens.alignment_heads:
             raise invalid(
                 f"timestamps: model {served.name} has no alignment_heads, which words' times need", "timestamps"

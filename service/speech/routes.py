@@ -187,7 +187,7 @@ async def answer(
         running = RunningTranscription(plan, service.client, service.jobs, service.metrics, service.limits)
         try:
             job = await cancel_on_disconnect(request, running.start(context))
-        except BaseException:  # a client that goes away as the job is opened: nobody else has it
+        except BaseException:  # a client that goes away as the job is opened: nothing else would close it
             await running.abandon()
             raise
         rendering = render(running, job)
