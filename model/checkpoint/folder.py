@@ -57,7 +57,8 @@ from model.errors import ConfigError, listed
 from model.families import family_for, find_family, read_settings
 from model.families.table.classifiers import token_classifier
 from model.families.table.token_rules import within_vocabulary
-from model.gguf.container import gguf_path, read_gguf
+from model.gguf.container import read_gguf
+from model.gguf.paths import gguf_path
 from model.media.images import ImageProcessing, prepared_size, read_image_processing
 from model.speech.log_mel import LogMel, read_log_mel
 from model.system.folder_files import has_file

@@ -10,7 +10,7 @@ from model.checkpoint.fused_experts import parted
 from model.checkpoint.gguf.tensors import gguf_tensors
 from model.checkpoint.tensor_files import TensorSource, read_headers
 from model.families import family_for
-from model.gguf.container import SUFFIX
+from model.gguf.paths import is_gguf
 
 
 def tensor_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
@@ -18,7 +18,7 @@ def tensor_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
 
     Files may be invalid, and the tensors of a packed projection may not fit each other.
     """
-    if checkpoint.weight_files[0].suffix == SUFFIX:
+    if is_gguf(checkpoint.weight_files[0]):
         return gguf_tensors(checkpoint.weight_files[0], checkpoint.config)
     headers = read_headers(checkpoint.weight_files)
     if wrapping := checkpoint.wrapping:

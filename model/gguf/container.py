@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import ConfigError
-from model.gguf.types import BLOCK_TYPES, SERVED_NAMES, BlockType
+from model.gguf.paths import MAGIC, SHARD
+from model.gguf.types import BLOCK_TYPES, SERVED_NAMES, BlockType, reason
 
-SUFFIX = ".gguf"
-_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MAX_TENSORS, _MAX_ENTRIES, _MAX_SHARDS = 1 << 20, 1 << 16, 1 << 10
+_MAX_TENSORS, _MAX_ENTRIES, _MAXSHARDS = 1 << 20, 1 << 16, 1 << 10
 _MAX_KEY, _MAX_NAME, _MAX_DIMENSIONS = 1 << 16, 1 << 10, 4
 _MAX_ALIGNMENT = 1 << 20
 _MAX_ELEMENTS = 1 << 24  # of an array of strings, or that is read: each takes some 50 bytes then
@@ -38,7 +36,6 @@ _DEFAULT_ALIGNMENT = 32
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _MIN_STRING = 8  # bytes: the length alone
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,45 +238,6 @@ def shown(value: Any) -> str:
     return repr(value)
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file."""
-    return path.suffix == SUFFIX and path.is_file()
-
-
-def model_name(path: Path) -> str:
-    """Return the name of a GGUF file without its ending and the number of its part."""
-    shard = _SHARD.fullmatch(path.name)
-    return path.stem if shard is None else shard["stem"]
-
-
-def gguf_files(folder: Path) -> list[Path]:
-    """Return the models in a folder, of those in several files the first."""
-    files = sorted(file for file in folder.iterdir() if is_gguf(file))
-    return [file for file in files if (shard := _SHARD.fullmatch(file.name)) is None or int(shard["number"]) == 1]
-
-
-def gguf_path(path: Path) -> Path | None:
-    """Return the GGUF file that a path means: the file itself, or the only one of a folder without other weights.
-
-    None for folders of another kind. Raises `ConfigError` for a folder with several.
-    """
-    if is_gguf(path):
-        return path
-    if not path.is_dir() or any((path / name).exists() for name in _OTHER_WEIGHTS):
-        return None
-    files = gguf_files(path)
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise ConfigError(f"{path.name} has several models, {names}: give the path of one of them")
-    return files[0] if files else None
-
-
-# Weights that win where a folder has several kinds.
-_OTHER_WEIGHTS = tuple(
-    f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")
-)
-
-
 def read_gguf(path: Path) -> GGUFModel:
     """Read the headers of a model, of which `path` is the only or the first file; raises `ConfigError`."""
     try:
@@ -296,10 +254,10 @@ def _sign(path: Path) -> tuple[int, int, int]:
 
 def _other_parts(path: Path) -> list[Path]:
     """The files of a model that follow its first one, as its name counts them."""
-    shard = _SHARD.fullmatch(path.name)
+    shard = SHARD.fullmatch(path.name)
     if shard is None:
         return []
-    count = min(int(shard["count"]), _MAX_SHARDS)
+    count = min(int(shard["count"]), _MAXSHARDS)
     return [path.with_name(f"{shard['stem']}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)]
 
 
@@ -309,8 +267,8 @@ def _read_cached(path: Path, *signs: tuple[int, int, int]) -> GGUFModel:
     count = first.integer("split.count", 1) or 1
     if count == 1:
         return first
-    shard = _SHARD.fullmatch(path.name)
-    if shard is None or int(shard["number"]) != 1 or int(shard["count"]) != count or count > _MAX_SHARDS:
+    shard = SHARD.fullmatch(path.name)
+    if shard is None or int(shard["number"]) != 1 or int(shard["count"]) != count or count > _MAXSHARDS:
         raise ConfigError(f"{path.name} is a part of a model in {count} files: give the one that ends in 00001-of-...")
     others = _other_parts(path)
     missing = [other.name for other in others if not other.is_file()]
@@ -344,8 +302,8 @@ def _read_file(path: Path) -> GGUFModel:
             else:
                 raise header.fail(f"{key} has the unknown type {kind}")
         alignment = scalars.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise header.fail(f"general.alignment must be a power of two from 8 on, found {alignment!r}")
+        if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise header.fail(f"general.alignment must be a power of two up to 2^20, found {alignment!r}")
         described = list(_descriptions(header, num_tensors, alignment))
         begin = header.at + -header.at % alignment
         tensors = _placed(header, described, begin)
@@ -354,7 +312,7 @@ def _read_file(path: Path) -> GGUFModel:
 
 def _counts(header: _Header) -> tuple[int, int]:
     """Read the first fields: the numbers of tensors and of metadata entries."""
-    if (magic := header.take(4, "the magic")) != _MAGIC:
+    if (magic := header.take(4, "the magic")) != MAGIC:
         pointer = ", as a Git LFS pointer does: run `git lfs pull`" if magic == b"vers" else ""
         raise ConfigError(f"{header.path.name} is no GGUF file: it begins with {magic!r}{pointer}")
     version = header.number("<I", "the version")
@@ -379,7 +337,7 @@ def _descriptions(header: _Header, count: int, alignment: int) -> Iterator[tuple
         kind, offset = header.number("<I", f"the type of {name}"), header.number("<Q", f"the offset of {name}")
         found = BLOCK_TYPES.get(kind)
         if found is None or not found.served:
-            what = f"type {kind}, which is not known" if found is None else f"{found.name}, which is not served"
+            what = f"type {kind}, which is not known" if found is None else f"{found.name}, which {reason(found)}"
             raise ConfigError(f"{header.path.name}: {name} is of {what}; served are {', '.join(SERVED_NAMES)}")
         if not all(0 < size <= header.size * 8 for size in sizes):
             raise header.fail(f"{name} has the sizes {sizes}, more than fit into the file")

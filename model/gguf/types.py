@@ -40,7 +40,23 @@ _SERVED = {
 _OTHERS = {
     **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
     **{24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0"},
+    **{40: "NVFP4", 41: "Q1_0"},
 }
-BLOCK_TYPES = _SERVED | {number: BlockType(name, 1, 1, served=False) for number, name in _OTHERS.items()}
+# Formats that ggml no longer has, and what the same model can be had in.
+_REMOVED = {
+    **{4: ("Q4_2", "Q4_0"), 5: ("Q4_3", "Q4_1"), 31: ("Q4_0_4_4", "Q4_0"), 32: ("Q4_0_4_8", "Q4_0")},
+    **{33: ("Q4_0_8_8", "Q4_0"), 36: ("IQ4_NL_4_4", "IQ4_NL"), 37: ("IQ4_NL_4_8", "IQ4_NL")},
+    38: ("IQ4_NL_8_8", "IQ4_NL"),
+}
+_REPLACED_BY = dict(_REMOVED.values())
+_NAMES = _OTHERS | {number: name for number, (name, _) in _REMOVED.items()}
+BLOCK_TYPES = _SERVED | {number: BlockType(name, 1, 1, served=False) for number, name in _NAMES.items()}
 SERVED_NAMES = tuple(kind.name for kind in _SERVED.values())
 FLOATS = ("F32", "F16", "BF16")
+
+
+def reason(kind: BlockType) -> str:
+    """Return why a format is refused: what follows "which"."""
+    if kind.name not in _REPLACED_BY:
+        return "is not served"
+    return f"llama.cpp no longer has: take the file in {_REPLACED_BY[kind.name]}"

@@ -27,7 +27,7 @@ from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorRead
 from model.checkpoint.tensor_sources import tensor_sources
 from model.engine.kernels import choose_dtype
 from model.errors import ConfigError
-from model.gguf.container import gguf_path
+from model.gguf.paths import gguf_path
 from model.native.library import Kind, Library, native
 from model.quantization.moments import input_moments, read_texts
 from model.quantization.projections import FORMATS, Projection, describe, find_projections

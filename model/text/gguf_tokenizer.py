@@ -8,6 +8,7 @@ special tokens stand around a text the metadata says, else llama.cpp's defaults 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from model.errors import ConfigError
-from model.gguf.container import GGUFModel, read_gguf
+from model.gguf.container import GGUFModel, read_gguf, shown
 from model.text.gguf_pretokenizers import PRE_TOKENIZERS
 from model.text.sentencepiece_classes import (
     model_tokens,
@@ -69,8 +70,10 @@ class GGUFFiles(Files):
         found = self.model.array(f"{_PREFIX}.tokens")
         if not found or not all(isinstance(text, str) for text in found):
             raise ConfigError(f"{self.model.name}: {_PREFIX}.tokens must be a list of texts")
+        found = [text or f"[EMPTY_{token}]" for token, text in enumerate(found)]  # as in llama.cpp
         if len(set(found)) < len(found):
-            raise ConfigError(f"{self.model.name}: {_PREFIX}.tokens has the same text twice")
+            twice = next(text for text, count in Counter(found).items() if count > 1)
+            raise ConfigError(f"{self.model.name}: {_PREFIX}.tokens has the same text twice: {shown(twice)}")
         return found
 
     @cached_property
@@ -90,8 +93,8 @@ class GGUFFiles(Files):
             token = self.model.integer(f"{_PREFIX}.{key}", _USUAL.get(self.kind, {}).get(name))
             if token is not None and 0 <= token < len(self.tokens):
                 found[name] = self.tokens[token]
-        if "tokenizer.chat_template" in self.model:
-            found["chat_template"] = self._chat_templates()
+        if templates := self._chat_templates():
+            found["chat_template"] = templates
         return found
 
     @property
@@ -99,11 +102,14 @@ class GGUFFiles(Files):
         return None
 
     def _chat_templates(self) -> str | dict[str, str]:
-        """Return the chat template, or all templates by name where there are others."""
+        """Return the chat template, or all templates by name where there are others; "" where there is none."""
         key = "tokenizer.chat_template"
-        default, names = self.model.text(key), self.model.array(f"{key}s")
-        others = {str(name): self.model.text(f"{key}.{name}") for name in names if f"{key}.{name}" in self.model}
-        return {**others, "default": default} if others else default
+        default = self.model.text(key, "")
+        named = [name for name in self.model if name.startswith(f"{key}.")]
+        others = {name.removeprefix(f"{key}."): self.model.text(name) for name in named}
+        if not others:
+            return default
+        return {**others, "default": default} if default else others
 
     def flag(self, name: str, default: bool) -> bool:
         return self.model.flag(f"{_PREFIX}.{name}", default)

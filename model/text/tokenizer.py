@@ -13,7 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 import tokenizers
 
 from model.errors import ConfigError, TokenizerError, TooManyTokensError
-from model.gguf.container import gguf_path, read_gguf
+from model.gguf.container import read_gguf
+from model.gguf.paths import gguf_path
 from model.text.cleanup import clean_up
 from model.text.decoders import has_fixed_texts
 from model.text.gguf_tokenizer import GGUFFiles, build_gguf_tokenizer

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from model.checkpoint import hub
 from model.checkpoint.folder_kind import describe_path
 from model.errors import ConfigError, EngineError, GrammarError
-from model.gguf.container import is_gguf
-from model.gguf.container import model_name as gguf_name
+from model.gguf.paths import is_gguf
+from model.gguf.paths import model_name as gguf_name
 from model.system.child_process import ENGINE, ConnectedChild
 from service.cli.parser import SAMPLING, make_parser
 from service.settings import sources

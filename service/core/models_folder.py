@@ -15,8 +15,8 @@ from pathlib import Path
 
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.errors import ConfigError
-from model.gguf.container import gguf_files, is_gguf
-from model.gguf.container import model_name as gguf_name
+from model.gguf.paths import gguf_files, is_gguf
+from model.gguf.paths import model_name as gguf_name
 
 # Of models that are loaded while the service runs: one part, or two as on the Hub.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(/[A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"

@@ -15,7 +15,7 @@ from typing import Any
 from model.checkpoint.folder_kind import lfs_pointer
 from model.checkpoint.json_files import read_json
 from model.errors import ConfigError
-from model.gguf.container import gguf_path
+from model.gguf.paths import gguf_path
 from model.system.folder_files import has_file
 from model.text.gguf_tokenizer import gguf_tokenizer_config
 

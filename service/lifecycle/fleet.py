@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from model.api.messages import ModelSpec
 from model.checkpoint import hub
 from model.errors import ConfigError
-from model.gguf.container import is_gguf
+from model.gguf.paths import is_gguf
 from service.core.engine_client import EngineClient
 from service.core.errors import ApiError, conflict, forbidden, invalid, scrub
 from service.core.models import Model, Models, Origin, State

@@ -12,10 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
+from model.config.layer import RopeScaling, RotaryConfig
 from model.errors import ConfigError
 from model.gguf import container
-from model.gguf.container import GGUFModel, gguf_path, model_name, read_gguf
+from model.gguf.container import GGUFModel, read_gguf
+from model.gguf.paths import gguf_files, gguf_path, model_name
+from model.network.weights import load_model
 from tests.model.checkpoints import copied
 from tests.model.gguf_files import Blocks, conversions, converted, write_gguf
 
@@ -125,7 +129,7 @@ def test_doubles_are_refused(tmp_path: Path) -> None:
             read_gguf(file)
 
 
-@pytest.mark.parametrize("alignment", [0, 4, 48, 1 << 30])
+@pytest.mark.parametrize("alignment", [0, 24, 48, 1 << 30])
 def test_an_alignment_must_be_a_power_of_two(alignment: int, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"general\.alignment must be a power of two"):
         read_gguf(write_gguf(tmp_path / "x.gguf", {"general.alignment": ("UINT32", alignment)}, {}))
@@ -177,6 +181,83 @@ def test_which_file_a_path_means(file: Path, tmp_path: Path) -> None:
         gguf_path(tmp_path)
     (tmp_path / "model.safetensors").touch()  # weights that win
     assert gguf_path(tmp_path) is None and gguf_path(tmp_path / "nowhere") is None
+
+
+def test_files_for_another_purpose_are_named_and_no_models(file: Path, tmp_path: Path) -> None:
+    """A folder often has them beside a model."""
+    kinds: dict[str, tuple[dict[str, tuple[str, Any]], str]] = {
+        "mmproj-x": ({"general.architecture": ("STRING", "clip")}, "reads images or sounds"),
+        "mmproj-y": ({"general.type": ("STRING", "mmproj"), **METADATA}, "reads images or sounds"),
+        "lora": ({"general.type": ("STRING", "adapter"), **METADATA}, "a LoRA adapter without its model: merge both"),
+        "matrix": ({"general.type": ("STRING", "imatrix"), "a.list": ("ARRAY", ["x"])}, "statistics for quantisation"),
+        "vocab": ({"general.type": ("STRING", "vocab"), **METADATA}, "a vocabulary without weights"),
+    }
+    for name, (metadata, message) in kinds.items():
+        other = write_gguf(tmp_path / f"{name}.gguf", metadata, {"one": torch.ones(8)})
+        with pytest.raises(ConfigError, match=message):
+            read_checkpoint(other)
+    assert gguf_files(tmp_path) == [file] and gguf_path(tmp_path) == file
+    file.unlink()
+    assert gguf_files(tmp_path) == []
+    with pytest.raises(ConfigError, match="a LoRA adapter without its model"):
+        read_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="a vocabulary without weights"):
+        read_checkpoint(write_gguf(tmp_path / "v.gguf", METADATA, {}))
+
+
+def test_a_model_without_a_suffix_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    """As Ollama keeps them; and suffixes in capitals."""
+    path = converted("llama", tmp_path)
+    expected = read_checkpoint(path).config
+    for name in ("sha256-1a2b", "MODEL.GGUF"):
+        renamed = path.rename(tmp_path / name)
+        assert read_checkpoint(renamed).config == expected == read_checkpoint(tmp_path).config
+        assert load_model(read_checkpoint(renamed), SdpaBackend()).config == expected
+        path = renamed
+    (tmp_path / "sha256-other").write_bytes(b"{}")
+    assert gguf_files(tmp_path) == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (31, "Q4_0_4_4, which llama.cpp no longer has: take the file in Q4_0; served are F32"),
+        (38, "IQ4_NL_8_8, which llama.cpp no longer has: take the file in IQ4_NL;"),
+        (40, "NVFP4, which is not served"),
+    ],
+)
+def test_formats_that_are_not_served_are_named(number: int, message: str, file: Path) -> None:
+    file.write_bytes(put("<I", "second", number, 20)(file.read_bytes()))
+    with pytest.raises(ConfigError, match=message):
+        read_gguf(file)
+
+
+def test_the_first_name_of_a_linear_factor_is_read(tmp_path: Path) -> None:
+    """A factor without a type is linear, as in llama.cpp."""
+    for changes in ({"rope__scale_linear": ("FLOAT32", 4.0)}, {"rope__scaling__factor": ("FLOAT32", 4.0)}):
+        config = read_checkpoint(converted("llama", tmp_path, **changes)).config
+        assert config.decoder is not None
+        position = config.decoder.layers[0].attention.position
+        assert isinstance(position, RotaryConfig)
+        assert (position.scaling, position.factor) == (RopeScaling.LINEAR, 4.0)
+    off = {"rope__scaling__factor": ("FLOAT32", 4.0), "rope__scaling__type": ("STRING", "none")}
+    assert (
+        read_checkpoint(converted("llama", tmp_path, **off)).config
+        == read_checkpoint(converted("llama", tmp_path)).config
+    )
+
+
+def test_ids_beyond_the_vocabulary_count_for_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metadata = {key: (kind, value) for key, (kind, value) in conversions()["llama"]["metadata"].items()}
+    ids = {"bos": 3, "padding": (1 << 32) - 1, "eos": 96, "eot": 97}
+    metadata |= {f"tokenizer.ggml.{name}_token_id": ("UINT32", token) for name, token in ids.items()}
+    config = read_checkpoint(
+        write_gguf(tmp_path / "x.gguf", metadata, {"token_embd.weight": torch.ones(97, 32)})
+    ).config
+    assert (config.bos_token_id, config.pad_token_id, config.eos_token_ids) == (3, None, (96,))
+    assert [record.getMessage() for record in caplog.records] == [
+        "x.gguf: tokenizer.ggml.eot_token_id 97 is beyond the vocabulary, and ignored"
+    ]
 
 
 REFUSED: dict[str, tuple[dict[str, tuple[str, Any]], str]] = {

@@ -16,6 +16,7 @@ import pytest
 from model.errors import ConfigError
 from model.text.byte_alphabet import byte_alphabet
 from model.text.gguf_pretokenizers import PRE_TOKENIZERS
+from model.text.gguf_tokenizer import gguf_tokenizer_config
 from model.text.sentencepiece_model import read_sentencepiece
 from model.text.tokenizer import Tokenizer
 from model.text.tokenizer_files import SENTENCEPIECE_NAMES
@@ -232,6 +233,24 @@ def test_gemma_4s_lines_are_merged_whole(tmp_path: Path) -> None:
         *("<bos>", "\u2581ab", "\u2581", "\u2581a", "\n\n", "ab", "<0xC3>", "<0xA9>"),
     ]
     assert tokenizer.decode(ids) == text
+
+
+def test_tokens_without_a_text_have_the_names_that_llama_cpp_gives_them(tmp_path: Path) -> None:
+    """Some vocabularies have several."""
+    names = ("ARRAY", ["a", "", "b", ""])
+    kind = {"ggml__model": ("STRING", "gpt2"), "ggml__pre": ("STRING", "gpt-2"), "ggml__tokens": names}
+    tokenizer = Tokenizer.from_folder(write(tmp_path / "x.gguf", **kind, ggml__merges=("ARRAY", ("STRING", []))))
+    assert tokenizer is not None and tokenizer.encode("ab").ids == (0, 2)
+
+
+def test_templates_are_found_by_their_names_alone(tmp_path: Path) -> None:
+    plain: Entries = {"ggml__model": ("STRING", "gpt2"), "ggml__tokens": ("ARRAY", ["a", "b"])}
+    named: Entries = {**plain, "chat_template.tool_use": ("STRING", "{{ tools }}")}
+    found = gguf_tokenizer_config(write(tmp_path / "x.gguf", **named))["chat_template"]
+    assert found == {"tool_use": "{{ tools }}"}
+    both: Entries = {**named, "chat_template": ("STRING", "{{ messages }}")}
+    found = gguf_tokenizer_config(write(tmp_path / "y.gguf", **both))["chat_template"]
+    assert found == {"tool_use": "{{ tools }}", "default": "{{ messages }}"}
 
 
 def test_qwens_texts_are_composed(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ HARMLESS_KEYS = (
         "rope.dimension_count",
         "rope.freq_base",
         "rope.scaling.type",
+        "rope.scale_linear",
+        "rope.scaling.yarn_ext_factor",
     ),
     *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast"),
     *("rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"),

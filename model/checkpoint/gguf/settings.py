@@ -5,17 +5,19 @@ Metadata that would change the network and is not known here is refused by its k
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from model.api.request import Pooling
 from model.checkpoint.gguf.architectures import ARCHITECTURES, HARMLESS_KEYS, VARIANTS
-from model.checkpoint.gguf.metadata import decimal, head_dim, rows, single
+from model.checkpoint.gguf.metadata import decimal, head_dim, refuse_other, rows, single
 from model.checkpoint.gguf.rope_factors import llama3_settings, read_floats
 from model.checkpoint.gguf.table import Architecture, Rope
 from model.errors import ConfigError
 from model.gguf.container import GGUFModel, shown
+from model.gguf.paths import OTHER_PURPOSES
 
 # Texts of tokens that end an output beside the one that the metadata names, as llama.cpp has them (llama-vocab.cpp).
 _ENDS = frozenset(
@@ -23,17 +25,24 @@ _ENDS = frozenset(
     <|end_of_text|> <end_of_utterance> <eos> <turn|>""".split()  # noqa: SIM905
 )
 _CONTROL, _USER_DEFINED = 3, 4
+_NO_TOKEN = (-1, (1 << 32) - 1)
+_log = logging.getLogger(__name__)
 _POOLING = {0: None, 1: Pooling.MEAN, 2: Pooling.CLS, 3: Pooling.LAST}
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
 def architecture_of(model: GGUFModel) -> Architecture:
-    """Return the table of the file's architecture; raises `ConfigError` for one that is not served."""
+    """Return the table of the file's architecture; raises `ConfigError` for one that is not served, or no model."""
+    kind = "mmproj" if model.get("general.architecture") == "clip" else model.get("general.type")
+    if isinstance(kind, str) and kind in OTHER_PURPOSES:
+        raise ConfigError(f"{model.name}: the file is {OTHER_PURPOSES[kind]}")
     name = model.architecture
     if name not in ARCHITECTURES:
         raise ConfigError(
             f"{model.name}: general.architecture {name!r} is not served; served are {', '.join(ARCHITECTURES)}"
         )
+    if not model.tensors:
+        raise ConfigError(f"{model.name}: the file is {OTHER_PURPOSES['vocab']}")
     if name in VARIANTS and VARIANTS[name][0](model):
         return VARIANTS[name][1]
     return ARCHITECTURES[name]
@@ -123,7 +132,9 @@ def _rope(model: GGUFModel, architecture: Architecture, raw: Mapping[str, Any]) 
 def _scaling(model: GGUFModel, theta: float, dim: int) -> dict[str, Any]:
     """Return how positions are scaled."""
     where = f"{model.architecture}.rope.scaling"
-    kind, factor = model.get(f"{where}.type", "none"), single(model, f"{where}.factor") or 0.0
+    factor = single(model, f"{where}.factor") or single(model, f"{model.architecture}.rope.scale_linear") or 0.0
+    kind = model.get(f"{where}.type", "linear" if factor else "none")  # as in llama.cpp
+    refuse_other(model, f"{where}.yarn_ext_factor", 1.0)
     temperature = single(model, f"{where}.attn_factor")
     if temperature not in (None, 1.0) and "rope_factors_long.weight" not in model.tensors:
         raise ConfigError(f"{model.name}: {where}.attn_factor {temperature} is not served without rope_factors_long")
@@ -171,11 +182,11 @@ def _token_ids(model: GGUFModel) -> dict[str, Any]:
     """Return the ids of tokens with a meaning; every token that ends an output in llama.cpp does here."""
     tokenizer = "tokenizer.ggml"
     found: dict[str, Any] = {
-        "bos_token_id": model.integer(f"{tokenizer}.bos_token_id"),
-        "pad_token_id": model.integer(f"{tokenizer}.padding_token_id"),
+        "bos_token_id": _token(model, f"{tokenizer}.bos_token_id"),
+        "pad_token_id": _token(model, f"{tokenizer}.padding_token_id"),
     }
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ends = {model.integer(f"{tokenizer}.{name}"): None for name in names}
+    ends = {_token(model, f"{tokenizer}.{name}"): None for name in names}
     types = model.array(f"{tokenizer}.token_type")
     special = {token for token, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)}
     if special and architecture_of(model).model_type not in ("bert", "nomic_bert", "modernbert"):
@@ -183,3 +194,13 @@ def _token_ids(model: GGUFModel) -> dict[str, Any]:
         ends |= {token: None for token in sorted(special) if token < len(texts) and texts[token] in _ENDS}
     found["eos_token_id"] = [token for token in ends if token is not None] or None
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _token(model: GGUFModel, key: str) -> int | None:
+    """Return a token's id; None where there is none. As in llama.cpp an id beyond the vocabulary is none."""
+    found = model.integer(key)
+    if found is None or 0 <= found < rows(model, "token_embd.weight"):
+        return found
+    if found not in _NO_TOKEN:
+        _log.warning("%s: %s %d is beyond the vocabulary, and ignored", model.name, key, found)
+    return None
