@@ -45,8 +45,6 @@ UNREAD = (
     "model/inspection/",
     "model/linear/",
     "model/media/",
-    "model/native/",
-    "model/native/kernels/",
     "model/network/",
     "model/parallel/",
     "model/pretrained/checkpoints/assistant/",

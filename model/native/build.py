@@ -227,7 +227,7 @@ def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
                 process.communicate()
         linked = Path(name) / library.name
         _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(linked), "-lm"])
-        linked.chmod(0o755)  # whatever the umask: nobody else may write what will be loaded
+        linked.chmod(0o755)  # whatever the umask: only the owner may write a library that is loaded
         os.replace(linked, library)
 
 

@@ -51,9 +51,9 @@ ACTIVATIONS = {
 CLAMPED_SILU = 7  # a gated SiLU with bounds; 6 is a softcap
 
 LARGE = 1 << 20  # multiply-adds of a layer or a product from which on several threads share it
-_EXPONENTIAL = 8  # an exponential takes as long as so many of them
+_EXPONENTIAL = 8  # an exponential takes as long as 8 of them
 
-_SCRATCH_CALLS = 256  # after so many calls, scratch memory that none of them needed is given back
+_SCRATCH_CALLS = 256  # scratch memory that none of the last 256 calls needed is freed
 _NO_TILES = {  # by what `start_tiles` says
     2: "this CPU or its system has none",
     3: "Linux does not permit them",

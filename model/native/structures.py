@@ -1,6 +1,6 @@
 """The structures of the C interface as ctypes, field by field as in model/native/kernels; docs/kernels.md explains.
 
-Pointers are plain addresses unless they point to another structure; whoever fills a structure keeps the tensors alive.
+Pointers are plain addresses unless they point to another structure. The caller keeps the tensors alive.
 `Library` compares all sizes with the compiled ones when it loads.
 """
 

@@ -52,7 +52,7 @@ INLINE TileShapes shapes_of(int first, int second) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Bytes of an operand that stay, beside two panels, in the 2 MiB of second cache that a core with tiles has. */
+/* Bytes of an operand that fit, with two panels, into the second-level cache (2 MiB on CPUs with tiles). */
 #define CACHED_ROW_BYTES 1310720
 #define REQUEST_FEATURE 0x1023   /* ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18             /* XFEATURE_XTILEDATA */

@@ -17,11 +17,11 @@
 #define SLOTS 4        /* products of tiles of one pass of a tile of rows, or of one group of two */
 #define SUMS_STRIDE (GEMM_SCRATCH / LANES)
 
-/* Sums of one or two groups, of up to 32 rows and two panels, that wait for their scales: the vector units have time
- * for it while the next are multiplied. */
+/* Sums of one or two groups, of up to 32 rows and two panels, that are not scaled yet: the vector units scale them while
+ * the next groups are multiplied in tiles. */
 typedef struct {
     int64_t row, panel;              /* the first ones */
-    int rows, wide, groups;          /* wide: there are two panels, of which else the second is not used */
+    int rows, wide, groups;          /* wide: both panels are used, else only the first */
     int done, overlapping;           /* rows that have their scales; of them by the block before */
     int last;                        /* whether k ends with these groups */
     const float *scale[2], *offset[2];
@@ -101,7 +101,7 @@ INLINE void scale_before(int most, int has_offset, GroupWork *w) {
     else scale_some(most, 1, has_offset, w->product, w->before);
 }
 
-/* Give the last rows that wait their scales; behind the last part of k write the outputs. */
+/* Scale the last pending rows; after the last part of k write the outputs. */
 INLINE void finish_before(int has_offset, GroupWork *w) {
     const PendingGroups *before = w->before;
     scale_before(PAIR_ROWS, has_offset, w);
@@ -114,7 +114,7 @@ INLINE void finish_before(int has_offset, GroupWork *w) {
         for (int j = 0; j < 2; j++) tile.sums[i * SUMS_STRIDE + j] = splat(0.0f);
 }
 
-/* Ask for a few of the lines that are needed next. */
+/* Prefetch a few of the lines that are needed next. */
 INLINE void prefetch_cold(int count, ColdLines *cold) {
     if (cold->left <= 0) return;
     for (int i = 0; i < count; i++, cold->at[0] += TILE_BYTES, cold->at[1] += TILE_BYTES) {
@@ -125,9 +125,8 @@ INLINE void prefetch_cold(int count, ColdLines *cold) {
 }
 
 /* Sum the integers of one pass: of two tiles of rows one group after the other (`high`), of one tile two groups at
- * once, by two panels, so that four sums are in tiles. A sum is stored three products of tiles behind its last: sooner
- * it is not ready, and what follows would wait. Meanwhile the pass before gets its scales. A group is one or two
- * (`steps`) tiles of k. `steps`, `high` and `has_offset` are constants. */
+ * once, by two panels, so that four sums are in tiles. A sum is stored three tile products after its last one: storing it
+ * sooner would stall. Meanwhile the sums of the previous pass are scaled. A group is one or two (`steps`) tiles of k. `steps`, `high` and `has_offset` are constants. */
 INLINE void sum_pass(int steps, int high, int has_offset, GroupWork *w, const char *rows, const char *left,
                      const char *right) {
     PendingGroups *now = w->now;
@@ -173,7 +172,7 @@ INLINE void sum_pass(int steps, int high, int has_offset, GroupWork *w, const ch
     }
 }
 
-/* A part of k: numbers [from, to), of panels from `panel` on, of which there are one or (`wide`) two. */
+/* A part of k: numbers [from, to) of one panel, or of two (`wide`), from `panel` on. */
 typedef struct {
     int64_t panel, from, to;
     int wide;
@@ -185,7 +184,7 @@ INLINE void multiply_rows(int steps, int high, int has_offset, GroupWork *w, Gro
     const Product *p = w->product;
     const PackedMatrix *m = p->matrix;
     int64_t groups = group_count(m), g = part.from / m->group, end = part.to / m->group;
-    /* the last tiles begin early enough to be whole, if there are so many rows */
+    /* the last tiles overlap the previous ones if that makes them whole */
     int64_t height = high ? PAIR_ROWS : TILE_ROWS, begin = rows <= height ? 0 : min_i64(row, rows - height);
     const char *values = (const char *)p->operand.rows + begin * p->operand.stride + part.from;
     const char *left = w->weights[0], *right = w->weights[1];

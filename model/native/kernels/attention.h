@@ -14,9 +14,8 @@ typedef struct {
 } KVPages;
 
 /* Which rows attend to which keys. Segment b owns query rows [q_starts[b], q_starts[b + 1]) and kv_lens[b] keys; its
- * last query stands at its last key. Without tables its keys are rows k_starts[b] and following of the keys and
- * values. Entries of `tables` for blocks that no query of the step sees (behind a window) are never read. The caller
- * owns all arrays. */
+ * last query is at its last key. Without tables its keys and values are the rows from k_starts[b] on. Entries of
+ * `tables` for blocks outside every window are never read. The caller owns all arrays. */
 typedef struct {
     int64_t segments, causal, block_size, table_width;
     const int64_t *q_starts, *k_starts, *kv_lens;
@@ -69,7 +68,7 @@ typedef struct {
     int64_t tiles;        /* whether AMX tiles may round queries and weights to bfloat16, of pages in BF16 or INT8 */
 } Attention;
 
-/* One attention of whole segments, whose queries see keys of their own segment before and behind themselves. */
+/* One attention of whole segments, whose queries see all keys of their own segment. */
 typedef struct {
     const AttentionShape *shape;
     const Segments *segments;

@@ -22,7 +22,7 @@ INLINE float stored_float(int kind, const void *p, int64_t at) {
     return (float)((const int8_t *)p)[at];
 }
 
-/* The numbers [at, dim) of a head, zeros behind them. */
+/* The numbers [at, dim) of a head, then zeros. */
 static __attribute__((noinline)) vec load_head_tail(int kind, const void *p, int64_t at, int64_t dim) {
     float rest[LANES] = {0};
     for (int64_t i = at; i < dim; i++) rest[i - at] = stored_float(kind, p, i);

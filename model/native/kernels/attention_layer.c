@@ -96,7 +96,7 @@ void encoder_self_attention(const StackContext *t, const AttentionLayer *layer) 
 /* Whether attention over pages may be in tiles: where products of bfloat16 are. */
 static int tiled_attention(const Stack *stack) { return stack->tiles && stack->dtype == BF16; }
 
-/* Multiply what the heads have read by the sigmoids of their gates, which are behind the queries. Ends at a barrier. */
+/* Multiply the heads' outputs by the sigmoids of their gates, which follow the queries. Ends at a barrier. */
 static void gate_attended(const StackContext *t, const AttentionLayer *layer, int64_t width) {
     int64_t heads = layer->shape.heads, dim = layer->shape.dim, first, last;
     thread_range(&t->team, t->step->rows * heads, &first, &last);

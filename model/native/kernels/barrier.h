@@ -1,8 +1,8 @@
-/* A barrier for the threads of a parallel region, which wait by spinning only for threads that run beside them.
+/* A barrier for the threads of a parallel region. A thread spins only while the others run on CPUs of their own.
  *
- * On a busy machine the system may put two threads on one CPU. One that spins there keeps the other from arriving: a
- * step, which has a hundred barriers, took several times as long as on one thread. OpenMP's barrier cannot know;
- * this one asks on which CPUs the threads were last seen, and sleeps at once where it shares one. */
+ * On a busy machine the system may put two threads on one CPU. A thread that spins there keeps the other from arriving:
+ * a step, which has a hundred barriers, took several times as long as on one thread. OpenMP's barrier does not know
+ * this. This one looks at the CPUs on which the threads last ran, and sleeps at once if it shares one. */
 #ifndef TRIPTYCH_BARRIER_H
 #define TRIPTYCH_BARRIER_H
 
@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #define BARRIER_SPINS 2000 /* some 50 us: threads finish their parts of a product within less */
-#define TRACKED_THREADS 128 /* threads whose CPU is known; others count as running beside */
+#define TRACKED_THREADS 128 /* threads whose CPU is known; others count as having their own */
 
 /* Zero-initialised by the thread that starts the region, and shared by its threads. */
 typedef struct {

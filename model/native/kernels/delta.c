@@ -8,7 +8,7 @@
 #define _GNU_SOURCE /* sched_getcpu */
 #include "delta.h"
 
-#define SLICE_VECS 4                 /* of a row of a slice: as many sums run beside each other */
+#define SLICE_VECS 4                 /* of a row of a slice: the number of independent sums */
 #define SLICE (SLICE_VECS * LANES)
 #define FIXED_ROWS 2                 /* what reading and writing a state costs, in rows */
 #define LENGTH_EPS 1e-6f             /* of squared lengths of queries and keys */
@@ -159,7 +159,7 @@ static void prepare_rows(const Recurrence *r) {
     }
 }
 
-/* Rows of one head's state, as far as its slice goes. */
+/* The part of one head's state that belongs to a slice. */
 typedef struct {
     float *rows;
     int64_t stride;
@@ -180,7 +180,7 @@ INLINE void read_row(const vec *row, const float *key, const float *query, int64
     }
 }
 
-/* Read a state by the token whose key, and behind it the query, are at `key`. */
+/* Read a state for a token; `key` has its key, then its query. */
 static void read_state(Slice from, int64_t key_dim, const float *key, Reading *reading) {
     vec row[SLICE_VECS];
     Reading sums = {{{0}}, {{0}}};

@@ -55,7 +55,7 @@ INLINE int8x16_t two_rows(const void *first, const void *second) {
     return vcombine_s8(vld1_s8(first), vld1_s8(second));
 }
 
-/* Add the products of two rows' eight bytes with four outputs', of which `low` has the first four and `high` the
+/* Add the products of two rows' eight bytes with those of four outputs: `low` has the first four bytes of each, `high` the
  * others. */
 INLINE void dot_blocks(ivec *first, ivec *second, int8x16_t rows, ivec low, ivec high) {
     int32x4_t a = (int32x4_t)low, b = (int32x4_t)high;

@@ -9,7 +9,7 @@
 
 #define CHUNK_ROWS 2048 /* rows that take their experts together */
 #define WAVE_ROWS 512   /* rows of a wave's experts, unless one of them has more */
-#define FIXED_ROWS 32   /* what reading a panel costs, beside its rows, in rows */
+#define FIXED_ROWS 32   /* the cost of reading a panel, in rows */
 #define OWN_ROWS 8      /* of a thread, from which on it computes the logits of its own rows */
 
 int64_t expert_rows(int64_t rows) { return min_i64(rows, CHUNK_ROWS); }
@@ -148,7 +148,7 @@ static void multiply_logits(const Mixture *m, const PackedMatrix *matrix, float 
     if (matrix->data) gemm(matrix, operand, last - first, output, thread, threads, m->scratch);
 }
 
-/* Find which experts rows take, and with which weights. Begins behind normalise_rows and ends at a barrier. */
+/* Choose the experts of all rows, and their weights. Runs after normalise_rows and ends at a barrier. */
 static void route(const Mixture *m) {
     const ExpertsLayer *layer = m->layer;
     const ThreadContext *t = m->team;
@@ -248,7 +248,7 @@ static Operand rows_for(const Mixture *m, Wave wave, int64_t expert) {
     return (Operand){from.rows + place * operand_bytes(up), operand_stride(up), from.scales + place};
 }
 
-/* How many of an expert's `panels` panels, each of which costs `cost`, lie before `position`. */
+/* How many of an expert's `panels` panels, at `cost` each, lie before `position`. */
 INLINE int64_t panels_before(int64_t position, int64_t cost, int64_t panels) {
     return max_i64(0, min_i64(panels, (position + cost - 1) / cost));
 }

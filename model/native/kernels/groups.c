@@ -16,7 +16,7 @@
 #define LINE_BYTES 64
 #define PREFETCH_LINES 32
 
-/* Write one group of `count` numbers, of `group` with the zeros behind them. */
+/* Write one group: `count` numbers, then zeros up to `group`. */
 INLINE GroupStep write_group(const float *from, int64_t count, int64_t group, int8_t *to) {
     float most = max_abs(from, count), inverse = most > 0.0f ? 127.0f / most : 0.0f;
     GroupStep step = {most / 127.0f, 0};
@@ -95,8 +95,8 @@ INLINE void read_weights(int dtype, const char *at, ivec w[2]) {
 }
 
 #if HAS_INT8_BLOCKS
-/* Add the products of an even number of rows with a panel over k in [first, stop), two rows at a time; returns where
- * the weights behind them are. */
+/* Add the products of an even number of rows with a panel over k in [first, stop), two rows at a time; returns the
+ * address after the weights that were read. */
 INLINE const char *add_blocks(int dtype, int rows, const int8_t *const *a, int64_t first, int64_t stop,
                               const char *weights, int cold, ivec sums[][PANEL_VECS]) {
     int64_t step = dtype == INT4 ? LINE_BYTES : 2 * LINE_BYTES; /* of weights, for eight numbers of k */

@@ -2,13 +2,13 @@
  *
  * output = sum over groups of (integers of the row x integers of the weights) * row's scale * weights' scale, plus
  * the row's sum * row's scale * offset where weights have offsets. Sums within a group are integers, and exact in any
- * order; groups are added in ascending order, by the same multiplications in vectors and behind tiles. */
+ * order; groups are added in ascending order, by the same multiplications with vectors and with tiles. */
 #ifndef TRIPTYCH_GROUPS_H
 #define TRIPTYCH_GROUPS_H
 
 #include "matrix.h"
 
-/* What lies behind a row's numbers [grouped_k] of int8, for each group. */
+/* Follows a row's numbers [grouped_k] of int8, one for each group. */
 typedef struct {
     float scale;
     int32_t sum; /* of the group's integers */
@@ -24,7 +24,7 @@ INLINE const GroupStep *group_steps(const PackedMatrix *matrix, const void *row)
     return (const GroupStep *)((const char *)row + grouped_k(matrix));
 }
 
-/* The sum of 16 or fewer outputs with that of one more group, of which `whole` is the sum of integers. */
+/* Add one more group, with the integer sums `whole`, to the sums of up to 16 outputs. */
 INLINE vec add_group(vec sums, ivec whole, GroupStep step, vec scale) {
     return fma_vec(__builtin_convertvector(whole, vec) * splat(step.scale), scale, sums);
 }

@@ -42,7 +42,7 @@ INLINE const float *sink_of(const AttentionShape *shape, int64_t head) {
     return shape->sinks ? shape->sinks + head : NULL;
 }
 
-/* Scale, cap, bias and mask the dot products of the query at `position` with keys [at, at + LANES), of which it sees
+/* Scale, cap, bias and mask the dot products of the query at `position` with keys [at, at + LANES); it sees
  * [from, to). */
 INLINE vec finish_scores(const KeySource *s, vec score, int64_t head, int64_t position, int64_t at, int64_t from,
                          int64_t to) {

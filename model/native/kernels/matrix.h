@@ -30,7 +30,7 @@ typedef struct {
 typedef struct {
     const void *rows;
     int64_t stride;     /* elements from row to row */
-    const float *scale; /* INT8: of each row; GROUPS have their scales behind the numbers of a row */
+    const float *scale; /* INT8: of each row; GROUPS have their scales after the numbers of a row */
 } Operand;
 
 /* Where a product writes its rows [rows][n]. The caller owns them. */

@@ -19,7 +19,7 @@ INLINE const char *unpacked_number(const UnpackedRows *rows, int64_t row, int64_
     return (const char *)rows->rows + ((row - rows->first) * rows->stride + k) * element_bytes(rows->kind);
 }
 
-/* Read PACK_DEPTH numbers of a row from k on as floats, zeros behind its end. */
+/* Read PACK_DEPTH numbers of a row from k on as floats, with zeros after its end. */
 INLINE void read_floats(const UnpackedRows *rows, int64_t row, int64_t k, float *to) {
     int64_t count = max_i64(0, min_i64(PACK_DEPTH, rows->matrix->k - k)), i = 0;
     const char *from = unpacked_number(rows, row, k);

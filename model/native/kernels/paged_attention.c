@@ -235,7 +235,7 @@ INLINE void add_visible_values(int rows, int64_t at, const int64_t *from, const 
     }
 }
 
-/* The keys from the first gathered one up to the last that row `row` or one of the QUERY_ROWS - 1 behind it sees. */
+/* The end of the keys that row `row` and the next QUERY_ROWS - 1 rows see. */
 INLINE int64_t seen_end(const QueryTile *t, int64_t row) {
     return t->source->segments->causal ? min_i64(t->to, t->position + min_i64(row + QUERY_ROWS, t->rows)) : t->to;
 }

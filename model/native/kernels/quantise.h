@@ -6,7 +6,7 @@
 
 #define MOST_IN_GROUP 128 /* numbers that share a scale */
 
-/* Round `count` numbers (a multiple of 16, zeros behind a row's end) to integers of INT8 or INT4; returns their
+/* Round `count` numbers (a multiple of 16, zeros after a row's end) to integers of INT8 or INT4; returns their
  * scale. */
 float quantise_group(int64_t dtype, const float *numbers, int64_t count, int8_t *to);
 

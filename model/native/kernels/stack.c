@@ -82,9 +82,9 @@ static void scale_rows(const StackContext *t, float scale) {
     wait_for_threads(&t->team);
 }
 
-/* Add the normed MLP beside experts, of `rows` rows from `from`, to the norm of what experts gave, which is in
- * t->sublayer. Ends at a barrier. */
-static void add_beside(const StackContext *t, const MLPLayer *layer, const float *from, int64_t rows) {
+/* Normalise the experts' outputs in t->sublayer, and add the normed MLP of `rows` rows from `from`. Ends at a
+ * barrier. */
+static void add_parallel_mlp(const StackContext *t, const MLPLayer *layer, const float *from, int64_t rows) {
     const ExpertsLayer *experts = layer->experts;
     int64_t hidden = t->stack->hidden, first, last;
     norm_rows(t, &experts->norms.output, t->sublayer, rows);
@@ -109,10 +109,10 @@ static void experts(const StackContext *t, const MLPLayer *layer, const float *f
         add_experts(&t->team, layer, &t->experts, hidden, from, x, rows, layer->scale);
         return;
     }
-    thread_range(&t->team, rows, &first, &last); /* behind the first of its barriers add_experts adds to these */
+    thread_range(&t->team, rows, &first, &last); /* add_experts adds to these after its first barrier */
     memset(t->sublayer + first * hidden, 0, (last - first) * hidden * sizeof *x);
     add_experts(&t->team, layer, &t->experts, hidden, from, t->sublayer, rows, 1.0f);
-    if (layer->experts->norms.output.kind != NO_NORM) add_beside(t, layer, from, rows);
+    if (layer->experts->norms.output.kind != NO_NORM) add_parallel_mlp(t, layer, from, rows);
     add_normed(t, &layer->norms.output, x, rows);
 }
 
@@ -144,8 +144,8 @@ static void run_layers(const StackContext *t) {
     if (t->step->last_layer == t->stack->num_layers) norm_rows(t, &t->stack->final, t->x, t->step->rows);
 }
 
-/* Whether threads take groups of segments through all layers by themselves, without a barrier: segments must need
- * nothing of each other, and be so many that the last group is not waited for long. */
+/* Whether each thread takes groups of segments through all layers, without barriers. Segments must be independent, and
+ * there must be enough of them that no thread waits long for the last group. */
 static int in_groups(const Stack *stack, const Step *step, int64_t threads) {
     if (step->num_segments != 1 || !is_bidirectional(stack->layers[0], step)) return 0;
     if (step->rows < 2 * threads * max_i64(longest_keys(step), GROUP_ROWS)) return 0;
@@ -182,7 +182,7 @@ EXPORTED int64_t scratch_bytes(const Stack *stack, const Step *step, int64_t thr
     return buffers * buffer_bytes(stack, step, threads) + SCRATCH_ALIGNMENT;
 }
 
-/* Segments from `first` on make a group, a smaller one towards the end; returns the one behind the last. */
+/* The end of the group of segments from `first` on; groups get smaller towards the end. */
 static int64_t group_end(const Segments *s, int64_t first, int64_t threads) {
     int64_t last = first + 1, share = (s->q_starts[s->segments] - s->q_starts[first]) / (3 * threads);
     int64_t rows = share > GROUP_ROWS ? GROUP_ROWS : max_i64(share, MIN_GROUP_ROWS);

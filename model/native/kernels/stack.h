@@ -8,7 +8,7 @@
 #include "attention.h"
 #include "rowwise.h"
 
-/* The norms of a sublayer: x = post(x + output(sublayer(pre(x)))), each of which may be NO_NORM. */
+/* The norms of a sublayer: x = post(x + output(sublayer(pre(x)))). Each may be NO_NORM. */
 typedef struct {
     Norm pre, output, post;
 } SublayerNorms;
@@ -27,8 +27,8 @@ typedef struct {
     PackedMatrix input;  /* self: queries, keys, values [(heads + 2 kv_heads) dim, hidden]; cross: queries */
     int64_t keys_as_values; /* whether `input` gives no values: they are the keys before their norm (Gemma 4) */
     int64_t reads_keys;     /* whether it gives queries alone, for keys that an earlier layer has written */
-    int64_t output_gate; /* self: whether a gate of their size is behind the queries, whose sigmoid outputs are
-                          * multiplied by (Qwen3-Next); without pages or in causal attention */
+    int64_t output_gate; /* self: whether gates follow the queries; outputs are multiplied by their sigmoids
+                          * (Qwen3-Next); without pages or in causal attention */
     PackedMatrix output; /* [hidden, heads dim] */
     int64_t segments;    /* which segments: layers of one KV cache pool share block tables */
     int64_t rotary;      /* which rotary table; -1: no rotary positions */
@@ -65,18 +65,18 @@ typedef struct {
     int64_t count, active;     /* experts that rows choose from; how many each row takes */
     int64_t of_chosen;         /* whether weights are a softmax over the logits of the chosen experts, not of all */
     PackedMatrix router;       /* F32 [count, hidden] */
-    const Expert *experts;     /* [count], and behind them one that all rows take, if `has_shared` */
+    const Expert *experts;     /* [count], then one that all rows take, if `has_shared` */
     int64_t has_shared;
     PackedMatrix shared_gate;  /* F32 [1, hidden]: sigmoid of this is the shared expert's weight; without data: 1 */
     const float *scales;       /* [count] what each expert's weights are multiplied by; null: nothing */
     Norm router_norm;          /* of what the router reads; NO_NORM: it reads what experts read */
-    SublayerNorms norms;       /* of the experts alone, where there is an MLP beside them: pre and output */
+    SublayerNorms norms;       /* of the experts alone, if a layer has an MLP too: pre and output */
     SublayerNorms mlp_norms;   /* and of that MLP */
 } ExpertsLayer;
 
-/* The feed-forward of one layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)). With `experts`, these
- * are its matrices, and those here are not there, or are of an MLP beside them: both sides have norms of their own, and
- * the sum of what they give goes through the layer's output norm (Gemma 4). */
+/* The feed-forward of one layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)). With `experts` the
+ * matrices here are empty, or those of a parallel MLP: then both sides have norms of their own, and their sum goes
+ * through the layer's output norm (Gemma 4). */
 typedef struct {
     SublayerNorms norms;
     PackedMatrix up;   /* [inner, hidden]; gated: gate, then up [2 inner, hidden] */
@@ -94,7 +94,7 @@ typedef struct {
     MLPLayer mlp;
     int64_t has_cross;
     int64_t parallel; /* whether attention and MLP read the same x, and both are added to it (GPT-NeoX) */
-    MLPLayer vectors; /* behind the MLP: between its products rows are multiplied by the step's vectors (Gemma 4) */
+    MLPLayer vectors; /* after the MLP: between its products rows are multiplied by the step's vectors (Gemma 4) */
     int64_t has_vectors;
     const float *scale; /* of x in the end; null: none */
 } Layer;
@@ -103,7 +103,7 @@ typedef struct {
     int64_t hidden, num_layers;
     const Layer *const *layers; /* [num_layers]; layers that share weights are one and the same (ALBERT) */
     int64_t dtype, tiles;       /* of products within encoder attention: F32 or BF16, and whether in AMX tiles */
-    Norm final;                 /* behind the last layer */
+    Norm final;                 /* after the last layer */
 } Stack;
 
 /* Rotary positions of a step's rows for one base: cosines and sines [rows][dim] of the first `dim` numbers of a
@@ -121,13 +121,13 @@ typedef struct {
     float *channels;  /* [slots][kernel - 1][channels] of the last tokens, before the convolution */
 } LayerStates;
 
-/* Rows [first, last) of one sequence, which go on from the state in one slot and leave theirs in another, that nobody
- * else reads in this step. Negative: zeros, and nowhere. A span that goes on from another's target follows it. */
+/* Rows [first, last) of one sequence. They continue from the state in slot `source` and write theirs to slot `target`,
+ * which no other span reads in this step unless it follows this one. Negative: start from zeros; write nothing. */
 typedef struct {
     int64_t first, last, source, target;
 } StateSpan;
 
-/* One run through layers [first_layer, last_layer) of a stack; behind its last layer comes the final norm. */
+/* One run through layers [first_layer, last_layer) of a stack; the final norm follows its last layer. */
 typedef struct {
     int64_t rows, first_layer, last_layer;
     int64_t num_segments;

@@ -43,7 +43,7 @@ typedef struct {
     ExpertSizes experts;
 } LayerSizes;
 
-/* Raise `sizes` to what an attention needs whose input has so many heads. */
+/* Raise `sizes` to what an attention needs whose input has `heads` heads. */
 static void measure_attention(const AttentionLayer *layer, int64_t heads, LayerSizes *sizes) {
     sizes->qkv = max_i64(sizes->qkv, heads * layer->shape.dim);
     sizes->attended = max_i64(sizes->attended, layer->shape.heads * layer->shape.dim);

@@ -30,7 +30,7 @@ typedef struct {
 
 INLINE int64_t query_count(const AttentionShape *a, int64_t rows) { return rows * (a->heads / a->kv_heads); }
 
-/* The rows of so many queries. */
+/* The number of rows that have `queries` queries. */
 INLINE int64_t task_rows(const AttentionShape *a, int64_t queries) {
     return max_i64(TILE_ROWS, queries / query_count(a, 1) / TILE_ROWS * TILE_ROWS);
 }
@@ -357,7 +357,7 @@ static void write_rows(int kind, const TiledQueries *t, float *out) {
     }
 }
 
-/* Find where the block's keys are stored, and some behind them. */
+/* Find where the block's keys, and some after them, are stored. */
 static void locate_rows(TiledQueries *t, int64_t last) {
     const KeySource *s = t->source;
     int64_t end = min_i64(last, t->begin + BLOCK_KEYS + AHEAD), at = t->begin;

@@ -6,7 +6,7 @@
 #include "key_source.h"
 #include "scratch.h"
 
-#define TILED_KEYS 64 /* a query whose last key is behind these is computed in tiles, where an attention may use them */
+#define TILED_KEYS 64 /* a query with more keys is computed in tiles, where an attention may use them */
 
 /* Rows [first, last) of a segment and the heads that share the keys of heads [first_head, last_head): one row, or up
  * to tiled_rows for one of the latter. */
@@ -15,8 +15,8 @@ typedef struct {
 } TiledRows;
 
 #if HAS_TILES
-/* Of `rows` rows of a prefill, those that a thread takes at a time: so many that packing keys for them is cheap, and so
- * few that each thread gets some. No result depends on it. */
+/* The rows of a prefill that a thread takes at a time: enough to make packing keys cheap, few enough to give each
+ * thread some. No result depends on it. */
 int64_t tiled_rows(const AttentionShape *shape, int64_t rows, int64_t threads);
 /* Bytes of scratch that attend_tiled needs. */
 int64_t tiled_scratch(const AttentionShape *shape);

@@ -26,7 +26,7 @@ typedef struct {
     float *sums;               /* [count][width] */
     float *totals, *tops;      /* [count][LANES] of weights; [count] the largest score, times log2(e) */
     int64_t begin, from, to;   /* the block's first key, and the keys that any query sees of it */
-    int64_t located;           /* keys from the block's first on that `rows` knows: also some behind it */
+    int64_t located;           /* keys from the block's first on that `rows` knows, with some after the block */
     int64_t *rows;             /* [BLOCK_KEYS + AHEAD] where each key is stored; of those before `from`: undefined */
     int finite;                /* whether all of the block's values are */
     bf16 *keys;                /* [BLOCK_KEYS / 16][depth / 2][16][2]; few: [BLOCK_KEYS][depth] */
@@ -79,7 +79,7 @@ INLINE void read_ahead(const StoredHead *head, int64_t first, int64_t count) {
         for (int64_t byte = 0; byte < head->bytes; byte += 64) __builtin_prefetch(head_at(head, key) + byte);
 }
 
-/* Pack the block's keys as columns of a product; those that nobody sees are zero. */
+/* Pack the block's keys as columns of a product; those that no query sees are zero. */
 INLINE void pack_keys(int kind, const TiledQueries *t) {
     const StoredHead stored = stored_keys(kind, t);
     __m512i *to = (__m512i *)t->keys, rows[KEY_GROUP];

@@ -62,7 +62,7 @@ static float logsumexp(const float *x, int64_t size, float most) {
 
 /* Write, for each of `rows` rows of `size` floats, the `count` largest values in descending order [rows][count],
  * their places [rows][count], and the row's logsumexp [rows]. The latter is NaN for a row with a NaN or without a
- * finite number, of which the rest means nothing. */
+ * finite number; its other outputs are then undefined. */
 EXPORTED void top_k(const float *x, int64_t rows, int64_t size, int64_t count, float *values, int64_t *tokens,
                     float *log_sums, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads((int)threads)

@@ -2,7 +2,7 @@
  * gives.
  *
  * Invariant: every sum has one order, which depends on the number of its terms alone. A row's result is therefore
- * the same bit for bit whatever else is computed beside it. */
+ * the same bit for bit whatever else is computed with it. */
 #ifndef TRIPTYCH_VECTOR_H
 #define TRIPTYCH_VECTOR_H
 
@@ -110,7 +110,7 @@ INLINE vec load_int8(const int8_t *p) {
 #endif
 }
 
-/* Write LANES integers, each of which fits a byte, as bytes. */
+/* Write LANES integers as bytes; each must fit. */
 INLINE void store_int8(int8_t *p, ivec v) {
 #ifdef __AVX512F__
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
