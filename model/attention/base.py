@@ -21,7 +21,7 @@ from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig
 from model.system import devices
 
-UNEVEN_KEYS = 2048  # from so many keys on it is worth a second launch to divide them
+UNEVEN_KEYS = 2048  # the least number of keys that is worth a second launch to divide them
 UNEVEN_TIMES = 4  # the mean
 
 
@@ -38,7 +38,7 @@ class DeviceLengths:
     max_q_len: int  # 1: every segment has one query
     max_kv_len: int
     cu_seqlens_k: Tensor | None = None  # [B + 1], of keys that are packed rows
-    singles: int = 0  # so many segments in front have one query, the others more: what decodes, beside prompts
+    singles: int = 0  # the number of first segments with one query (decoding); the others are prompts
     max_single_kv_len: int = 0  # of those
     uneven: bool = False  # of segments with one query: a few have nearly all keys, so work is divided as for one alone
 
@@ -54,7 +54,7 @@ class DeviceLengths:
 
 
 def are_uneven(kv_lens: Sequence[int]) -> bool:
-    """Whether one segment of single queries has so many of the keys that it would be waited for."""
+    """Whether one segment with a single query has so much of the keys that the others would wait for it."""
     longest = max(kv_lens, default=0)
     return longest >= UNEVEN_KEYS and longest * len(kv_lens) > UNEVEN_TIMES * sum(kv_lens)
 
@@ -166,12 +166,12 @@ class DistanceBias(ScoreBias, Protocol):
     """One that depends on nothing but how far a key is from the query, so that a kernel can look it up."""
 
     def by_distance(self) -> Tensor | None:
-        """`[H, 2 R + 1]`, for a key R before the query to R behind it; beyond R it is as at R. None: not this one."""
+        """`[H, 2 R + 1]`, for keys from R before to R after the query; beyond R it is as at R. None: no table."""
 
 
 @runtime_checkable
 class SlopedBias(ScoreBias, Protocol):
-    """One that is a slope of each head times how far a key is behind the query, which no table need hold (ALiBi)."""
+    """A bias that is the head's slope times the distance, so it needs no table (ALiBi)."""
 
     def slopes(self, device: torch.device) -> Tensor:
         """`[H]` float32."""
@@ -216,7 +216,7 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class CompiledBackend(AttentionBackend, Protocol):
-    """A backend that compiles for a launch of a new kind, which nobody's request should wait for."""
+    """A backend that compiles each new kind of launch, which should happen before a request needs it."""
 
     def launch_bounds(
         self,

@@ -38,7 +38,7 @@ _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers
 _MAX_GROUP = {4: 32, 2: 64}  # heads of a key head by bytes of an element: they are rows of one tile
 _MIN_PART = 256  # keys that are worth a program of their own
 _MAX_PARTS = 64
-_MOST_PARTIAL = 2048  # segments times parts of uneven ones, for each of which there is a row of partial sums
+_MOST_PARTIAL = 2048  # segments times parts of uneven steps; each has a row of partial sums
 _TILE_ROWS = (16, 64)  # at which `choose_tiles` changes its mind
 _WRITTEN = 2048  # elements that a program puts into the pages
 

@@ -1,7 +1,7 @@
 """Recurrent layers on a GPU, between their projections: how the kernels of `triton_delta_kernels` are launched.
 
-Single tokens take one launch, of which nothing depends on a value on the device: it can be captured and replayed over
-other slots. Prompts take three: what their chunks need no state for, all at once; the states through the chunks of
+Single tokens take one launch. It depends on no value on the device, so it can be captured and replayed over other
+slots. Prompts take three: what their chunks need no state for, all at once; the states through the chunks of
 each segment; norms and gates. Imported only where Triton is.
 """
 

@@ -163,7 +163,7 @@ def _between(coarse_to, fine_to, coarse_from, fine_from):
 
 @triton.jit
 def _inverse(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverse of `1 + lower`, of which only what is below the diagonal is read.
+    """Return the inverse of `1 + lower`; only the entries below the diagonal are read.
 
     Inverses of blocks on the diagonal are joined to those of blocks twice as large:
     that of `[[A, 0], [L, C]]` is `[[A', 0], [-C' L A', C']]`.
@@ -278,7 +278,7 @@ def scan_chunks(
     keys,
     sums,
     weights,
-    changes,  # [T, HEADS, VALUE_DIM], in the place of which come the outputs
+    changes,  # [T, HEADS, VALUE_DIM], replaced by the outputs
     count,
     segment_count,  # B
     tokens,
@@ -328,7 +328,7 @@ def scan_chunks(
         output = tl.dot(q, state, input_precision=PRECISION) * tl.exp(coarse + fine)[:, None]
         output += tl.dot(seen, change, input_precision=PRECISION)
         tl.store(own_changes + of_changes, output, mask=has_value)
-        last = (end - 1) * HEADS + head  # read only here: beside all four operands Triton 3.6 spills for Hopper
+        last = (end - 1) * HEADS + head  # read only here: with all four operands Triton 3.6 spills for Hopper
         coarse_end, fine_end = tl.load(sums + last), tl.load(fine_sums + last)
         left = k * _between(coarse_end, fine_end, coarse, fine)[:, None]
         state = state * tl.exp(coarse_end + fine_end)

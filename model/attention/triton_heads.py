@@ -133,7 +133,7 @@ def prepare_heads(
     values,  # pages, where PAGED
     key_scales,  # [slots, KV_HEADS] float32, where QUANTIZED
     value_scales,
-    slots,  # [T], where PAGED; -1: the row is nobody's
+    slots,  # [T], where PAGED; -1: a padding row
     cos,  # [T, TURNED]
     sin,
     query_gain,  # [DIM], with the three below where NORM
@@ -151,7 +151,7 @@ def prepare_heads(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    TURNED: tl.constexpr,  # the first so many dimensions turn; 0: none
+    TURNED: tl.constexpr,  # the number of first dimensions that are rotated; 0: none
     INTERLEAVED: tl.constexpr,  # pairs are neighbours, not a half of TURNED apart
     BLOCK_Q: tl.constexpr,  # heads of a program
     BLOCK_K: tl.constexpr,
@@ -160,7 +160,7 @@ def prepare_heads(
     PAGED: tl.constexpr,
     QUANTIZED: tl.constexpr,
 ):
-    """Grid: tokens, blocks of query heads and behind them blocks of key heads."""
+    """Grid: tokens, blocks of query heads then of key heads."""
     QUERY_BLOCKS: tl.constexpr = (HEADS + BLOCK_Q - 1) // BLOCK_Q
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if block < QUERY_BLOCKS:

@@ -21,7 +21,7 @@ _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it and t
 def write_pages(
     key,  # [T, KV_HEADS, DIM]
     value,
-    slots,  # [T]; -1: the row is nobody's
+    slots,  # [T]; -1: a padding row
     keys,  # [slots, KV_HEADS, DIM]
     values,
     key_scales,  # [slots, KV_HEADS] float32, where QUANTIZED
@@ -127,7 +127,7 @@ def _walk(
     QUANTIZED: tl.constexpr,
     BIASED: tl.constexpr,
     FACTOR: tl.constexpr,
-    MASKED: tl.constexpr,  # not: whole blocks, of which every query sees every key
+    MASKED: tl.constexpr,  # False: whole blocks in which every query sees every key
 ):
     """A tile's queries over the keys from `low` to `high`."""
     dims = tl.arange(0, BLOCK_D)
@@ -326,7 +326,9 @@ def attend(
     tl.store(out + to[:, None] * DIM + dims[None, :], mixed.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize_on_alignment=["weight"])  # that of prompts behind what decodes, of few and odd heads
+@triton.jit(
+    do_not_specialize_on_alignment=["weight"]
+)  # it is not aligned for prompts after decoding rows with few, odd heads
 def combine(
     parts,  # [T * HEADS, SPLITS, DIM] float32
     weight,  # [T * HEADS, SPLITS] float32

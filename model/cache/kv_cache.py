@@ -45,7 +45,7 @@ def whole_segments(lengths: Sequence[int]) -> tuple[StateSpan, ...]:
 def independent_spans(spans: Iterable[StateSpan]) -> list[list[StateSpan]]:
     """The spans in lists that need nothing of each other; a span that goes on from another one is in a later list."""
     found: list[list[StateSpan]] = []
-    written: dict[int, int] = {}  # the list behind that in which a slot is written
+    written: dict[int, int] = {}  # the index of the list after the one that writes a slot
     for span in spans:
         at = written.get(span.source, 0) if span.source != NO_STATE else 0
         if at == len(found):
@@ -62,7 +62,7 @@ class Segment(NamedTuple):
     first: int
     last: int
     source: int
-    kept: dict[int, int]  # slots by the row behind which they get the state
+    kept: dict[int, int]  # slots by the row after which they get the state
 
 
 def segments(spans: Iterable[StateSpan]) -> list[Segment]:
@@ -91,7 +91,7 @@ class StateTables:
 
     @classmethod
     def of(cls, spans: Iterable[StateSpan], chunk: int, device: torch.device) -> StateTables:
-        """Tables of a step's spans in chunks of so many tokens at most, each state that is kept behind one."""
+        """Build the tables of a step's spans in chunks of at most `chunk` tokens; each kept state ends a chunk."""
         singles: list[tuple[int, ...]] = []
         longer: list[tuple[int, ...]] = []
         chunks: list[tuple[int, ...]] = []

@@ -69,7 +69,7 @@ class PoolSize(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """Blocks that there are: a windowed pool has one of zeros, for the places of tables behind the window."""
+        """The number of blocks; a windowed pool has one more, of zeros, for what has left the window."""
         return self.num_blocks + (self.window is not None)
 
 

@@ -111,7 +111,7 @@ class NormConfig:
 class RotaryConfig:
     """Rotary positions: which of a head's dimensions turn, how fast, and how the context was stretched."""
 
-    dim: int  # the first so many of a head's dimensions
+    dim: int  # the number of a head's first dimensions
     theta: float = 10_000.0
     scaling: RopeScaling = RopeScaling.NONE
     factor: float = 1.0
@@ -128,7 +128,9 @@ class RotaryConfig:
     interleaved: bool = False  # pairs are neighbours (GPT-J); not: a half apart, as in GPT-NeoX and Llama
     short_factors: tuple[float, ...] = ()  # LONGROPE: of requests that stay within the original context
     long_factors: tuple[float, ...] = ()  # of those that may go beyond it, from their first token on
-    turning: int | None = None  # so many of `dim` turn, those with the shortest wavelengths (Gemma 4); None: all
+    turning: int | None = (
+        None  # how many of `dim` are rotated, those with the shortest wavelengths (Gemma 4); None: all
+    )
 
     @property
     def by_length(self) -> bool:
@@ -190,7 +192,7 @@ class BucketBiasConfig:
         require_positive(self, num_buckets=self.num_buckets, max_distance=self.max_distance, most=_MOST_DISTANCE)
         if self.num_buckets < 4 or self.max_distance <= self.num_buckets // 2:
             raise ConfigError(
-                "relative positions need 4 buckets or more, of which a half must not reach the largest distance, "
+                "relative positions need 4 buckets or more, and half of them must not reach the largest distance, "
                 f"found {self.num_buckets} buckets up to distance {self.max_distance}"
             )
 
@@ -241,7 +243,7 @@ class AttentionConfig:
     out_bias: bool = False
     # None: none of its own
     position: RotaryConfig | AlibiConfig | BucketBiasConfig | XLNetRelativeConfig | DisentangledConfig | None = None
-    window: int | None = None  # each token sees itself, window - 1 before it and, unless causal, as many behind it
+    window: int | None = None  # each token sees itself, window - 1 before it and, unless causal, window - 1 after it
     softcap: float | None = None  # scores stay between -softcap and softcap
     qk_norm: NormConfig | None = None  # of queries and of keys, before they turn
     qk_norm_span: NormSpan = NormSpan.HEAD
@@ -299,7 +301,7 @@ class AttentionConfig:
 
     @property
     def projected_sizes(self) -> tuple[int, ...]:
-        """The parts of what a row is projected to: queries, a gate of them, keys, values, of which some may be none."""
+        """The widths of the parts of a projected row: queries, their gate, keys, values; some may be 0."""
         keys = 0 if self.keys_of is not None else self.kv_size
         values = 0 if self.keys_as_values else keys
         return self.query_size, self.query_size if self.output_gate else 0, keys, values
@@ -430,7 +432,7 @@ class ExpertsConfig:
     router_bias: bool = False
     shared: MLPConfig | None = None  # one more, for every token
     shared_gate: bool = False  # which is multiplied by the sigmoid of a projection to one number (Qwen2-MoE)
-    # Both sides have norms of their own before and behind them, the router one before it, and a scale (Gemma 4).
+    # Both sides have norms of their own before and after them; the router has a norm and a scale (Gemma 4).
     own_norms: NormConfig | None = None
     router_scale: float = 1.0
     expert_scales: bool = False  # what an expert counts is multiplied by a learned number of it (Gemma 4)
@@ -520,7 +522,7 @@ class LayerConfig:
         if self.cross is not None and (self.cross.position is not None or self.cross.window is not None):
             raise ConfigError("cross attention has neither positions nor a window")
         if self.parallel and (self.cross is not None or any(norms.post for norms in self.norms)):
-            raise ConfigError("a parallel layer has neither cross attention nor norms behind its sum")
+            raise ConfigError("a parallel layer has neither cross attention nor norms after its sum")
         if self.one_norm and not (self.parallel and self.norms[0].pre and not self.norms[1].pre):
             raise ConfigError("one norm for both sublayers is the mixer's, in a parallel layer")
         if self.channel_scales and (self.cross is not None or any(norms.post or norms.output for norms in self.norms)):
@@ -530,7 +532,7 @@ class LayerConfig:
                 "sums with what sublayers read are of layers that are neither parallel nor cross-attending"
             )
         if self.residual_scale != 1.0 and any(norms.output for norms in self.norms):
-            raise ConfigError("a layer with output norms scales nothing behind them")
+            raise ConfigError("a layer with output norms scales nothing after them")
         if (self.embedding is not None or self.scaled) and (self.parallel or any(norms.post for norms in self.norms)):
             raise ConfigError("a layer with vectors or a scale of its own is neither parallel nor post-norm")
 

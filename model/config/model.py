@@ -153,7 +153,7 @@ class PositionConfig:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionConfig:
-    """A convolution over the tokens of a sequence, beside the first layer (DeBERTa-v2).
+    """A convolution over the tokens of a sequence, parallel to the first layer (DeBERTa-v2).
 
     `x_1 = norm(layer(x_0) + act(conv(x_0)))`, with zeros beyond both ends of a sequence.
     """
@@ -170,7 +170,7 @@ class ConvolutionConfig:
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """One stack: what its layers are, and what is before and behind them."""
+    """One stack: its layers, and what comes before and after them."""
 
     layers: tuple[LayerConfig, ...]  # equal ones are one object
     hidden_size: int
@@ -179,11 +179,11 @@ class StackConfig:
     embed_norm: NormConfig | None = None  # over the sum of token, position and segment embeddings
     final_norm: NormConfig | None = None
     token_types: int = 0  # segments that are told apart (BERT 2)
-    tasks: int = 0  # vectors of tasks in the checkpoint, the first of which is added to every token (ERNIE)
-    embed_norm_last: bool = False  # behind the projection of narrower embeddings, not before it
+    tasks: int = 0  # vectors of tasks in the checkpoint; the first is added to every token (ERNIE)
+    embed_norm_last: bool = False  # after the projection of narrower embeddings, not before it
     project_bias: bool = True  # of that projection
     project_equal: bool = False  # also where embeddings have the width of the stack (ALBERT)
-    positions_last: bool = False  # added behind the norm and the projection of embeddings, not before (OPT-350M)
+    positions_last: bool = False  # added after the norm and the projection of embeddings, not before (OPT-350M)
     output_size: int | None = None  # hidden states are projected to this width in the end, without a bias (OPT-350M)
     relative_norm: NormConfig | None = None  # over the table of relative positions (DeBERTa-v2)
     convolution: ConvolutionConfig | None = None
@@ -343,7 +343,7 @@ class MaskedHeadConfig:
     Without an activation there are no layers before the output, `out(x)` alone (EuroBERT).
     """
 
-    size: int  # behind `dense`: the width of the token table's rows
+    size: int  # after `dense`: the width of the token table's rows
     activation: Activation | None
     norm: NormConfig | None
     tied: bool = True  # the token table is the output matrix
@@ -353,7 +353,7 @@ class MaskedHeadConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Low-rank sums to every matrix of a network, of which an input may choose one (Hu et al. 2021: LoRA)."""
+    """Low-rank adapters of every matrix of a network; an input may choose one (Hu et al. 2021: LoRA)."""
 
     names: tuple[str, ...]
     rank: int
@@ -388,7 +388,7 @@ class ClassifierConfig:
     bias: bool = True  # of the last layer
     activation: str = "Softmax"  # of torch.nn: logits to scores; labels that do not exclude each other have Sigmoid
     dense_bias: bool = True
-    norm: NormConfig | None = None  # behind the dense layer (ModernBERT)
+    norm: NormConfig | None = None  # after the dense layer (ModernBERT)
     spans: bool = False  # its two labels are the first and the last token of an answer
     tokens: tuple[int, ...] = ()  # a label's score is that token's logit, less that of a second token (LogitScore)
     tied: bool = False  # these tokens' rows are those of the token table
@@ -404,7 +404,7 @@ class ClassifierConfig:
     def scored_by(self, activation: str | None) -> ClassifierConfig:
         """Return the head with a cross-encoder's own activation; None: the folder names none.
 
-        Of several labels Identity is what sentence-transformers writes where nobody chose, so it replaces nothing.
+        For several labels Identity is sentence-transformers' default, so it replaces nothing.
         """
         if activation is None or (activation == "Identity" and len(self.labels) > 1):
             return self
@@ -413,7 +413,7 @@ class ClassifierConfig:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRules:
-    """What a checkpoint demands of every generation, whoever asks; generation_config.json's names in comments."""
+    """What a checkpoint demands of every generation; the comments have generation_config.json's names."""
 
     forced_first: int | None = None  # forced_bos_token_id: right after the decoder's start token alone
     forced_last: int | None = None  # forced_eos_token_id: as the last token that the length allows
@@ -478,7 +478,7 @@ class ModelConfig:
 
     @property
     def is_tied(self) -> bool:
-        """Whether no output has a matrix of its own beside the token table."""
+        """Whether every output uses the token table as its matrix."""
         return all(head is None or head.tied for head in (self.head, self.masked_head))
 
     @property
@@ -542,7 +542,7 @@ class ModelConfig:
         return self if self.decoder is None else replace(self, decoder=self.decoder.with_layers(stretch))
 
     def at_image_size(self, size: int) -> ModelConfig:
-        """For images of so many pixels a side, to which positions are stretched."""
+        """Return the config for images of `size` pixels a side; positions are stretched to that."""
         if self.image is None or self.image.grid is None:
             return self
         image = replace(self.image, size=size)

@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 Range = tuple[int, int]
 Index = tuple[slice, ...]
 
-# Parameters that ranks divide beside the projections: the dimension that is split, and the things along it.
+# Parameters other than projections that ranks divide: the dimension that is split, and what it counts.
 _SPLITS: tuple[tuple[str, int, str], ...] = (
     ("*.attn.offset", 0, "heads"),
     ("*.attn.sinks", 0, "heads"),

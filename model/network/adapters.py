@@ -17,7 +17,7 @@ from model.families.table.rules import LinearRule, Shape, TensorRule, ZeroRule
 
 # -- Low-rank adapters: what each of several tasks adds to the matrices of one network (Hu et al. 2021: LoRA). A row's
 # adapter adds `scale * B A x` to a projection `W x`, and `scale * A[id] B` to an embedding. The matrices of all
-# adapters lie one behind the other, and a row's other adapters are masked, so rows of any adapters, and of none, are
+# adapters are concatenated, and a row's other adapters are masked, so rows of any adapters, and of none, are
 # computed together and do not depend on each other. They are kept, and multiplied, in float32.
 
 
@@ -37,7 +37,7 @@ class Adapters:
         self.matrices = matrices
 
     def of_segments(self, chosen: Iterable[int | None], lengths: Iterable[int]) -> RowAdapters | None:
-        """Return the rows' adapters, for segments of so many rows with one adapter each; None if there are none."""
+        """Return the rows' adapters, for segments of these `lengths` with one adapter each; None if there are none."""
         rows = [which for which, length in zip(chosen, lengths, strict=True) for _ in range(length)]
         if all(which is None for which in rows):
             return None
@@ -67,7 +67,7 @@ class RowAdapters:
         return vectors + ((found.down[ids] * self._mask) @ found.up).to(vectors.dtype)
 
 
-# -- Loads the low-rank adapters of a checkpoint, which `torch.nn.utils.parametrize` has named beside the matrices.
+# -- Loads the low-rank adapters of a checkpoint, named by `torch.nn.utils.parametrize`.
 
 
 def load_adapters(config: ModelConfig, files: Iterable[Path], device: torch.device) -> Adapters:

@@ -122,7 +122,7 @@ def delta_rule(
     rate: Tensor,  # [B, L, H]
     state: Tensor,  # [B, H, K, V]
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs `[B, L, H, V]` of the gated delta rule (`GatedDeltaConfig`), and the state behind them."""
+    """Return outputs `[B, L, H, V]` of the gated delta rule (`GatedDeltaConfig`), and the state after them."""
     if query.shape[1] == 1:
         return _one_token(query[:, 0], key[:, 0], value[:, 0], decay[:, 0], rate[:, 0], state)
     outputs = []

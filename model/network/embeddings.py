@@ -64,7 +64,7 @@ class TokenTable(nn.Embedding):
 
 
 class VocabularyTable(TokenTable):
-    """A token table of which this rank has the rows `[first, last)`; the sum over ranks is the whole table's vector."""
+    """This rank's rows `[first, last)` of a token table; the sum over ranks is the whole table's vector."""
 
     def __init__(self, rows: Range, size: int, collective: Collective) -> None:
         super().__init__(rows[1] - rows[0], size)
@@ -79,7 +79,7 @@ class VocabularyTable(TokenTable):
 
 
 def token_table(rows: int, size: int, collective: Collective | None) -> TokenTable:
-    """A token table of so many rows, or this rank's part of it."""
+    """Make a token table, or this rank's part of it."""
     if collective is None:
         return TokenTable(rows, size)
     return VocabularyTable(collective.shard.shard_range(rows), size, collective)
@@ -136,7 +136,7 @@ class PatchEmbedding(nn.Module):
 
 
 class AudioEmbedding(nn.Module):
-    """Log-mel frames to vectors: two convolutions of width 3, each behind it a GELU; the second has stride 2.
+    """Log-mel frames to vectors: two convolutions of width 3, each followed by a GELU; the second has stride 2.
 
     Each is one product with the matrix `[d, channels * 3]`, as Conv1d stores it, over what its outputs see.
     """
@@ -158,7 +158,7 @@ def _convolved(x: Tensor, stride: int, matrix: Linear) -> Tensor:
     return nn.functional.gelu(matrix(rows.flatten(0, 1))).unflatten(0, rows.shape[:2])
 
 
-# -- A convolution over the tokens of each sequence, beside the first layer of a stack (DeBERTa-v2).
+# -- A convolution over the tokens of each sequence, parallel to the first layer of a stack (DeBERTa-v2).
 
 
 class Convolution(nn.Module):
@@ -179,7 +179,7 @@ class Convolution(nn.Module):
         return functional.layer_norm(summed, weight.shape, weight, bias, self.norm.eps)
 
     def _neighbours(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """`[T, width, d]` of each row, the rows before it and the rows behind it."""
+        """Return each row with the rows before and after it, `[T, width, d]`."""
         lens = torch.tensor(metadata.q_lens)
         starts = torch.tensor(metadata.cu_seqlens_q)
         bounds = torch.stack((starts[:-1], starts[1:] - 1)).repeat_interleave(lens, dim=1)  # [2, T], made on the host

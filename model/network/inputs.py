@@ -62,7 +62,7 @@ class CrossInput:
 
 
 def with_unread_rows(inputs: StackInput, lengths: Sequence[tuple[int, int]], device: torch.device) -> StackInput:
-    """The same for segments of `(rows, keys)`, whose rows behind so many keys read the others and are read by none.
+    """Return the inputs for segments of `(rows, keys)`: rows after the first `keys` read those, and no row reads them.
 
     For layers without windows and score biases: those would count from a segment's last row as if it were a key.
     """

@@ -39,7 +39,7 @@ class Update:
 
 @dataclass(slots=True)
 class Residual:
-    """The residual stream, of which the last sum may not be computed yet."""
+    """The residual stream; its last sum may not be computed yet."""
 
     x: Tensor  # [T, d]
     update: Update | None = None

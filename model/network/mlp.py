@@ -51,7 +51,7 @@ class MLP(nn.Module):
 
 
 def projections(config: MLPConfig, hidden_size: int, experts: int = 1) -> tuple[LinearSpec, LinearSpec]:
-    """What goes up to the inner width, gate and up in one matrix, and what comes down from it; of so many MLPs."""
+    """Return the specs of the up projection (with the gate) and of the down projection, for `experts` MLPs."""
     columns = (Part(config.intermediate_size),) * (2 if config.gated else 1)
     up = LinearSpec("up", hidden_size, columns, config.bias, Split.OUTPUTS, experts=experts)
     bias = config.bias if config.down_bias is None else config.down_bias

@@ -149,7 +149,7 @@ class NativeStack:
         cache: KVCache | None,
         layers: range,
     ) -> None:
-        """Take `x` through these layers in place, and behind the last one of the stack through its final norm."""
+        """Take `x` through these layers in place, then through the final norm if the last layer is among them."""
         inputs, cross, pools = context.inputs, context.cross, self._num_pools
         step = StepData(rows=len(x), first_layer=layers.start, last_layer=layers.stop)
         segments = (Segments * (pools * (2 if self.stack.config.has_cross_attention else 1)))()
@@ -195,7 +195,7 @@ class NativeStack:
         self._run(step, x, inputs.metadata, longest)
 
     def _run(self, step: StepData, x: Tensor, metadata: AttentionMetadata, longest: int) -> None:
-        """Run a step of up to `longest` keys; torch computes the convolution beside the first layer."""
+        """Run a step of up to `longest` keys; torch computes the convolution parallel to the first layer."""
         convolution, last = self.stack.convolution, step.last_layer
         multiply_adds = len(x) * (self._multiply_adds + 2 * longest * self._data.hidden)
         if convolution is not None and step.first_layer == 0:

@@ -191,7 +191,7 @@ class StepBias:
 
     def __init__(self, bias: ScoreBias) -> None:
         self._bias = bias
-        # The group is kept beside its result, so that no other can take its id while that is a key.
+        # The group is kept with its result, so that no other group gets its id while that is a key.
         self._known: dict[int, tuple[SegmentGroup, Tensor]] = {}
         self._by_distance: Tensor | None = None
 

@@ -36,7 +36,7 @@ class StackRunner(Protocol):
         cache: KVCache | None,
         layers: range,
     ) -> None:
-        """Take `x` through these layers in place, and behind the last one of the stack through its final norm."""
+        """Take `x` through these layers in place, then through the final norm if the last layer is among them."""
 
 
 class Stack(nn.Module):
@@ -183,7 +183,7 @@ class StackPass:
             self._residual = Residual(self._residual.normed(self._stack.final_norm)[1])
 
     def finish(self) -> Tensor:
-        """The hidden states `[T, output_width]` behind the final norm; float32 where the layers run in C."""
+        """Return the hidden states `[T, output_width]` after the final norm; float32 where the layers run in C."""
         if self.layers_left:
             self.advance(self.layers_left)
         hidden, output = self._residual.whole, self._stack.output

@@ -35,7 +35,7 @@ from model.network.stack import Stack, StackPass
 class Transformer(nn.Module):
     """Encoder, decoder or both over one token table.
 
-    `config` is the whole model's. One of several ranks holds the same network, smaller: its sums over ranks (behind
+    `config` is the whole model's. One of several ranks holds the same network, smaller: its sums over ranks (after
     attention, cross attention, MLP and token table) make hidden states whole and equal on every rank, and its logits
     are put together from each rank's part of the vocabulary (Shoeybi et al. 2019, figure 3). Then every rank must make
     the same calls in the same order.
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
     def classify(self, hidden: Tensor) -> Tensor:
         """Scores over the labels of one segment's hidden states `[L, d]`: `[1, labels]`, or `[L, labels]` of tokens.
 
-        A segment of which the end of sequence is classified ends there.
+        A segment whose end-of-sequence token is classified ends there.
         """
         assert self.classifier is not None and self.config.classifier is not None
         source = self.config.classifier.input

@@ -220,7 +220,7 @@ def _by_rules(model: Transformer, family: Family) -> Iterator[tuple[str, Tensor]
 
 
 def _as_stored(tensor: Tensor, stored_heads: list[int]) -> Tensor:
-    """Rows of heads in the order in which they are stored, of which each head's place is given."""
+    """Return the rows of heads in stored order; `stored_heads` has each head's place."""
     heads = tensor.unflatten(0, (len(stored_heads), -1))
     return torch.empty_like(heads).index_copy_(0, torch.tensor(stored_heads), heads).flatten(0, 1)
 
@@ -279,9 +279,9 @@ def _repeated(reader: TensorReader, name: str, rule: TensorRule, total: int, wid
 
 
 def _runs(rule: TensorRule, total: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Stored rows `[start, stop)` that stay together, and where they begin behind the target's row `first`.
+    """Yield stored rows `[start, stop)` that stay together, and where they begin after the target's row `first`.
 
-    The rule takes `total` rows of the stored tensor, of which `[first, last)` are wanted.
+    The rule takes `total` rows of the stored tensor; `[first, last)` are wanted.
     """
     if rule.interleaved is None:
         start = rule.part[0] if rule.part is not None else 0

@@ -34,7 +34,7 @@ class Group:
         self._backend: Any = None
 
     def connect(self, rendezvous: int) -> None:
-        """Connect all ranks, each of which calls this; `rendezvous` is the descriptor of a file that they share."""
+        """Connect all ranks; each must call this. `rendezvous` is the descriptor of a file that they share."""
         store = _c10d.FileStore(f"/proc/self/fd/{rendezvous}", self.shard.size)
         self._backend = (_nccl if self.device.type == "cuda" else _gloo)(store, self.shard)
         self.sum(torch.zeros(1, device=self.device))  # the first call creates connections and buffers

@@ -65,7 +65,7 @@ class Step(msgspec.Struct, tag=True):
     row: bytes  # int64
     num_segments: int
     replayed: bool
-    num_known: int  # so many tokens come by broadcast before the step
+    num_known: int  # the number of tokens that are broadcast before the step
     uneven: bool
     logit_rows: tuple[int, ...] | None
     copies: tuple[tuple[int, int, int], ...] = ()

@@ -131,7 +131,7 @@ class RankProcesses:
             self._give_up(f"rank {rank.rank} of {self._name} could not record decode steps: {failure}")
 
     def _give_up(self, reason: str) -> None:
-        """End the ranks, so that whoever waits within a collective operation gets an error."""
+        """End the ranks, so that a pending collective operation fails."""
         self._failure.record(reason)
         for rank in self._processes:
             with suppress(OSError):  # it has ended by itself

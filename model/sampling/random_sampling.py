@@ -28,7 +28,7 @@ from model.system.devices import device_tensor
 
 HEADS = (64, 1024)  # sizes of the head, tried before the whole vocabulary is sorted
 _BLOCK = 256  # weights summed together
-_GROUP = 32  # tokens of which only the maximum is compared at first
+_GROUP = 32  # tokens compared at first by their maximum alone
 _FALLBACK = "tokens are drawn in many kernels"
 _CHUNK = 1 << 20  # scores of a chunk of rows, which fits in the CPU's cache
 _COMPUTED = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
@@ -136,7 +136,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     """Return the first index `[B, 1]` at which `cumulative` `[B, N]` exceeds `target` `[B, 1]`.
 
-    It is never an index behind the last weight above 0, whatever the rounding.
+    It is never an index after the last weight above 0, whatever the rounding.
     """
     last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)

@@ -46,7 +46,7 @@ class SamplingRow:
     history: History | None = None  # incremental statistics of `token_ids`; None: computed from scratch
     biases: Mapping[int, float] | None = None  # the checkpoint's, by token
     ending_token_ids: Sequence[int] = ()  # those that `exponential_decay_length_penalty` makes likelier
-    num_ahead: int = 0  # drafts behind `token_ids` that the row comes after
+    num_ahead: int = 0  # drafts between `token_ids` and the row
 
     @property
     def num_output_tokens(self) -> int:

@@ -171,7 +171,7 @@ def sampling_kernel(
     cumulative = tl.cumsum(sums)
     total = tl.max(cumulative)
     target = tl.load(setting + 5) * total
-    # The first block that exceeds the target, but never one behind the last weight above 0.
+    # The first block that exceeds the target, but never one after the last weight above 0.
     block = tl.minimum(tl.sum((cumulative <= target).to(tl.int32)), tl.sum((cumulative < total).to(tl.int32)))
     target -= tl.sum(tl.where(index < block, sums, 0.0))
     distance = _distances(logits, block * BLOCK, vocabulary, peak, inverse, BLOCK)

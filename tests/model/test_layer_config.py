@@ -90,7 +90,7 @@ def test_stacks_that_cannot_be_are_refused(layers: tuple[LayerConfig, ...], mess
         (dict(norms=(Norms(),)), "2 sublayers needs as many norms, found 1"),
         (dict(cross=ATTENTION), "3 sublayers needs as many norms, found 2"),
         (dict(cross=DIFFERENT[0].attention, norms=(Norms(),) * 3), "neither positions nor a window"),
-        (dict(parallel=True, norms=(Norms(post=RMS),) * 2), "neither cross attention nor norms behind its sum"),
+        (dict(parallel=True, norms=(Norms(post=RMS),) * 2), "neither cross attention nor norms after its sum"),
         (dict(one_norm=True, norms=(Norms(pre=RMS), Norms())), "one norm for both sublayers is the mixer's"),
         (dict(residual_scale=0.5, norms=(Norms(output=RMS),) * 2), "a layer with output norms scales nothing"),
     ],
