@@ -1,0 +1,10 @@
+"""README and docs/families.md say what the families say."""
+
+from __future__ import annotations
+
+from tests.model.family_table import PAGE, README, page, summary
+
+
+def test_the_docs_have_the_tables() -> None:
+    assert PAGE.read_text() == page(), "run `python -m tests.model.family_table`"
+    assert summary() in README.read_text(), "run `python -m tests.model.family_table`"
