@@ -16,7 +16,7 @@ from service.planning.encode import EncodePlan
 from service.planning.outputs.vectors import quantized
 from service.schemas.encode_bodies import EncodeBody
 
-NAMES = {"input": "texts", "dimensions": "output_dimension", "prompt_name": "input_type"}
+NAMES = {"input": "texts", "prompt_name": "input_type"}
 _PROMPTS: Mapping[str, tuple[str, ...]] = {
     "search_query": ("search_query", "query"),
     "search_document": ("search_document", "document", "passage"),
@@ -36,7 +36,6 @@ def embed(body: CohereEmbedBody, served: ServedModel) -> EncodeBody:
         | {
             "input": body.texts,
             "normalize": True,
-            "dimensions": body.output_dimension,
             "prompt_name": prompt,
             "truncate": _SIDES[body.truncate or "END"],
         },

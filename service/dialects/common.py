@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import pydantic_core
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from service.core.errors import NOT_SUPPORTED, ApiError, from_validation, invalid, shorten
@@ -19,7 +20,7 @@ from service.core.models import ServedModel
 from service.core.request_context import REQUEST_ID_PATTERN
 from service.schemas.bodies import GenerateBody
 from service.schemas.encode_bodies import EncodeBody
-from service.schemas.field_paths import NotRead
+from service.schemas.field_paths import NotRead, walk
 from service.schemas.parameters import Dialect
 from service.schemas.types import Body
 
@@ -91,6 +92,21 @@ class Ignored(NotRead):
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"description": f"Ignored: {self.reason}.", "examples": [None]}
+
+
+class Native:
+    """Marks a field that is read as the native field `name`, or as the one of its own name."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+
+def native_field(name: str = "", *examples: Any, more: str = "", **field: Any) -> Any:
+    """Return a field that is the native one `name` of /encode, or the one of its own name; optional by default."""
+    text = (f"`{name}` of /encode." if name else "As in /encode.") + more
+    found = Field(field.pop("default", None), description=text, examples=[*examples], **field)
+    found.metadata.append(Native(name))
+    return found
 
 
 class Served:
@@ -232,8 +248,25 @@ def sampled(temperature: float | None, served: ServedModel) -> float | None:
 
 
 def fields_of(body: Extended) -> dict[str, Any]:
-    """Return the native fields that every dialect has."""
-    return {name: getattr(body, name) for name in Extended.model_fields}
+    """Return the native fields that a body has as they are: those that every dialect has, and those marked `Native`."""
+    found = {name: getattr(body, name) for name in Extended.model_fields}
+    for native_name, path in _native_paths(type(body)).items():
+        value: Any = body
+        for part in path.split("."):
+            value = None if value is None else getattr(value, part)
+        found[native_name] = value
+    return found
+
+
+def names_of(body: BaseModel) -> dict[str, str]:
+    """Return the places in a body of the fields marked `Native`, by native name, of those that differ."""
+    return {name: path for name, path in _native_paths(type(body)).items() if name != path}
+
+
+@cache
+def _native_paths(model: type[BaseModel]) -> dict[str, str]:
+    marked = ((path, mark) for path, field in walk(model) for mark in field.metadata if isinstance(mark, Native))
+    return {mark.name or path.rpartition(".")[2]: path for path, mark in marked}
 
 
 def sampling_fields(body: Any, dialect: Dialect, served: ServedModel) -> dict[str, Any]:

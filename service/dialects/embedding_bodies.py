@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from service.dialects.common import Extended, Ignored, NotFilled, NotSupported, NotTrue, Refused
+from service.dialects.common import Extended, Ignored, Native, NotFilled, NotSupported, NotTrue, Refused, native_field
 from service.schemas.encode_bodies import Ranges
 from service.schemas.types import EncodeInput
 
@@ -26,7 +26,9 @@ class EmbeddingBody(Extended):
         "`embedding_type` are numbers in either.",
         examples=["float"],
     )
-    dimensions: int | None = Field(None, description="Number of leading dimensions to keep.", examples=[128])
+    dimensions: Annotated[int | None, Native()] = Field(
+        None, description="Number of leading dimensions to keep.", examples=[128]
+    )
     user: Annotated[Any, Ignored("no vector depends on the end user")] = None
     rid: Annotated[Any, Ignored("`request_id` names the request; SGLang's")] = None
     service_tier: Annotated[Any, Ignored("there is one tier")] = None
@@ -36,11 +38,9 @@ class EmbeddingBody(Extended):
     encoding_type: EmbeddingType | None = Field(
         None, description="The same, as older clients of Jina call it.", examples=["float"]
     )
-    ranges: Ranges | None = Field(None, description="As in /encode. Not OpenAI's.", examples=[[[-0.2], [0.2]]])
-    task: str | None = Field(
-        None, max_length=128, description="As in /encode. Jina's.", examples=["retrieval.query", "text-matching"]
-    )
-    prompt_name: str | None = Field(None, description="As in /encode. Not OpenAI's.", examples=["query"])
+    ranges: Ranges | None = native_field("", [[-0.2], [0.2]], more=" Not OpenAI's.")
+    task: str | None = native_field("", "retrieval.query", "text-matching", more=" Jina's.", max_length=128)
+    prompt_name: str | None = native_field("", "query", more=" Not OpenAI's.")
     late_chunking: bool | None = Field(
         None,
         description="Read the texts as the parts of one, in their order, so that each vector is of a part that has "

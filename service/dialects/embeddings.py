@@ -12,7 +12,6 @@ from service.planning.encode import EncodePlan
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.types import TextPair
 
-_SAME = ("dimensions", "ranges", "task", "prompt_name")
 _KINDS = ("embedding_type", "encoding_type")
 _NORMALIZE = ("normalize", "normalized", "use_activation")
 
@@ -30,7 +29,7 @@ def names(body: EmbeddingBody) -> Mapping[str, str]:
 
 def embedding(body: EmbeddingBody) -> EncodeBody:
     """Translate an embedding body; raises `ApiError` with native field names."""
-    fields = fields_of(body) | {name: getattr(body, name) for name in _SAME}
+    fields = fields_of(body)
     fields |= {"normalize": _normalize(body), "truncate": _side(body), **_numbers(body)}
     if body.late_chunking:
         if fields["truncate"] is not None:

@@ -143,8 +143,7 @@ class TextGeneration(DataEvents):
 
 def embed(body: EmbedBody) -> EncodeBody:
     """Translate an embedding body."""
-    fields = {"dimensions": body.dimensions, "prompt_name": body.prompt_name, "normalize": body.normalize is not False}
-    return native_encode(encode_fields(body) | fields, body.inputs)
+    return native_encode(encode_fields(body) | {"normalize": body.normalize is not False}, body.inputs)
 
 
 def embed_reply(plan: EncodePlan, reply: Json) -> object:

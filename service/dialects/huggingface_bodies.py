@@ -6,7 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.dialects.common import DialectBody, Extended, Ignored, NotFilled, NotSupported, NotTrue, Refused, Schema
+from service.dialects.common import (
+    DialectBody,
+    Extended,
+    Ignored,
+    Native,
+    NotFilled,
+    NotSupported,
+    NotTrue,
+    Refused,
+    Schema,
+    native_field,
+)
 from service.schemas.parameters import HUGGING_FACE, Parameters
 from service.schemas.types import Prompt, Text, Texts
 
@@ -84,9 +95,11 @@ class EmbedBody(Truncated):
 
     inputs: Prompt = Field(description="Text, token ids, or several of either.", examples=["a cat", ["a cat", "a dog"]])
     normalize: bool | None = Field(None, description="Scale vectors to length 1; default: true.", examples=[True])
-    dimensions: int | None = Field(None, description="Number of leading dimensions to keep.", examples=[128])
+    dimensions: Annotated[int | None, Native()] = Field(
+        None, description="Number of leading dimensions to keep.", examples=[128]
+    )
     encoding_format: Annotated[Any, Refused("float")] = None
-    prompt_name: str | None = Field(None, description="As in /encode.", examples=["query"])
+    prompt_name: str | None = native_field("", "query")
     parameters: NotFilled = None
 
 

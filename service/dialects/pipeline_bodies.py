@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.dialects.common import DialectBody, NotSupported
+from service.dialects.common import DialectBody, Native, NotSupported, native_field
 from service.dialects.huggingface_bodies import HuggingFaceBody, Truncated
 from service.schemas.types import Prompt, Text, TextOrTexts, Texts
+
+INPUT = Native("input")
 
 
 class EmbedAllBody(Truncated):
     """Turn inputs into a vector for each token, as text-embeddings-inference does."""
 
-    inputs: Prompt = Field(description="Text, token ids, or several of either.", examples=["a cat", ["a cat", "a dog"]])
-    prompt_name: str | None = Field(None, description="As in /encode.", examples=["query"])
+    inputs: Annotated[Prompt, INPUT] = Field(
+        description="Text, token ids, or several of either.", examples=["a cat", ["a cat", "a dog"]]
+    )
+    prompt_name: str | None = native_field("", "query")
 
 
 class EmbedSparseBody(EmbedAllBody):
@@ -49,14 +53,16 @@ class SimilarityBody(HuggingFaceBody):
 class FillMaskParameters(DialectBody):
     """Parameters of fill-mask."""
 
-    top_k: int | None = Field(None, description="As in /encode.", examples=[5])
-    targets: Texts | None = Field(None, description="As in /encode.", examples=[["cat", "dog"]])
+    top_k: int | None = native_field("", 5)
+    targets: Texts | None = native_field("", ["cat", "dog"])
 
 
 class FillMaskBody(HuggingFaceBody):
     """Fill the masks of texts."""
 
-    inputs: TextOrTexts = Field(description="A text with mask tokens, or several.", examples=["the [MASK] sat"])
+    inputs: Annotated[TextOrTexts, INPUT] = Field(
+        description="A text with mask tokens, or several.", examples=["the [MASK] sat"]
+    )
     parameters: FillMaskParameters | None = Field(None, description="Parameters.")
 
 
@@ -70,11 +76,11 @@ class QuestionInputs(DialectBody):
 class QuestionParameters(DialectBody):
     """Parameters of question-answering."""
 
-    top_k: int | None = Field(None, description="As in /encode.", examples=[1])
-    doc_stride: int | None = Field(None, description="`stride` of /encode.", examples=[128])
-    max_answer_len: int | None = Field(None, description="`max_answer_length` of /encode.", examples=[15])
-    handle_impossible_answer: bool | None = Field(None, description="`no_answer` of /encode.", examples=[False])
-    align_to_words: bool | None = Field(None, description="As in /encode.", examples=[True])
+    top_k: int | None = native_field("", 1)
+    doc_stride: int | None = native_field("stride", 128)
+    max_answer_len: int | None = native_field("max_answer_length", 15)
+    handle_impossible_answer: bool | None = native_field("no_answer", False)
+    align_to_words: bool | None = native_field("", True)
     max_question_len: NotSupported = None
     max_seq_len: NotSupported = None
 
@@ -82,39 +88,39 @@ class QuestionParameters(DialectBody):
 class QuestionBody(HuggingFaceBody):
     """Answer a question from a text."""
 
-    inputs: QuestionInputs = Field(description="Question and text.")
+    inputs: Annotated[QuestionInputs, INPUT] = Field(description="Question and text.")
     parameters: QuestionParameters | None = Field(None, description="Parameters.")
 
 
 class EntityParameters(DialectBody):
     """Parameters of token-classification."""
 
-    aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = Field(
-        None, description="`aggregation` of /encode.", examples=["simple"]
+    aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = native_field(
+        "aggregation", "simple"
     )
-    ignore_labels: list[str] | None = Field(None, description="As in /encode.", examples=[["O"]])
-    stride: int | None = Field(None, description="As in /encode.", examples=[64])
+    ignore_labels: list[str] | None = native_field("", ["O"])
+    stride: int | None = native_field("", 64)
 
 
 class EntityBody(HuggingFaceBody):
     """Find entities in texts."""
 
-    inputs: TextOrTexts = Field(description="A text, or several.", examples=["Ada wrote it."])
+    inputs: Annotated[TextOrTexts, INPUT] = Field(description="A text, or several.", examples=["Ada wrote it."])
     parameters: EntityParameters | None = Field(None, description="Parameters.")
 
 
 class ZeroShotParameters(DialectBody):
     """Parameters of zero-shot-classification."""
 
-    candidate_labels: Texts = Field(description="`labels` of /encode.", examples=[["sports", "politics"]])
-    hypothesis_template: str | None = Field(None, description="As in /encode.", examples=["This is about {}."])
-    multi_label: bool | None = Field(None, description="As in /encode.", examples=[False])
+    candidate_labels: Texts = native_field("labels", ["sports", "politics"], default=...)
+    hypothesis_template: str | None = native_field("", "This is about {}.")
+    multi_label: bool | None = native_field("", False)
 
 
 class ZeroShotBody(HuggingFaceBody):
     """Classify a text by labels of the request."""
 
-    inputs: Text = Field(description="The text.", examples=["The match ended in a draw."])
+    inputs: Annotated[Text, INPUT] = Field(description="The text.", examples=["The match ended in a draw."])
     parameters: ZeroShotParameters = Field(description="Labels, and how they are read.")
 
 
@@ -137,5 +143,5 @@ class ImageBody(HuggingFaceBody):
 class ClassBody(HuggingFaceBody):
     """Classify texts."""
 
-    inputs: TextOrTexts = Field(description="A text, or several.", examples=["a fine film"])
+    inputs: Annotated[TextOrTexts, INPUT] = Field(description="A text, or several.", examples=["a fine film"])
     parameters: ClassParameters | None = Field(None, description="Parameters.")

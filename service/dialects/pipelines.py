@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
-from pydantic import BaseModel
 
 from service.dialects.common import fields_of, native
 from service.dialects.huggingface import encode_fields
@@ -27,28 +26,12 @@ from service.schemas.encode_bodies import EncodeBody
 
 Show = Callable[[EncodePlan, Json], object]
 
-# Native names of fields by those of each task, for errors.
-FILL_NAMES = {"input": "inputs", "top_k": "parameters.top_k", "targets": "parameters.targets"}
-QUESTION_NAMES = {
-    "input": "inputs",
-    "top_k": "parameters.top_k",
-    "stride": "parameters.doc_stride",
-    "max_answer_length": "parameters.max_answer_len",
-}
-ENTITY_NAMES = {"input": "inputs", "stride": "parameters.stride"}
-ZERO_SHOT_NAMES = {
-    "input": "inputs",
-    "labels": "parameters.candidate_labels",
-    "hypothesis_template": "parameters.hypothesis_template",
-}
-CLASS_NAMES = {"input": "inputs"}
 IMAGE_NAMES = {"input[0].image": "inputs", "input": "inputs"}
 
 
 def embed_all(body: EmbedAllBody, output: str) -> EncodeBody:
     """Translate a body for vectors of tokens, or for sparse ones."""
-    fields = {"input": body.inputs, "prompt_name": body.prompt_name, "output": output}
-    return native(EncodeBody, encode_fields(body) | fields)
+    return native(EncodeBody, encode_fields(body) | {"output": output})
 
 
 def embed_all_reply(plan: EncodePlan, reply: Json) -> object:
@@ -86,8 +69,7 @@ def similarity_reply(plan: EncodePlan, reply: Json) -> object:
 
 
 def fill_mask(body: FillMaskBody) -> EncodeBody:
-    fields = _given(body.parameters, top_k="top_k", targets="targets")
-    return native(EncodeBody, fields_of(body) | fields | {"input": body.inputs, "output": "fill_mask"})
+    return native(EncodeBody, fields_of(body) | {"output": "fill_mask"})
 
 
 def fill_mask_reply(body: FillMaskBody) -> Show:
@@ -104,16 +86,8 @@ def fill_mask_reply(body: FillMaskBody) -> Show:
 
 
 def question(body: QuestionBody) -> EncodeBody:
-    fields = _given(
-        body.parameters,
-        top_k="top_k",
-        stride="doc_stride",
-        max_answer_length="max_answer_len",
-        no_answer="handle_impossible_answer",
-        align_to_words="align_to_words",
-    )
     pair = {"text": body.inputs.question, "text_pair": body.inputs.context}
-    return native(EncodeBody, fields_of(body) | fields | {"input": [pair], "output": "question_answering"})
+    return native(EncodeBody, fields_of(body) | {"input": [pair], "output": "question_answering"})
 
 
 def question_reply(body: QuestionBody) -> Show:
@@ -132,9 +106,9 @@ def question_reply(body: QuestionBody) -> Show:
 
 
 def entities(body: EntityBody) -> EncodeBody:
-    names = {"aggregation": "aggregation_strategy", "ignore_labels": "ignore_labels", "stride": "stride"}
-    fields = {"aggregation": "simple"} | _given(body.parameters, **names)
-    return native(EncodeBody, fields_of(body) | fields | {"input": body.inputs, "output": "token_classification"})
+    fields = fields_of(body)
+    fields["aggregation"] = fields["aggregation"] or "simple"
+    return native(EncodeBody, fields | {"output": "token_classification"})
 
 
 def entities_reply(body: EntityBody) -> Show:
@@ -148,13 +122,7 @@ def entities_reply(body: EntityBody) -> Show:
 
 
 def zero_shot(body: ZeroShotBody) -> EncodeBody:
-    parameters = body.parameters
-    fields: Json = {
-        "labels": parameters.candidate_labels,
-        "hypothesis_template": parameters.hypothesis_template,
-        "multi_label": parameters.multi_label,
-    }
-    return native(EncodeBody, fields_of(body) | fields | {"input": body.inputs, "output": "zero_shot"})
+    return native(EncodeBody, fields_of(body) | {"output": "zero_shot"})
 
 
 def zero_shot_reply(plan: EncodePlan, reply: Json) -> object:
@@ -164,7 +132,7 @@ def zero_shot_reply(plan: EncodePlan, reply: Json) -> object:
 
 def classes(body: ClassBody) -> EncodeBody:
     """Translate texts to classify: scores are the model's own, or what a named function makes of its logits."""
-    return native(EncodeBody, fields_of(body) | {"input": body.inputs, "output": _numbers_of(body)})
+    return native(EncodeBody, fields_of(body) | {"output": _numbers_of(body)})
 
 
 def image(body: ImageBody) -> EncodeBody:
@@ -232,9 +200,3 @@ def _entity(one: Json) -> Json:
     if "position" in one:
         return {"entity": one["label"], "score": one["score"], "index": one["position"], **place}
     return {"entity_group": one["label"], "score": one["score"], **place}
-
-
-def _given(parameters: BaseModel | None, **names: str) -> Json:
-    """Return native fields by the names of the parameters that give them, where they are given."""
-    found = {} if parameters is None else {field: getattr(parameters, name) for field, name in names.items()}
-    return {field: value for field, value in found.items() if value is not None}

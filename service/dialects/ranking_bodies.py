@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.dialects.common import DialectBody, Extended, Ignored, NotFilled, NotSupported, NotTrue, Refused
+from service.dialects.common import DialectBody, Extended, Ignored, Native, NotFilled, NotSupported, NotTrue, Refused
 from service.schemas.types import Text, TextOrTexts, Texts
 
 
@@ -117,7 +117,9 @@ class CohereEmbedBody(Extended):
     embedding_types: list[CohereType] | None = Field(
         None, min_length=1, description="Which numbers to return; default: float.", examples=[["float", "int8"]]
     )
-    output_dimension: int | None = Field(None, description="Number of leading dimensions to keep.", examples=[128])
+    output_dimension: Annotated[int | None, Native("dimensions")] = Field(
+        None, description="Number of leading dimensions to keep.", examples=[128]
+    )
     truncate: Literal["NONE", "START", "END", "LEFT", "RIGHT"] | None = Field(
         None, description="Which end of a too long text is truncated; default: END.", examples=["END"]
     )

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.dialects import pipelines
-from service.dialects.common import naming_errors
+from service.dialects.common import names_of, naming_errors
 from service.dialects.huggingface_bodies import EmbedBody
 from service.dialects.pipeline_bodies import (
     ClassBody,
@@ -54,7 +54,7 @@ _SENTENCES = {
 async def embed_all(request: Request) -> Response:
     """Returns hidden states, without pooling and projections."""
     body = await read_body(request, EmbedAllBody)
-    with naming_errors(pipelines.CLASS_NAMES):
+    with naming_errors(names_of(body)):
         return await encode.answer(request, pipelines.embed_all(body, "tokens"), pipelines.embed_all_reply)
 
 
@@ -71,7 +71,7 @@ async def embed_all(request: Request) -> Response:
 async def embed_sparse(request: Request) -> Response:
     """Requires a model with the output `sparse`."""
     body = await read_body(request, EmbedSparseBody)
-    with naming_errors(pipelines.CLASS_NAMES):
+    with naming_errors(names_of(body)):
         return await encode.answer(request, pipelines.embed_all(body, "sparse"), pipelines.embed_sparse_reply)
 
 
@@ -191,25 +191,25 @@ async def text_classification(request: Request) -> Response:
 
 async def fill(request: Request, body: FillMaskBody) -> Response:
     """Return candidates for the masks."""
-    with naming_errors(pipelines.FILL_NAMES):
+    with naming_errors(names_of(body)):
         return await encode.answer(request, pipelines.fill_mask(body), pipelines.fill_mask_reply(body))
 
 
 async def answer_question(request: Request, body: QuestionBody) -> Response:
     """Return answers with their places."""
-    with naming_errors(pipelines.QUESTION_NAMES):
+    with naming_errors(names_of(body)):
         return await encode.answer(request, pipelines.question(body), pipelines.question_reply(body))
 
 
 async def find_entities(request: Request, body: EntityBody) -> Response:
     """Return entities with their places."""
-    with naming_errors(pipelines.ENTITY_NAMES):
+    with naming_errors(names_of(body)):
         return await encode.answer(request, pipelines.entities(body), pipelines.entities_reply(body))
 
 
 async def classify_by(request: Request, body: ZeroShotBody) -> Response:
     """Return scores of the labels of the body."""
-    with naming_errors(pipelines.ZERO_SHOT_NAMES):
+    with naming_errors(names_of(body)):
         return await encode.answer(request, pipelines.zero_shot(body), pipelines.zero_shot_reply)
 
 
@@ -217,5 +217,5 @@ async def classify(request: Request, body: ClassBody) -> Response:
     """Return the classes of texts."""
     served = await classifier_of(request, body)
     body = body.model_copy(update={"model": served.name})
-    with naming_errors(pipelines.CLASS_NAMES):
+    with naming_errors(names_of(body)):
         return await encode.answer(request, pipelines.classes(body), pipelines.classes_reply(body))

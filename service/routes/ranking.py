@@ -9,7 +9,7 @@ from starlette.responses import Response
 from service.core.errors import invalid
 from service.core.models import ServedModel, Task
 from service.dialects import cohere, ranking
-from service.dialects.common import Extended, naming_errors
+from service.dialects.common import Extended, names_of, naming_errors
 from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.http.bodies import read_body
 from service.http.model_use import choose_model, hold_model
@@ -152,7 +152,7 @@ async def _embed(request: Request, *, by_type: bool) -> Response:
     body = await read_body(request, CohereEmbedBody)
     await hold_model(request, body.model, Task.ENCODE, body.timeout_s)
     served = service_of(request).models.resolve(body.model, Task.ENCODE)
-    with naming_errors(cohere.NAMES):
+    with naming_errors(cohere.NAMES | names_of(body)):
         return await encode.answer(request, cohere.embed(body, served), cohere.embed_reply(body, by_type=by_type))
 
 

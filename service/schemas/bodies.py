@@ -1,4 +1,4 @@
-"""The bodies of native requests. `service.planning.body_limits` checks the limits that an operator can set."""
+"""The bodies of native requests. `service.planning.checks` checks the limits that an operator can set."""
 
 from __future__ import annotations
 
