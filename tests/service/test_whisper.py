@@ -20,7 +20,7 @@ import pytest
 import soundfile
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig, WhisperForConditionalGeneration
+from transformers import GenerationConfig, WhisperForConditionalGeneration, WhisperProcessor, WhisperTokenizer
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
@@ -291,14 +291,18 @@ def said_by_itself(folder: Path, samples: NDArray[np.float32]) -> list[int]:
 
 
 def said_by_reference(
-    model: WhisperForConditionalGeneration, generation: dict[str, Any], samples: NDArray[np.float32]
+    model: WhisperForConditionalGeneration,
+    generation: dict[str, Any],
+    samples: NDArray[np.float32],
+    **options: Any,
 ) -> list[int]:
     """The same by `generate` with a generation_config.json."""
     before, model.generation_config = model.generation_config, GenerationConfig.from_dict(generation)
     try:
-        features = whisper.extractor()(samples, sampling_rate=whisper.RATE, return_tensors="pt").input_features
+        extract = whisper.extractor(model.config.num_mel_bins)
+        features = extract(samples, sampling_rate=whisper.RATE, return_tensors="pt").input_features
         with torch.no_grad():
-            found = model.generate(features, return_segments=True)
+            found = model.generate(features, return_segments=True, **options)
     finally:
         model.generation_config = before
     return [int(token) for one in found["segments"][0] for token in one["tokens"] if token < END]
@@ -315,6 +319,39 @@ def test_what_a_folder_sets_is_done_where_nothing_is_asked(
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     samples = noise(2.0, 4)  # a whole window, in which both end
     expected = said_by_reference(model[1], generation, samples)
+    assert said_by_itself(tmp_path, samples) == expected != []
+
+
+ENGLISH = {"is_multilingual": False, "lang_to_id": None, "task_to_id": None}
+# By how a folder was saved: the network's shape, what its generation_config.json says, its files.
+FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "fine-tuned in 2022": ({}, {}, "older"),
+    "saved by transformers 5": ({}, {}, "newer"),
+    "large-v3-turbo": ({"num_mel_bins": 128, "encoder_layers": 4, "decoder_layers": 1}, {}, "plain"),
+    "distilled": ({"decoder_layers": 1}, {"alignment_heads": [[25, 2]]}, "plain"),
+    "English alone": ({}, ENGLISH, "older"),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_folders_transcribe_however_they_were_saved(kind: str, tmp_path: Path) -> None:
+    """Their outputs are the reference's; where it detects the language, it has to be told the task."""
+    shape, changes, files = FOLDERS[kind]
+    model = whisper.whisper(tmp_path, **shape)
+    untimed = {"suppress_tokens": [1, 7, *range(START, BEGIN), *TIMES]}
+    generation = {name: one for name, one in {**whisper.GENERATION, **untimed, **changes}.items() if one is not None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    if files != "plain":
+        (tmp_path / "tokenizer.json").unlink()
+        whisper.write_tokenizer_files(tmp_path)
+    if files == "newer":
+        tokenizer = WhisperTokenizer.from_pretrained(tmp_path)
+        for name in ("vocab.json", "merges.txt", "added_tokens.json", "normalizer.json", "preprocessor_config.json"):
+            (tmp_path / name).unlink()
+        WhisperProcessor(whisper.extractor(), tokenizer).save_pretrained(tmp_path)
+        assert (tmp_path / "processor_config.json").is_file()
+    samples, told = noise(2.0, 4), {} if kind == "English alone" else {"task": "transcribe"}
+    expected = said_by_reference(model, generation, samples, **told)
     assert said_by_itself(tmp_path, samples) == expected != []
 
 

@@ -70,12 +70,12 @@ GENERATION: dict[str, Any] = dict(
 )
 
 
-def whisper(folder: Path, seed: int = 0) -> WhisperForConditionalGeneration:
+def whisper(folder: Path, seed: int = 0, **shape: Any) -> WhisperForConditionalGeneration:
     """Save the model, and return it for comparison; its weights are large enough that its outputs differ."""
     from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
 
     torch.manual_seed(seed)
-    model = WhisperForConditionalGeneration(WhisperConfig(**SHAPE)).eval()
+    model = WhisperForConditionalGeneration(WhisperConfig(**{**SHAPE, **shape})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed_positions" not in name:
@@ -84,14 +84,28 @@ def whisper(folder: Path, seed: int = 0) -> WhisperForConditionalGeneration:
     model.save_pretrained(folder)
     raw_speech_tokenizer(POSITIONS).save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
-    extractor().save_pretrained(folder)
+    extractor(shape.get("num_mel_bins", 8)).save_pretrained(folder)
     return model
 
 
-def extractor() -> WhisperFeatureExtractor:
+def extractor(num_mel_bins: int = 8) -> WhisperFeatureExtractor:
     from transformers import WhisperFeatureExtractor
 
-    return WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS)
+    return WhisperFeatureExtractor(feature_size=num_mel_bins, chunk_length=SECONDS)
+
+
+def write_tokenizer_files(folder: Path) -> None:
+    """Write the tokenizer as fine-tunes of 2022 have it: without tokenizer.json, all special tokens in one file."""
+    raw = raw_speech_tokenizer(POSITIONS)
+    added = {raw.id_to_token(token): token for token in range(END + 1, raw.get_vocab_size())}
+    vocabulary = {raw.id_to_token(token): token for token in range(END + 1)}
+    settings = {"tokenizer_class": "WhisperTokenizer", "processor_class": "WhisperProcessor", "errors": "replace"}
+    tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    files = {"vocab": vocabulary, "added_tokens": added, "tokenizer_config": settings, "special_tokens_map": tokens}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "normalizer.json").write_text('{"colour": "color"}')
+    (folder / "merges.txt").write_text("#version: 0.2\n")
 
 
 def noise(seconds: float, seed: int = 0) -> NDArray[np.float32]:
