@@ -116,11 +116,11 @@ class LLM:
         where the folder, the model or the context ends it. A `SamplingParams` is taken as it is, without defaults.
 
         The languages are codes of the tokenizer (NLLB, mBART, M2M-100): that of the prompts, by default the folder's,
-        and that of the output, which begins behind its token.
+        and that of the output, which follows its token.
 
-        A model that reads sound takes windows of it (`audio_source`). `decoder_prompt` is what an encoder-decoder's
-        output begins behind, its start token included: Whisper's start, language, task and whether there are
-        timestamps.
+        A model that reads sound takes windows of it (`audio_source`). `decoder_prompt` are the
+        tokens before an encoder-decoder's output, start token included: Whisper's start, language, task and whether
+        there are timestamps.
 
         The engine runs only while the iterator is read, so only one call may be active. Raises `ConfigError` for
         invalid requests, `EngineDeadError` if the engine fails.
@@ -151,7 +151,7 @@ class LLM:
                 position = int(output.request_id)
                 key = (position, output.index)
                 if key in stopped:
-                    continue  # a draft that was right, behind the stop string
+                    continue  # an accepted draft after the stop string
                 if output.error is not None:
                     raise ConfigError(f"the output cannot match: {output.error}")
                 if output.finish_reason is FinishReason.ERROR:
@@ -253,7 +253,7 @@ class LLM:
         return token
 
     def _target_language(self, code: str | None) -> tuple[int, ...]:
-        """Return the token that an output begins behind; none if it is not given. Raises `ConfigError`."""
+        """Return the token of a language that comes before the output; none without a code. Raises `ConfigError`."""
         if code is None:
             return ()
         config = self.checkpoint.config
@@ -264,14 +264,14 @@ class LLM:
         return (token,)
 
     def _decoder_prompt(self, ids: Sequence[int], target: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what an encoder-decoder's output begins behind; nothing for other models. Raises `ConfigError`."""
+        """Return the tokens before an encoder-decoder's output; none for other models. Raises `ConfigError`."""
         config = self.checkpoint.config
         if config.form != "encoder-decoder":
             if ids:
                 raise ConfigError(f"decoder_prompt: {self.info.name} is {config.form}; its prompts are all there is")
             return ()
         if ids and target:
-            raise ConfigError("decoder_prompt and target_language both say what an output begins behind")
+            raise ConfigError("decoder_prompt and target_language both set the tokens before an output")
         if ids and not 0 <= min(ids) <= max(ids) < config.embedding.vocab_size:
             raise ConfigError(f"decoder_prompt has ids outside the vocabulary of {config.embedding.vocab_size}")
         assert config.decoder_start_token_id is not None
@@ -321,7 +321,7 @@ class LLM:
         return Request(str(position), self.info.name, ids, params, source, arrival_time=time.monotonic())
 
     def _params(self, given: Sampling, prompt_tokens: int, start: int) -> SamplingParams:
-        """Return the checked parameters of one prompt; `start` is what an encoder-decoder's output begins behind.
+        """Return the checked parameters of one prompt; `start` counts the tokens before an encoder-decoder's output.
 
         Raises `ConfigError`.
         """

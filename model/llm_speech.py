@@ -57,7 +57,7 @@ def transcribe(
 
 
 class _Steps:
-    """Steps an engine for whoever waits for an output; requests that wait together are computed together."""
+    """Steps an engine while callers wait for outputs; their requests are computed together."""
 
     def __init__(self, engine: GenerateEngine) -> None:
         self._engine = engine

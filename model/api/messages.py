@@ -44,7 +44,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """A model that was not loaded, of which nothing is left."""
+    """A failed load; everything that it took was given back."""
 
     model: str
     kind: FailureKind
@@ -58,7 +58,7 @@ class Commands:
     """A frame from the front to the loop. The first frame has `start`; `close` ends the loop.
 
     Models of `start` are loaded before anything is served, in this order. A failure to load one of them ends the loop,
-    unless it is also in `optional`. Models of `load` are loaded beside serving, one after the other.
+    unless it is also in `optional`. Models of `load` are loaded while others are served, one at a time.
     """
 
     start: list[ModelSpec] | None = None

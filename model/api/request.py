@@ -68,7 +68,7 @@ class Alignment:
     heads: tuple[tuple[int, int], ...]  # (layer, head) whose cross attention is looked at
     first: int
     end: int
-    num_positions: int  # of the source; those behind are padding
+    num_positions: int  # of the source; later ones are padding
     method: AlignmentMethod = AlignmentMethod.OPENAI
     median_filter_width: int = 7
 
@@ -109,9 +109,11 @@ class Request:
     )
     arrival_time: float = 0.0
     deadline: float | None = None
-    streams: bool = False  # a client reads the tokens as they come, so the pacer keeps steps beside them short
+    streams: bool = False  # a client reads the tokens as they come, so the pacer keeps steps short
     prediction: tuple[int, ...] = ()  # tokens that the output is expected to copy: drafts, which change nothing else
-    keeps_source: bool = False  # requests with the same source and salt follow: its encoding is cached behind this one
+    keeps_source: bool = (
+        False  # requests with the same source and salt follow: its encoding stays cached after this one
+    )
     alignment: Alignment | None = None  # the first output says where the prompt's tokens are in the source
 
     @property
@@ -130,7 +132,7 @@ PARAMETERS = SAMPLING | parameters_of(Request, partly=True)  # all that a client
 
 @dataclass(slots=True)
 class EncodeRequest:
-    """One input to encode. Nobody changes it, but a frozen dataclass takes three times as long to make."""
+    """One input to encode. Do not change it: it is not frozen only because that takes three times as long to make."""
 
     request_id: str
     model: str
@@ -142,7 +144,7 @@ class EncodeRequest:
     dimensions: int | None = None  # keep only the first ones, then normalise again
     positions: tuple[int, ...] = ()  # fill_mask: the masked tokens; multi_vector, sparse: those that count, empty: all
     spans: tuple[tuple[int, int], ...] = ()  # embedding: pool these runs of tokens, each to a vector; empty: all tokens
-    unread: int = 0  # so many last tokens read the others, and none reads them (ColBERT's query expansion)
+    unread: int = 0  # the number of last tokens that read the others and are not read (ColBERT's query expansion)
     top_k: int = 0  # fill_mask: candidates at each position; sparse: keep the heaviest ones alone, 0: all
     adapter: int | None = None  # which of the model's adapters computes it; None: none
     candidates: tuple[int, ...] = ()  # fill_mask: token ids to choose among; empty: the whole vocabulary

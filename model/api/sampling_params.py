@@ -301,7 +301,7 @@ class SamplingParams:
     )
     suppress_tokens: tuple[int, ...] = parameter(  # the engine adds the checkpoint's own
         (),
-        "Up to 300 ids that are not generated, beside those that the checkpoint suppresses.",
+        "Up to 300 ids that are not generated, in addition to those that the checkpoint suppresses.",
         [50256],
         limit="max_logit_bias",
     )

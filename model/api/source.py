@@ -16,7 +16,7 @@ class SourceKind(StrEnum):
     """How a source becomes the rows that an encoder starts from."""
 
     TOKENS = "tokens"  # rows of the token table
-    IMAGE = "image"  # patches, behind a learned first row
+    IMAGE = "image"  # patches, after a learned first row
     AUDIO = "audio"  # two convolutions over the frames of a window
 
 
@@ -24,7 +24,7 @@ class SourceKind(StrEnum):
 class Source:
     """One input of an encoder; made by `token_source`, `image_source` or `audio_source`, which compute the digest.
 
-    Nobody changes it, but a frozen dataclass takes three times as long to make.
+    Do not change it; it is not frozen because a frozen dataclass takes three times as long to make.
     """
 
     kind: SourceKind
@@ -51,8 +51,8 @@ def image_source(pixels: bytes, shape: tuple[int, int, int], num_positions: int)
 def audio_source(features: bytes, shape: tuple[int, int], num_positions: int) -> Source:
     """One window of sound as its log-mel spectrogram of `shape` (mel bins, frames), little-endian float32, row-major.
 
-    The encoder makes `num_positions` rows of it. Frames are those of a whole window, also behind the end of what was
-    said. Raises `ValueError` where the bytes are not those of the shape.
+    The encoder makes `num_positions` rows of it. Frames are those of a whole window, padding included. Raises
+    `ValueError` where the bytes are not those of the shape.
     """
     mel_bins, frames = shape
     if len(features) != 4 * mel_bins * frames:
@@ -62,7 +62,7 @@ def audio_source(features: bytes, shape: tuple[int, int], num_positions: int) ->
 
 
 def _digest(kind: SourceKind, *parts: bytes) -> bytes:
-    """SHA-256 over the kind and the parts, each behind its length: no border can be moved."""
+    """SHA-256 over the kind and the parts. Each part follows its length, so other parts give another digest."""
     pieces = [kind.encode()]
     for part in parts:
         pieces += (len(part).to_bytes(8, "little"), part)

@@ -22,7 +22,7 @@ class TimestampRules:
     max_initial_timestamp_index: int | None = None  # of the last timestamp that may come first; None: any may
 
     def left(self, output: Sequence[int]) -> TokensLeft:
-        """Return which tokens may follow the tokens behind the prompt."""
+        """Return which tokens may follow the tokens after the prompt."""
         begin = self.timestamp_begin_id
         if not output:
             most = self.max_initial_timestamp_index

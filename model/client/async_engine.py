@@ -35,7 +35,7 @@ _WATCH_SECONDS = 0.5
 _RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # pauses between attempts to start a lost engine again
 _MAX_RESTARTS = 8  # within `_RESTART_WINDOW`; after one more loss the engine stays down, not live, for that time
 _RESTART_WINDOW = 600.0  # seconds
-# A lost engine that takes longer to start again than so many times what it ever took, and so many seconds, hangs.
+# An engine that takes this many times its longest start so far, and this many seconds, to restart is taken to hang.
 _START_PATIENCE = 5.0
 _LEAST_START_SECONDS = 60.0
 
@@ -57,7 +57,7 @@ class Transport(Protocol):
 
 
 class AsyncEngine:
-    """The engines of one or more models behind one transport."""
+    """The engines of one or more models, reached through one transport."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class AsyncEngine:
         self._spawn(self._watch())
 
     async def load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> ModelInfo:
-        """Load a model beside those that are served, as `service.core.engine_client.EngineClient.load` says."""
+        """Load a model while others are served, as `service.core.engine_client.EngineClient.load` says."""
         self._check_ready()
         await self._table.wait_unloaded(spec.name)  # its load was given up just now, for example
         self._check_ready()

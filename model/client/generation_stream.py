@@ -52,7 +52,7 @@ class Delivery:
         self._due: dict[int, list[Deliverable]] = {}  # by tick
 
     def soon(self, stream: Deliverable) -> None:
-        """Call `deliver` behind the callbacks that are due now."""
+        """Call `deliver` after the callbacks that are due now."""
         if not self._soon:
             asyncio.get_running_loop().call_soon(self._deliver_soon)
         self._soon.append(stream)

@@ -180,7 +180,7 @@ class FrontModel:
     tokenizer: Tokenizer | None
     admission: Admission
     stats: EngineStats
-    optional: bool = False  # it was loaded beside others, so an engine may be started again without it
+    optional: bool = False  # loaded later than the first ones, so an engine may restart without it
     info: ModelInfo | None = None  # once it is loaded
     drained: asyncio.Event = field(default_factory=asyncio.Event)  # while it is unloaded: it has no requests left
 
@@ -262,7 +262,7 @@ class ModelTable:
         return future
 
     def loaded(self, info: ModelInfo) -> None:
-        """A model is loaded, whether beside others or with them; one that was given up is awaited no more."""
+        """A model is loaded, at the start or later. A load that was given up is no longer awaited."""
         if info.name in self._loading:
             model, future = self._loading.pop(info.name)
             self.served[info.name] = model

@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file: its metadata, and where its tensors lie. Version 2 and 3, little-endian.
 
 The layout is that of ggml's docs/gguf.md: magic, version, numbers of tensors and of metadata entries, the entries, the
-tensors' descriptions, and behind them, aligned, the tensors. A file is anybody's: every count, length and place in it
-is checked against the file's size before anything is read or reserved by it, and what is wrong is named in a
+tensors' descriptions, then, aligned, the tensors. A file is not trusted: every count, length and place in it is
+checked against the file's size before anything is read or reserved by it, and what is wrong is named in a
 `ConfigError`.
 
 Long arrays (vocabularies) are passed over, and read when they are asked for.
@@ -239,7 +239,7 @@ def shown(value: Any) -> str:
 
 
 def read_gguf(path: Path) -> GGUFModel:
-    """Read the headers of a model, of which `path` is the only or the first file; raises `ConfigError`."""
+    """Read the headers of a model; `path` is its only or first file. Raises `ConfigError`."""
     try:
         return _read_cached(path, _sign(path), *(_sign(other) for other in _other_parts(path) if other.is_file()))
     except OSError as error:
@@ -327,7 +327,7 @@ def _counts(header: _Header) -> tuple[int, int]:
 
 
 def _descriptions(header: _Header, count: int, alignment: int) -> Iterator[tuple[str, BlockType, tuple[int, ...], int]]:
-    """Read name, type, shape and offset (behind the header) of each tensor."""
+    """Read name, type, shape and offset (from the end of the header) of each tensor."""
     for number in range(count):
         name = header.string(f"the name of tensor {number}", _MAX_NAME)
         dimensions = header.number("<I", f"the dimensions of {name}")

@@ -1,4 +1,4 @@
-"""Finds GGUF files: by their names or first bytes, alone, in several parts, or in a folder beside other files."""
+"""Finds GGUF files: by their names or first bytes, alone, in several parts, or in a folder with other files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 _PEEK = 1 << 14  # bytes that hold the first entries, which say what a file is
 _STRING = 8
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of single values, by type
-# What files beside a model are for, by `general.type`; and `general.architecture` of older ones.
+# The purposes of GGUF files that are no models, by `general.type`, or `general.architecture` in older files.
 OTHER_PURPOSES = {
     "mmproj": "the part of a model that reads images or sounds, which is not served: give the language model's file",
     "adapter": "a LoRA adapter without its model: merge both (llama.cpp's llama-export-lora), and serve the result",
@@ -75,7 +75,7 @@ _OTHER_WEIGHTS = tuple(
 
 
 def purpose(path: Path) -> str | None:
-    """Return what a file beside a model is for, in words; None: it may be a model."""
+    """Return the purpose of a file that is no model, in words; None: it may be a model."""
     try:
         with path.open("rb") as file:
             texts = _first_texts(file.read(_PEEK))

@@ -78,8 +78,8 @@ class Anatomy:
     def flops(self, stack: str, context: int) -> Flops:
         """Count one token through a stack (the decoder's includes the head) that attends to `context` tokens."""
         config = self.config.stacks[stack]
-        beside = ("cross attention", "convolution", "layer embeddings")
-        others = (self.multiplied.get(f"{stack} {part}", 0) for part in beside)
+        parts = ("cross attention", "convolution", "layer embeddings")
+        others = (self.multiplied.get(f"{stack} {part}", 0) for part in parts)
         projections = self.multiplied[f"{stack} attention"] + sum(others)
         head = 0
         if stack == "decoder" and self.config.head is not None:

@@ -95,9 +95,7 @@ class LinearSpec:
     def _input_range(self, shard: Shard, block: int) -> tuple[int, int]:
         first, last = shard.shard_range(self.inputs)
         if first % block or (last % block and last != self.inputs):
-            raise ConfigError(
-                f"{self.name}: {shard.size} ranks cannot divide {self.inputs} inputs, of which {block} share a scale"
-            )
+            raise ConfigError(f"{self.name}: {shard.size} ranks cannot divide {self.inputs} inputs, {block} to a scale")
         return first // block, -(-last // block)
 
     def _output_ranges(self, shard: Shard) -> Iterator[tuple[int, int]]:
@@ -179,7 +177,7 @@ class Linear(nn.Module):
         return {name: self.parameter(name) for name in self.array_specs()}
 
     def adopt(self, arrays: Mapping[str, Tensor]) -> None:
-        """Take arrays that were filled before, which nobody may write, instead of filling its own."""
+        """Use read-only arrays that were filled before, instead of filling its own."""
         for name, array in arrays.items():
             self._parameters[name] = nn.Parameter(array, requires_grad=False)
 
@@ -214,7 +212,7 @@ class CompiledLinear(Linear):
     @property
     @abstractmethod
     def compiled_for(self) -> Hashable:
-        """What its kernels are compiled for, beside numbers of rows; alike projections share them."""
+        """What its kernels are compiled for, apart from numbers of rows; equal projections share them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows `[M, outputs]` of rows `[M, inputs]`, in their dtype. M may be 0, for which nothing is launched."""

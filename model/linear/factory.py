@@ -19,7 +19,7 @@ from model.linear.integers import integer_linear
 from model.linear.native import native_linear
 from model.native.library import Library
 
-# -- Projections of which each rank multiplies some of the inputs.
+# -- Projections in which each rank multiplies some of the inputs.
 
 
 class Collective(Protocol):
@@ -85,7 +85,7 @@ class LinearFactory:
     quantization: str = "none"  # the setting that asks for the formats in `native` or `integers`
     # By name, what the checkpoint does not have as floats.
     stored_as: Mapping[str, Storage] = field(default_factory=dict)
-    # Patterns of names of what torch keeps in fp8, beside what is stored so; None: nothing is.
+    # Patterns of names of what torch keeps in fp8, in addition to what is stored in fp8; None: nothing.
     fp8: tuple[str, ...] | None = None
     # The same of what torch keeps in integers, and how, with activations as they are.
     integers: tuple[tuple[str, NumberFormat], ...] | None = None
@@ -96,7 +96,7 @@ class LinearFactory:
         """The projection that `spec` asks for; `tied` gives the tensor that `spec.tied_to` names."""
         spec = replace(spec, name=self.prefix + spec.name)
         if spec.split is Split.INPUTS and self.collective is not None:
-            if spec.experts > 1:  # whoever adds up a token's experts adds up the ranks' parts too
+            if spec.experts > 1:  # the sum over a token's experts includes the ranks' parts
                 return self._local(replace(spec, bias=spec.bias and self.shard.rank == 0), tied)
             return ParallelLinear(spec, self._local(replace(spec, bias=False), tied), self.collective)
         return self._local(spec, tied)

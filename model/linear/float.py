@@ -70,7 +70,7 @@ class ExpertsLinear(FloatLinear):
 
     @property
     def compiled_for(self) -> Hashable:
-        """What its kernels are compiled for, beside numbers of rows."""
+        """What its kernels are compiled for, apart from numbers of rows."""
         return self.spec.experts, self.spec.outputs_of_expert, self.spec.inputs, self.bias is None
 
     @property

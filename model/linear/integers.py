@@ -92,7 +92,7 @@ class IntegerLinear(CompiledLinear):
         self.bits, self.group = _BITS[kept.weight], kept.group
         self._half = min(self.group or 64, 64)
         span = 2 * self._half
-        self._inputs = spec.inputs + -spec.inputs % span  # zeros behind the last one
+        self._inputs = spec.inputs + -spec.inputs % span  # padded with zeros
         groups = self._inputs // self.group if self.group else 1
         factors = (groups, spec.num_outputs)
         self.weight = _empty((spec.num_outputs, self._inputs * self.bits // 8), self.kept_dtype("weight"))

@@ -40,7 +40,7 @@ class NativeLinear(Linear):
     ) -> None:
         """`dtype` is the network's, which weights are rounded to before they are packed.
 
-        With a `group` so many inputs share a scale, 32, 64 or 128: always of 4 bits, maybe of 8. Without a library it
+        With a `group` 32, 64 or 128 inputs share a scale: always of 4 bits, maybe of 8. Without a library it
         can only be asked for its size.
         """
         super().__init__(spec, dtype, torch.device("cpu"))
@@ -134,7 +134,7 @@ class NativeLinear(Linear):
 
     @property
     def num_groups(self) -> int:
-        """How many scales a row has, those behind its end included."""
+        """How many scales a row has, padding included."""
         return padded_inputs(self.kind, self.spec.inputs, self.group) // self.group
 
     def _sizes(self) -> dict[str, int]:

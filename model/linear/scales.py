@@ -52,7 +52,7 @@ class StoredScales:
     def multiplied(self, into: Index, numbers: Tensor) -> Tensor:
         """Numbers of rows `into`, `[count, inputs]`, times their scales plus their offsets, as float32; each row once.
 
-        Behind the last row both are dropped: those of all matrices at once would take memory of their own.
+        Both are dropped after the last row: those of all matrices together would need much memory.
         """
         assert self.values is not None, f"{self._name} comes before the weight"
         rows = numbers.to(self._device).float() * self._spread(self.values[into[0]], numbers.shape[1])

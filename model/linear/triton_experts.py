@@ -76,7 +76,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 def choose_tiles(rows: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for so many rows of all experts, by hand, within 99 KiB of shared memory: by the rows of an expert."""
+    """Choose the tiles by the mean number of rows of an expert, by hand, within 99 KiB of shared memory."""
     each = rows / experts
     if dtype is torch.float32:  # multiplied without tensor cores
         return Tiles(FEW, 32, 32, 4, 2) if each <= FEW else Tiles(32, 32, 32, 4, 2)

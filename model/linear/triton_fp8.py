@@ -99,7 +99,7 @@ def scaled_product(
 
 
 def choose_tiles(rows: int, group: int) -> Tiles:
-    """Tiles for so many rows, by hand, within 99 KiB of shared memory; `group` inputs share a scale, 0: all.
+    """Choose the tiles for `rows` rows, by hand, within 99 KiB of shared memory; `group` inputs share a scale, 0: all.
 
     Up to `FEW` rows they do not depend on the number of rows.
     """

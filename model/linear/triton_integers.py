@@ -2,7 +2,7 @@
 
 Weights are read as they are packed and become floats in registers; what they are multiplied with stays as it is. Each
 group of inputs is summed by itself, and its sum scaled and added in float32. Where there are few tiles the inputs are
-divided over several programs, of which the last to finish adds up the sums of all, in the same order each time.
+divided over several programs; the last to finish adds up all sums, in the same order each time.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ IN_WORDS = isinstance(grouped_product, triton.JITFunction)
 
 
 def choose_tiles(rows: int, outputs: int, spans: int, device: torch.device) -> Tiles:
-    """Tiles for so many rows, by hand, within 99 KiB of shared memory.
+    """Choose the tiles for `rows` rows, by hand, within 99 KiB of shared memory.
 
     Up to `FEW` rows they do not depend on the number of rows, nor between those and `SEVERAL`.
     """

@@ -98,8 +98,8 @@ def write_folder(
 ) -> Report:
     """Write the folder `out`, which must not be there; raises `ConfigError`, and leaves nothing then.
 
-    `tensors` are the checkpoint's, of which `projections` become integers of the format `form`. `progress` is told
-    how much is done, from 0 to 1, and what is next.
+    `tensors` are the checkpoint's; its `projections` become integers of the format `form`. `progress` gets the share
+    that is done, from 0 to 1, and what is next.
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out} is there already: give the name of a new folder")
@@ -255,15 +255,15 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _copied_files(folder: Path, network: Path) -> dict[Path, Path]:
-    """What lies beside the weights, by names within the folder: the tokenizer, settings, modules, texts for people.
+    """The files other than weights, by names within the folder: the tokenizer, settings, modules, texts for people.
 
     `network` is the folder of the network's files. Raises `ConfigError` where a link or a module's path leads out of
-    the folder: what it leads to was not meant to be in the new one. A snapshot of the Hub's cache has its files beside
-    it, in `blobs`.
+    the folder: what it leads to was not meant to be in the new one. A snapshot of the Hub's cache has its files
+    in `blobs`, outside of it.
     """
     wanted = ("*", "additional_chat_templates/*.jinja")
-    beside = [file for at in {folder, network} for pattern in wanted for file in at.glob(pattern)]
-    others = [file for file in beside if not any(fnmatchcase(file.name, pattern) for pattern in _REPLACED)]
+    files = [file for at in {folder, network} for pattern in wanted for file in at.glob(pattern)]
+    others = [file for file in files if not any(fnmatchcase(file.name, pattern) for pattern in _REPLACED)]
     own = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         own.append(folder.resolve().parents[1] / "blobs")

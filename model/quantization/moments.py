@@ -124,7 +124,7 @@ class _Sums:
 
 
 def _weights(sums: Tensor, counts: Tensor) -> Tensor:
-    """What each input counts by sums of squares `[experts, inputs]` over so many rows `[experts, 1]`."""
+    """The weight of each input, from sums of squares `[experts, inputs]` over numbers of rows `[experts, 1]`."""
     mean = sums.sum(0) / counts.sum()
     moments = mean
     if len(sums) > 1:

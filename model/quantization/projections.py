@@ -63,7 +63,7 @@ class Projection:
         return not self.packed or self.shape[1] % (_WORD // self.bits) == 0
 
     def tensors(self) -> dict[str, Described]:
-        """What is written for it: integers, scales and, beside words, its shape."""
+        """What is written for it: integers, scales and, for packed words, its shape."""
         outputs, inputs = self.shape
         scales = -(-inputs // self.group) if self.group else 1
         found = {"scale": Described(f"{self.stem}.weight_scale", "F32", (outputs, scales))}

@@ -1,4 +1,4 @@
-"""Writes a safetensors file of which only names, formats and shapes are known at first."""
+"""Writes a safetensors file whose names, formats and shapes are known before its data."""
 
 from __future__ import annotations
 

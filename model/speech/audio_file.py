@@ -30,7 +30,7 @@ _UNKNOWN = 1 << 36  # frames: a header that says this many or more does not know
 
 
 class AudioError(ValueError):
-    """An audio file was refused; the message says why and may be shown to whoever sent it."""
+    """An audio file was refused; the message says why and may be shown to the client."""
 
 
 @dataclass(frozen=True, slots=True)

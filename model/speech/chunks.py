@@ -15,7 +15,7 @@ OVERLAP = 6  # a chunk shares a sixth of its length with each neighbour
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Samples `start` to `end` of an audio, of which the first `left` and the last `right` are its neighbours' too."""
+    """Samples `start` to `end` of an audio. The first `left` and the last `right` are its neighbours' too."""
 
     start: int
     end: int
@@ -69,7 +69,7 @@ class Merged:
 
 
 class RunJoiner:
-    """Joins runs of tokens of which each overlaps the one before, as `_find_longest_common_sequence` does."""
+    """Joins runs of tokens that each overlap the one before, as `_find_longest_common_sequence` does."""
 
     def __init__(self, *, timed: bool = False) -> None:
         self._timed = timed

@@ -1,6 +1,6 @@
 """A transcription from the first window to the last, over whatever computes an engine's requests.
 
-A service computes them beside those of others; a program steps an engine of its own. There is no I/O here: what is new
+A service computes them with those of others; a program steps an engine of its own. There is no I/O here: what is new
 is handed to a callback, which must return at once.
 """
 
@@ -77,7 +77,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Transcription:
-    """A transcription as far as it has come; `text` joins the pieces' texts."""
+    """A transcription in progress; `text` joins the pieces' texts."""
 
     language: str | None
     text: str = ""
@@ -122,7 +122,7 @@ class Transcriber:
             else:
                 await self._windows()
         finally:
-            self.samples = np.zeros(0, np.float32)  # whoever has what `compute` is of may hold this for long
+            self.samples = np.zeros(0, np.float32)  # the object may be kept for long
         self._show([], [], final=True)
         return self.result
 
@@ -359,7 +359,7 @@ class Transcriber:
         )
 
     def _words(self, ids: tuple[int, ...], times: Sequence[float]) -> tuple[TimedWord, ...]:
-        """Return the words of a segment's text, of which each token begins at one of `times` and ends at the next."""
+        """Return the words of a segment's text; each token begins at one of `times` and ends at the next."""
         if not times or not ids:
             return ()
         return tuple(

@@ -1,6 +1,6 @@
 """Samples to log-mel features, as Whisper reads them and its checkpoint's preprocessor_config.json describes them.
 
-Radford et al. (2022), section 2.2. Spectra are computed in float64: weak bands beside strong ones stay exact. Needs
+Radford et al. (2022), section 2.2. Spectra are computed in float64: weak bands next to strong ones stay exact. Needs
 numpy, no torch. The transforms and products release the interpreter's lock, so a thread that computes features holds
 up an event loop for milliseconds only.
 """

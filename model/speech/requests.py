@@ -194,7 +194,7 @@ class RequestMaker:
         return self.tokens.prompt(told, self.options.task, timestamps=timestamps)
 
     def _silence(self, prompt: Sequence[int]) -> Probe:
-        """Return the question how likely nobody speaks."""
+        """Return the probe of the probability that there is no speech."""
         return Probe(len(prompt) - 1 - prompt[::-1].index(self.tokens.start), (self.tokens.no_speech,))
 
     def _request(self, name: str, source: Source, prompt: tuple[int, ...], params: SamplingParams) -> Request:

@@ -36,8 +36,8 @@ class Span:
 def cut_segments(tokens: Sequence[int], timestamp_begin: int, window: Window) -> tuple[list[Span], int]:
     """Part a window's output tokens, without the end id; return the segments and by how many frames to go on.
 
-    What comes behind the last complete segment is left out, since the next window begins there, unless the output ends
-    with a single timestamp: then there is no speech behind it.
+    What follows the last complete segment is left out, since the next window begins there, unless the output ends
+    with a single timestamp: then no speech follows it.
     """
     stamped = [token >= timestamp_begin for token in tokens]
     ends = [at + 1 for at in range(len(stamped) - 1) if stamped[at] and stamped[at + 1]]

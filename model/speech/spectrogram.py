@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Spectrogram:
-    """Log-mel features of an audio of `num_frames` frames; there may be silence behind it, up to `num_columns`."""
+    """Log-mel features of an audio of `num_frames` frames, padded with silence up to `num_columns`."""
 
     num_frames: int
     num_columns: int
@@ -35,7 +35,7 @@ class Spectrogram:
 
     @classmethod
     def of(cls, log_mel: LogMel, samples: NDArray[np.float32]) -> Spectrogram:
-        """Compute the features of one window, with silence behind them, or the range of those of longer audio."""
+        """Compute the features of one window, padded with silence, or the range of those of longer audio."""
         if len(samples) <= log_mel.window_samples:
             window = log_mel.window(samples)
             columns = window.shape[1]
@@ -73,7 +73,7 @@ class Spectrogram:
         self.features, self._latest = partial(_cut, np.zeros((0, 0), np.float32)), None
 
     def source(self, window: Window) -> Source:
-        """Compute what the encoder reads of a window; frames behind the last one are 0, as in transformers."""
+        """Compute what the encoder reads of a window; frames after the last one are 0, as in transformers."""
         part = self.features(window.seek, min(window.seek + self.window_frames, self.num_columns))
         filled = np.zeros((part.shape[0], self.window_frames), "<f4")
         filled[:, : part.shape[1]] = part
@@ -88,7 +88,7 @@ def _cut(features: NDArray[np.float32], first: int, last: int) -> NDArray[np.flo
 async def _in_thread(work: Callable[[], T]) -> T:
     """Return what a thread computes.
 
-    Whoever is cancelled meanwhile goes on when the thread has ended: samples are counted as long as they are there.
+    A cancelled caller returns when the thread has ended: samples are counted as long as they are held.
     """
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:

@@ -21,7 +21,7 @@ class Decoding:
     """What all windows of a transcription have in common: token ids, and when an output counts as failed."""
 
     start: tuple[int, ...]  # <|startoftranscript|>, language, task, and <|notimestamps|> unless there are timestamps
-    previous: int | None  # <|startofprev|>, behind which the context of a window stands
+    previous: int | None  # <|startofprev|>, which comes before the context of a window
     timestamp_begin: int
     context: int  # tokens that the decoder can hold
     vocab_size: int
@@ -109,7 +109,7 @@ class SequentialWindows:
         return Attempt(window, prompt, self.decoding.temperatures[self._attempt], most, self._attempt)
 
     def finish(self, attempt: Attempt, outcome: Outcome) -> list[Segment] | None:
-        """Take the outcome of an attempt; return its segments, none if nobody speaks, None if it has to be repeated."""
+        """Take the outcome of an attempt; return its segments: none without speech, None if it has to be repeated."""
         ids = outcome.token_ids
         ratio = compression_ratio((*ids, self.decoding.end) if outcome.ended else ids, self.decoding.vocab_size)
         failed, silent = self._judge(outcome, ratio)
@@ -135,7 +135,7 @@ class SequentialWindows:
         return threshold is not None and no_speech_prob > threshold
 
     def _judge(self, outcome: Outcome, ratio: float) -> tuple[bool, bool]:
-        """Return whether the output has failed, and whether nobody speaks."""
+        """Return whether the output has failed, and whether there is no speech."""
         decoding = self.decoding
         failed = decoding.compression_ratio_threshold is not None and ratio > decoding.compression_ratio_threshold
         unlikely = decoding.logprob_threshold is not None and outcome.mean_logprob < decoding.logprob_threshold

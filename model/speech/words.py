@@ -61,7 +61,7 @@ def _joined_to_words(parts: Sequence[Word]) -> list[Word]:
 
 
 def _join_opening(words: list[Word]) -> None:
-    """Put opening punctuation in front of the word behind it."""
+    """Join opening punctuation to the next word."""
     following = len(words) - 1
     for at in range(len(words) - 2, -1, -1):
         word = words[at]
@@ -73,7 +73,7 @@ def _join_opening(words: list[Word]) -> None:
 
 
 def _join_closing(words: list[Word]) -> None:
-    """Put closing punctuation behind the word before it."""
+    """Join closing punctuation to the previous word."""
     before = 0
     for at in range(1, len(words)):
         if not words[before].text.endswith(" ") and words[at].text in _CLOSING:

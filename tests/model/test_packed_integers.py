@@ -162,7 +162,7 @@ def test_ranks_cut_between_groups(tmp_path: Path) -> None:
     for ours, theirs in zip(logits(stored), logits(plain), strict=True):
         assert torch.equal(ours, theirs)
     (tmp_path / "wide").mkdir()
-    with pytest.raises(ConfigError, match=r"mlp\.down: 2 ranks cannot divide 192 inputs, of which 64 share a scale"):
+    with pytest.raises(ConfigError, match=r"mlp\.down: 2 ranks cannot divide 192 inputs, 64 to a scale"):
         logits(folders(CASES["awq"], tmp_path / "wide")[0])
 
 

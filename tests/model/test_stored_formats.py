@@ -253,7 +253,7 @@ def test_blocks_are_read_by_ranks_that_do_not_cut_them(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
     settings, scale, _ = FP8["deepseek"]
     wide, _ = in_fp8({**settings, "weight_block_size": [16, 32]}, scale, (16, 32), tmp_path / "wide")
-    with pytest.raises(ConfigError, match=r"attn\.out: 2 ranks cannot divide 32 inputs, of which 32 share a scale"):
+    with pytest.raises(ConfigError, match=r"attn\.out: 2 ranks cannot divide 32 inputs, 32 to a scale"):
         on_ranks(2, lambda group: logits(read_checkpoint(wide), group))
 
 
