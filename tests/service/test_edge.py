@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,8 +14,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from model.api.messages import ModelSpec
 from service.http.stream_writer import StreamWriter, direct_send
+from service.runtimes.ray_serve import edge, environment
 from service.runtimes.ray_serve.edge import EdgeMiddleware, middlewares
+from service.settings.serve_config import ServeConfig
+from service.settings.service_settings import Limits, ServiceSettings
 
 
 class Serve:
@@ -150,3 +156,14 @@ def test_the_application_gets_the_servers_own_send_in_its_event_loop_only() -> N
     serves, here, in_another_loop = found
     assert here is servers_own and in_another_loop is serves
     assert StreamWriter.of(servers_own) is None  # which is not uvicorn's
+
+
+@pytest.mark.parametrize(("proxied", "expected"), [("1", sys.maxsize), ("0", 7)])
+def test_idle_connections_are_bounded_unless_haproxy_keeps_them(
+    no_ray_settings: pytest.MonkeyPatch, proxied: str, expected: int
+) -> None:
+    config = ServeConfig((ModelSpec("m", "m"),), ServiceSettings(limits=Limits(max_idle_connections=7)))
+    for name, value in environment.variables(config, Path("/tmp/t")).items():
+        no_ray_settings.setenv(name, value)
+    no_ray_settings.setenv(environment.HA_PROXY, proxied)
+    assert edge._limits().max_idle_connections == expected

@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +21,7 @@ import grpc
 import httpx
 import pytest
 
+from lab.worst_bodies import many_tokens, worst_bodies
 from tests.service.asking import (
     LONG,
     PROMPT,
@@ -79,6 +82,43 @@ def test_each_request_gets_its_reply_whatever_it_offers(
     proxied = request.node.callspec.params["service"] == "ray"  # behind HAProxy
     port = urlsplit(service.url).port
     assert port is not None and failures(port, CASES, proxied=proxied) == []
+
+
+def test_many_idle_connections_leave_room_for_clients(base_url: str) -> None:
+    target = urlsplit(base_url)
+    opened = [socket.create_connection((target.hostname, target.port), 5) for _ in range(1_500)]
+    try:
+        assert httpx.get(f"{base_url}/livez", timeout=30).status_code == 200
+    finally:
+        for one in opened:
+            one.close()
+
+
+@pytest.mark.slow
+def test_no_body_keeps_others_from_their_replies(base_url: str) -> None:
+    slowest, done = 0.0, threading.Event()
+
+    def ask() -> None:
+        nonlocal slowest
+        with httpx.Client(timeout=60) as client:
+            while not done.wait(0.02):
+                began = time.monotonic()
+                assert client.get(f"{base_url}/v1/models").status_code == 200
+                slowest = max(slowest, time.monotonic() - began)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        with httpx.Client(timeout=120, headers={"Content-Type": "application/json"}) as client:
+            for worst in (*worst_bodies(), *many_tokens()):
+                for values in (2_000_000, 49_900):
+                    body = worst.of_model("enc" if b'"enc"' in worst.before else "gen").body(values=values)
+                    reply = client.post(base_url + worst.route, content=body)
+                    assert reply.status_code < 500, (worst.name, reply.text[:300])
+    finally:
+        done.set()
+        asking.join()
+    assert slowest < 1.0  # a machine that does other things
 
 
 def test_it_is_ready_and_says_what_it_serves(base_url: str) -> None:

@@ -22,8 +22,9 @@ from service.core.errors import ApiError, internal, not_found, unavailable
 from service.core.request_context import request_id_from
 from service.http.bounded_protocol import bounded_protocol
 from service.http.connection_loss import LOSS
+from service.http.idle_connections import raise_descriptor_limit
 from service.http.stream_writer import set_outermost_send
-from service.runtimes.ray_serve.environment import EDGE_LIMITS
+from service.runtimes.ray_serve.environment import EDGE_LIMITS, HA_PROXY
 from service.settings.service_settings import Limits
 
 Headers = list[tuple[bytes, bytes]]
@@ -45,14 +46,16 @@ def middlewares() -> list[Middleware]:
 def _limits() -> Limits:
     """Return the limits of connections: the defaults where the cluster was started without this service (KubeRay).
 
-    Idle connections are not counted: those that HAProxy keeps to a replica have no client of their own.
+    Behind HAProxy idle connections are not counted: those that it keeps to a replica have no client of their own.
     """
     given = msgspec.json.decode(os.environ.get(EDGE_LIMITS) or "{}", type=dict[str, float])
     whole = {item.name for item in fields(Limits) if item.type == "int"}
     values: dict[str, Any] = {name: int(value) if name in whole else value for name, value in given.items()}
-    return replace(Limits(**values), max_idle_connections=sys.maxsize)
+    limits = Limits(**values)
+    return replace(limits, max_idle_connections=sys.maxsize) if os.environ.get(HA_PROXY) == "1" else limits
 
 
+raise_descriptor_limit()  # half of the limit bounds idle connections
 protocols = bounded_protocol(_limits())  # of the servers of this process
 
 

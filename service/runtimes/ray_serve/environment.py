@@ -19,13 +19,22 @@ from typing import Final
 import msgspec
 
 from model.errors import ConfigError
+from service.http.idle_connections import raise_descriptor_limit
 from service.observability.metric_parts import MULTIPROCESS_FOLDER, make_folder
 from service.runtimes.ray_serve import haproxy
 from service.settings.serve_config import ServeConfig
 from service.settings.service_settings import Limits
 
 EDGE_LIMITS: Final = "TRIPTYCH_EDGE_LIMITS"  # limits of connections, as JSON, for Serve's processes
-_LIMITS = ("max_body_bytes", "max_audio_bytes", "max_header_bytes", "receive_s", "stream_stall_s")
+HA_PROXY: Final = "RAY_SERVE_ENABLE_HA_PROXY"
+_LIMITS = (
+    "max_body_bytes",
+    "max_audio_bytes",
+    "max_header_bytes",
+    "max_idle_connections",
+    "receive_s",
+    "stream_stall_s",
+)
 
 _MAX_TEMP_PATH = 16  # bytes: Ray and HAProxy append up to 85 to it for Unix sockets, whose limit is 107
 
@@ -38,6 +47,7 @@ def prepared(config: ServeConfig) -> Iterator[Path]:
     sockets would be too long.
     """
     folder = _session_folder()
+    raise_descriptor_limit()  # of this process, which HAProxy and all others of the session take over
     for name, value in variables(config, folder).items():
         os.environ[name] = os.environ.get(name) or value
     try:
@@ -54,7 +64,7 @@ def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
     """Return the settings of Ray and Serve for this service."""
     with_haproxy = haproxy.is_used(config, os.environ)
     settings = {
-        "RAY_SERVE_ENABLE_HA_PROXY": str(int(with_haproxy)),
+        HA_PROXY: str(int(with_haproxy)),
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": str(int(with_haproxy)),  # replicas listen themselves, else a proxy does
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "service.runtimes.ray_serve.edge:middlewares",
