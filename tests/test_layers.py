@@ -128,7 +128,6 @@ def test_only_monotonic_clocks_decide_anything() -> None:
 # Files that set a function of another object, and why.
 HOOKED = {
     "model/quantization/moments.py",  # it watches the experts of a loaded network, and puts their method back
-    "service/routes/docs.py",  # FastAPI's own way to describe an application
 }
 
 

@@ -2,9 +2,9 @@
 
 The routes of Anthropic's API have another one (`anthropic_error`), which that API's client reads.
 
-Routes raise an `ApiError` made by one of the functions below. `install` makes FastAPI render these, its own errors and
-unexpected exceptions in that shape. Messages name fields and limits. They contain no path, address, traceback or key,
-and of a client's values only names, shortened.
+Routes raise an `ApiError` made by one of the functions below. The table of routes renders these, the middleware all
+other exceptions. Messages name fields and limits. They contain no path, address, traceback or key, and of a client's
+values only names, shortened.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from itertools import accumulate
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
 
 from model.errors import EngineGoneError, ModelNotLoadedError, QueueFullError
 from service.core.request_context import current
@@ -297,48 +291,3 @@ def path_of(location: Sequence[int | str]) -> str:
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part[:64]}" if text else part[:64]
     return text
-
-
-def install(app: FastAPI) -> None:
-    """Install the handlers that give every error of `app` its shape."""
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(ValidationError, _on_unexpected)
-
-
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return render(error)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        return render(not_found("there is no such route; /docs lists them"))
-    if error.status_code == 405:
-        allowed = ", ".join(_methods(request))
-        headers, message = {"Allow": allowed}, f"this route does not accept that method; it accepts {allowed}"
-        return render(ApiError(405, message, type="invalid_request_error", code="method_not_allowed", headers=headers))
-    if error.status_code < 500:
-        return render(ApiError(error.status_code, "refused", type="invalid_request_error", code="refused"))
-    return render(internal())
-
-
-def _methods(request: Request) -> list[str]:
-    """Return the methods of all routes that a request's path has."""
-    found: set[str] = set()
-    for route in request.app.router.routes:
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
-            found |= route.methods or set()
-    return sorted(found | ({"HEAD"} if "GET" in found else set()))
-
-
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return render(from_validation(error.errors()))
-
-
-async def _on_unexpected(request: Request, error: Exception) -> Response:
-    log_unexpected(error)
-    return render(internal())

@@ -8,7 +8,7 @@ import time
 from contextlib import AbstractContextManager
 from importlib import metadata
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
 
 from model.api.stats import ModelInfo
@@ -182,7 +182,7 @@ class Service:
             raise unavailable(scrub(health.reason) or "the engines make no progress", "not_live")
 
 
-def service_of(holder: Request | FastAPI) -> Service:
+def service_of(holder: Request | Starlette) -> Service:
     """Return the `Service` of an application, or of the application that received a request."""
     service = (holder.app if isinstance(holder, Request) else holder).state.service
     assert isinstance(service, Service)

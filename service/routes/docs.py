@@ -1,143 +1,173 @@
-"""/docs and /openapi.json, with what FastAPI does not know: errors of routes, and bodies that they read themselves."""
+"""/docs and /openapi.json, which is made from the table of routes and the types of bodies and replies."""
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from service.dialects.embedding_bodies import EmbeddingBody
-from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
-from service.dialects.messages_bodies import CountBody, MessagesBody
-from service.dialects.openai_bodies import ChatBody, CompletionBody
-from service.dialects.pipeline_bodies import (
-    ClassBody,
-    EmbedAllBody,
-    EmbedSparseBody,
-    EntityBody,
-    FillMaskBody,
-    ImageBody,
-    QuestionBody,
-    SimilarityBody,
-    ZeroShotBody,
-)
-from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
-from service.dialects.responses_bodies import ResponsesBody
-from service.dialects.text2text_bodies import Text2TextBody, TranslationBody
-from service.http.route_docs import REFS
+from service.core.errors import ANTHROPIC_PATHS
 from service.http.route_prefix import prefix_of
+from service.http.route_table import JSON, Body, Parameter, Reply, Route, Routes, RouteTable
 from service.http.static_pages import page
-from service.schemas.bodies import DetokenizeBody, GenerateBody, TokenizeBody
-from service.schemas.conversation_replies import (
-    AnthropicEvent,
-    AnthropicMessage,
-    DeletedResponse,
-    OpenAIResponse,
-    OpenAIResponseEvent,
-    ResponseItems,
+from service.lifecycle.state import service_of
+from service.schemas.conversation_replies import AnthropicError
+from service.schemas.replies import ErrorReply
+
+routes = Routes()
+
+Json = dict[str, Any]
+_DESCRIPTION = (
+    "One service for all three forms of the Transformer: decoder-only, encoder-decoder, encoder-only. Errors have "
+    "one shape on every route. `X-Request-Id` (1-128 letters, digits and `._:-`) is accepted, or made if missing or "
+    "invalid, and returned."
 )
-from service.schemas.dialect_replies import (
-    Classified,
-    CohereVectors,
-    HuggingFaceAnswer,
-    HuggingFaceClass,
-    HuggingFaceEntity,
-    HuggingFaceEvent,
-    HuggingFaceFill,
-    HuggingFaceRank,
-    HuggingFaceRewritten,
-    HuggingFaceSparse,
-    HuggingFaceSummary,
-    HuggingFaceText,
-    HuggingFaceTranslation,
-    OpenAIChatChunk,
-    OpenAIChatCompletion,
-    OpenAICompletion,
-    OpenAIEmbeddings,
-    Ranked,
-    Scored,
-)
-from service.schemas.encode_bodies import EncodeBody
-from service.schemas.models import LoadBody, UnloadBody
-from service.schemas.replies import EncodeReply, GenerateEvent, GenerateReply
-from service.speech.bodies import TranscribeBody, TranscribeEvent, TranscribeReply
-from service.speech.dialect_bodies import SpeechBody, TranscriptionForm, TranslationForm
-from service.speech.replies import (
-    HuggingFaceSpeech,
-    OpenAITranscript,
-    OpenAITranscriptDelta,
-    OpenAITranscriptDone,
-    OpenAIVerboseTranscript,
-)
-
-BODIES: tuple[type[BaseModel], ...] = (
-    *(GenerateBody, EncodeBody, TokenizeBody, DetokenizeBody),
-    *(CompletionBody, ChatBody, EmbeddingBody, ResponsesBody),
-    *(MessagesBody, CountBody),
-    *(TextGenerationBody, EmbedBody, RerankBody, PredictBody),
-    *(LoadBody, UnloadBody),
-    *(RankBody, ScoreBody, ClassifyBody, CohereEmbedBody),
-    *(EmbedAllBody, EmbedSparseBody, SimilarityBody),
-    *(FillMaskBody, QuestionBody, EntityBody, ZeroShotBody, ClassBody),
-    *(Text2TextBody, TranslationBody, ImageBody),
-    *(TranscribeBody, TranscriptionForm, TranslationForm, SpeechBody),
-)
-_REPLIES: tuple[type[BaseModel], ...] = (
-    *(GenerateReply, GenerateEvent, EncodeReply),
-    *(OpenAICompletion, OpenAIChatCompletion, OpenAIChatChunk, OpenAIEmbeddings),
-    *(OpenAIResponse, OpenAIResponseEvent, DeletedResponse, ResponseItems, AnthropicMessage, AnthropicEvent),
-    *(HuggingFaceText, HuggingFaceEvent, HuggingFaceRank, HuggingFaceClass),
-    *(Ranked, Scored, Classified, CohereVectors),
-    *(HuggingFaceSparse, HuggingFaceFill, HuggingFaceAnswer, HuggingFaceEntity),
-    *(HuggingFaceTranslation, HuggingFaceSummary, HuggingFaceRewritten),
-    *(TranscribeReply, TranscribeEvent, HuggingFaceSpeech),
-    *(OpenAITranscript, OpenAIVerboseTranscript, OpenAITranscriptDelta, OpenAITranscriptDone),
-)
+_REFS = "#/components/schemas/{model}"
+_MEANING = {
+    400: "The request is invalid; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    403: "The route is off, needs an admin key, or the model may not be loaded from there.",
+    404: "No such model, request or route.",
+    405: "The route does not take this method.",
+    408: "The body did not arrive in time.",
+    409: "The request was cancelled, or the model's state does not allow it.",
+    413: "The body, or what it asks for, is too large.",
+    415: "The body is not declared as JSON.",
+    429: "The queue is full; try again after `Retry-After` seconds.",
+    431: "The headers are too large.",
+    499: "The client closed the connection.",
+    500: "The service failed.",
+    503: "Loading, draining or failed; try again after `Retry-After` seconds.",
+    504: "The deadline passed before the first token.",
+}
+_EVERYWHERE = (401, 413, 431, 500)
+_FILE = {"type": "string", "format": "binary"}
+_PASSWORD = "For browsers: any user name, and the key as password."
+_KEYS: Json = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "password": {"type": "http", "scheme": "basic", "description": _PASSWORD},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 
 
-def install(app: FastAPI, *, with_keys: bool) -> None:
-    """Add the routes /docs and /openapi.json, which describes bodies, streams and keys too."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _build(app, with_keys)
-        return app.openapi_schema
-
-    async def serve_schema(request: Request) -> Response:
-        prefix = prefix_of(request.scope)
-        return JSONResponse({**app.openapi(), "servers": [{"url": prefix}]} if prefix else app.openapi())
-
-    async def serve_page(request: Request) -> Response:
-        return page("docs")  # FastAPI's own page loads its script from another host and ignores the prefix
-
-    app.openapi = openapi  # type: ignore[method-assign]
-    app.add_route("/openapi.json", serve_schema, include_in_schema=False)
-    app.add_route("/docs", serve_page, include_in_schema=False)
+@routes.get("/docs", "The documentation", None)
+async def docs(request: Request) -> Response:
+    """Returns a page that shows /openapi.json; nothing of it comes from another host."""
+    return page("docs")
 
 
-def _build(app: FastAPI, with_keys: bool) -> dict[str, Any]:
-    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    components = schema.setdefault("components", {})
-    models = [(model, "validation") for model in BODIES]
-    models += [(model, "serialization") for model in _REPLIES]
-    _, definitions = models_json_schema(models, ref_template=REFS)  # type: ignore[arg-type]
-    known = components.setdefault("schemas", {})
-    known.update({name: one for name, one in definitions.get("$defs", {}).items() if name not in known})
+@routes.get("/openapi.json", "The documentation for programs", None)
+async def openapi(request: Request) -> Response:
+    """Returns the description of all routes."""
+    service, prefix = service_of(request), prefix_of(request.scope)
+    found = _document(request.app.table, service.version, service.settings.asks_for_key)
+    return JSONResponse({**found, "servers": [{"url": prefix}]} if prefix else found)
+
+
+@cache
+def _document(table: RouteTable, version: str, with_keys: bool) -> Json:
+    """Return the OpenAPI document of a table of routes."""
+    described = [route for route in table.rows if route.replies is not None]
+    schemas = _Schemas(described)
+    paths: dict[str, Json] = {}
+    for route in described:
+        path = re.sub(r":path\}", "}", route.path)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schemas)
+    found: Json = {
+        "openapi": "3.1.0",
+        "info": {"title": "triptych", "description": _DESCRIPTION, "version": version},
+        "paths": paths,
+        "components": {"schemas": schemas.definitions},
+    }
     if with_keys:
-        as_password = {
-            "type": "http",
-            "scheme": "basic",
-            "description": "For browsers: any user name, and the key as password.",
+        found["components"]["securitySchemes"] = _KEYS
+        found["security"] = [{name: []} for name in _KEYS]
+    return found
+
+
+class _Schemas:
+    """The JSON schemas of what routes read and send; models are references to `definitions`."""
+
+    def __init__(self, described: Sequence[Route]) -> None:
+        wanted: dict[tuple[Any, Any], TypeAdapter[Any]] = {}
+        for route in described:
+            for model in route.body.models if route.body is not None else ():
+                wanted[model, "validation"] = TypeAdapter(model)
+            for reply in (route.replies or {}).values():
+                for shape in (*reply.shapes, *reply.events):
+                    wanted[repr(shape), "serialization"] = TypeAdapter(shape)
+        for error in (ErrorReply, AnthropicError):
+            wanted[repr(error), "serialization"] = TypeAdapter(error)
+        inputs = [(key, mode, adapter) for (key, mode), adapter in wanted.items()]
+        self._found, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REFS)
+        self.definitions: Json = definitions["$defs"]
+
+    def read(self, models: Sequence[type[BaseModel]]) -> Json:
+        return _any_of([self._found[model, "validation"] for model in models])
+
+    def sent(self, shapes: Sequence[Any]) -> Json:
+        return _any_of([self._found[repr(shape), "serialization"] for shape in shapes])
+
+
+def _any_of(schemas: list[Json]) -> Json:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _operation(route: Route, path: str, schemas: _Schemas) -> Json:
+    name = re.sub(r"\W", "_", f"{route.handler.__name__}{path}")
+    error = {JSON: {"schema": schemas.sent([AnthropicError if route.path in ANTHROPIC_PATHS else ErrorReply])}}
+    replies = {status: _reply(one, schemas) for status, one in (route.replies or {}).items()}
+    for status in sorted({*route.errors, *_EVERYWHERE}):
+        replies[status] = {"description": _MEANING[status], "content": error}
+    found: Json = {
+        "summary": route.summary,
+        "description": inspect.getdoc(route.handler) or "",
+        "operationId": f"{name}_{route.method.lower()}",
+    }
+    if route.parameters:
+        found["parameters"] = [_parameter(one) for one in route.parameters]
+    if route.body is not None:
+        found["requestBody"] = {"required": True, "content": _body(route.body, schemas)}
+    return found | {"responses": {str(status): one for status, one in replies.items()}}
+
+
+def _parameter(one: Parameter) -> Json:
+    required = {"required": True} if one.place == "path" else {}
+    return {"name": one.name, "in": one.place, **required, "schema": one.schema, "description": one.description}
+
+
+def _body(body: Body, schemas: _Schemas) -> Json:
+    read: Json = {"schema": schemas.read(body.models)}
+    if body.examples:
+        read["examples"] = {name: {"value": value} for name, value in body.examples.items()}
+    is_file = len(body.media_types) > 1
+    return {kind: {"schema": _FILE} if is_file and kind != JSON else read for kind in body.media_types}
+
+
+def _reply(reply: Reply, schemas: _Schemas) -> Json:
+    content: Json = {JSON: {"schema": schemas.sent(reply.shapes)}} if reply.shapes else {}
+    if reply.events:
+        data = _any_of([*(schemas.sent([event]) for event in reply.events), schemas.sent([ErrorReply])])
+        # Before OpenAPI 3.2 the schema of an event stream is that of each event.
+        content["text/event-stream"] = {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "data": {
+                        "type": "string",
+                        "contentMediaType": JSON,
+                        "contentSchema": data,
+                        "description": "JSON; where the API has one, `[DONE]` ends the stream.",
+                    }
+                },
+                "required": ["data"],
+            }
         }
-        components["securitySchemes"] = {
-            "key": {"type": "http", "scheme": "bearer"},
-            "password": as_password,
-            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-        }
-        schema["security"] = [{"key": []}, {"password": []}, {"header": []}]
-    return schema
+    content |= {kind: {"schema": {"type": "string"}} for kind in reply.texts}
+    return {"description": reply.description, **({"content": content} if content else {})}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,7 +24,7 @@ from service.http.bodies import (
 )
 from service.http.json_replies import Json, encode_reply
 from service.http.model_use import choose_model, hold_model
-from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
+from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies
 from service.lifecycle.jobs import Job, combined_outcome
 from service.lifecycle.state import Service, service_of
 from service.planning.encode import EncodePlan
@@ -34,7 +33,7 @@ from service.schemas.dialect_replies import Vectors
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.replies import EncodeReply
 
-router = APIRouter()
+routes = Routes("encode")
 _LARGE_REPLY = 1 << 18  # bytes of numbers: a few milliseconds to write as JSON
 
 _BODIES: dict[str, type[BaseModel]] = {
@@ -43,22 +42,16 @@ _BODIES: dict[str, type[BaseModel]] = {
 }
 
 
-@router.post(
+@routes.post(
     "/encode",
-    summary="Turn inputs into vectors",
-    response_model=None,
-    responses={
-        **ok_response("The vectors.", EncodeReply, Vectors),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra={
-        **request_body(
-            *(EncodeBody, EmbedBody),
-            triptych={"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]},
-            huggingface={"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]},
-        ),
-        **query_model(),
-    },
+    "Turn inputs into vectors",
+    json_body(
+        *(EncodeBody, EmbedBody),
+        triptych={"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]},
+        huggingface={"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]},
+    ),
+    replies("The vectors.", EncodeReply, Vectors),
+    MODEL_IN_QUERY,
 )
 async def encode(request: Request) -> Response:
     """Any loaded model can encode: an encoder with its own pooling, an encoder-decoder with its encoder, a decoder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +27,7 @@ from service.http.early_refusal import refuse_if_full
 from service.http.json_replies import Generation, Json, NativeRendering, Render
 from service.http.model_use import hold_model
 from service.http.parsing import one_of, parsed
-from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
+from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies
 from service.http.sse import EventStream, GenerationEvents
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
@@ -40,7 +39,7 @@ from service.schemas.replies import GenerateEvent, GenerateReply
 from service.speech import routes as audio
 from service.speech.bodies import TranscribeBody, TranscribeEvent, TranscribeReply
 
-router = APIRouter()
+routes = Routes("generate")
 
 _BODIES: dict[str, type[BaseModel]] = {
     "prompt": GenerateBody,
@@ -54,7 +53,7 @@ def _body_of(keys: Sequence[str]) -> type[BaseModel]:
     return TranscribeBody if "audio" in keys else _body_by_key(keys)
 
 
-_OK = ok_response(
+_OK = replies(
     "The whole reply, or its events.",
     *(GenerateReply, TranscribeReply, HuggingFaceText),
     events=(GenerateEvent, TranscribeEvent, HuggingFaceEvent),
@@ -64,20 +63,17 @@ _OK = ok_response(
 _TONE = "UklGRjQAAABXQVZFZm10IBAAAAABAAEAoA8AAKAPAAABAAgAZGF0YRAAAACAyIA4gMiAOIDIgDiAyIA4"
 
 
-@router.post(
+@routes.post(
     "/generate",
-    summary="Generate text",
-    response_model=None,
-    responses={**_OK, **error_responses(*WORK_ERRORS)},
-    openapi_extra={
-        **request_body(
-            *(GenerateBody, TranscribeBody, TextGenerationBody),
-            triptych={"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16},
-            huggingface={"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}},
-            speech={"model": "speech", "audio": _TONE, "timestamps": "segment"},
-        ),
-        **query_model(),
-    },
+    "Generate text",
+    json_body(
+        *(GenerateBody, TranscribeBody, TextGenerationBody),
+        triptych={"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16},
+        huggingface={"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}},
+        speech={"model": "speech", "audio": _TONE, "timestamps": "segment"},
+    ),
+    _OK,
+    MODEL_IN_QUERY,
 )
 async def generate(request: Request) -> Response:
     """Continue a prompt, or answer it with an encoder-decoder. `stream: true` answers as server-sent events.

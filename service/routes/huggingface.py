@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,7 +30,7 @@ from service.dialects.root_task import RootBody, RootTask, task_of_file
 from service.dialects.text2text_bodies import TranslationBody
 from service.http.bodies import named_model, raw_body, read_body, read_one_of, with_model
 from service.http.parsing import parsed
-from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
+from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies
 from service.lifecycle.state import service_of
 from service.routes import encode, generate, images, pipelines, ranking, text2text
 from service.schemas.dialect_replies import (
@@ -48,7 +47,7 @@ from service.schemas.dialect_replies import (
 )
 from service.speech import routes as audio
 
-router = APIRouter()
+routes = Routes("encode")
 
 _GENERATE = {"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}}
 _EMBED = {"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]}
@@ -80,21 +79,19 @@ _FILES = {
 _RERANK_BODIES: dict[str, type[BaseModel]] = {"texts": RerankBody, "documents": RankBody}
 
 
-@router.post(
+@routes.post(
     "/",
-    summary="Do any task, as Hugging Face's servers do",
-    response_model=None,
-    responses={
-        **ok_response(
-            "A list, or the events of a text; what is in it depends on the task.",
-            *(list[HuggingFaceText], list[HuggingFaceRewritten], Vectors),
-            *(list[list[HuggingFaceClass]], list[HuggingFaceEntity], list[HuggingFaceFill], HuggingFaceAnswer),
-            *(list[HuggingFaceClass], list[float]),
-            events=_EVENTS,
-        ),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra={**request_body(*(kind for kind, _ in _ROOT.values()), huggingface=_GENERATE), **query_model()},
+    "Do any task, as Hugging Face's servers do",
+    json_body(*(kind for kind, _ in _ROOT.values()), huggingface=_GENERATE),
+    replies(
+        "A list, or the events of a text; what is in it depends on the task.",
+        *(list[HuggingFaceText], list[HuggingFaceRewritten], Vectors),
+        *(list[list[HuggingFaceClass]], list[HuggingFaceEntity], list[HuggingFaceFill], HuggingFaceAnswer),
+        *(list[HuggingFaceClass], list[float]),
+        events=_EVENTS,
+    ),
+    MODEL_IN_QUERY,
+    task="generate",
 )
 async def root(request: Request) -> Response:
     """Does the task that the body is for, or else that of its model: see /pipeline/TASK for each of them.
@@ -120,12 +117,13 @@ def _candidates(request: Request, given: str | None) -> list[ServedModel]:
     return [one for one in service_of(request).models.candidates if name in (None, one.name)]
 
 
-@router.post(
+@routes.post(
     "/generate_stream",
-    summary="Generate a stream, as text-generation-inference does",
-    response_model=None,
-    responses={**ok_response("An event for each token.", events=_EVENTS), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**request_body(TextGenerationBody, huggingface=_GENERATE), **query_model()},
+    "Generate a stream, as text-generation-inference does",
+    json_body(TextGenerationBody, huggingface=_GENERATE),
+    replies("An event for each token.", events=_EVENTS),
+    MODEL_IN_QUERY,
+    task="generate",
 )
 async def generate_stream(request: Request) -> Response:
     """Streams tokens. The last event has `generated_text` and `details`; nothing follows it."""
@@ -133,27 +131,24 @@ async def generate_stream(request: Request) -> Response:
     return await generate.huggingface_answer(request, body, stream=True)
 
 
-@router.post(
+@routes.post(
     "/embed",
-    summary="Embed, as text-embeddings-inference does",
-    response_model=None,
-    responses={**ok_response("A vector for each input.", Vectors), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**request_body(EmbedBody, huggingface=_EMBED), **query_model()},
+    "Embed, as text-embeddings-inference does",
+    json_body(EmbedBody, huggingface=_EMBED),
+    replies("A vector for each input.", Vectors),
+    MODEL_IN_QUERY,
 )
 async def embed(request: Request) -> Response:
     """Returns a list of vectors, of length 1 unless `normalize` is false."""
     return await encode.huggingface_answer(request, await read_body(request, EmbedBody))
 
 
-@router.post(
+@routes.post(
     "/rerank",
-    summary="Rerank, as text-embeddings-inference does",
-    response_model=None,
-    responses={
-        **ok_response("`index` and `score` of each text, best first.", list[HuggingFaceRank], Ranked),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra={**request_body(RerankBody, RankBody), **query_model()},
+    "Rerank, as text-embeddings-inference does",
+    json_body(RerankBody, RankBody),
+    replies("`index` and `score` of each text, best first.", list[HuggingFaceRank], Ranked),
+    MODEL_IN_QUERY,
 )
 async def rerank(request: Request) -> Response:
     """Requires a model that classifies pairs of texts. A body with `documents` is Cohere's: see /v1/rerank."""
@@ -166,15 +161,12 @@ async def rerank(request: Request) -> Response:
         return await encode.answer(request, huggingface.rerank(body), huggingface.rerank_reply(body))
 
 
-@router.post(
+@routes.post(
     "/predict",
-    summary="Classify, as text-embeddings-inference does",
-    response_model=None,
-    responses={
-        **ok_response("Each class, best first.", list[HuggingFaceClass], list[list[HuggingFaceClass]]),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra={**request_body(PredictBody), **query_model()},
+    "Classify, as text-embeddings-inference does",
+    json_body(PredictBody),
+    replies("Each class, best first.", list[HuggingFaceClass], list[list[HuggingFaceClass]]),
+    MODEL_IN_QUERY,
 )
 async def predict(request: Request) -> Response:
     """Requires a model that classifies texts."""

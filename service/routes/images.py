@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,11 +15,11 @@ from service.dialects.pipeline_bodies import ImageBody
 from service.http.bodies import named_model, raw_body, whole_body, with_model
 from service.http.model_use import choose_model
 from service.http.parsing import parsed
-from service.http.route_docs import WORK_ERRORS, error_responses, file_body, ok_response, query_model
+from service.http.route_table import MODEL_IN_QUERY, Routes, file_body, replies
 from service.routes import encode
 from service.schemas.dialect_replies import HuggingFaceClass
 
-router = APIRouter()
+routes = Routes("encode")
 
 _TYPES = ("image/", "application/octet-stream")  # of a file that is the whole body
 
@@ -30,12 +29,12 @@ def classifies_images(served: ServedModel) -> bool:
     return served.config.image is not None and served.config.classifier is not None
 
 
-@router.post(
+@routes.post(
     "/pipeline/image-classification",
-    summary="Classify an image, as InferenceClient asks for it",
-    response_model=None,
-    responses={**ok_response("The classes, the best first.", list[HuggingFaceClass]), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**file_body(ImageBody, "image/*"), **query_model()},
+    "Classify an image, as InferenceClient asks for it",
+    file_body(ImageBody, "image/*"),
+    replies("The classes, the best first.", list[HuggingFaceClass]),
+    MODEL_IN_QUERY,
 )
 async def image_classification(request: Request) -> Response:
     """The body is the file, or JSON with the file as base64 and parameters; JPEG or PNG."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,26 +11,23 @@ from service.dialects.common import naming_errors
 from service.dialects.messages_bodies import CountBody, MessagesBody
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.model_use import chat_model
-from service.http.route_docs import WORK_ERRORS, anthropic_errors, ok_response, request_body
+from service.http.route_table import Routes, json_body, replies
 from service.lifecycle.state import service_of
 from service.planning.requests import output_room
 from service.routes import generate
 from service.schemas.conversation_replies import AnthropicCount, AnthropicEvent, AnthropicMessage
 
-router = APIRouter()
+routes = Routes()
 
 _HELLO = {"model": "code", "messages": [{"role": "user", "content": "Hello"}]}
 
 
-@router.post(
+@routes.post(
     "/v1/messages",
-    summary="Messages, as Anthropic has them",
-    response_model=None,
-    responses={
-        **ok_response("A `message`, or its events.", AnthropicMessage, events=(AnthropicEvent,)),
-        **anthropic_errors(*WORK_ERRORS),
-    },
-    openapi_extra=request_body(MessagesBody, anthropic=_HELLO | {"max_tokens": 16}),
+    "Messages, as Anthropic has them",
+    json_body(MessagesBody, anthropic=_HELLO | {"max_tokens": 16}),
+    replies("A `message`, or its events.", AnthropicMessage, events=(AnthropicEvent,)),
+    task="generate",
 )
 async def create(request: Request) -> Response:
     """Works with Anthropic's client, whose key may come as `x-api-key`. Errors have that API's shape.
@@ -56,15 +52,11 @@ async def create(request: Request) -> Response:
         )
 
 
-@router.post(
+@routes.post(
     "/v1/messages/count_tokens",
-    summary="Tokens of a conversation, as Anthropic counts them",
-    response_model=None,
-    responses={
-        200: {"model": AnthropicCount, "description": "The number of tokens."},
-        **anthropic_errors(*WORK_ERRORS),
-    },
-    openapi_extra=request_body(CountBody, anthropic=_HELLO),
+    "Tokens of a conversation, as Anthropic counts them",
+    json_body(CountBody, anthropic=_HELLO),
+    replies("The number of tokens.", AnthropicCount),
 )
 async def count_tokens(request: Request) -> Response:
     """Returns the number of tokens of the prompt that the same body of /v1/messages has."""

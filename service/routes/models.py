@@ -5,28 +5,22 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from service.core.errors import forbidden, not_found, shorten
 from service.http.bodies import context_of_request, json_response, read_body
-from service.http.route_docs import BODY_ERRORS, error_responses, request_body
+from service.http.route_table import BODY_ERRORS, Reply, Routes, json_body, replies
 from service.lifecycle.fleet import LoadOrder
 from service.lifecycle.state import Service, service_of
 from service.schemas.models import LoadBody, ModelState, ModelStates, UnloadBody
 
-router = APIRouter()
+routes = Routes()
 
-_ERRORS = error_responses(*BODY_ERRORS, 403, 404, 409, 499, 503)
+_ERRORS = (*BODY_ERRORS, 403, 404, 409, 499, 503)
 
 
-@router.get(
-    "/models",
-    summary="Models that are loaded or can be",
-    response_model=None,
-    responses={200: {"model": ModelStates, "description": "All known models."}, **error_responses(403)},
-)
+@routes.get("/models", "Models that are loaded or can be", replies("All known models.", ModelStates), errors=(403,))
 async def models(request: Request) -> Response:
     """Lists each model with its state, its memory and where it comes from. Needs an admin key."""
     service = _service(request)
@@ -38,16 +32,15 @@ async def models(request: Request) -> Response:
     return json_response(reply)
 
 
-@router.post(
+@routes.post(
     "/models/load",
-    summary="Load a model",
-    response_model=None,
-    responses={
-        200: {"model": ModelState, "description": "It is loaded, on all replicas."},
-        202: {"model": ModelState, "description": "It is being loaded; `GET /models` tells how it ended."},
-        **_ERRORS,
+    "Load a model",
+    json_body(LoadBody),
+    {
+        200: Reply("It is loaded, on all replicas.", (ModelState,)),
+        202: Reply("It is being loaded; `GET /models` tells how it ended.", (ModelState,)),
     },
-    openapi_extra=request_body(LoadBody),
+    errors=_ERRORS,
 )
 async def load(request: Request) -> Response:
     """Loads a model beside those that are served. If that fails, nothing changes. Needs an admin key.
@@ -62,16 +55,15 @@ async def load(request: Request) -> Response:
     return await _answer(service, body.name, service.fleet.begin_load(order), wait=body.wait)
 
 
-@router.post(
+@routes.post(
     "/models/unload",
-    summary="Unload a model",
-    response_model=None,
-    responses={
-        200: {"model": ModelState, "description": "It is unloaded, on all replicas, and its memory is free."},
-        202: {"model": ModelState, "description": "It is being unloaded."},
-        **_ERRORS,
+    "Unload a model",
+    json_body(UnloadBody),
+    {
+        200: Reply("It is unloaded, on all replicas, and its memory is free.", (ModelState,)),
+        202: Reply("It is being unloaded.", (ModelState,)),
     },
-    openapi_extra=request_body(UnloadBody),
+    errors=_ERRORS,
 )
 async def unload(request: Request) -> Response:
     """Refuses new requests for a model, waits for the running ones, and frees its memory. Needs an admin key.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,28 +17,24 @@ from service.http.bodies import raw_body, read_body, with_model
 from service.http.early_refusal import refuse_if_full
 from service.http.model_use import chat_model, hold_model
 from service.http.parsing import parsed
-from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, request_body
+from service.http.route_table import Routes, json_body, replies
 from service.lifecycle.state import service_of
 from service.planning.admission import check_room
 from service.routes import encode, generate
 from service.schemas.dialect_replies import OpenAIChatChunk, OpenAIChatCompletion, OpenAICompletion, OpenAIEmbeddings
 
-router = APIRouter()
+routes = Routes("generate")
 
 _COMPLETION = {"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16}
 _CHAT = {"model": "code", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
 _EMBEDDING = {"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]}
 
 
-@router.post(
+@routes.post(
     "/v1/completions",
-    summary="Completions, as OpenAI has them",
-    response_model=None,
-    responses={
-        **ok_response("A `text_completion`, or its events.", OpenAICompletion, events=(OpenAICompletion,)),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra=request_body(CompletionBody, openai=_COMPLETION),
+    "Completions, as OpenAI has them",
+    json_body(CompletionBody, openai=_COMPLETION),
+    replies("A `text_completion`, or its events.", OpenAICompletion, events=(OpenAICompletion,)),
 )
 async def completions(request: Request) -> Response:
     """Works with OpenAI's client. `max_tokens` is 16 by default, `temperature` the checkpoint's or 1."""
@@ -55,15 +50,11 @@ async def completions(request: Request) -> Response:
         return await generate.answer(request, found, lambda generation: Completions(generation, body), names)
 
 
-@router.post(
+@routes.post(
     "/v1/chat/completions",
-    summary="Chat completions, as OpenAI has them",
-    response_model=None,
-    responses={
-        **ok_response("A `chat.completion`, or its events.", OpenAIChatCompletion, events=(OpenAIChatChunk,)),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra=request_body(ChatBody, openai=_CHAT),
+    "Chat completions, as OpenAI has them",
+    json_body(ChatBody, openai=_CHAT),
+    replies("A `chat.completion`, or its events.", OpenAIChatCompletion, events=(OpenAIChatChunk,)),
 )
 async def chat_completions(request: Request) -> Response:
     """Works with OpenAI's client. The checkpoint's chat template makes the prompt; a model without one gets a 400."""
@@ -84,12 +75,12 @@ async def chat_completions(request: Request) -> Response:
             )
 
 
-@router.post(
+@routes.post(
     "/v1/embeddings",
-    summary="Embeddings, as OpenAI, Jina and vLLM have them",
-    response_model=None,
-    responses={**ok_response("A list of `embedding`s.", OpenAIEmbeddings), **error_responses(*WORK_ERRORS)},
-    openapi_extra=request_body(EmbeddingBody, openai=_EMBEDDING),
+    "Embeddings, as OpenAI, Jina and vLLM have them",
+    json_body(EmbeddingBody, openai=_EMBEDDING),
+    replies("A list of `embedding`s.", OpenAIEmbeddings),
+    task="encode",
 )
 async def embeddings(request: Request) -> Response:
     """Works with OpenAI's client, which requests base64 by default, and takes Jina's and vLLM's fields.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
-from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from model.checkpoint.folder import Checkpoint
 from service.chat.abilities import chat_abilities
@@ -17,52 +15,39 @@ from service.core.models import ServedModel
 from service.dialects.huggingface_info import huggingface_info
 from service.http.bodies import json_response
 from service.http.json_replies import Json
-from service.http.route_docs import error_responses, path_parameter
+from service.http.route_table import Routes, in_path, replies
 from service.lifecycle.state import Service, service_of
 from service.observability.metrics import CONTENT_TYPE
 from service.planning.outputs.registry import available
 from service.schemas.replies import CancelReply, HealthReply, InfoReply, ModelCard, ModelsReply
 
-router = APIRouter()
+routes = Routes()
 
 
-@router.get(
-    "/livez",
-    summary="Is it alive?",
-    response_model=None,
-    responses={200: {"model": HealthReply, "description": "The engines' step loop moves."}, **error_responses(503)},
-)
+@routes.get("/livez", "Is it alive?", replies("The engines' step loop moves.", HealthReply), errors=(503,))
 async def livez(request: Request) -> Response:
     """Reports whether the engines make progress. Needs no key."""
     service_of(request).check_live()
     return json_response({"status": "ok"})
 
 
-_READY: dict[int | str, dict[str, Any]] = {
-    200: {"model": HealthReply, "description": "Models are loaded and work is taken."},
-    **error_responses(503),
-}
+_READY = replies("Models are loaded and work is taken.", HealthReply)
 
 
-@router.get("/readyz", summary="Does it take work?", response_model=None, responses=_READY)
+@routes.get("/readyz", "Does it take work?", _READY, errors=(503,))
 async def readyz(request: Request) -> Response:
     """Reports whether new requests are accepted; the error's message is the reason if not. Needs no key."""
     service_of(request).check_ready()
     return json_response({"status": "ok"})
 
 
-@router.get("/health", summary="Does it take work, as other servers say it?", response_model=None, responses=_READY)
+@routes.get("/health", "Does it take work, as other servers say it?", _READY, errors=(503,))
 async def health(request: Request) -> Response:
     """Is /readyz by the name that clients of other servers ask for. Needs no key."""
     return await readyz(request)
 
 
-@router.get(
-    "/info",
-    summary="Models, limits, versions",
-    response_model=None,
-    responses={200: {"model": InfoReply, "description": "What is served and how."}, **error_responses()},
-)
+@routes.get("/info", "Models, limits, versions", replies("What is served and how.", InfoReply))
 async def info(request: Request) -> Response:
     """Describes each model, its device and attention backend, and all limits on a request.
 
@@ -90,12 +75,7 @@ async def info(request: Request) -> Response:
     return json_response(reply)
 
 
-@router.get(
-    "/metrics",
-    summary="Prometheus metrics",
-    response_class=PlainTextResponse,
-    responses={200: {"description": "Prometheus text format."}, **error_responses()},
-)
+@routes.get("/metrics", "Prometheus metrics", replies("Prometheus text format.", texts=("text/plain",)))
 async def metrics(request: Request) -> Response:
     """Returns counters, gauges and histograms, whose names begin with `triptych_`."""
     service = service_of(request)
@@ -103,12 +83,12 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
-@router.get(
+@routes.get(
     "/v1/models/{id:path}",
-    summary="One model, as OpenAI shows it",
-    response_model=None,
-    responses={200: {"model": ModelCard, "description": "The model."}, **error_responses(404)},
-    openapi_extra=path_parameter("id", "The model's name."),
+    "One model, as OpenAI shows it",
+    replies("The model.", ModelCard),
+    in_path("id", "The model's name."),
+    errors=(404,),
 )
 async def model(request: Request) -> Response:
     """Returns a model if it is loaded."""
@@ -123,24 +103,19 @@ def card(service: Service, name: str) -> Json:
     return {"id": name, "object": "model", "created": service.created, "owned_by": "triptych"}
 
 
-@router.get(
-    "/v1/models",
-    summary="Models, as OpenAI lists them",
-    response_model=None,
-    responses={200: {"model": ModelsReply, "description": "The models."}, **error_responses()},
-)
+@routes.get("/v1/models", "Models, as OpenAI lists them", replies("The models.", ModelsReply))
 async def models(request: Request) -> Response:
     """Lists the names to use as `model`."""
     service = service_of(request)
     return json_response({"object": "list", "data": [card(service, name) for name in service.models.names]})
 
 
-@router.delete(
+@routes.delete(
     "/requests/{id}",
-    summary="Cancel a request",
-    response_model=None,
-    responses={200: {"model": CancelReply, "description": "It was told to end."}, **error_responses(404, 503)},
-    openapi_extra=path_parameter("id", "The request id, as sent or as `X-Request-Id` of the reply."),
+    "Cancel a request",
+    replies("It was told to end.", CancelReply),
+    in_path("id", "The request id, as sent or as `X-Request-Id` of the reply."),
+    errors=(404, 503),
 )
 async def cancel(request: Request) -> Response:
     """Ends all running requests with this id; each replies with its output so far and finish_reason `cancelled`."""

@@ -6,7 +6,6 @@ what the task needs answers.
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,7 +23,7 @@ from service.dialects.pipeline_bodies import (
     ZeroShotBody,
 )
 from service.http.bodies import read_body
-from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
+from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies
 from service.routes import encode
 from service.routes.ranking import classifier_of
 from service.schemas.dialect_replies import (
@@ -36,7 +35,7 @@ from service.schemas.dialect_replies import (
     Vectors,
 )
 
-router = APIRouter()
+routes = Routes("encode")
 
 _SENTENCES = {
     "model": "embed",
@@ -44,12 +43,12 @@ _SENTENCES = {
 }
 
 
-@router.post(
+@routes.post(
     "/embed_all",
-    summary="Embed each token, as text-embeddings-inference does",
-    response_model=None,
-    responses={**ok_response("Vectors of each input's tokens.", list[Vectors]), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**request_body(EmbedAllBody), **query_model()},
+    "Embed each token, as text-embeddings-inference does",
+    json_body(EmbedAllBody),
+    replies("Vectors of each input's tokens.", list[Vectors]),
+    MODEL_IN_QUERY,
 )
 async def embed_all(request: Request) -> Response:
     """Returns hidden states, without pooling and projections."""
@@ -58,15 +57,12 @@ async def embed_all(request: Request) -> Response:
         return await encode.answer(request, pipelines.embed_all(body, "tokens"), pipelines.embed_all_reply)
 
 
-@router.post(
+@routes.post(
     "/embed_sparse",
-    summary="Embed sparsely, as text-embeddings-inference does",
-    response_model=None,
-    responses={
-        **ok_response("Weights of vocabulary entries.", list[list[HuggingFaceSparse]]),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra={**request_body(EmbedSparseBody), **query_model()},
+    "Embed sparsely, as text-embeddings-inference does",
+    json_body(EmbedSparseBody),
+    replies("Weights of vocabulary entries.", list[list[HuggingFaceSparse]]),
+    MODEL_IN_QUERY,
 )
 async def embed_sparse(request: Request) -> Response:
     """Requires a model with the output `sparse`."""
@@ -81,108 +77,96 @@ async def compare(request: Request, body: SimilarityBody) -> Response:
         return await encode.answer(request, pipelines.similarity(body), pipelines.similarity_reply, uncounted=1)
 
 
-@router.post(
+@routes.post(
     "/similarity",
-    summary="Compare sentences, as text-embeddings-inference does",
-    response_model=None,
-    responses={**ok_response("A cosine for each sentence.", list[float]), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**request_body(SimilarityBody, huggingface=_SENTENCES), **query_model()},
+    "Compare sentences, as text-embeddings-inference does",
+    json_body(SimilarityBody, huggingface=_SENTENCES),
+    replies("A cosine for each sentence.", list[float]),
+    MODEL_IN_QUERY,
 )
 async def similarity(request: Request) -> Response:
     """Returns the cosine of the source sentence's vector and each other one's."""
     return await compare(request, await read_body(request, SimilarityBody))
 
 
-@router.post(
+@routes.post(
     "/pipeline/sentence-similarity",
-    summary="Compare sentences, as InferenceClient asks for it",
-    response_model=None,
-    responses={**ok_response("A cosine for each sentence.", list[float]), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**request_body(SimilarityBody, huggingface=_SENTENCES), **query_model()},
+    "Compare sentences, as InferenceClient asks for it",
+    json_body(SimilarityBody, huggingface=_SENTENCES),
+    replies("A cosine for each sentence.", list[float]),
+    MODEL_IN_QUERY,
 )
 async def sentence_similarity(request: Request) -> Response:
     """The same as /similarity."""
     return await compare(request, await read_body(request, SimilarityBody))
 
 
-@router.post(
+@routes.post(
     "/pipeline/feature-extraction",
-    summary="Embed, as InferenceClient asks for it",
-    response_model=None,
-    responses={**ok_response("A vector for each input.", Vectors), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**request_body(EmbedBody), **query_model()},
+    "Embed, as InferenceClient asks for it",
+    json_body(EmbedBody),
+    replies("A vector for each input.", Vectors),
+    MODEL_IN_QUERY,
 )
 async def feature_extraction(request: Request) -> Response:
     """The same as /embed."""
     return await encode.huggingface_answer(request, await read_body(request, EmbedBody))
 
 
-@router.post(
+@routes.post(
     "/pipeline/fill-mask",
-    summary="Fill masks, as InferenceClient asks for it",
-    response_model=None,
-    responses={
-        **ok_response("Candidates, the best first.", list[HuggingFaceFill], list[list[HuggingFaceFill]]),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra={**request_body(FillMaskBody), **query_model()},
+    "Fill masks, as InferenceClient asks for it",
+    json_body(FillMaskBody),
+    replies("Candidates, the best first.", list[HuggingFaceFill], list[list[HuggingFaceFill]]),
+    MODEL_IN_QUERY,
 )
 async def fill_mask(request: Request) -> Response:
     """Requires a model with the output `fill_mask`."""
     return await fill(request, await read_body(request, FillMaskBody))
 
 
-@router.post(
+@routes.post(
     "/pipeline/question-answering",
-    summary="Answer a question, as InferenceClient asks for it",
-    response_model=None,
-    responses={
-        **ok_response("The best answer, or several.", HuggingFaceAnswer, list[HuggingFaceAnswer]),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra={**request_body(QuestionBody), **query_model()},
+    "Answer a question, as InferenceClient asks for it",
+    json_body(QuestionBody),
+    replies("The best answer, or several.", HuggingFaceAnswer, list[HuggingFaceAnswer]),
+    MODEL_IN_QUERY,
 )
 async def question_answering(request: Request) -> Response:
     """Requires a model with the output `question_answering`."""
     return await answer_question(request, await read_body(request, QuestionBody))
 
 
-@router.post(
+@routes.post(
     "/pipeline/token-classification",
-    summary="Find entities, as InferenceClient asks for it",
-    response_model=None,
-    responses={
-        **ok_response("Entities.", list[HuggingFaceEntity], list[list[HuggingFaceEntity]]),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra={**request_body(EntityBody), **query_model()},
+    "Find entities, as InferenceClient asks for it",
+    json_body(EntityBody),
+    replies("Entities.", list[HuggingFaceEntity], list[list[HuggingFaceEntity]]),
+    MODEL_IN_QUERY,
 )
 async def token_classification(request: Request) -> Response:
     """Requires a model with the output `token_classification`. Neighbours of one label are joined by default."""
     return await find_entities(request, await read_body(request, EntityBody))
 
 
-@router.post(
+@routes.post(
     "/pipeline/zero-shot-classification",
-    summary="Classify by any labels, as InferenceClient asks for it",
-    response_model=None,
-    responses={**ok_response("The labels, the best first.", list[HuggingFaceClass]), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**request_body(ZeroShotBody), **query_model()},
+    "Classify by any labels, as InferenceClient asks for it",
+    json_body(ZeroShotBody),
+    replies("The labels, the best first.", list[HuggingFaceClass]),
+    MODEL_IN_QUERY,
 )
 async def zero_shot_classification(request: Request) -> Response:
     """Requires a model with the output `zero_shot`."""
     return await classify_by(request, await read_body(request, ZeroShotBody))
 
 
-@router.post(
+@routes.post(
     "/pipeline/text-classification",
-    summary="Classify, as InferenceClient asks for it",
-    response_model=None,
-    responses={
-        **ok_response("Each text's classes, the best first.", list[list[HuggingFaceClass]]),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra={**request_body(ClassBody), **query_model()},
+    "Classify, as InferenceClient asks for it",
+    json_body(ClassBody),
+    replies("Each text's classes, the best first.", list[list[HuggingFaceClass]]),
+    MODEL_IN_QUERY,
 )
 async def text_classification(request: Request) -> Response:
     """Requires a model that classifies texts."""

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 
-from service.http.route_docs import error_responses
 from service.http.route_prefix import is_bare, prefix_of
+from service.http.route_table import Reply, Routes
 from service.http.static_pages import page
 
-router = APIRouter()
+routes = Routes()
 
 
-@router.get(
+@routes.get(
     "/",
-    summary="The playground",
-    response_class=HTMLResponse,
-    responses={
-        200: {"description": "A page to try the models with."},
-        307: {"description": "Below a route prefix without its last slash: the page is there."},
-        **error_responses(),
+    "The playground",
+    {
+        200: Reply("A page to try the models with.", texts=("text/html",)),
+        307: Reply("Below a route prefix without its last slash: the page is there."),
     },
 )
 async def playground(request: Request) -> Response:

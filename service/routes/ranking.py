@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,12 +12,12 @@ from service.dialects.common import Extended, names_of, naming_errors
 from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.http.bodies import read_body
 from service.http.model_use import choose_model, hold_model
-from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, request_body
+from service.http.route_table import Routes, json_body, replies
 from service.lifecycle.state import service_of
 from service.routes import encode
 from service.schemas.dialect_replies import Classified, CohereVectors, Ranked, Scored
 
-router = APIRouter()
+routes = Routes("encode")
 
 _RANK = {"model": "embed", "query": "What is Ray?", "documents": ["Ray is a framework.", "A ray of light."]}
 _SCORE = {"model": "embed", "text_1": "What is Ray?", "text_2": ["Ray is a framework.", "A ray of light."]}
@@ -35,96 +34,85 @@ async def rank(request: Request, body: RankBody) -> Response:
         return await encode.answer(request, asked.body, asked.show, uncounted=asked.uncounted)
 
 
-@router.post(
+@routes.post(
     "/v1/rerank",
-    summary="Rerank, as Cohere, Jina and vLLM do",
-    response_model=None,
-    responses={**ok_response("The documents, best first.", Ranked), **error_responses(*WORK_ERRORS)},
-    openapi_extra=request_body(RankBody, rank=_RANK),
+    "Rerank, as Cohere, Jina and vLLM do",
+    json_body(RankBody, rank=_RANK),
+    replies("The documents, best first.", Ranked),
 )
 async def rerank_v1(request: Request) -> Response:
     """Scores are probabilities of a model that classifies pairs of texts, or else the cosine of its vectors."""
     return await rank(request, await read_body(request, RankBody))
 
 
-@router.post(
+@routes.post(
     "/v2/rerank",
-    summary="Rerank, as Cohere does",
-    response_model=None,
-    responses={**ok_response("The documents, best first.", Ranked), **error_responses(*WORK_ERRORS)},
-    openapi_extra=request_body(RankBody, rank=_RANK),
+    "Rerank, as Cohere does",
+    json_body(RankBody, rank=_RANK),
+    replies("The documents, best first.", Ranked),
 )
 async def rerank_v2(request: Request) -> Response:
     """The same as /v1/rerank."""
     return await rank(request, await read_body(request, RankBody))
 
 
-@router.post(
+@routes.post(
     "/v1/score",
-    summary="Score pairs of texts, as vLLM does",
-    response_model=None,
-    responses={**ok_response("A score for each pair.", Scored), **error_responses(*WORK_ERRORS)},
-    openapi_extra=request_body(ScoreBody, score=_SCORE),
+    "Score pairs of texts, as vLLM does",
+    json_body(ScoreBody, score=_SCORE),
+    replies("A score for each pair.", Scored),
 )
 async def score_v1(request: Request) -> Response:
     """Scores are those of /v1/rerank."""
     return await _score(request)
 
 
-@router.post(
+@routes.post(
     "/score",
-    summary="Score pairs of texts, as vLLM does",
-    response_model=None,
-    responses={**ok_response("A score for each pair.", Scored), **error_responses(*WORK_ERRORS)},
-    openapi_extra=request_body(ScoreBody, score=_SCORE),
+    "Score pairs of texts, as vLLM does",
+    json_body(ScoreBody, score=_SCORE),
+    replies("A score for each pair.", Scored),
 )
 async def score(request: Request) -> Response:
     """The same as /v1/score."""
     return await _score(request)
 
 
-@router.post(
+@routes.post(
     "/v1/classify",
-    summary="Classify texts, as vLLM does",
-    response_model=None,
-    responses={**ok_response("The class of each text.", Classified), **error_responses(*WORK_ERRORS)},
-    openapi_extra=request_body(ClassifyBody),
+    "Classify texts, as vLLM does",
+    json_body(ClassifyBody),
+    replies("The class of each text.", Classified),
 )
 async def classify_v1(request: Request) -> Response:
     """Requires a model that classifies texts."""
     return await _classify(request)
 
 
-@router.post(
-    "/classify",
-    summary="Classify texts, as vLLM does",
-    response_model=None,
-    responses={**ok_response("The class of each text.", Classified), **error_responses(*WORK_ERRORS)},
-    openapi_extra=request_body(ClassifyBody),
+@routes.post(
+    "/classify", "Classify texts, as vLLM does", json_body(ClassifyBody), replies("The class of each text.", Classified)
 )
 async def classify(request: Request) -> Response:
     """The same as /v1/classify."""
     return await _classify(request)
 
 
-@router.post(
+@routes.post(
     "/v1/embed",
-    summary="Embed, as Cohere's first version does",
-    response_model=None,
-    responses={**ok_response("A vector for each text.", CohereVectors), **error_responses(*WORK_ERRORS)},
-    openapi_extra=request_body(CohereEmbedBody, cohere=_EMBED),
+    "Embed, as Cohere's first version does",
+    json_body(CohereEmbedBody, cohere=_EMBED),
+    replies("A vector for each text.", CohereVectors),
 )
 async def embed_v1(request: Request) -> Response:
     """Works with Cohere's client. Vectors have length 1."""
     return await _embed(request, by_type=False)
 
 
-@router.post(
+@routes.post(
     "/v2/embed",
-    summary="Embed, as Cohere does",
-    response_model=None,
-    responses={**ok_response("Vectors by their type.", CohereVectors), **error_responses(*WORK_ERRORS)},
-    openapi_extra=request_body(CohereEmbedBody, cohere=_EMBED),
+    "Embed, as Cohere does",
+    json_body(CohereEmbedBody, cohere=_EMBED),
+    replies("Vectors by their type.", CohereVectors),
 )
 async def embed_v2(request: Request) -> Response:
     """Works with Cohere's client. Vectors have length 1."""

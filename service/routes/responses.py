@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,32 +17,21 @@ from service.dialects.responses_bodies import ResponsesBody
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.json_replies import Json
 from service.http.model_use import chat_model
-from service.http.route_docs import (
-    WORK_ERRORS,
-    error_responses,
-    ok_response,
-    path_parameter,
-    query_parameter,
-    request_body,
-)
+from service.http.route_table import Routes, in_path, in_query, json_body, replies
 from service.lifecycle.state import Service, service_of
 from service.routes import generate
 from service.schemas.conversation_replies import DeletedResponse, OpenAIResponse, OpenAIResponseEvent, ResponseItems
 
-router = APIRouter()
+routes = Routes("generate")
 
-_ID = path_parameter("response_id", "The id of a response, such as `resp_5f0c1d`.")["parameters"]
+_ID = in_path("response_id", "The id of a response, such as `resp_5f0c1d`.")
 
 
-@router.post(
+@routes.post(
     "/v1/responses",
-    summary="Responses, as OpenAI has them",
-    response_model=None,
-    responses={
-        **ok_response("A `response`, or its events.", OpenAIResponse, events=(OpenAIResponseEvent,)),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra=request_body(ResponsesBody, openai={"model": "code", "input": "Hello", "max_output_tokens": 16}),
+    "Responses, as OpenAI has them",
+    json_body(ResponsesBody, openai={"model": "code", "input": "Hello", "max_output_tokens": 16}),
+    replies("A `response`, or its events.", OpenAIResponse, events=(OpenAIResponseEvent,)),
 )
 async def create(request: Request) -> Response:
     """Works with OpenAI's client. Conversations are kept for `previous_response_id` by this process alone.
@@ -68,12 +56,13 @@ async def create(request: Request) -> Response:
         )
 
 
-@router.get(
+@routes.get(
     "/v1/responses/{response_id}",
-    summary="A stored response",
-    response_model=None,
-    responses={**ok_response("The `response`.", OpenAIResponse), **error_responses(400, 404)},
-    openapi_extra={"parameters": [*_ID, query_parameter("stream", "Only `false` is served.", enum=["false"])]},
+    "A stored response",
+    replies("The `response`.", OpenAIResponse),
+    _ID,
+    in_query("stream", "Only `false` is served.", enum=["false"]),
+    errors=(400, 404),
 )
 async def retrieve(request: Request) -> Response:
     """Returns a response that this process keeps. Its events are not kept."""
@@ -86,12 +75,12 @@ async def retrieve(request: Request) -> Response:
     return Response(found, media_type="application/json")
 
 
-@router.delete(
+@routes.delete(
     "/v1/responses/{response_id}",
-    summary="Forget a stored response",
-    response_model=None,
-    responses={**ok_response("It is forgotten.", DeletedResponse), **error_responses(404)},
-    openapi_extra={"parameters": _ID},
+    "Forget a stored response",
+    replies("It is forgotten.", DeletedResponse),
+    _ID,
+    errors=(404,),
 )
 async def delete(request: Request) -> Response:
     """Forgets a response and its conversation."""
@@ -101,19 +90,15 @@ async def delete(request: Request) -> Response:
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get(
+@routes.get(
     "/v1/responses/{response_id}/input_items",
-    summary="The input of a stored response",
-    response_model=None,
-    responses={**ok_response("A page of items.", ResponseItems), **error_responses(400, 404)},
-    openapi_extra={
-        "parameters": [
-            *_ID,
-            query_parameter("after", "The id of the item before the page.", type="string"),
-            query_parameter("limit", "Items of a page; default: 20.", type="integer", minimum=1, maximum=100),
-            query_parameter("order", "Default: `desc`, the last first.", enum=["asc", "desc"]),
-        ]
-    },
+    "The input of a stored response",
+    replies("A page of items.", ResponseItems),
+    _ID,
+    in_query("after", "The id of the item before the page.", type="string"),
+    in_query("limit", "Items of a page; default: 20.", type="integer", minimum=1, maximum=100),
+    in_query("order", "Default: `desc`, the last first.", enum=["asc", "desc"]),
+    errors=(400, 404),
 )
 async def input_items(request: Request) -> Response:
     """Lists the items up to a response, those of earlier ones that it went on from too."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,7 +15,7 @@ from service.dialects.text2text import AnyBody, Options
 from service.dialects.text2text_bodies import Text2TextBody, TranslationBody
 from service.http.bodies import read_body
 from service.http.model_use import choose_model
-from service.http.route_docs import WORK_ERRORS, error_responses, ok_response, query_model, request_body
+from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies
 from service.lifecycle.state import service_of
 from service.planning.admission import loaded_info
 from service.planning.checks import ReplyShape
@@ -30,7 +29,7 @@ from service.schemas.dialect_replies import (
     HuggingFaceTranslation,
 )
 
-router = APIRouter()
+routes = Routes("generate")
 
 _EXAMPLE = {"model": "normalize", "inputs": "they paid twelve dollars fifty"}
 
@@ -40,51 +39,48 @@ def rewrites(served: ServedModel) -> bool:
     return served.is_encoder_decoder and served.config.can_generate and served.reads_text
 
 
-@router.post(
+@routes.post(
     "/pipeline/translation",
-    summary="Translate, as InferenceClient asks for it",
-    response_model=None,
-    responses={**ok_response("The translations.", list[HuggingFaceTranslation]), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**request_body(TranslationBody, huggingface=_EXAMPLE), **query_model()},
+    "Translate, as InferenceClient asks for it",
+    json_body(TranslationBody, huggingface=_EXAMPLE),
+    replies("The translations.", list[HuggingFaceTranslation]),
+    MODEL_IN_QUERY,
 )
 async def translation(request: Request) -> Response:
     """Requires an encoder-decoder. Languages are those of its tokenizer, or of the tasks of its config.json."""
     return await translate(request, await read_body(request, TranslationBody), [text2text.TRANSLATED])
 
 
-@router.post(
+@routes.post(
     "/pipeline/summarization",
-    summary="Summarize, as InferenceClient asks for it",
-    response_model=None,
-    responses={**ok_response("The summaries.", list[HuggingFaceSummary]), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**request_body(Text2TextBody, huggingface=_EXAMPLE), **query_model()},
+    "Summarize, as InferenceClient asks for it",
+    json_body(Text2TextBody, huggingface=_EXAMPLE),
+    replies("The summaries.", list[HuggingFaceSummary]),
+    MODEL_IN_QUERY,
 )
 async def summarization(request: Request) -> Response:
     """Requires an encoder-decoder. The task `summarization` of its config.json gives the prefix and the defaults."""
     return await rewrite(request, await read_body(request, Text2TextBody), "summarization", [text2text.SUMMARY])
 
 
-@router.post(
+@routes.post(
     "/pipeline/text2text-generation",
-    summary="Make texts of texts, as InferenceClient asks for it",
-    response_model=None,
-    responses={**ok_response("The texts.", list[HuggingFaceText]), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**request_body(Text2TextBody, huggingface=_EXAMPLE), **query_model()},
+    "Make texts of texts, as InferenceClient asks for it",
+    json_body(Text2TextBody, huggingface=_EXAMPLE),
+    replies("The texts.", list[HuggingFaceText]),
+    MODEL_IN_QUERY,
 )
 async def text2text_generation(request: Request) -> Response:
     """Requires an encoder-decoder."""
     return await rewrite(request, await read_body(request, Text2TextBody), "text2text-generation", [text2text.TEXT])
 
 
-@router.post(
+@routes.post(
     "/pipeline/text-generation",
-    summary="Generate, as InferenceClient asks for it",
-    response_model=None,
-    responses={
-        **ok_response("One text in a list, or its events.", list[HuggingFaceText], events=(HuggingFaceEvent,)),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra={**request_body(TextGenerationBody), **query_model()},
+    "Generate, as InferenceClient asks for it",
+    json_body(TextGenerationBody),
+    replies("One text in a list, or its events.", list[HuggingFaceText], events=(HuggingFaceEvent,)),
+    MODEL_IN_QUERY,
 )
 async def text_generation(request: Request) -> Response:
     """The same as /generate with a body of Hugging Face."""

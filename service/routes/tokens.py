@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,24 +11,21 @@ from service.core.models import Task
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.json_replies import Json
 from service.http.model_use import hold_model
-from service.http.route_docs import BODY_ERRORS, error_responses, request_body
+from service.http.route_table import BODY_ERRORS, Routes, json_body, replies
 from service.lifecycle.state import service_of
 from service.planning.tokenization import check_vocabulary
 from service.schemas.bodies import DetokenizeBody, TokenizeBody
 from service.schemas.replies import DetokenizeReply, TokenizeReply
 
-router = APIRouter()
+routes = Routes()
 
 
-@router.post(
+@routes.post(
     "/tokenize",
-    summary="Text to token ids",
-    response_model=None,
-    responses={
-        200: {"model": TokenizeReply, "description": "The ids."},
-        **error_responses(*BODY_ERRORS, 404, 499, 503),
-    },
-    openapi_extra=request_body(TokenizeBody),
+    "Text to token ids",
+    json_body(TokenizeBody),
+    replies("The ids.", TokenizeReply),
+    errors=(*BODY_ERRORS, 404, 499, 503),
 )
 async def tokenize(request: Request) -> Response:
     """Returns the ids that a prompt with this text has."""
@@ -63,15 +59,12 @@ async def tokenize(request: Request) -> Response:
     return json_response(reply)
 
 
-@router.post(
+@routes.post(
     "/detokenize",
-    summary="Token ids to text",
-    response_model=None,
-    responses={
-        200: {"model": DetokenizeReply, "description": "The text."},
-        **error_responses(*BODY_ERRORS, 404, 499, 503),
-    },
-    openapi_extra=request_body(DetokenizeBody),
+    "Token ids to text",
+    json_body(DetokenizeBody),
+    replies("The text.", DetokenizeReply),
+    errors=(*BODY_ERRORS, 404, 499, 503),
 )
 async def detokenize(request: Request) -> Response:
     """Returns the text of token ids."""

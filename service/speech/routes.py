@@ -7,7 +7,6 @@ import binascii
 from collections.abc import Mapping
 from typing import TypeVar
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,15 +24,7 @@ from service.http.bodies import (
 from service.http.model_use import choose_model
 from service.http.multipart import boundary_of, read_form
 from service.http.parsing import parsed
-from service.http.route_docs import (
-    WORK_ERRORS,
-    error_responses,
-    file_body,
-    form_body,
-    ok_response,
-    query_model,
-    text_response,
-)
+from service.http.route_table import MODEL_IN_QUERY, Routes, file_body, form_body, replies
 from service.http.sse import EventStream
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
@@ -53,50 +44,43 @@ from service.speech.replies import (
 from service.speech.running import RunningTranscription
 from service.speech.transcripts import NativeTranscript, RenderTranscript, TranscriptEvents
 
-router = APIRouter()
+routes = Routes("generate")
 F = TypeVar("F", bound=AudioForm)
 
 _BASE64_PART = 1 << 20  # characters, a multiple of 4
 _EVENTS = (OpenAITranscriptDelta, OpenAITranscriptDone)
+_TEXTS = ("text/plain", "application/x-subrip", "text/vtt")
 _TYPES = ("audio/", "video/", "application/octet-stream", "application/ogg")  # of a file that is the whole body
 
 
-@router.post(
+@routes.post(
     "/v1/audio/transcriptions",
-    summary="Transcribe speech, as OpenAI has it",
-    response_model=None,
-    responses={
-        **text_response(ok_response("The transcription.", OpenAITranscript, OpenAIVerboseTranscript, events=_EVENTS)),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra=form_body(TranscriptionForm),
+    "Transcribe speech, as OpenAI has it",
+    form_body(TranscriptionForm),
+    replies("The transcription.", OpenAITranscript, OpenAIVerboseTranscript, events=_EVENTS, texts=_TEXTS),
 )
 async def transcriptions(request: Request) -> Response:
     """Works with OpenAI's client. A body may have `max_audio_bytes`, its audio `max_audio_seconds`."""
     return await _form_answer(request, TranscriptionForm, "transcribe")
 
 
-@router.post(
+@routes.post(
     "/v1/audio/translations",
-    summary="Translate speech to English, as OpenAI has it",
-    response_model=None,
-    responses={
-        **text_response(ok_response("The translation.", OpenAITranscript, OpenAIVerboseTranscript)),
-        **error_responses(*WORK_ERRORS),
-    },
-    openapi_extra=form_body(TranslationForm),
+    "Translate speech to English, as OpenAI has it",
+    form_body(TranslationForm),
+    replies("The translation.", OpenAITranscript, OpenAIVerboseTranscript, texts=_TEXTS),
 )
 async def translations(request: Request) -> Response:
     """Works with OpenAI's client. Requires a model that has learnt to translate."""
     return await _form_answer(request, TranslationForm, "translate")
 
 
-@router.post(
+@routes.post(
     "/pipeline/automatic-speech-recognition",
-    summary="Transcribe speech, as InferenceClient asks for it",
-    response_model=None,
-    responses={**ok_response("The text.", HuggingFaceSpeech), **error_responses(*WORK_ERRORS)},
-    openapi_extra={**file_body(SpeechBody, "audio/*"), **query_model()},
+    "Transcribe speech, as InferenceClient asks for it",
+    file_body(SpeechBody, "audio/*"),
+    replies("The text.", HuggingFaceSpeech),
+    MODEL_IN_QUERY,
 )
 async def automatic_speech_recognition(request: Request) -> Response:
     """The body is the file, or JSON with the file as base64 and parameters."""

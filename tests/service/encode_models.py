@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import torch
-from fastapi import FastAPI
 from safetensors.torch import save_file
+from starlette.applications import Starlette
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
@@ -56,7 +56,7 @@ def bart_tokenizer() -> RawTokenizer:
     return raw
 
 
-def encode_app(*kinds: str, **folders: Path) -> FastAPI:
+def encode_app(*kinds: str, **folders: Path) -> Starlette:
     """The application over real engines of these kinds, and of models in `folders`, with BERT's tokenizer."""
     paths = {kind: saved(kind).path for kind in kinds} | folders
     config = EngineConfig(kv_cache_memory=1 << 20, device="cpu", dtype="float32")
@@ -89,7 +89,7 @@ class Client:
 
 
 @contextmanager
-def client_of(app: FastAPI) -> Iterator[Client]:
+def client_of(app: Starlette) -> Iterator[Client]:
     """A client of the application, which serves until the end of the block."""
     loop = asyncio.new_event_loop()
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi.routing import APIRoute
 
 from tests.service.dialects.support import calling_app, chat_app, prompt_of
 from tests.service.support import App, ask, check_accounts, make_app, run
@@ -301,32 +300,7 @@ def test_wrong_routes_methods_and_types(app: App) -> None:
     run(app, work)
 
 
-def test_routes_answer_the_same_with_and_without_the_layers_of_fastapi() -> None:
-    app = make_app("bare")
-    paths = sorted(one.path for one in app.app.routes if isinstance(one, APIRoute) and one.methods == {"POST"})
-    assert app.app._direct_paths == set(paths) and len(paths) > 30
-    bodies: list[dict[str, Any]] = [
-        {"json": {}},
-        {"json": {"model": "nope", "input": "w1"}},
-        {"json": {"model": "gen", "prompt": "a", "max_tokens": 2, "inputs": "a"}},
-        {"content": b"[", "headers": {"Content-Type": "application/json"}},
-        {"content": b"{}", "headers": {"Content-Type": "text/plain"}},
-        {"content": b"x" * 3_000_000, "headers": {"Content-Type": "application/json"}},
-    ]
-
-    async def replies(client: httpx.AsyncClient) -> list[tuple[int, str, dict[str, str]]]:
-        made = [await client.post(path, **body) for path in paths for body in bodies]
-        changing = {"x-request-id": "", "content-length": ""}
-        return [(one.status_code, one.text if one.is_error else "", {**one.headers, **changing}) for one in made]
-
-    same: dict[str, Any] = {"headers": {"X-Request-Id": "same"}}  # which Anthropic's errors show
-    direct = run(app, replies, **same)
-    app.app._direct_paths = frozenset()
-    assert run(app, replies, **same) == direct
-    assert {status for status, _, _ in direct} >= {400, 404, 413, 415}
-
-
-def test_an_unexpected_error_of_a_direct_route_is_a_500_without_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_of_a_route_is_a_500_without_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app()
 
     def fails(*_: object) -> None:

@@ -88,7 +88,7 @@ def test_each_event_is_one_piece_and_the_end_comes_with_the_last() -> None:
 def test_a_stream_passes_the_layers_around_it_by() -> None:
     app = make_app()
     seen: list[str] = []
-    inner = app.app._direct
+    inner = app.app.build_middleware_stack()
 
     async def stack(scope: Any, receive: Any, send: Any) -> None:
         async def noted(message: Any) -> None:
@@ -97,7 +97,7 @@ def test_a_stream_passes_the_layers_around_it_by() -> None:
 
         await inner(scope, receive, noted)
 
-    app.app._direct = stack
+    app.app.middleware_stack = stack
     with live(app) as url:
         text = httpx.post(f"{url}/generate", json={**LONG, "max_tokens": 10, "stream": True}).text
         assert len(events(text)) == 11

@@ -16,6 +16,7 @@ import pytest
 
 from model.api.request import FinishReason
 from model.errors import ConfigError
+from service.app import TABLE
 from service.cli import banner
 from service.core.errors import ANTHROPIC_PATHS, SERVER_FAULTS
 from service.observability import logs
@@ -186,7 +187,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 def test_every_route_asks_for_a_key() -> None:
     app = make_app(settings=ServiceSettings(api_keys=("canary-key", "other-key")))
-    paths = [re.sub(r"{id(:path)?}", "x", route.path) for route in _routes(app)] + [
+    paths = [re.sub(r"{id(:path)?}", "x", route.path) for route in TABLE.rows] + [
         "/nope",
         "/generate/",
         "//generate",
@@ -222,18 +223,6 @@ def test_every_route_asks_for_a_key() -> None:
 
     run(app, work)
     check_accounts(app)
-
-
-def _routes(app: App) -> list[Any]:
-    found: list[Any] = []
-    pending = list(app.app.routes)
-    while pending:
-        route = pending.pop()
-        nested = getattr(getattr(route, "original_router", None), "routes", None)
-        pending.extend(nested or [])
-        if hasattr(route, "path"):
-            found.append(route)
-    return found
 
 
 @pytest.mark.parametrize("sent", ["mine", "a.b:c_d-1", "x" * 128])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 
 import pytest
-from fastapi.routing import APIRoute
 
 from model.errors import ConfigError
+from service.app import TABLE
 from service.http.guard import OPEN_PATHS
 from service.settings.service_settings import ServiceSettings
 from tests.service.support import ask, make_app
@@ -55,8 +55,7 @@ def test_a_page_of_another_site_sends_nothing(headers: dict[str, str], refused: 
 
 def test_every_route_that_changes_something_is_closed_to_other_sites() -> None:
     app = make_app()
-    routes = [route for route in app.app.routes if isinstance(route, APIRoute)]
-    asked = {(method, route.path) for route in routes for method in route.methods - {"GET", "HEAD"}}
+    asked = {(route.method, route.path) for route in TABLE.rows if route.method != "GET"}
     assert len(asked) > 30
     for method, path in sorted(asked):
         reply = ask(app, method, path, headers={"origin": "http://evil.example"})

@@ -19,7 +19,9 @@ class Noting(Tokenizer):
 
     asked = ""
 
-    def encode(self, text: str, pair: str | None = None, *, add_special_tokens: bool = True) -> Encoded:
+    def encode(
+        self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, most: int | None = None
+    ) -> Encoded:
         self.asked = threading.current_thread().name
         return Encoded((), ())
 

@@ -11,8 +11,8 @@ import pytest
 
 from model.text.grammar_matcher import Vocabulary, compile_grammar
 from model.text.token_bytes import token_bytes
+from service.app import TABLE
 from service.dialects.common import DialectBody
-from service.routes.docs import BODIES as REQUEST_BODIES
 from service.speech.dialect_bodies import AudioForm
 from tests.service.dialects.client_types import paths, within
 from tests.service.dialects.field_table import BODIES, PAGE, Row, markdown, table, types
@@ -72,7 +72,8 @@ def test_every_field_of_a_reply_that_is_sent_back_is_in_the_table(route: str, pl
 
 
 def test_every_body_of_a_dialect_is_in_the_table() -> None:
-    described = {body for body in REQUEST_BODIES if issubclass(body, DialectBody | AudioForm)}
+    read = {model for route in TABLE.rows if route.body is not None for model in route.body.models}
+    described = {body for body in read if issubclass(body, DialectBody | AudioForm)}
     assert described == set(BODIES.values())
 
 

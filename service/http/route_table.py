@@ -1,0 +1,205 @@
+"""The table of routes: each one's method, path, task, body, replies, errors and handler, declared once.
+
+What is routed, described in /openapi.json and counted by task follows from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from service.core.errors import ApiError, not_found, render
+from service.core.request_context import current
+
+Handler = Callable[[Request], Awaitable[Response]]
+JSON: Final = "application/json"
+BODY_ERRORS: Final = (400, 408, 415)
+WORK_ERRORS: Final = (*BODY_ERRORS, 404, 409, 429, 499, 503, 504)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What a route reads: JSON of one of `models`, or with `media_types` a form or a file."""
+
+    models: Sequence[type[BaseModel]]
+    examples: Mapping[str, Any]  # complete bodies
+    media_types: Sequence[str] = (JSON,)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a route replies with: one of `shapes` (types) as JSON, a stream of `events`, or a text."""
+
+    description: str
+    shapes: Sequence[Any] = ()
+    events: Sequence[type[BaseModel]] = ()
+    texts: Sequence[str] = ()  # media types
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A part of the URL that a route reads."""
+
+    name: str
+    place: str  # "path" or "query"
+    description: str
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One row of the table; `task` is what the model of a request does."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    task: str | None = None
+    body: Body | None = None
+    replies: Mapping[int, Reply] | None = None  # by status; None: the route is not described
+    errors: Sequence[int] = ()  # statuses, beside those of every route
+    parameters: Sequence[Parameter] = ()
+
+
+def json_body(*models: type[BaseModel], **examples: Any) -> Body:
+    """Return a body of JSON that is one of `models`."""
+    return Body(models, examples)
+
+
+def form_body(model: type[BaseModel]) -> Body:
+    """Return a body that is a form with a file."""
+    return Body((model,), {}, ("multipart/form-data",))
+
+
+def file_body(model: type[BaseModel], media_type: str) -> Body:
+    """Return a body that is a file, or `model` with the file in it."""
+    return Body((model,), {}, (media_type, "application/octet-stream", JSON))
+
+
+def replies(
+    description: str, *shapes: Any, events: Sequence[type[BaseModel]] = (), texts: Sequence[str] = ()
+) -> dict[int, Reply]:
+    """Return the replies of a route that has one, with status 200."""
+    return {200: Reply(description, shapes, events, texts)}
+
+
+def in_query(name: str, description: str, **schema: Any) -> Parameter:
+    return Parameter(name, "query", description, schema)
+
+
+def in_path(name: str, description: str) -> Parameter:
+    return Parameter(name, "path", description, {"type": "string"})
+
+
+MODEL_IN_QUERY: Final = in_query("model", "The model to use, if the body names none.", type="string")
+
+
+class Routes:
+    """Collects the rows of one module."""
+
+    def __init__(self, task: str | None = None) -> None:
+        """`task` is that of the routes with a body that do not say another one."""
+        self.rows: list[Route] = []
+        self._task = task
+
+    def post(
+        self,
+        path: str,
+        summary: str,
+        body: Body,
+        replies: Mapping[int, Reply],
+        *parameters: Parameter,
+        errors: Sequence[int] = WORK_ERRORS,
+        task: str | None = None,
+    ) -> Callable[[Handler], Handler]:
+        return self._add("POST", path, summary, replies, task or self._task, body, errors, parameters)
+
+    def get(
+        self,
+        path: str,
+        summary: str,
+        replies: Mapping[int, Reply] | None,
+        *parameters: Parameter,
+        errors: Sequence[int] = (),
+    ) -> Callable[[Handler], Handler]:
+        return self._add("GET", path, summary, replies, None, None, errors, parameters)
+
+    def delete(
+        self, path: str, summary: str, replies: Mapping[int, Reply], *parameters: Parameter, errors: Sequence[int] = ()
+    ) -> Callable[[Handler], Handler]:
+        return self._add("DELETE", path, summary, replies, None, None, errors, parameters)
+
+    def _add(
+        self,
+        method: str,
+        path: str,
+        summary: str,
+        replies: Mapping[int, Reply] | None,
+        task: str | None,
+        body: Body | None,
+        errors: Sequence[int],
+        parameters: Sequence[Parameter],
+    ) -> Callable[[Handler], Handler]:
+        def add(handler: Handler) -> Handler:
+            self.rows.append(Route(method, path, handler, summary, task, body, replies, errors, parameters))
+            return handler
+
+        return add
+
+
+class RouteTable:
+    """All routes of an application, and the ASGI application that calls the one of a request."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.rows = tuple(routes)
+        self.tasks = {row.path: row.task for row in self.rows if row.task is not None}
+        self._fixed: dict[str, dict[str, Route]] = {}
+        named: dict[str, dict[str, Route]] = {}
+        for row in self.rows:
+            (named if "{" in row.path else self._fixed).setdefault(row.path, {})[row.method] = row
+        self._named = [(_pattern(path), methods) for path, methods in named.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            route = self._find(scope)
+            response = await route.handler(Request(scope, receive, send))
+            await response(scope, receive, send)
+        except ApiError as error:
+            context = current()
+            if context is not None and context.status:  # too late for an error reply
+                raise
+            await render(error)(scope, receive, send)
+
+    def _find(self, scope: Scope) -> Route:
+        """Return the route of a request; raises a 404 or 405."""
+        methods = self._fixed.get(scope["path"])
+        if methods is None:
+            for pattern, candidates in self._named:
+                if found := pattern.fullmatch(scope["path"]):
+                    scope["path_params"], methods = found.groupdict(), candidates
+                    break
+            else:
+                raise not_found("there is no such route; /docs lists them")
+        route = methods.get(scope["method"])
+        if route is None:
+            allowed = ", ".join(sorted({*methods, *(("HEAD",) if "GET" in methods else ())}))
+            message = f"this route does not accept that method; it accepts {allowed}"
+            headers = {"Allow": allowed}
+            raise ApiError(405, message, type="invalid_request_error", code="method_not_allowed", headers=headers)
+        return route
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """Return what matches a path with parameters: `{name}` is one part of it, `{name:path}` all that follows."""
+    parts = re.split(r"\{(\w+)(:path)?\}", path)
+    found = re.escape(parts[0])
+    for name, rest, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        found += f"(?P<{name}>{'.*' if rest else '[^/]+'}){re.escape(text)}"
+    return re.compile(found)
