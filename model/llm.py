@@ -57,7 +57,9 @@ class LLM:
     def __init__(self, path: str | Path, engine: EngineConfig | None = None) -> None:
         path, engine = Path(path), engine or EngineConfig()
         self.checkpoint = read_checkpoint(path, pickle=engine.pickle)
-        self.tokenizer = Tokenizer.from_folder(self.checkpoint.network_path)
+        self.tokenizer = Tokenizer.from_folder(
+            self.checkpoint.network_path, special_tokens=self.checkpoint.sentences.special_tokens
+        )
         loaded = load(ModelSpec(path.name, str(path), engine))
         self.info = loaded.info
         self.checkpoint = self.checkpoint.with_most_beams(self.info.max_num_seqs)

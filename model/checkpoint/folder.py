@@ -48,6 +48,7 @@ from model.checkpoint.processors import (
 from model.checkpoint.sentence_modules import network_folder
 from model.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
 from model.checkpoint.speech import NO_SPEECH_TOKENS, SpeechTokens, read_speech_tokens
+from model.checkpoint.static_embedding import as_static, static_settings
 from model.checkpoint.stored_formats import Quantization, made_for, quantization_of
 from model.checkpoint.tensor_names import PLAIN, Wrapping
 from model.checkpoint.weight_files import tensor_names, weight_files
@@ -153,13 +154,14 @@ def errors_about(where: str, *names: str) -> Iterator[None]:
 
 def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
     path = whole / network_folder(whole)
-    if not has_file(path / "config.json"):
+    static = static_settings(whole, path, pickle=pickle)
+    if static is None and not has_file(path / "config.json"):
         raise ConfigError(describe_path(path))
     if any((path / name).is_file() for name in _ADAPTERS):
         raise ConfigError(describe_folder(path))
     if pointers := unfetched_tokenizer_files(path):
         raise ConfigError(f"{listed(pointers)}: a Git LFS pointer, not the file itself: run `git lfs pull`")
-    raw = read_json(path / "config.json", required=True)
+    raw = read_json(path / "config.json", required=True) if static is None else static
     generation = read_generation(path, raw)
     files = weight_files(path, pickle=pickle, named=raw.get("transformers_weights"))
     names, wrapping = tensor_names(files, find_family(raw))
@@ -187,6 +189,8 @@ def _read_folder(whole: Path, *, pickle: bool) -> Checkpoint:
         config = _without_head(config)
     else:
         sentences = replace(sentences, pooling=(_default_pooling(config),))
+    if static is not None:
+        sentences = as_static(sentences, whole, path)
     if ignored:
         warnings.append(f"keys of config.json that have no effect for this type: {listed(ignored)}")
     if config.can_generate:

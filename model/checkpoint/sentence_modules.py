@@ -18,10 +18,10 @@ from model.system.folder_files import has_file
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NETWORKS = ("Transformer", "MLMTransformer", "CausalTransformer")
 _VECTORS = ("Dense", "LayerNorm", "Normalize", "Dropout")  # which change the vector of a pooling
-SERVED = (*_NETWORKS, "WeightedLayerPooling", "Pooling", "SpladePooling", *_VECTORS, "LogitScore")
+STATIC = "StaticEmbedding"  # vectors of tokens and their mean, without a network
+SERVED = (*_NETWORKS, STATIC, "WeightedLayerPooling", "Pooling", "SpladePooling", *_VECTORS, "LogitScore")
 # Kinds that are known and not served, with what they are.
 REFUSED = {
-    "StaticEmbedding": "vectors of tokens without a network",
     "WordEmbeddings": "vectors of words without a network",
     "BoW": "counts of words",
     "WordWeights": "weights of words",
@@ -93,7 +93,12 @@ def network_folder(path: Path) -> str:
     kind, folder = ([*_listed(path), ("", "")])[0]
     if kind in REFUSED or (kind and kind not in SERVED):
         raise ConfigError(_unknown([kind]))
-    return "" if has_file(path / "config.json") else folder
+    return "" if has_file(path / "config.json") and kind != STATIC else folder
+
+
+def first_module(path: Path) -> str | None:
+    """Return the kind of a folder's first module; None: it has no modules."""
+    return next((kind for kind, _ in _listed(path)), None)
 
 
 def read_modules(path: Path, texts: dict[str, Any], raw: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -148,6 +153,12 @@ def _check_order(kinds: list[str]) -> None:
         if {network, last} & {*kinds} and kinds != [network, last]:
             raise ConfigError(f"modules.json must have {network}, {last}, has {', '.join(kinds)}")
     if kinds[0] in whole:
+        return
+    if kinds[0] == STATIC:
+        if not {*kinds[1:]} <= {*_VECTORS}:
+            raise ConfigError(
+                f"modules.json has the order {', '.join(kinds)}; after {STATIC} are served {', '.join(_VECTORS)}"
+            )
         return
     first = ["Transformer", "Pooling"] if "Pooling" in kinds else ["Transformer"]
     rest = kinds[len(first) :]

@@ -14,6 +14,7 @@ from model.checkpoint.json_files import read_json
 from model.checkpoint.sentence_keys import KEYS, MODEL, NETWORK, key_warnings
 from model.checkpoint.sentence_modules import (
     SCORE_ACTIVATIONS,
+    STATIC,
     DenseConfig,
     UnitLength,
     VectorStep,
@@ -33,7 +34,13 @@ _MODES = {  # by the names of `pooling_mode`, and of the switches before it
     "weightedmean": Pooling.WEIGHTED_MEAN,
     "lasttoken": Pooling.LAST,
 }
-_WITHOUT_SETTINGS = ("Transformer", "MLMTransformer", "CausalTransformer", "Normalize")  # or in files of other names
+_WITHOUT_SETTINGS = (
+    "Transformer",
+    "MLMTransformer",
+    "CausalTransformer",
+    STATIC,
+    "Normalize",
+)  # or in files of other names
 _LONGEST = 65_536  # tokens of a query, which are filled up, or of a document
 _UNBOUNDED = 10**9  # tokenizers without a length have larger ones
 
@@ -103,6 +110,7 @@ class SentenceSettings:
     include_prompt: bool = True  # whether a prompt's tokens are pooled too
     steps: tuple[VectorStep, ...] = ()  # what follows the pooling
     normalize: bool = False  # after all steps
+    special_tokens: bool = True  # that the tokenizer puts around a text are read
     truncate_dim: int | None = None  # of the numbers that all of this leaves the first count; None: all
     max_tokens: int | None = None  # of an input, special tokens included
     lower_case: bool = False  # texts are put in lower case before they are tokenised
@@ -190,6 +198,8 @@ def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) ->
         if kind == "Pooling":
             pooling, include_prompt = _pooling(config, folder), config.get("include_prompt", True)
             size = hidden_size * len(pooling)
+        elif kind == STATIC:
+            pooling = (Pooling.MEAN,)
         elif kind in ("Dense", "LayerNorm", "Normalize"):
             step = read_step(path, kind, folder, config, size, pickle=pickle)
             steps.append(step)

@@ -189,13 +189,15 @@ class StackConfig:
     convolution: ConvolutionConfig | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, layers=len(self.layers), hidden_size=self.hidden_size)
+        require_positive(self, hidden_size=self.hidden_size)
+        if self.causal:  # an encoder may have none: vectors of tokens alone
+            require_positive(self, layers=len(self.layers))
         if self.token_types < 0:
             raise ConfigError(f"the number of token types must not be negative, found {self.token_types}")
         for index, layer in enumerate(self.layers):
             self._check_sharing(index, layer)
             self._check_keys(index, layer)
-        if not self.attentions:
+        if self.layers and not self.attentions:
             raise ConfigError("a stack needs a layer with attention")
         if self.recurrences and (not self.causal or self.has_cross_attention):
             raise ConfigError("recurrent layers are of causal stacks without cross attention")
@@ -248,7 +250,7 @@ class StackConfig:
     @property
     def layer_embedding(self) -> LayerEmbeddingConfig | None:
         """What every layer has of vectors of tokens."""
-        return self.layers[0].embedding
+        return self.layers[0].embedding if self.layers else None
 
     @property
     def output_width(self) -> int:
@@ -281,7 +283,7 @@ class StackConfig:
 
     @property
     def has_cross_attention(self) -> bool:
-        return self.layers[0].cross is not None
+        return bool(self.layers) and self.layers[0].cross is not None
 
     @property
     def has_xlnet_layers(self) -> bool:

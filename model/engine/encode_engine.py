@@ -198,7 +198,7 @@ class EncodeEngine:
 
     def _layer_tokens(self, length: int, layers: int) -> int:
         """Convert layers of an input of `length` tokens to the tokens through all layers of equal cost, rounded up."""
-        return -(-length * layers // next(iter(self.model.config.stacks.values())).num_layers)
+        return -(-length * layers // max(1, next(iter(self.model.config.stacks.values())).num_layers))
 
     def _drop(self, requests: Sequence[EncodeRequest], reason: FinishReason) -> list[EncodeOutput]:
         if requests:

@@ -68,7 +68,7 @@ def check_kernels(engine: EngineConfig, config: ModelConfig, selection: Selectio
             "quantization fp8 is for GPUs of compute capability 8.9 and later; a CPU serves int8 and int4"
         )
     if selection.library is not None:
-        reasons = {name: NativeStack.unsupported(stack) for name, stack in config.stacks.items()}
+        reasons = {name: NativeStack.unsupported(stack) for name, stack in config.stacks.items() if stack.layers}
         left = {name: reason for name, reason in reasons.items() if reason is not None}
         if left and engine.quantization != "none":
             raise ConfigError(
@@ -130,12 +130,14 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> Comput
     `auto` depends on the device, not on the checkpoint's dtype: many BERT, BART, T5 and GPT-2 files are float32, which
     tensor cores do not multiply. On a CPU it is bfloat16 if the CPU multiplies that faster, else float32. On a GPU it
     is bfloat16 from compute capability 8.0 on. Older GPUs have only float16; there a model whose activations overflow
-    it (`ModelConfig.float16_overflows`) is computed in float32.
+    it (`ModelConfig.float16_overflows`) is computed in float32. So are vectors of tokens without a network.
     """
     if name != "auto":
         if name not in _DTYPES:
             raise ConfigError(f"dtype {name!r} is not served; served are {', '.join(_DTYPES)}")
         return ComputeDtype(_DTYPES[name], "asked for")
+    if not any(stack.layers for stack in config.stacks.values()):
+        return ComputeDtype(torch.float32, "nothing is multiplied")
     if device.type == "cpu":
         if has_fast_bf16():
             return ComputeDtype(torch.bfloat16, "this CPU multiplies in it")

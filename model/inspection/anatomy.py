@@ -78,9 +78,8 @@ class Anatomy:
     def flops(self, stack: str, context: int) -> Flops:
         """Count one token through a stack (the decoder's includes the head) that attends to `context` tokens."""
         config = self.config.stacks[stack]
-        parts = ("cross attention", "convolution", "layer embeddings")
-        others = (self.multiplied.get(f"{stack} {part}", 0) for part in parts)
-        projections = self.multiplied[f"{stack} attention"] + sum(others)
+        parts = ("attention", "cross attention", "convolution", "layer embeddings")
+        projections = sum(self.multiplied.get(f"{stack} {part}", 0) for part in parts)
         head = 0
         if stack == "decoder" and self.config.head is not None:
             head = 2 * self.config.embedding.vocab_size * config.output_width
@@ -92,7 +91,7 @@ class Anatomy:
                 else _RECURRENCE * mixer.value_size * mixer.key_dim
                 for mixer in (layer.mixer for layer in config.layers)
             ),
-            feed_forward=2 * self.multiplied[f"{stack} MLP"],
+            feed_forward=2 * self.multiplied.get(f"{stack} MLP", 0),
             head=head,
         )
 
@@ -156,6 +155,8 @@ def describe_stack(config: StackConfig) -> dict[str, str]:
         cross = " + cross" if layer.cross is not None else ""
         return ("causal" if config.causal else "bidirectional") + window + softcap + gate + cross
 
+    if not config.layers:
+        return {"layers": "none: vectors of tokens alone", "width": str(config.hidden_size)}
     return {
         "layers": f"{config.num_layers}{sharing}",
         "width": str(config.hidden_size),

@@ -67,6 +67,8 @@ _WORDS = {  # of settings that are not listed
 
 def unsupported_stack(config: StackConfig) -> str | None:
     """Return why C does not compute the layers of a stack; None: it does."""
+    if not config.layers:
+        return "it has no layers"
     around = (*fields_not_read(config, into_layers=False), *_unsupported_together(config))
     if around:
         return f"it has {around[0]}"

@@ -132,11 +132,11 @@ class Tokenizer:
                 Thread(target=free_vocabulary, args=(tokenizer,), daemon=True).start()
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer | None:
+    def from_folder(cls, folder: Path, *, special_tokens: bool = True) -> Tokenizer | None:
         """Read tokenizer.json, else the files that were published before it; None if the folder has no tokenizer.
 
         Such a model takes token ids only. A GGUF file, or a folder that holds one and no tokenizer.json, has it in its
-        metadata. Raises `ConfigError` for invalid files.
+        metadata. Without `special_tokens` none are put around texts. Raises `ConfigError` for invalid files.
         """
         files = Files(folder)
         if not files.has_json and (file := gguf_path(folder)) is not None:
@@ -146,6 +146,8 @@ class Tokenizer:
         built = build_tokenizer(files)
         if built is None:
             return None
+        if not special_tokens and isinstance(built, tokenizers.Tokenizer):
+            built.post_processor = tokenizers.processors.TemplateProcessing(single="$A", pair="$A $B")
         ends = files.has_json and files.has("modules.json") and files.flag("add_eos_token", False)
         if ends and isinstance(built, tokenizers.Tokenizer):
             put_end_after_texts(built, files.special("eos_token", "</s>"))

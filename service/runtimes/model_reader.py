@@ -33,7 +33,7 @@ def read_model(spec: ModelSpec, max_beams: int = Limits().max_beams) -> ServedMo
 def _read_model(spec: ModelSpec, max_beams: int) -> ServedModel:
     folder = Path(spec.path)
     checkpoint = _bound_beams(spec, read_checkpoint(folder, pickle=spec.engine.pickle), max_beams)
-    tokenizer = Tokenizer.from_folder(checkpoint.network_path)
+    tokenizer = Tokenizer.from_folder(checkpoint.network_path, special_tokens=checkpoint.sentences.special_tokens)
     sentences, chat, problem, pairs = checkpoint.sentences, None, "", None
     if sentences.messages is not None:
         pairs = PairTemplate.from_folder(folder, sentences.messages, sentences.prompt(None))

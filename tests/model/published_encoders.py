@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.model.published import Published
+from tests.model.published import Published, published_config
 
 _MINI = dict(hidden_size=384, intermediate_size=1536, num_hidden_layers=6, architectures=["BertModel"])
 _LARGE = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
@@ -330,5 +330,9 @@ PUBLISHED_ENCODERS = {
         "hidden_dropout_prob": 0.0, "hidden_size": 768, "image_size": 224, "initializer_range": 0.02,
         "intermediate_size": 3072, "layer_norm_eps": 1e-12, "model_type": "vit", "num_attention_heads": 12,
         "num_channels": 3, "num_hidden_layers": 12, "patch_size": 16, "qkv_bias": true}""",
+    ),
+    "static-retrieval-mrl-en-v1": Published(  # whose sizes its table says
+        31_254_528,
+        published_config("StaticEmbedding", "static_embedding", vocab_size=30522, hidden_size=1024),
     ),
 }

@@ -103,7 +103,7 @@ def test_what_a_folder_does_not_say_is_as_in_transformers_or_refused(name: str) 
 
 def test_these_are_all_the_types_that_are_served() -> None:
     # torch.nn.Transformer's and Alibaba's GTE, which the library has no such types for; it needs timm for two more.
-    own = {"transformer", "new", "fast_vlm", "perception_lm"}
+    own = {"transformer", "new", "fast_vlm", "perception_lm", "static_embedding"}
     own |= {"esm", "dots1"}  # whose classes have no vocabulary, or no number of experts, of their own
     own |= {"glm4_moe"}  # whose class has heads of 42 dimensions, of which 21 turn
     assert {defaults(name)["model_type"] for name in CLASSES} | own == {*FAMILIES, *WHOLES}
