@@ -30,12 +30,9 @@ UNREAD = (
     "docs/fields.md",
     "docs/operations.md",
     "loadtest/workload/prompts.py",  # a list of English words
-    "model/checkpoint/",
-    "model/checkpoint/gguf/",
+    "model/checkpoint/weights_cache.py",
     "model/config/formats.py",
     "model/engine/",
-    "model/families/",
-    "model/families/table/",
     "model/network/packed_weights.py",
     "model/pretrained/checkpoints/assistant/",
     "model/system/",

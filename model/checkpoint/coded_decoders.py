@@ -16,7 +16,7 @@ from model.config.formats import Storage
 from model.errors import CheckpointError
 from model.families.table.rules import Shape
 
-_TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # by the 3 bits beside the sign
+_TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # by the 3 bits without the sign
 _HALF_E8M0 = (*(2.0 ** (exponent - 128) for exponent in range(255)), math.nan)
 _Tensors = Mapping[str, StoredTensor]  # of one projection, by their own names
 
@@ -28,7 +28,7 @@ def coded(
     tensors = {}
     for name in layout.needed:
         if f"{stem}.{name}" not in stored:
-            raise CheckpointError(f"{stem}.{name} is missing beside other tensors of {layout.tool}")
+            raise CheckpointError(f"{stem}.{name} is missing, found other tensors of {layout.tool}")
         tensors[name] = stored[f"{stem}.{name}"]
     make = next(make for kind, make in _MATRICES.items() if isinstance(layout, kind))
     matrix: _Matrix = make(layout, tensors)
@@ -117,7 +117,7 @@ class _Int8Rows(_Matrix):
     def __init__(self, layout: Int8RowsLayout, tensors: _Tensors) -> None:
         weight, largest = tensors["weight"], tensors["SCB"]
         if weight.kind != "I8" or len(weight.shape) != 2 or largest.kind != "F32" or largest.shape != weight.shape[:1]:
-            told = f"{weight.kind} {list(weight.shape)} beside {largest.kind} {list(largest.shape)}"
+            told = f"{weight.kind} {list(weight.shape)} with {largest.kind} {list(largest.shape)}"
             raise CheckpointError(f"{weight.name}: expected int8 rows with a float32 for each, found {told}")
         super().__init__(layout, tensors, weight.shape)
 
@@ -142,7 +142,7 @@ class _E2M1(_Matrix):
         whole = tensors.get("weight_global_scale")
         fits = outputs > 0 and scale.shape == (outputs, -(-inputs // layout.group))
         if packed.kind != "U8" or scale.kind != kind or not fits:
-            told = f"{packed.kind} {list(packed.shape)} beside {scale.kind} {list(scale.shape)}"
+            told = f"{packed.kind} {list(packed.shape)} with {scale.kind} {list(scale.shape)}"
             raise CheckpointError(
                 f"{packed.name}: expected bytes with a scale for {layout.group} numbers, found {told}"
             )

@@ -1,6 +1,6 @@
 """Layouts whose few bits stand for floats, and of LLM.int8(): bitsandbytes, MXFP4, NVFP4. No torch.
 
-nf4 and fp4 (Dettmers et al. 2023, QLoRA): each block of a matrix, row behind row, has a scale, and its numbers of 4
+nf4 and fp4 (Dettmers et al. 2023, QLoRA): each block of a matrix, row after row, has a scale, and its numbers of 4
 bits are places of a table of 16. Scales may be coded themselves, in 8 bits by a table of 256 (double quantisation).
 MXFP4 (OCP Microscaling Formats 1.0): e2m1 numbers, a power of two for 32 of them; twice a number is whole, so both are
 exact as integers in groups of 32. NVFP4: e2m1 numbers, a scale in fp8 for 16 of them, one in float32 for the matrix.

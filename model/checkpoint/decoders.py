@@ -115,7 +115,7 @@ class _Matrix:
             if layout.padded_groups and tensor.shape[0] == shape[0] and tensor.shape[1] >= shape[1]:
                 continue
             raise CheckpointError(
-                f"{stem}.{name}: found {list(tensor.shape)}, expected {list(shape)} beside {layout.weight} "
+                f"{stem}.{name}: found {list(tensor.shape)}, expected {list(shape)} with {layout.weight} "
                 f"{list(self.weight.shape)} of {layout.bits} bits in groups of {layout.group or inputs}"
             )
 
@@ -143,7 +143,7 @@ class _Matrix:
         return found
 
     def _checked(self, integers: Tensor) -> Tensor:
-        """Bytes, in which there is room for more than so many bits: what is beyond these would be cut off."""
+        """Return the integers, checked to fit the layout's bits; bytes may hold larger ones, which would be cut off."""
         midst = self.layout.midst
         if self.layout.bits < 8 and len(integers) and not -midst <= int(integers.min()) <= int(integers.max()) < midst:
             found = f"integers from {int(integers.min())} to {int(integers.max())}"

@@ -289,11 +289,11 @@ def _stored_as(
 
 
 def _read_gguf(path: Path, file: Path) -> Checkpoint:
-    """Describe a GGUF file; beside it in a folder, generation_config.json holds."""
+    """Describe a GGUF file; generation_config.json in its folder overrides its settings."""
     model = read_gguf(file)
     raw = raw_settings(model)
-    beside = read_json(path / GENERATION) if path.is_dir() else {}
-    generation = settings_of(recommended_sampling(model) | beside, {})
+    own = read_json(path / GENERATION) if path.is_dir() else {}
+    generation = settings_of(recommended_sampling(model) | own, {})
     tensors = origins(model, raw)
     config, warnings = within_vocabulary(gguf_config(raw | generation.token_rules(), tensors))
     if left := leftover_tensors(family_for(config), config, tensors):

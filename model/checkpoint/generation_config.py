@@ -55,7 +55,7 @@ SETTINGS = table(
     ),
     neutral={"guidance_scale": (1,), "num_beam_groups": (1,)},
 )
-SPEECH_SETTINGS = table(  # that Whisper's generation_config.json has besides
+SPEECH_SETTINGS = table(  # that only Whisper's generation_config.json has
     served=(
         *("alignment_heads", "is_multilingual", "lang_to_id", "task_to_id", "no_timestamps_token_id"),
         *("prev_sot_token_id", "max_initial_timestamp_index", "return_timestamps", "language", "task"),

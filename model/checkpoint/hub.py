@@ -35,7 +35,7 @@ def model_name(path: str) -> str:
 
 
 def pinned(path: str, *, pickle: bool = True) -> str:
-    """Return the name with the commit that its revision is now: whoever resolves it later gets the same files.
+    """Return the name with the present commit of its revision, so that later calls get the same files.
 
     Downloads what is missing. Raises `ConfigError`.
     """
@@ -108,7 +108,7 @@ def _download(
         raise ConfigError(f"{path}: the Hub does not answer, and the cache lacks files: {_short(error)}") from None
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
         raise ConfigError(f"{path}: the download failed: {_short(error)}") from None
-    except Exception as error:  # the HTTP library's own, of which the Hub's exports none
+    except Exception as error:  # the HTTP library's own, which the Hub's does not export
         raise ConfigError(f"{path}: the download failed: {type(error).__name__}: {_short(error)}") from None
     return Path(folder)
 

@@ -78,7 +78,7 @@ class IntegerLayout:
 
     @property
     def midst(self) -> int:
-        """What stands for zero in unsigned numbers of so many bits."""
+        """The unsigned number that stands for zero."""
         return 1 << (self.bits - 1)
 
     def storage(self) -> Storage:
@@ -232,7 +232,7 @@ def pack_projections(
         storage = joined(storages) if len(here) == len(found) else None
         if storage is None:
             storage = next((one for one in storages if one.nearest is not None), layouts[here[0]].dequantised())
-            if len(here) < len(found):  # beside floats
+            if len(here) < len(found):  # the rest is floats
                 storage = replace(storage, nearest=None)
         stored_as[target] = storage
         for rule, stem in zip(parts, found, strict=True):

@@ -102,7 +102,7 @@ def _unfilled(rules: Iterable[TensorRule | ZeroRule], targets: Mapping[str, Shap
 
 
 def _unread(rules: Iterable[TensorRule]) -> list[str]:
-    """Tensors of which no rule takes some of the rows."""
+    """Return the tensors with rows that no rule takes."""
     rows: dict[str, list[int]] = {}
     for rule in rules:
         if rule.part is not None and rule.shape is not None:

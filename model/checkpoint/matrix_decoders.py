@@ -19,7 +19,7 @@ class StoredMatrix(Protocol):
 
     @property
     def layout(self) -> object:
-        """How it is stored: what the numbers that are read depend on beside the bytes."""
+        """How it is stored: what the numbers depend on apart from the bytes."""
 
     @property
     def shape(self) -> Shape:

@@ -65,7 +65,7 @@ class Table:
 
     @classmethod
     def of(cls, identity: Mapping[str, str], arrays: Mapping[str, ArraySpec]) -> Table:
-        """Lay the arrays out one behind the other."""
+        """Lay the arrays out one after the other."""
         width = len(_encoded(identity, {name: Place(1 << 62, spec) for name, spec in arrays.items()}))
         end, places = _aligned(_HEADER.size + width), {}
         for name, spec in arrays.items():

@@ -125,7 +125,7 @@ _MARK = object()
 
 
 class Program:
-    """Reads pickles of protocol 2 to 5, as far as state dicts use them, without running them."""
+    """Reads the pickles (protocol 2 to 5) of state dicts without running them."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

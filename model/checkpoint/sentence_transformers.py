@@ -56,7 +56,7 @@ class LateInteraction:
     """How tokens get the vectors that queries and documents are compared by (Khattab and Zaharia 2020: ColBERT)."""
 
     dense: tuple[DenseConfig, ...]
-    query_prefix: str = ""  # a token behind the first one; empty: none
+    query_prefix: str = ""  # a token after the first one; empty: none
     document_prefix: str = ""
     query_length: int | None = None  # tokens, the prefix included
     document_length: int | None = None
@@ -74,7 +74,7 @@ class LateInteraction:
             raise ConfigError("prefixes and skipped words of late interaction must be texts")
 
     def within(self, longest: int | None) -> LateInteraction:
-        """Return the settings for a network of so many positions, None: any number; longer documents are truncated.
+        """Return the settings for a network of `longest` positions (None: any number); longer documents are truncated.
 
         Raises `ConfigError` where queries are filled up to more.
         """
@@ -99,14 +99,14 @@ class MessageSettings:
     """How a reranker's chat template gets a query and a document: as messages of roles of these names."""
 
     structured: bool = False  # contents are lists of parts
-    variables: dict[str, Any] = field(default_factory=dict)  # of the template, beside the messages
+    variables: dict[str, Any] = field(default_factory=dict)  # of the template, in addition to the messages
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceSettings:
     """How hidden states become one vector; `pooling` is empty where the folder says nothing of it."""
 
-    pooling: tuple[Pooling, ...] = ()  # several are put one behind the other
+    pooling: tuple[Pooling, ...] = ()  # several are concatenated
     include_prompt: bool = True  # whether a prompt's tokens are pooled too
     steps: tuple[VectorStep, ...] = ()  # what follows the pooling
     normalize: bool = False  # after all steps
@@ -142,7 +142,7 @@ class SentenceSettings:
         return self.adapters.index(task) if task in self.adapters else None
 
     def prepare(self, text: str, prompt: str = "") -> str:
-        """Return the text as the model was trained on it: behind `prompt`, in lower case if it was."""
+        """Return the text as the model was trained on it: after `prompt`, in lower case if it was."""
         return (prompt + text).lower() if self.lower_case else prompt + text
 
     def unpooled_tokens(self, tokenizer: PromptTokenizer, prompt: str) -> int:
@@ -153,7 +153,7 @@ class SentenceSettings:
         whole = tokenizer.encode(prompt).ids
         plain = tokenizer.encode(prompt, add_special_tokens=False).ids
         starts = range(len(whole) - len(plain) + 1)
-        start = next((at for at in starts if whole[at : at + len(plain)] == plain), 0)  # behind special tokens
+        start = next((at for at in starts if whole[at : at + len(plain)] == plain), 0)  # after special tokens
         return start + len(plain)
 
     def output_size(self, hidden_size: int) -> int:
@@ -308,7 +308,7 @@ def _late(
 
 
 def _linear(path: Path, name: str, hidden_size: int, *, pickle: bool) -> DenseConfig | None:
-    """A projection beside the model, of a file of `torch.save` with a weight and a bias; None if it is not there.
+    """Read a projection apart from the model, a file of `torch.save` with a weight and a bias; None if it is not there.
 
     Without `pickle` the file is not read: the folder then has no such vectors.
     """

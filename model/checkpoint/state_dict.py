@@ -1,13 +1,13 @@
 """Tensors of files that `torch.save` wrote, found without unpickling anything.
 
-A pickle is a program, and the usual loader runs it. This one reads the few instructions that state dicts consist of and
-knows five functions by name, none of which it calls: a tensor becomes the description of where its numbers lie in the
-file. Everything else is a `CheckpointError`. Nothing that the file names is imported, called or written, and work and
-memory are bounded before they are spent (`MAX_PROGRAM_BYTES`, `MAX_INSTRUCTIONS`).
+A pickle is a program, and the usual loader runs it. This one reads the few instructions that state dicts use. It knows
+five functions by name and calls none: a tensor becomes the description of where its numbers lie in the file. Everything
+else is a `CheckpointError`. Nothing that the file names is imported, called or written. Work and memory are bounded
+before they are spent (`MAX_PROGRAM_BYTES`, `MAX_INSTRUCTIONS`).
 
 Both layouts of such files are read. Since PyTorch 1.6 they are uncompressed zip archives: `NAME/data.pkl` is the
 program, `NAME/data/KEY` the storages. Before, there were five pickles one after the other (magic number, version,
-system, state dict, keys of the storages) and then the storages, each behind its number of elements.
+system, state dict, keys of the storages) and then the storages, each after its number of elements.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SavedTensor:
 def read_state_dict(path: Path) -> list[SavedTensor]:
     """Return the tensors of a file of `torch.save`, in the order of its state dict; raises `CheckpointError`.
 
-    Tied tensors are one place in the file with several names, of which one is given: the embeddings' rather than a
+    Tied tensors are one place in the file with several names; one of them is given: the embeddings' rather than a
     head's, that of a table for both stacks rather than for one, else the first.
     """
     try:
@@ -84,7 +84,7 @@ def _rank(tensor: SavedTensor) -> int:
 
 
 class _Bounded:
-    """A file of which no more than a directory's bytes are read at once: zipfile reads what the file asks for."""
+    """A file that reads at most a directory's bytes at once: zipfile reads as much as the file asks for."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable

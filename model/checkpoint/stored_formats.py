@@ -82,7 +82,7 @@ def made_for(settings: Any) -> str:
 
 
 def fp8_storage(block: tuple[int, int], scale: str = "weight_scale") -> Storage:
-    """Weights as float8_e4m3fn, of which blocks of so many outputs and inputs (0: all) share a scale."""
+    """Weights as float8_e4m3fn; a block of `block` outputs and inputs (0: all) shares a scale."""
     cut = {(0, 0): "by tensor", (1, 0): "by row"}.get(block, f"by blocks of {block[0]} x {block[1]}")
     return Storage(f"fp8 {cut}", NumberKind.FLOAT8, scale, block, _PASSED_OVER)
 

@@ -2,7 +2,7 @@
 
 A pattern comes with a checkpoint, and one for `re` could be written to run for years. Served are single characters and
 sets of them, each maybe repeated, and groups of alternatives: `.*layers\\.[0-3]\\.mlp\\.(gate|up)_proj$`. As with
-`re.match` a name may go on behind a pattern without `$`. Time is linear in the name's length.
+`re.match` a name may be longer than a pattern without `$`. Time is linear in the name's length.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Way:
         return end in places
 
     def _with_skipped(self, places: Iterable[int]) -> set[int]:
-        """These places, and those behind steps that may be left out."""
+        """Return these places, and those after steps that may be left out."""
         found: set[int] = set()
         for place in places:
             while place not in found:

@@ -1,7 +1,7 @@
 """Reads stored tensors from safetensors or `torch.save` files, some rows at a time.
 
-What a tool packed (integers of 4 bits in words of 32) is a `DecodedTensor`: its rows are computed of stored tensors as
-they are read, so whoever reads knows nothing of packing.
+What a tool packed (integers of 4 bits in words of 32) is a `DecodedTensor`: its rows are computed from stored tensors
+as they are read, so a reader needs to know nothing of packing.
 
 Files are not mapped into memory: each read goes into one buffer, which the next read overwrites, so reading takes a few
 megabytes of memory. The `safetensors` package validates the headers.
@@ -30,7 +30,7 @@ from model.families.table.rules import Shape
 from model.system.background_work import give_way, gives_way, wait_for
 
 BUFFER_BYTES = 16 << 20  # of a read; a single row may be larger
-_SHORT_BYTES = 1 << 19  # of a read beside which other work waits
+_SHORT_BYTES = 1 << 19  # of a read while other work waits
 _MIN_RUN = 4096  # bytes of adjacent columns that are read separately: a page of the file
 _DTYPES = {
     "F64": torch.float64,

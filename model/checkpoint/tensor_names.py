@@ -37,8 +37,8 @@ PLAIN = Wrapping()
 def wrapping_of(family: Family | None, names: Collection[str]) -> Wrapping:
     """Return what is to be left out of the names so that the family finds its token table.
 
-    A prefix is left out where exactly one tensor is called like the table behind it: of two models in one file none is
-    meant.
+    A prefix is left out where exactly one tensor has the table's name after it. With two models in one file neither
+    is meant.
     """
     parts = {part for name in names if "._" in f".{name}" for part in name.split(".")}
     modules = Wrapping(modules=tuple(wrapper for wrapper in _WRAPPERS if wrapper in parts))

@@ -3,7 +3,7 @@
 Marian (Junczys-Dowmunt et al. 2018) is the original: sinusoidal positions, post-norm. BART (Lewis et al. 2020) has
 learned positions and an embedding norm; MVP (Tang et al. 2022) and PLBART (Ahmad et al. 2021) are BARTs. mBART, M2M-100
 (and NLLB), Pegasus and Blenderbot are pre-norm, with a final norm. The small Blenderbot is BART again, but that its
-decoder adds positions behind the norm of embeddings.
+decoder adds positions after the norm of embeddings.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def roberta(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def roberta_xl(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    """Build XLM-RoBERTa-XL: pre-norm, a last norm, and none behind the embeddings."""
+    """Build XLM-RoBERTa-XL: pre-norm, a last norm, and none after the embeddings."""
     base = roberta(raw.otherwise(layer_norm_eps=1e-5, type_vocab_size=1), names)
     assert base.encoder is not None
     norm = base.encoder.embed_norm

@@ -1,6 +1,6 @@
 """BLOOM and MPT: no positions but slopes of scores (ALiBi, Press et al. 2022).
 
-BLOOM (Scao et al. 2022) has a norm behind the embeddings, and biases; MPT (MosaicML 2023) has no biases at all.
+BLOOM (Scao et al. 2022) has a norm after the embeddings, and biases; MPT (MosaicML 2023) has no biases at all.
 """
 
 from __future__ import annotations

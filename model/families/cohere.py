@@ -1,4 +1,4 @@
-"""Cohere's Command R: attention and MLP in parallel behind one norm without a bias, rotary positions of neighbours,
+"""Cohere's Command R: attention and MLP in parallel after one norm without a bias, rotary positions of neighbours,
 scaled logits (Cohere 2024).
 
 Command R+ has norms of queries and keys, with gains of each head. Of Command R7B and A (cohere2) three of four layers

@@ -1,8 +1,8 @@
 """DeBERTa: disentangled attention, LayerNorm post-norm, GELU (He et al. 2021).
 
 The second version, whose third is the same network trained otherwise, has logarithmic buckets of positions, may
-project them by the matrices of the contents, and in larger models has a convolution beside the first layer (He et al.
-2023).
+project them by the matrices of the contents, and in larger models has a convolution parallel to the first layer
+(He et al. 2023).
 """
 
 from __future__ import annotations

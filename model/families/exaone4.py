@@ -1,4 +1,4 @@
-"""EXAONE 4: Llama with norms behind the sublayers and of each query and key; where some layers have windows, the others
+"""EXAONE 4: Llama with norms after the sublayers and of each query and key; where some layers have windows, the others
 have no positions (LG AI Research 2025)."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def _period(raw: Settings) -> int:
-    """Every so many layers one has full attention; raises `ConfigError` for a pattern without `layer_types`."""
+    """Return the period of layers with full attention; raises `ConfigError` for a pattern without `layer_types`."""
     pattern = raw.get("sliding_window_pattern", 4)
     if raw.get("layer_types") is None and not isinstance(pattern, int):
         raise ConfigError(f"sliding_window_pattern {pattern!r} is served with layer_types only")

@@ -1,7 +1,7 @@
 """Gemma 4's language model (Google DeepMind 2026).
 
 Layers of windows and of full attention have other heads; values are normalised, layers share keys, every layer gets a
-vector of each token, and one size has experts beside the MLP.
+vector of each token, and one size has experts parallel to the MLP.
 
 Of the models that read images and sounds too the language model is served.
 """
@@ -39,7 +39,7 @@ _ROPES: dict[str, dict[str, Any]] = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
 _EXPERTS = ExpertNames("router.proj", "experts", shared="mlp")
-# The norms of experts beside an MLP, of which one stands for the layer's own before its feed-forward.
+# The norms of experts and a parallel MLP; one is the layer's own norm before its feed-forward.
 _TWO_SIDES = {
     "pre_feedforward_layernorm": "mlp.shared_norms.pre",
     "post_feedforward_layernorm_1": "mlp.shared_norms.output",
@@ -49,7 +49,7 @@ _TWO_SIDES = {
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    # "vision": tokens of images see each other, of which there are none here.
+    # "vision": tokens of images see each other; there are none here.
     if raw.get("use_bidirectional_attention") not in (None, "vision"):
         raise ConfigError("use_bidirectional_attention of all tokens is not served for Gemma 4")
     raw = raw.otherwise(vocab_size=262_144, max_position_embeddings=131_072)
@@ -190,11 +190,11 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield LinearRule("per_layer_model_projection", f"{there}.project", bias=False)
         yield TensorRule("per_layer_projection_norm.weight", f"{there}.norm.weight")
     for index, layer in enumerate(config.decoder.layers):
-        yield from _beside(layer, f"layers.{index}", f"decoder.layers.{index}")
+        yield from _extra_rules(layer, f"layers.{index}", f"decoder.layers.{index}")
 
 
-def _beside(layer: LayerConfig, here: str, there: str) -> Iterator[Rule]:
-    """Yield the rules of what a layer has beside Gemma 3's."""
+def _extra_rules(layer: LayerConfig, here: str, there: str) -> Iterator[Rule]:
+    """Yield the rules of what a layer has in addition to Gemma 3's."""
     yield TensorRule(f"{here}.layer_scalar", f"{there}.scale")
     if layer.embedding is not None:
         yield LinearRule(f"{here}.per_layer_input_gate", f"{there}.embedding.gate", bias=False)

@@ -1,6 +1,6 @@
 """GLM-4 and relatives, whose rotary positions turn neighbours: Llama in all else.
 
-GLM-4 (GLM team 2024) turns half of each head and has biases of q, k and v; GLM-4-0414 (`glm4`) has norms behind the
+GLM-4 (GLM team 2024) turns half of each head and has biases of q, k and v; GLM-4-0414 (`glm4`) has norms after the
 sublayers too. ERNIE 4.5 (Baidu 2025) and Helium (Kyutai 2025) turn whole heads.
 """
 

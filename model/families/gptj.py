@@ -1,4 +1,4 @@
-"""GPT-J and CodeGen: attention and MLP in parallel behind one LayerNorm, rotary positions of neighbours on a part of
+"""GPT-J and CodeGen: attention and MLP in parallel after one LayerNorm, rotary positions of neighbours on a part of
 each head (Wang and Komatsuzaki 2021; Nijkamp et al. 2022)."""
 
 from __future__ import annotations

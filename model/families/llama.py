@@ -210,7 +210,7 @@ def _shifts(config: ModelConfig) -> bool:
 
 
 def outside(config: ModelConfig) -> Iterator[Rule]:
-    """Yield the rules of what is before and behind the layers."""
+    """Yield the rules of what is before and after the layers."""
     yield TensorRule("embed_tokens.weight", "tokens.weight")
     if config.decoder is not None and config.decoder.final_norm is not None and config.decoder.final_norm.gain:
         yield from affine("norm", "decoder.final_norm", bias=_shifts(config))

@@ -83,7 +83,7 @@ def apertus(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 def apertus_rules(config: ModelConfig) -> Iterator[Rule]:
-    """Yield Llama's rules, and those of the numbers of xIELU, of which two are stored without dimensions.
+    """Yield Llama's rules, and those of the numbers of xIELU; two of them are stored without dimensions.
 
     Its `beta` is called a bias by then, as those of old norms are.
     """

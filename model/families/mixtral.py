@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): Mistral with eight experts in each layer, of which a token has two."""
+"""Mixtral (Jiang et al. 2024): Mistral with eight experts in each layer, two for each token."""
 
 from __future__ import annotations
 

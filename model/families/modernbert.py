@@ -1,6 +1,6 @@
 """ModernBERT: windows in two of three layers, a rotary base for each kind, a gated MLP (Warner et al. 2024).
 
-It is pre-norm with a norm behind the embeddings, which is why the first layer's attention has none. Norms do not shift
+It is pre-norm with a norm after the embeddings, which is why the first layer's attention has none. Norms do not shift
 and projections have no biases unless the configuration says so.
 """
 

@@ -1,6 +1,6 @@
-"""MPNet: BERT with T5's bucketed biases of the distance beside learned positions (Song et al. 2020).
+"""MPNet: BERT with T5's bucketed biases of the distance, and learned positions (Song et al. 2020).
 
-All layers share one table of biases. Positions begin behind row 1, the padding's; there are no segments.
+All layers share one table of biases. Positions begin after row 1, the padding's; there are no segments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OLMo: Llama with LayerNorms that have no parameters; OLMo 2 and 3 with RMS norms behind the sublayers, not before.
+"""OLMo: Llama with LayerNorms that have no parameters; OLMo 2 and 3 with RMS norms after the sublayers, not before.
 
 OLMo 1 is of Groeneveld et al. 2024. In 2 and 3 norms of all queries' and all keys' heads together are added.
 OLMo 2 (OLMo team 2025) has full attention; in OLMo 3 three of four layers have a window, and only the others stretch
@@ -22,13 +22,13 @@ from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary, settings_by_type
 from model.families.table.rules import Family
 
-# The stored names of norms behind the sublayers; EXAONE 4 has the same.
+# The stored names of norms after the sublayers; EXAONE 4 has the same.
 OUTPUT_NORMS = {"post_attention_layernorm": "attn_norms.output", "post_feedforward_layernorm": "mlp_norms.output"}
 _PERIOD = 4  # every fourth layer of OLMo 3 has full attention
 
 
 def olmo(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    """Build OLMo 1, of which some models bound queries, keys and values."""
+    """Build OLMo 1; some models bound queries, keys and values."""
     base = llama.config(raw, names, norm=NormConfig(NormKind.LAYER, 1e-5, bias=False, gain=False))
     return with_attention(base, clip=raw.get("clip_qkv"))
 

@@ -1,4 +1,4 @@
-"""OPT: learned positions, LayerNorm before or behind the sublayers, ReLU (Zhang et al. 2022).
+"""OPT: learned positions, LayerNorm before or after the sublayers, ReLU (Zhang et al. 2022).
 
 The 350M has embeddings that are narrower than its layers, which read and write them through projections.
 """

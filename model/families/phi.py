@@ -1,4 +1,4 @@
-"""Phi 1 and 2: attention and MLP in parallel behind one LayerNorm, rotary positions on a part of each head, biases
+"""Phi 1 and 2: attention and MLP in parallel after one LayerNorm, rotary positions on a part of each head, biases
 everywhere, the head's too (Li et al. 2023)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 with experts in most layers, of which Qwen2's have a shared one beside."""
+"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 with experts in most layers; Qwen2's have a shared one too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ExpertNames()
 
 
 def sparse(raw: Settings, base: ModelConfig, *, shared: int | None = None) -> ModelConfig:
-    """Return the model with experts in the layers that are to have them, and a gated one of width `shared` beside."""
+    """Return the model with experts in the layers that are to have them, and a gated shared one of width `shared`."""
     assert base.decoder is not None
     mlp, step = base.decoder.layers[0].mlp, raw.get("decoder_sparse_step", 1)
     every = range(base.decoder.num_layers)

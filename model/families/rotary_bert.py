@@ -240,7 +240,7 @@ def _nomic_mlp(layer: LayerConfig, hidden: int, here: str, there: str) -> Iterat
 
 
 def _gte_mlp(layer: LayerConfig, hidden: int, here: str, there: str) -> Iterator[Rule]:
-    """The stored matrix has the gate behind what it opens."""
+    """The stored matrix has the gate after what it gates."""
     inner = layer.mlp.intermediate_size
     first, second, shape = (0, inner), (inner, 2 * inner), (2 * inner, hidden)
     for rows, part in ((first, second), (second, first)):

@@ -1,5 +1,5 @@
 """StableLM: Llama with LayerNorm, rotary positions on a quarter of each head, and maybe attention and MLP in parallel
-behind one norm and a norm for each head (Bellagente et al. 2024)."""
+after one norm and a norm for each head (Bellagente et al. 2024)."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 def _attention(
     config: AttentionConfig, source: str, target: str, parts: tuple[str, ...], fused: str
 ) -> Iterator[LinearRule | ZeroRule]:
-    """Yield the rules of projections that are fused by rows, of which that of the keys has no bias."""
+    """Yield the rules of projections that are fused by rows; that of the keys has no bias."""
     size = config.query_size
     for place, part in enumerate(parts):
         rows = (place * size, (place + 1) * size)

@@ -299,7 +299,7 @@ def state(**changes: Any) -> Callable[[dict[str, Tensor]], None]:
         ("nf4", spoil(STATE, torch.tensor(list(b'{"shape": 5}')).byte()), "up_proj: its quant_state cannot be read"),
         ("nf4", state(blocksize=64.0), "up_proj: its quant_state cannot be read"),
         ("nf4", state(nested_blocksize=4, nested_offset=10**400), "up_proj: its quant_state cannot be read"),
-        ("nf4", spoil("weight.quant_map", None), "up_proj.weight.quant_map is missing beside"),
+        ("nf4", spoil("weight.quant_map", None), "up_proj.weight.quant_map is missing, found"),
         ("nf4", spoil("weight.absmax", torch.ones(3)), r"absmax: expected F32 \[24\], found F32 \[3\]"),
         ("nf4", spoil("weight", torch.ones(9, 1, dtype=torch.uint8)), "9 bytes are not 48 x 32 numbers of 4 bits"),
         ("nf4, nested", spoil("weight.nested_absmax", torch.ones(2)), r"nested_absmax: expected F32 \[6\]"),
@@ -307,7 +307,7 @@ def state(**changes: Any) -> Callable[[dict[str, Tensor]], None]:
         ("int8", spoil("weight_format", torch.ones((), dtype=torch.uint8)), "weight_format: only rows are read"),
         ("mxfp4", spoil("weight_scale", torch.ones(48, 2).byte()), "expected bytes with a scale for 32 numbers"),
         ("mxfp4", spoil("weight_packed", torch.ones(()).byte()), "expected bytes with a scale for 32 numbers"),
-        ("nvfp4", spoil("weight_global_scale", None), "up_proj.weight_global_scale is missing beside"),
+        ("nvfp4", spoil("weight_global_scale", None), "up_proj.weight_global_scale is missing, found"),
         ("nvfp4", spoil("weight_global_scale", torch.ones(3)), r"expected one float32, found F32 \[3\]"),
     ],
 )

@@ -351,7 +351,7 @@ def test_a_head_may_be_packed_too(tmp_path: Path) -> None:
         ({**GPTQ, "dynamic": {"+:.*up_proj": {"bits": 8}}}, r"dynamic: settings for single projections are not"),
         ({**GPTQ, "group_size": 0}, r"group_size must be a number of inputs or -1, found 0"),
         ({**GPTQ, "adapter": {"name": "lora"}}, r"unknown settings: adapter"),
-        ({**GPTQ, "group_size": 128}, r"scales: found \[3, 128\], expected \[2, 128\] beside qweight \[24, 128\]"),
+        ({**GPTQ, "group_size": 128}, r"scales: found \[3, 128\], expected \[2, 128\] with qweight \[24, 128\]"),
         ({**AWQ, "dynamic": {".*up_proj": {"group_size": 32}}}, r"dynamic: settings for single projections are not"),
         ({**AWQ, "bits": 8}, r"bits: 8 is not served, only 4"),
         ({**AWQ, "version": "gemv_fast"}, r"version: 'gemv_fast' is not served, only 'gemm' or 'gemv'"),

@@ -478,7 +478,7 @@ class TestRope:
             # Llama's model does not read it.
             assert read_settings({**LLAMA, **where}) == (config_from_raw(LLAMA), ("partial_rotary_factor",))
             assert rotary(config_from_raw({**LLAMA, **where}, strict=True)).dim == 4
-        with pytest.raises(ConfigError, match=r"partial_rotary_factor = 0.5 is not served beside rope type 'linear'"):
+        with pytest.raises(ConfigError, match=r"partial_rotary_factor = 0.5 is not served with rope type 'linear'"):
             config_from_raw({**LLAMA, "partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}})
 
     def test_one_set_of_olmo3_is_of_the_layers_without_a_window(self) -> None:

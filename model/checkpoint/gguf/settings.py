@@ -19,7 +19,7 @@ from model.errors import ConfigError
 from model.gguf.container import GGUFModel, shown
 from model.gguf.paths import OTHER_PURPOSES
 
-# Texts of tokens that end an output beside the one that the metadata names, as llama.cpp has them (llama-vocab.cpp).
+# Texts of tokens that end an output too, whatever the metadata names, as in llama.cpp (llama-vocab.cpp).
 _ENDS = frozenset(
     """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> [EOT] [EOS]
     <|end_of_text|> <end_of_utterance> <eos> <turn|>""".split()  # noqa: SIM905
@@ -140,7 +140,7 @@ def _scaling(model: GGUFModel, theta: float, dim: int) -> dict[str, Any]:
         raise ConfigError(f"{model.name}: {where}.attn_factor {temperature} is not served without rope_factors_long")
     if "rope_freqs.weight" in model.tensors:
         if kind != "none":
-            raise ConfigError(f"{model.name}: {where}.type {kind!r} beside the tensor rope_freqs is not served")
+            raise ConfigError(f"{model.name}: {where}.type {kind!r} with the tensor rope_freqs is not served")
         return llama3_settings(read_floats(model.tensors["rope_freqs.weight"]), theta, dim, model.name)
     if "rope_factors_long.weight" in model.tensors:
         return _longrope(model, where)

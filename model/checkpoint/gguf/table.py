@@ -26,7 +26,7 @@ class Rope(StrEnum):
 class Order:
     """Which stored row, or column, each wanted one is.
 
-    Wanted rows from `begin` on are counted by `sizes`, the last of which runs fastest; `strides` are how far apart
+    Wanted rows from `begin` on are counted by `sizes`, the last one fastest; `strides` are how far apart
     these are in the file, from row `begin + offset` on. Rows before `begin` stay where they are.
     """
 
@@ -56,7 +56,7 @@ class Order:
         return place
 
     def in_groups(self, group: int) -> Order:
-        """Return the order of groups of so many neighbours, which stay together."""
+        """Return the order of groups of `group` neighbours, which stay together."""
         strides = (*(stride // group for stride in self.strides[:-1]), 1)
         return replace(self, sizes=(*self.sizes[:-1], self.sizes[-1] // group), strides=strides)
 
@@ -147,17 +147,17 @@ LLAMA_NAMES = {**OUTSIDE, **layers("model.layers.{}", {**ATTENTION, **GATED, **P
 def experts(
     within: str, router: str, names: tuple[str, str, str] = PROJECTIONS, shared: str = "shared_expert"
 ) -> dict[str, str]:
-    """Return a layer's names of experts, of which one tensor has all: `{}` stays in a name for the expert's number.
+    """Return a layer's names of experts, which share one tensor: `{}` stays in a name for the expert's number.
 
     `within` is what holds the experts, `shared` what it calls the one of all tokens; `names` are those of a gate, an up
     and a down projection.
     """
     parts = zip(("gate", "up", "down"), names, strict=True)
     found = {f"ffn_{part}_exps": f"{within}.experts.{{{{}}}}.{name}" for part, name in parts}
-    beside = {f"ffn_{part}_shexp": f"{within}.{shared}.{part}_proj" for part in ("gate", "up", "down")}
+    common = {f"ffn_{part}_shexp": f"{within}.{shared}.{part}_proj" for part in ("gate", "up", "down")}
     return {
         **found,
-        **beside,
+        **common,
         "ffn_gate_inp": f"{within}.{router}",
         "ffn_gate_inp_shexp": f"{within}.shared_expert_gate",
     }

@@ -110,7 +110,7 @@ def _share(raw: Settings, scaling: Mapping[str, Any], kind: str, share: float, *
     if partial or found == 1 or kind == "proportional" or not raw.follows_class:
         return found
     if kind != "default":
-        raise ConfigError(f"partial_rotary_factor = {found} is not served beside rope type {kind!r} here")
+        raise ConfigError(f"partial_rotary_factor = {found} is not served with rope type {kind!r} here")
     raw.ignore("partial_rotary_factor", found)
     return share
 
@@ -135,7 +135,7 @@ def number(settings: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _proportional(raw: Settings, scaling: Mapping[str, Any], plain: RotaryConfig) -> RotaryConfig:
-    """Return settings of which a share of pairs turns, at wavelengths and places of the whole head (Gemma 4)."""
+    """Return settings that rotate a share of the pairs, with the whole head's wavelengths and places (Gemma 4)."""
     if (factor := number(scaling, "factor", 1.0)) == 1.0:
         return plain
     longest = raw["max_position_embeddings"]

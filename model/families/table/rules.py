@@ -143,7 +143,7 @@ class ClassifierTable:
     dense: str = ""  # a layer in between; empty: there is none
     activation: Activation | None = None
     bias: bool = True
-    norm: str = ""  # behind that layer; empty: there is none
+    norm: str = ""  # after that layer; empty: there is none
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Models of text and images, or sounds, of which the language model is served.
+"""Models of text and images, or sounds: their language models are served.
 
-The settings of the language model are config.json's `text_config`, and its tensors have a prefix of their own. What
-config.json says besides is of images and sounds: `transformers` builds the language model from `text_config` alone.
+The settings of the language model are config.json's `text_config`, and its tensors have a prefix of their own. The
+rest of config.json is about images and sounds: `transformers` builds the language model from `text_config` alone.
 """
 
 from __future__ import annotations
