@@ -13,7 +13,7 @@ from model.api.engine_config import EngineConfig
 from model.api.request import TokenOutput
 from model.llm import LLM
 from service.core.models import ServedModel
-from service.planning.checks import sampling_params
+from service.planning.checks import sampling_fields
 from service.planning.requests import default_max_tokens, with_lengths
 from service.schemas.bodies import GenerateBody
 from tests.model.checkpoints import copied, saved
@@ -40,7 +40,8 @@ def ours(folder: Path, prompt: list[int], decoder_prompt: tuple[int, ...] = (), 
     start = len(begin) if encodes else len(prompt)
     body, most = GenerateBody(prompt="x", n=n), default_max_tokens(served, start, NEW)
     assert most is not None
-    params = with_lengths(sampling_params(body, served), body, served, start, most)
+    sampling = sampling_fields(body, served)
+    params = with_lengths(sampling, sampling.get("num_beams", 1), body, served, start, most)
     outputs = [one for _, one in llm.stream([prompt], params, decoder_prompt=begin)]
     llm.close()
     hypotheses: list[list[int]] = [[] for _ in range(n)]

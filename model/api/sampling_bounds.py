@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from model.api.parameters import Beams
@@ -43,14 +44,13 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise ConfigError("stop must be no empty text")
     if params.grammar and params.allowed_token_ids:
         raise ConfigError("allowed_token_ids has no meaning with a grammar, which says what is generated")
-    if lacks_tokens(params, vocab_size):
+    if lacks_tokens(params.suppress_tokens, params.allowed_token_ids, vocab_size):
         raise ConfigError("suppress_tokens leaves no token that may be generated")
 
 
-def lacks_tokens(params: SamplingParams, vocab_size: int) -> bool:
+def lacks_tokens(suppressed: Sequence[int], allowed: Sequence[int] | None, vocab_size: int) -> bool:
     """Return whether no token may be generated."""
-    suppressed, allowed = set(params.suppress_tokens), params.allowed_token_ids
-    return len(suppressed) >= vocab_size or bool(allowed and suppressed.issuperset(allowed))
+    return len(set(suppressed)) >= vocab_size or bool(allowed and set(suppressed).issuperset(allowed))
 
 
 def _check_tokens(name: str, tokens: Any, vocab_size: int) -> None:

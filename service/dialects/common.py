@@ -52,6 +52,9 @@ class Extended(DialectBody):
     )
 
 
+_OF_ALL = tuple(Extended.model_fields)
+
+
 class Refused(NotRead):
     """Marks a field that is not supported: null and `harmless` values are accepted, others get a 400 that names it.
 
@@ -249,7 +252,7 @@ def sampled(temperature: float | None, served: ServedModel) -> float | None:
 
 def fields_of(body: Extended) -> dict[str, Any]:
     """Return the native fields that a body has as they are: those that every dialect has, and those marked `Native`."""
-    found = {name: getattr(body, name) for name in Extended.model_fields}
+    found = {name: getattr(body, name) for name in _OF_ALL}
     for native_name, path in _native_paths(type(body)).items():
         value: Any = body
         for part in path.split("."):

@@ -28,7 +28,7 @@ from service.schemas.encode_bodies import EncodeBody
 from service.schemas.parameters import HUGGING_FACE
 
 GENERATE_NAMES = {
-    **HUGGING_FACE.names(),
+    **HUGGING_FACE.names,
     "prompt": "inputs",
     "prompt_logprobs": "parameters.top_n_tokens",
     "logprobs": "parameters.top_n_tokens",
@@ -226,7 +226,7 @@ def _structure(grammar: Grammar | None) -> dict[str, Any]:
 
 def _temperature(parameters: GenerateParameters) -> float | None:
     """Return 0 unless a field requests sampling; then the given temperature, or 1."""
-    given = [getattr(parameters, name) for name in HUGGING_FACE.drawing()]
+    given = [getattr(parameters, name) for name in HUGGING_FACE.drawing]
     if not parameters.do_sample and all(one is None for one in given):
         return 0.0
     return 1.0 if parameters.temperature is None else parameters.temperature

@@ -36,7 +36,7 @@ from service.schemas.bodies import GenerateBody
 from service.schemas.parameters import MESSAGES
 
 NAMES = {
-    **MESSAGES.names(),
+    **MESSAGES.names,
     "prompt": "messages",
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",

@@ -31,7 +31,7 @@ from service.http.json_replies import Json
 from service.schemas.bodies import GenerateBody
 from service.schemas.parameters import OPENAI
 
-COMPLETION_NAMES = OPENAI.names() | {"prompt_logprobs": "logprobs"}
+COMPLETION_NAMES = OPENAI.names | {"prompt_logprobs": "logprobs"}
 CHAT_NAMES = {**COMPLETION_NAMES, "prediction": "prediction.content", "prompt": "messages", "logprobs": "top_logprobs"}
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; chats fill the context
 

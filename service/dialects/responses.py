@@ -32,7 +32,7 @@ from service.schemas.bodies import GenerateBody
 from service.schemas.parameters import RESPONSES
 
 NAMES = {
-    **RESPONSES.names(),
+    **RESPONSES.names,
     "prompt": "input",
     "messages": "input",
     "response_format.json_schema.schema": "text.format.schema",

@@ -26,7 +26,7 @@ from service.schemas.parameters import TEXT2TEXT
 
 AnyBody = Text2TextBody | TranslationBody
 SUMMARY, TEXT, TRANSLATED = "summary_text", "generated_text", "translation_text"
-_SAME = TEXT2TEXT.same()
+_SAME = TEXT2TEXT.same
 _OPTIONS = ("generate_parameters", "generate_kwargs")
 
 
@@ -134,7 +134,7 @@ def _temperature(options: Options) -> float | None:
     sampled = options.get("do_sample")
     if sampled is False:
         return 0.0
-    if sampled is None and all(options.get(name) is None for name in TEXT2TEXT.drawing()):
+    if sampled is None and all(options.get(name) is None for name in TEXT2TEXT.drawing):
         return None
     return 1.0 if options.get("temperature") is None else float(options.get("temperature"))
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, cast
 
 from model.api.parameters import Beams
 from model.api.sampling_bounds import lacks_tokens
 from model.api.sampling_defaults import beams_of, over_defaults
-from model.api.sampling_params import SAMPLING, SamplingParams
+from model.api.sampling_params import SAMPLING
 from model.api.stats import ModelInfo
 from model.text.source_languages import SourceLanguages
 from service.core.context_bound import ContextBound
@@ -32,6 +32,7 @@ if unknown := {column.row.limit for column in _LIMITED} - {one.name for one in f
 _TOKENS = [column for column in _SENT.values() if column.is_tokens]
 _NOT_WITH_BEAMS = [name for name, column in _SENT.items() if column.row.beams in (Beams.NEVER, Beams.UNREAD)]
 _ONLY_WITH_BEAMS = [name for name, column in _SENT.items() if column.row.beams is Beams.ONLY]
+_LENGTHS = ("max_tokens", "min_tokens")
 _SHOWN = 6  # languages in an error
 _PREDICTED = 4  # characters of a prediction for each token of the context; what follows is not read
 
@@ -48,21 +49,21 @@ class ReplyShape:
     shown_special_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
-    def put_on(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters with the tokens that are shown and that end the output."""
-        stop = tuple(dict.fromkeys((*params.stop_token_ids, *self.stop_token_ids)))
-        shown = self.shown_special_ids if params.skip_special_tokens else ()
-        return replace(params, stop_token_ids=stop, shown_special_ids=shown)
+    def put_on(self, sampling: dict[str, Any], body: GenerateBody) -> None:
+        """Add the tokens that are shown and that end the output to the fields of `SamplingParams`."""
+        sampling["stop_token_ids"] = tuple(dict.fromkeys((*body.stop_token_ids, *self.stop_token_ids)))
+        if body.skip_special_tokens:
+            sampling["shown_special_ids"] = self.shown_special_ids
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedPrompts:
-    """A body that was checked, in the engine's terms; `params` have no lengths yet."""
+class CheckedPrompts(NamedTuple):
+    """A body that was checked, in the engine's terms; `sampling` has all fields of `SamplingParams` but the lengths."""
 
     body: GenerateBody
     served: ServedModel
     info: ModelInfo
-    params: SamplingParams
+    sampling: Mapping[str, Any]
+    num_beams: int
     inputs: list[PromptInput]  # everything to tokenise: the prompts, then what else there is
     prompts: list[PromptInput]
     decoder_prompt: PromptInput | None
@@ -77,8 +78,10 @@ def check_body(
     """Return what a body asks for; raises an `ApiError` that names the first field that cannot be served."""
     _check_limits(body, limits)
     prompts = _with_prefix(_prompts(body, source_language(body, served), info.max_model_len), body, served)
-    params = sampling_params(body, served)
-    _check_tokens(body, params, served.vocab_size)
+    sampling = sampling_fields(body, served)
+    _check_tokens(body, served.vocab_size)
+    if shape is not None:
+        shape.put_on(sampling, body)
     decoder_prompt, target = _decoder_prompt(body, served, info), target_language(body, served)
     prediction = None
     if body.prediction:
@@ -93,7 +96,8 @@ def check_body(
         body=body,
         served=served,
         info=info,
-        params=params if shape is None else shape.put_on(params),
+        sampling=sampling,
+        num_beams=sampling.get("num_beams", 1),
         inputs=inputs,
         prompts=prompts,
         decoder_prompt=decoder_prompt,
@@ -105,17 +109,17 @@ def check_body(
 
 def with_constraint(checked: CheckedPrompts, constraint: OutputConstraint) -> CheckedPrompts:
     """Return the body with a constraint of its output; refuses what has no meaning with one."""
-    field, params, served = constraint.field, checked.params, checked.served
-    if params.ignore_eos:
+    field, body, served = constraint.field, checked.body, checked.served
+    if body.ignore_eos:
         message = f"ignore_eos has no meaning with {field}, which says where the output ends"
         raise invalid(message, "ignore_eos")
-    if params.allowed_token_ids:
+    if body.allowed_token_ids is not None:
         message = f"allowed_token_ids has no meaning with {field}, which says what is generated"
         raise invalid(message, "allowed_token_ids")
-    if params.num_beams > 1 and not (served.config.eos_token_ids or checked.body.stop_token_ids):  # a beam must end
+    if checked.num_beams > 1 and not (served.config.eos_token_ids or body.stop_token_ids):  # a beam must end
         message = f"num_beams needs an end-of-sequence id with {constraint.param}, and {served.name} has none"
         raise invalid(f"{message}; send num_beams: 1", "num_beams")
-    return replace(checked, params=replace(params, grammar=constraint.grammar))
+    return checked._replace(sampling={**checked.sampling, "grammar": constraint.grammar})
 
 
 def _prompts(body: GenerateBody, language: int | None, most: int) -> list[PromptInput]:
@@ -127,18 +131,22 @@ def _prompts(body: GenerateBody, language: int | None, most: int) -> list[Prompt
     return [PromptInput(one, f"prompt[{at}]", language=language, most=most) for at, one in enumerate(several)]
 
 
-def sampling_params(body: GenerateBody, served: ServedModel) -> SamplingParams:
-    """Merge the client's fields over the folder's defaults, and those over greedy decoding; without the lengths."""
+def sampling_fields(body: GenerateBody, served: ServedModel) -> dict[str, Any]:
+    """Return fields of `SamplingParams`: the client's, else the folder's, without lengths."""
     defaults = served.checkpoint.sampling_defaults
     check_beams(body, beams_of(defaults, body.num_beams, body.temperature))
-    given = {name: value for name in _SENT if (value := getattr(body, name)) is not None}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    values = vars(body)
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name in _SENT
+        if (value := values[name]) is not None and name not in _LENGTHS
+    }
     if body.stop:
         served.require_tokenizer("stop")
         given["stop"] = (body.stop,) if isinstance(body.stop, str) else given["stop"]
     if body.seed is None:
         given["seed"] = secrets.randbits(63)
-    return SamplingParams(**over_defaults(defaults, given, 0) | {"max_tokens": 1, "min_tokens": 0})
+    return over_defaults(defaults, given, 0)
 
 
 def check_beams(body: GenerateBody, beams: int) -> None:
@@ -159,7 +167,10 @@ def check_beams(body: GenerateBody, beams: int) -> None:
 def _check_limits(body: GenerateBody, limits: Limits) -> None:
     """Raise an `ApiError` for the first limit that `body` exceeds."""
     for column in _LIMITED:
-        name, value, most = column.name, getattr(body, column.name), getattr(limits, column.row.limit)
+        name, value = column.name, getattr(body, column.name)
+        if not value:
+            continue
+        most = getattr(limits, column.row.limit)
         if isinstance(value, int) and value > most:
             raise invalid(f"{name} must be at most {most}", name)
         if isinstance(value, list | dict):
@@ -178,7 +189,7 @@ def _check_entries(name: str, value: Sequence[Any] | Mapping[Any, Any], most: in
         raise invalid(f"{name} has {len(value)} entries, more than {most}", name)
 
 
-def _check_tokens(body: GenerateBody, params: SamplingParams, vocab_size: int) -> None:
+def _check_tokens(body: GenerateBody, vocab_size: int) -> None:
     """Refuse ids outside the vocabulary, and a choice of none of it."""
     for column in _TOKENS:
         value = getattr(body, column.name) or ()
@@ -186,7 +197,7 @@ def _check_tokens(body: GenerateBody, params: SamplingParams, vocab_size: int) -
             at, token = next((at, token) for at, token in enumerate(value) if token >= vocab_size)
             place = f".{token}" if isinstance(value, dict) else f"[{at}]"
             raise outside_vocabulary(f"{column.name}{place}", vocab_size)
-    if lacks_tokens(params, vocab_size):
+    if lacks_tokens(body.suppress_tokens, body.allowed_token_ids, vocab_size):
         raise invalid("suppress_tokens leaves no token that may be generated", "suppress_tokens")
 
 
@@ -197,7 +208,7 @@ def _with_prefix(prompts: list[PromptInput], body: GenerateBody, served: ServedM
         return prompts
     if any(not isinstance(prompt.value, str) for prompt in prompts):
         raise invalid(f"task: {body.task} puts {prefix!r} in front of texts; send no token ids", "task")
-    return [replace(prompt, value=f"{prefix}{prompt.value}") for prompt in prompts]
+    return [prompt._replace(value=f"{prefix}{prompt.value}") for prompt in prompts]
 
 
 def _decoder_prompt(body: GenerateBody, served: ServedModel, info: ModelInfo) -> PromptInput | None:

@@ -68,7 +68,7 @@ class GeneratePlanner:
         info = loaded_info(self._client, served)
         check_request(body.timeout_s, body.priority, self._limits)
         checked = check_body(body, served, info, self._limits, shape)
-        check_room(self._client, served, len(checked.prompts) * max(checked.params.n, checked.params.num_beams))
+        check_room(self._client, served, len(checked.prompts) * max(body.n, checked.num_beams))
         constraint = await self._grammars.constraint(body, None if shape is None else shape.constrain)
         if constraint is not None:
             checked = with_constraint(checked, constraint)
@@ -77,9 +77,9 @@ class GeneratePlanner:
         return GeneratePlan(
             served=served,
             requests=requests_of(checked, tokens, request_id, arrival, self._limits),
-            n=checked.params.n,
+            n=body.n,
             return_token_ids=body.return_token_ids or served.tokenizer is None,
-            skip_special_tokens=checked.params.skip_special_tokens,
+            skip_special_tokens=body.skip_special_tokens,
             echo=await self._echo(checked) if body.echo else (),
             constraint=constraint,
         )
@@ -115,5 +115,5 @@ class GeneratePlanner:
             return source.value
         if checked.served.tokenizer is None:
             return ""
-        skip = checked.params.skip_special_tokens
+        skip = checked.body.skip_special_tokens
         return await self._threads.decode(checked.served.tokenizer, source.value, skip_special_tokens=skip)

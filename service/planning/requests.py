@@ -5,9 +5,9 @@ The only checks left are those of lengths: against the context, the KV cache, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Any, NamedTuple
 
 from model.api.request import Request
 from model.api.sampling_defaults import length_of
@@ -37,8 +37,7 @@ def cache_salt(requested: str | None) -> str:
     return f"{context.tenant if context is not None else ''}/{requested or ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(NamedTuple):
     """The ids of everything that a body has to tokenise."""
 
     prompts: Sequence[tuple[int, ...]]
@@ -69,12 +68,12 @@ def _request(checked: CheckedPrompts, tokens: Tokens, at: int, name: str, arriva
     encodes, param = served.is_encoder_decoder, checked.prompts[at].param
     start = len(tokens.decoder) if encodes else len(ids)
     max_tokens = _max_tokens(checked, start, param, limits)
-    params = _fitting(checked, len(ids), start + max_tokens, param)
+    beams = _fitting_beams(checked, len(ids), start + max_tokens, param)
     return Request(
         request_id=name,
         model=served.name,
         prompt_token_ids=tokens.decoder if encodes else ids,
-        params=with_lengths(params, body, served, start, max(1, max_tokens)),
+        params=with_lengths(checked.sampling, beams, body, served, start, max(1, max_tokens)),
         source=token_source(ids) if encodes else None,
         priority=body.priority,
         cache_salt=cache_salt(body.cache_salt),
@@ -86,9 +85,9 @@ def _request(checked: CheckedPrompts, tokens: Tokens, at: int, name: str, arriva
 
 
 def with_lengths(
-    params: SamplingParams, body: GenerateBody, served: ServedModel, start: int, max_tokens: int
+    sampling: Mapping[str, Any], num_beams: int, body: GenerateBody, served: ServedModel, start: int, max_tokens: int
 ) -> SamplingParams:
-    """Return parameters with the bounds of an output after `start` tokens; a folder's `min_length` counts them."""
+    """Return parameters for an output after `start` tokens; a folder's `min_length` counts them."""
     least, defaults = body.min_tokens, served.checkpoint.sampling_defaults
     if least is not None and least > max_tokens:
         raise invalid(f"min_tokens ({least}) must be at most max_tokens ({max_tokens})", "min_tokens")
@@ -96,7 +95,8 @@ def with_lengths(
         least = max(0, defaults["min_length"] - start)
     elif least is None:
         least = defaults.get("min_tokens", 0)
-    return replace(params, max_tokens=max_tokens, min_tokens=min(least, max_tokens))
+    lengths = {"max_tokens": max_tokens, "min_tokens": min(least, max_tokens)}
+    return SamplingParams(**{**sampling, **lengths, "num_beams": num_beams})
 
 
 def _max_tokens(checked: CheckedPrompts, start: int, param: str, limits: Limits) -> int:
@@ -140,10 +140,10 @@ def _most(checked: CheckedPrompts, limits: Limits) -> int | None:
 
     It bounds what a client left open; what a client asks for is refused where it is too much.
     """
-    params = checked.params
-    if params.logprobs is None or checked.body.stream:
+    body = checked.body
+    if body.logprobs is None or body.stream:
         return None
-    return max(1, limits.max_reply_logprobs // (params.n * len(checked.prompts) * (params.logprobs + 1)))
+    return max(1, limits.max_reply_logprobs // (body.n * len(checked.prompts) * (body.logprobs + 1)))
 
 
 def _too_long(start: int, max_tokens: int, info: ModelInfo, param: str) -> ApiError:
@@ -151,25 +151,25 @@ def _too_long(start: int, max_tokens: int, info: ModelInfo, param: str) -> ApiEr
     return context_exceeded(info.max_model_len, f"{start} prompt tokens + {max_tokens} max_tokens = {total}", param)
 
 
-def _fitting(checked: CheckedPrompts, prompt_tokens: int, length: int, param: str) -> SamplingParams:
-    """Return the parameters with as many beams of `length` as fit an empty KV cache, where the folder sets them.
+def _fitting_beams(checked: CheckedPrompts, prompt_tokens: int, length: int, param: str) -> int:
+    """Return the number of beams, of the folder's as many of `length` tokens as fit an empty KV cache.
 
     Raises an `ApiError` for a source that does not fit one step and the context, and for the client's beams.
     """
-    info, params, encodes = checked.info, checked.params, checked.served.is_encoder_decoder
+    info, beams, encodes = checked.info, checked.num_beams, checked.served.is_encoder_decoder
     source = prompt_tokens if encodes else 0
     _check_source(checked, prompt_tokens, param)
-    if checked.body.num_beams is None and params.num_beams > 1:
-        params = replace(params, num_beams=info.most_beams(params.num_beams, length, source=source))
-        check_beams(checked.body, params.num_beams)
-    if params.num_beams > info.max_num_seqs:
+    if checked.body.num_beams is None and beams > 1:
+        beams = info.most_beams(beams, length, source=source)
+        check_beams(checked.body, beams)
+    if beams > info.max_num_seqs:
         raise invalid(f"num_beams must be at most {info.max_num_seqs}, the maximum batch size", "num_beams")
-    shortage = info.shortage(params.num_beams, length, source=source)
+    shortage = info.shortage(beams, length, source=source)
     if shortage is not None:
         needed, there = (blocks * info.block_size for blocks in shortage)
         message = f"{param}, max_tokens and num_beams need {needed} tokens of KV cache, which holds {there}"
         raise invalid(message, param, "kv_cache_exceeded")
-    return params
+    return beams
 
 
 def _check_source(checked: CheckedPrompts, tokens: int, param: str) -> None:

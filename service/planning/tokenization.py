@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from model.errors import TooManyTokensError
 from model.text.tokenizer import Encoded, Tokenizer
@@ -48,8 +47,7 @@ class TokenizerThreads(Threads):
         return work() if len(ids) <= _INLINE_TOKENS else await self.run_in_thread(work)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptInput:
+class PromptInput(NamedTuple):
     """Holds a text or token ids as the client sent it, and the name of its field."""
 
     value: str | list[int]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import Field, create_model
@@ -32,49 +31,37 @@ class Parameters(Body):
         def __getattr__(self, name: str) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
 class Dialect:
     """Another API, which has parameters by a column of the table.
 
     A cell of the column says that the field is as in /generate, or what the API calls it. Those fields the API's own
-    body declares, and its translation reads.
+    body declares, and its translation reads. `owner` is whose API it is, in the text of fields that it does not have;
+    `within` is the object of a body that has the fields.
     """
 
-    column: str
-    owner: str  # whose API it is, in the text of fields that it does not have
-    within: str = ""  # the object of the body that has the fields
-
-    def cells(self) -> dict[str, Taken | str]:
-        """Return the cells of the column by native name, without empty ones."""
-        found = {name: getattr(one.row, self.column) for name, one in PARAMETERS.items()}
-        return {name: cell for name, cell in found.items() if cell is not None}
+    def __init__(self, column: str, owner: str, within: str = "") -> None:
+        found = {name: getattr(one.row, column) for name, one in PARAMETERS.items()}
+        self._owner = owner
+        self._cells: dict[str, Taken | str] = {name: cell for name, cell in found.items() if cell is not None}
+        self._taken = [name for name, cell in self._cells.items() if isinstance(cell, Taken)]
+        self.same = [*self._taken, *(name for name, cell in self._cells.items() if cell == name)]
+        self.drawing = [name for name in self._cells if PARAMETERS[name].row.draws]
+        places = {n: f"{within}{n if isinstance(cell, Taken) else cell}" for n, cell in self._cells.items()}
+        self.names = {native: place for native, place in places.items() if native != place}  # in a body, for errors
 
     def fields(self, body: object) -> dict[str, Any]:
         """Return the native fields that a body has as they are in /generate."""
-        return {name: getattr(body, name) for name, cell in self.cells().items() if isinstance(cell, Taken)}
-
-    def names(self) -> dict[str, str]:
-        """Return the places of the fields in a body by native name, of those that differ."""
-        found = {n: f"{self.within}{n if isinstance(cell, Taken) else cell}" for n, cell in self.cells().items()}
-        return {native: name for native, name in found.items() if native != name}
-
-    def same(self) -> list[str]:
-        """Return the names that are the native ones."""
-        return [name for name, cell in self.cells().items() if isinstance(cell, Taken) or cell == name]
-
-    def drawing(self) -> list[str]:
-        """Return the native names of those that choose how tokens are drawn."""
-        return [name for name in self.cells() if PARAMETERS[name].row.draws]
+        return {name: getattr(body, name) for name in self._taken}
 
     def body(self, declared: type[B]) -> type[B]:
         """Return a body with the fields of the column; raises for a name that neither it nor the table declares."""
         made: dict[str, Any] = {}
-        for name, cell in self.cells().items():
+        for name, cell in self._cells.items():
             if isinstance(cell, str):
                 if cell not in declared.model_fields:
                     raise TypeError(f"{declared.__name__} has no field {cell}, which the table names for {name}")
                 continue
-            text = f"As in /generate. Not {self.owner}." if cell is EXTRA else "As in /generate."
+            text = f"As in /generate. Not {self._owner}." if cell is EXTRA else "As in /generate."
             column = PARAMETERS[name]
             made[name] = (_kind(column) | None, Field(None, description=text, examples=[*column.row.examples][:1]))
         return _with_fields(declared, made)
