@@ -36,6 +36,9 @@ _FORMATS = {
     (
         "flax_model*.msgpack",
     ): "a model of Flax: convert it (from_pretrained with from_flax=True in transformers 4, then save_pretrained)",
+    ("vocabulary.json", "vocabulary.txt", "shared_vocabulary.*"): "a model of CTranslate2 (faster-whisper): serve the "
+    "folder that it was converted from",
+    ("*.nemo",): "a model of NeMo, which is not served",
     ("rust_model.ot", "*.mlmodel", "*.mlpackage", "*.tflite"): "a model for another program: serve the folder that it "
     "was made from",
 }
@@ -89,7 +92,7 @@ def describe_folder(path: Path) -> str:
             return found
     has_config = _CONFIG in names
     parents = () if has_config else (_trainer, _folders)
-    for describe in (*parents, _formats, _weights_alone):
+    for describe in (*parents, _formats, _of_others, _weights_alone):
         if found := describe(path, names):
             return found
     if has_config:
@@ -167,6 +170,12 @@ def _formats(path: Path, names: list[str]) -> str:
         if any(next(path.glob(pattern), None) is not None for pattern in patterns):
             return what
     return ""
+
+
+def _of_others(path: Path, names: list[str]) -> str:
+    if _CONFIG not in names or _text_in(path / _CONFIG, "model_type"):
+        return ""
+    return f"{_CONFIG} has no model_type, and no weights have a usual name: a model for another program"
 
 
 def _weights_alone(path: Path, names: list[str]) -> str:

@@ -43,8 +43,3 @@ WHOLES: dict[str, Whole] = {
     "vipllava": _LLAMA,
     "voxtral": _LLAMA,
 }
-# Why the language model of others is not served.
-NOT_SERVED = {
-    "mllama": "layers of its language model attend to an image",
-    "paligemma": "it reads prompts in both directions",
-}

@@ -374,7 +374,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must hold an object, found list"),
     "unknown type": (
         lambda f: edit_json(f / "config.json", model_type="rwkv"),
-        "model_type 'rwkv' is none of the [0-9]+ types that are served",
+        "model_type 'rwkv' is not served: its recurrent layers are not computed",
     ),
     "rope scaling": (
         lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),

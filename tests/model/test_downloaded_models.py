@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from model.families import FAMILIES, WHOLES
+import pytest
+
+from model.errors import ConfigError
+from model.families import FAMILIES, WHOLES, read_settings
+from model.families.not_served import NOT_SERVED
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
@@ -18,5 +22,13 @@ def test_served_types_are_those_that_the_list_calls_served() -> None:
         assert verdict.startswith(("served", "refused: ", "refused by ")), names
         if verdict.startswith("served"):
             assert model_type in FAMILIES or model_type in WHOLES, names
+        elif model_type in NOT_SERVED:
+            assert verdict == f"refused: {NOT_SERVED[model_type]}", names
+            with pytest.raises(ConfigError, match=re.escape(f"{model_type!r} is not served: {NOT_SERVED[model_type]}")):
+                read_settings({"model_type": model_type})
         elif model_type in FAMILIES:
             assert re.search("tokenizer|position_embedding_type|own code", verdict), f"{names}: its type is served"
+
+
+def test_types_are_served_or_not() -> None:
+    assert not NOT_SERVED.keys() & {*FAMILIES, *WHOLES}

@@ -88,7 +88,7 @@ def emptied(*kept: str) -> Callable[[Path], None]:
             file.unlink()
         for name in kept:
             (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text("{}")
+            (folder / name).write_text('{"model_type": "llama"}')
 
     return remove
 
@@ -100,6 +100,16 @@ def pointer(name: str) -> Callable[[Path], object]:
 def broken_link(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).symlink_to("../../blobs/0000")
+
+
+def for_another_program(*names: str) -> Callable[[Path], None]:
+    def leave(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        (folder / "config.json").write_text('{"dim_in": 64}')
+        for name in names:
+            (folder / name).write_bytes(b"x")
+
+    return leave
 
 
 def looping_link(folder: Path) -> None:
@@ -158,6 +168,11 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
         emptied("config.json", "lora.safetensors"),
         r"found lora\.safetensors: if that is the model, call",
     ),
+    "CTranslate2": (
+        for_another_program("model.bin", "vocabulary.json"),
+        r"of CTranslate2 .* that it was converted from",
+    ),
+    "another program": (for_another_program("kokoro-v1_0.pth"), r"config\.json has no model_type.*for another program"),
     "a broken link": (broken_link, r"model\.safetensors is a link to a file that is not there"),
     "a link in a circle": (looping_link, r"config\.json is a link to a file that is not there"),
     "parts of GGUF": (emptied("m-00002-of-00003.gguf"), r"the first is missing, m-00001-of-00003\.gguf"),

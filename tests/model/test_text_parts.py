@@ -137,7 +137,10 @@ def test_a_model_that_reads_prompts_in_both_directions_is_refused_with_the_reaso
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ({"model_type": "lfm2"}, r"text_config\.model_type of a llava, 'lfm2' is none of the"),
+        (
+            {"model_type": "lfm2"},
+            r"text_config\.model_type of a llava, 'lfm2' is not served: layers of short convolutions",
+        ),
         (dict(model_type="bert", **BERT), r"is an encoder \('bert'"),
         (None, "config.json of a llava lacks 'text_config'"),
     ],
