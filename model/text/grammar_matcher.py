@@ -36,8 +36,20 @@ Mask: TypeAlias = NDArray[np.bool_]
 CACHED_GRAMMARS = 64
 TOKENS_PER_LEXER = 5_000  # followed by all copies together; then the grammar is compiled anew
 LEXER_STATES = 100_000  # about 70 MB
-# Processor time for the masks of a sequence. A mask alone is limited by llguidance's own limits, to about 17 ms.
+LEXER_FUEL = 1_000_000  # of a step: about 150 ms
+ROW_ITEMS = 5_000  # what can come next: four for each property that may be left out
+CACHED_SECONDS = 20.0  # of processor time that was spent on cached grammars, whose memory grows by about 30 MB each
+# Processor time for the masks of a sequence. Most masks take less than 10 ms; an ambiguous grammar's may take 200 ms,
+# and other sequences wait for it. So what a mask takes beyond `SLOW_MASK` counts `SLOW_FACTOR` times.
 MASK_SECONDS, MASK_SECONDS_PER_TOKEN = 2.0, 0.005
+SLOW_MASK, SLOW_FACTOR = 0.02, 10
+# What llguidance says of its limits, and what is said instead.
+_LIMITS = {
+    "too many states": "counts and lengths are too large together",
+    "too many expressions": "an expression is too complex",
+    "Current row has": "too much can come next at one place, such as properties that may be left out",
+    "Too many items": "too much can come next at one place, such as properties that may be left out",
+}
 
 
 def require_llguidance() -> type[llguidance.LLMatcher]:
@@ -93,10 +105,17 @@ class _Compiled:
         self.vocabulary = vocabulary
         self.num_tokens = 0
         self.is_full = False
-        limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(
+            max_lexer_states=LEXER_STATES,
+            max_items_in_row=ROW_ITEMS,
+            step_lexer_fuel=LEXER_FUEL,
+            verbose_errors=False,
+        )
+        began = time.thread_time()
         self.start = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
         if self.start.is_error():
             raise GrammarError(_redact(self.start.get_error()))
+        self.seconds = time.thread_time() - began  # spent on it by all that follow it
 
     @property
     def is_used_up(self) -> bool:
@@ -148,6 +167,11 @@ class Matcher:
         return self._compiled.is_used_up
 
     @property
+    def seconds(self) -> float:
+        """Processor time that was spent on the grammar by all that follow it."""
+        return self._compiled.seconds
+
+    @property
     def tokens(self) -> Mask:
         """The mask `[V]` of the tokens that can continue the text; read-only."""
         return self._state()[0]
@@ -175,7 +199,11 @@ class Matcher:
     def failure(self) -> str:
         """The reason why an incomplete output cannot continue."""
         if self._is_too_much or self._seconds_left < 0:
-            return "it takes too much to follow"
+            error = self._matcher.get_error() if self._is_too_much else ""
+            why = next(
+                (said for begin, said in _LIMITS.items() if begin in error), "what comes next is found too slowly"
+            )
+            return f"it takes too much to follow: {why}"
         return "no token of the model can come next"
 
     @property
@@ -188,7 +216,9 @@ class Matcher:
         """Count the processor time of the block."""
         began = time.thread_time()
         yield
-        self._seconds_left -= time.thread_time() - began
+        spent = time.thread_time() - began
+        self._compiled.seconds += spent
+        self._seconds_left -= spent + (SLOW_FACTOR - 1) * max(0.0, spent - SLOW_MASK)
 
     def _take_own_lexer(self) -> None:
         """Follow the output so far again with a new lexer, as the shared one is full."""
@@ -288,14 +318,17 @@ class Grammars:
     def compile(self, grammar: str) -> Future[Matcher]:
         """Return the future of a matcher to fork; the future may raise `GrammarError` or `ConfigError`."""
         future = self._compiled.get(grammar)
-        if future is None or _is_used_up(future):
+        if future is None or ((matcher := _result(future)) is not None and matcher.is_used_up):
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="triptych-grammar")
             future = self._compiled[grammar] = self._executor.submit(self._compile, grammar)
-            while len(self._compiled) > CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
+        while len(self._compiled) > 1 and (len(self._compiled) > CACHED_GRAMMARS or self._seconds() > CACHED_SECONDS):
+            self._compiled.popitem(last=False)
         return future
+
+    def _seconds(self) -> float:
+        return sum(matcher.seconds for future in self._compiled.values() if (matcher := _result(future)) is not None)
 
     def _compile(self, grammar: str) -> Matcher:
         if self._vocabulary is None:
@@ -303,6 +336,7 @@ class Grammars:
         return compile_grammar(grammar, self._vocabulary)
 
 
-def _is_used_up(future: Future[Matcher]) -> bool:
-    """Whether a grammar was compiled and has followed as much as it may."""
-    return future.done() and not future.cancelled() and future.exception() is None and future.result().is_used_up
+def _result(future: Future[Matcher]) -> Matcher | None:
+    """Return the matcher of a grammar that was compiled without an error."""
+    is_there = future.done() and not future.cancelled() and future.exception() is None
+    return future.result() if is_there else None

@@ -13,6 +13,7 @@ from typing import Literal
 from model.errors import GrammarError
 
 MAX_NESTING = 200  # of groups
+LONGEST = 65_536  # characters that counts and lengths allow: each has a state of the lexer, of which there are 100,000
 _MAX_ALTERNATIVES = 256  # into which a pattern with anchors within its groups is divided
 _ANY = "(?s:.*)"
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
@@ -116,6 +117,8 @@ class _Parser:
         group = self._alternatives()
         if self._at < len(self._text):
             raise self._error("the ')' opens nowhere")
+        if _shortest(group) > LONGEST:
+            raise GrammarError(f"only texts of more than {LONGEST:,} characters would match, which are not served")
         return group
 
     def _error(self, problem: str, at: int | None = None) -> GrammarError:
@@ -171,6 +174,8 @@ class _Parser:
         if found[3] and int(found[3]) < int(found[1]):
             raise self._error("the count has a greater minimum than maximum")
         self._at = found.end()
+        if found[3] and int(found[3]) > LONGEST and self._reading != "widest":
+            return f"{{{found[1]},{max(LONGEST, int(found[1]))}}}"
         return found[0]
 
     def _atom(self) -> _Part | None:
@@ -348,6 +353,18 @@ def _turned(reading: Reading, negated: bool) -> Reading:
     """Return the reading of what is within a complement."""
     others: dict[Reading, Reading] = {"widest": "narrowest", "narrowest": "widest"}
     return others.get(reading, reading) if negated else reading
+
+
+def _shortest(part: _Part) -> int:
+    """Return the number of characters of the shortest text of a part."""
+    match part:
+        case _Group(alternatives):
+            return min(sum(map(_shortest, sequence)) for sequence in alternatives)
+        case _Repeated(inner, count):
+            least = "0" if count in "*?" else "1" if count == "+" else count.strip("{}").partition(",")[0]
+            return int(least) * _shortest(inner)
+        case _:
+            return isinstance(part, str)
 
 
 def _has_anchor(part: _Part) -> bool:

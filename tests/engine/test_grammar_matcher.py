@@ -16,7 +16,7 @@ import pytest
 
 from model.api.request import FinishReason, TokenOutput
 from model.text import grammar_matcher
-from model.text.grammar import GrammarError, choice_grammar, json_grammar, regex_grammar
+from model.text.grammar import GrammarError, choice_grammar, json_grammar, regex_grammar, written_grammar
 from model.text.grammar_matcher import Grammars, Matcher, Vocabulary, compile_grammar
 from model.text.token_bytes import TokenBytes
 from service.chat.call_grammar import reply_grammar
@@ -460,4 +460,38 @@ def test_a_grammar_with_slow_masks_ends_its_own_sequence(monkeypatch: pytest.Mon
     run = engine("llama")
     run.engine.add(request("llama", "r", 5, max_tokens=9, grammar=regex_grammar("a+")))
     last = end(finish(run).outputs)
-    assert (last.finish_reason, last.error) == (FinishReason.ERROR, "it takes too much to follow")
+    assert last.finish_reason is FinishReason.ERROR
+    assert last.error == "it takes too much to follow: what comes next is found too slowly"
+
+
+def test_slow_masks_count_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for them: a grammar with slow masks ends its sequence before it has used its time."""
+    for name, value in {"MASK_SECONDS": 0.5, "MASK_SECONDS_PER_TOKEN": 0.0, "SLOW_MASK": 0.0}.items():
+        monkeypatch.setattr(grammar_matcher, name, value)
+    grammar = written_grammar('root ::= s\ns ::= s s | "a" | "b" | "ab"')
+    matcher, began = compile_grammar(grammar, Vocabulary(TokenBytes(BYTES, BYTES))), time.thread_time()
+    while not matcher.is_exhausted:
+        matcher.accept(ord("a"))
+    assert matcher.failure == "it takes too much to follow: what comes next is found too slowly"
+    assert time.thread_time() - began < 0.25
+
+
+def test_objects_may_have_many_properties_that_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary(TokenBytes(BYTES, BYTES))
+    names = {f"p{number}": {"type": "boolean"} for number in range(520)}
+    start = compile_grammar(json_grammar({"type": "object", "properties": names}), vocabulary)
+    assert follow(start, '{"p519": true}').is_complete
+    monkeypatch.setattr(grammar_matcher, "ROW_ITEMS", 1_000)
+    start = compile_grammar(json_grammar({"type": "object", "properties": names}), vocabulary)
+    start.accept(ord("{"))
+    assert start.is_exhausted and "such as properties that may be left out" in start.failure
+
+
+def test_cached_grammars_are_few_where_they_cost_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_matcher, "CACHED_SECONDS", 0.0)
+    grammars = Grammars(lambda: PLAIN)
+    first = grammars.compile(choice_grammar(["a"]))
+    assert first.result().seconds > 0
+    assert grammars.compile(choice_grammar(["a"])) is first
+    grammars.compile(choice_grammar(["b"])).result()
+    assert grammars.compile(choice_grammar(["a"])) is not first

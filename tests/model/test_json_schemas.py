@@ -259,6 +259,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"enum": []}, "#: no value is accepted"),
     ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "#: no value is accepted .* leads back to itself"),
     ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "#: .* leads back"),
+    ({"minLength": 70_000}, "#/minLength: minLength may be 65,536 at most, found 70000"),
+    ({"pattern": "^(a{300}b|c{300}){300}$"}, "#/pattern: pattern: only texts of more than 65,536 characters"),
     ({"pattern": "a\x01?"}, "#/pattern: pattern: a control character .* is not served"),
     ({"pattern": r"^[\u0001]$"}, "#/pattern: pattern: a control character"),
     ({"patternProperties": {"\x7f": {}}}, "#/patternProperties/.*: patternProperties: a control character"),
@@ -277,6 +279,16 @@ def test_a_long_place_is_shortened() -> None:
     with pytest.raises(GrammarError) as refusal:
         json_grammar({"properties": {"x" * 9_000: {"uniqueItems": True}}})
     assert len(str(refusal.value)) <= 400 and "uniqueItems" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "string", "maxLength": 200_000}, {"pattern": "^a{0,200000}$", "type": "string"}]
+)
+def test_strings_may_end_before_the_lexer_has_too_many_states(schema: dict[str, Any]) -> None:
+    matcher = compile_grammar(json_grammar(schema), VOCABULARY)
+    for byte in b'"' + b"a" * 65_536:
+        matcher.accept(byte)
+    assert not matcher.tokens[ord("a")] and matcher.tokens[ord('"')]
 
 
 def test_bounds_of_numbers_hold_for_random_outputs() -> None:

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from model.errors import GrammarError
-from model.text.patterns import needs_number, search_pattern
+from model.text.patterns import LONGEST, needs_number, search_pattern
 from model.text.schemas.disjoint import TYPES, Comparison
 from model.text.schemas.documents import MAX_NODES, Document, Place, shown
 from model.text.schemas.emptiness import without_empty
@@ -168,7 +168,10 @@ class _Translator:
         value = place.value
         for keyword in ("minLength", "maxLength"):
             if keyword in value:
-                found[keyword] = whole(place, keyword)
+                length = whole(place, keyword)
+                if length > LONGEST and keyword == "minLength":
+                    raise place.refused(keyword, f"may be {LONGEST:,} at most, found {length}")
+                found[keyword] = min(length, LONGEST)
         if "pattern" in value:
             found["pattern"] = pattern_of(place.at("pattern"), value["pattern"])
         if isinstance(name := value.get("format"), str) and name in HELD:
