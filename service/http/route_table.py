@@ -35,11 +35,14 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a route replies with: one of `shapes` (types) as JSON, a stream of `events`, or a text."""
+    """What a route replies with: one of `shapes` (types) as JSON, a stream of `events`, or a text.
+
+    The shape `Any` is that of another API, whose own reference describes it.
+    """
 
     description: str
     shapes: Sequence[Any] = ()
-    events: Sequence[type[BaseModel]] = ()
+    events: Sequence[Any] = ()
     texts: Sequence[str] = ()  # media types
 
 
@@ -83,9 +86,7 @@ def file_body(model: type[BaseModel], media_type: str) -> Body:
     return Body((model,), {}, (media_type, "application/octet-stream", JSON))
 
 
-def replies(
-    description: str, *shapes: Any, events: Sequence[type[BaseModel]] = (), texts: Sequence[str] = ()
-) -> dict[int, Reply]:
+def replies(description: str, *shapes: Any, events: Sequence[Any] = (), texts: Sequence[str] = ()) -> dict[int, Reply]:
     """Return the replies of a route that has one, with status 200."""
     return {200: Reply(description, shapes, events, texts)}
 

@@ -17,8 +17,7 @@ from service.http.route_prefix import prefix_of
 from service.http.route_table import JSON, Body, Parameter, Reply, Route, Routes, RouteTable
 from service.http.static_pages import page
 from service.lifecycle.state import service_of
-from service.schemas.conversation_replies import AnthropicError
-from service.schemas.replies import ErrorReply
+from service.schemas.replies import AnthropicError, ErrorReply
 
 routes = Routes()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -29,7 +30,6 @@ from service.lifecycle.jobs import Job, combined_outcome
 from service.lifecycle.state import Service, service_of
 from service.planning.encode import EncodePlan
 from service.planning.outputs.registry import OUTPUTS, missing
-from service.schemas.dialect_replies import Vectors
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.replies import EncodeReply
 
@@ -50,7 +50,7 @@ _BODIES: dict[str, type[BaseModel]] = {
         triptych={"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]},
         huggingface={"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]},
     ),
-    replies("The vectors.", EncodeReply, Vectors),
+    replies("The vectors.", EncodeReply, Any),
     MODEL_IN_QUERY,
 )
 async def encode(request: Request) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +18,6 @@ from service.http.model_use import choose_model
 from service.http.parsing import parsed
 from service.http.route_table import MODEL_IN_QUERY, Routes, file_body, replies
 from service.routes import encode
-from service.schemas.dialect_replies import HuggingFaceClass
 
 routes = Routes("encode")
 
@@ -33,7 +33,7 @@ def classifies_images(served: ServedModel) -> bool:
     "/pipeline/image-classification",
     "Classify an image, as InferenceClient asks for it",
     file_body(ImageBody, "image/*"),
-    replies("The classes, the best first.", list[HuggingFaceClass]),
+    replies("The classes, the best first.", Any),
     MODEL_IN_QUERY,
 )
 async def image_classification(request: Request) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +23,6 @@ from service.http.route_table import Routes, json_body, replies
 from service.lifecycle.state import service_of
 from service.planning.admission import check_room
 from service.routes import encode, generate
-from service.schemas.dialect_replies import OpenAIChatChunk, OpenAIChatCompletion, OpenAICompletion, OpenAIEmbeddings
 
 routes = Routes("generate")
 
@@ -34,7 +35,7 @@ _EMBEDDING = {"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]
     "/v1/completions",
     "Completions, as OpenAI has them",
     json_body(CompletionBody, openai=_COMPLETION),
-    replies("A `text_completion`, or its events.", OpenAICompletion, events=(OpenAICompletion,)),
+    replies("A `text_completion`, or its events.", Any, events=(Any,)),
 )
 async def completions(request: Request) -> Response:
     """Works with OpenAI's client. `max_tokens` is 16 by default, `temperature` the checkpoint's or 1."""
@@ -54,7 +55,7 @@ async def completions(request: Request) -> Response:
     "/v1/chat/completions",
     "Chat completions, as OpenAI has them",
     json_body(ChatBody, openai=_CHAT),
-    replies("A `chat.completion`, or its events.", OpenAIChatCompletion, events=(OpenAIChatChunk,)),
+    replies("A `chat.completion`, or its events.", Any, events=(Any,)),
 )
 async def chat_completions(request: Request) -> Response:
     """Works with OpenAI's client. The checkpoint's chat template makes the prompt; a model without one gets a 400."""
@@ -79,7 +80,7 @@ async def chat_completions(request: Request) -> Response:
     "/v1/embeddings",
     "Embeddings, as OpenAI, Jina and vLLM have them",
     json_body(EmbeddingBody, openai=_EMBEDDING),
-    replies("A list of `embedding`s.", OpenAIEmbeddings),
+    replies("A list of `embedding`s.", Any),
     task="encode",
 )
 async def embeddings(request: Request) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +17,6 @@ from service.http.model_use import choose_model, hold_model
 from service.http.route_table import Routes, json_body, replies
 from service.lifecycle.state import service_of
 from service.routes import encode
-from service.schemas.dialect_replies import Classified, CohereVectors, Ranked, Scored
 
 routes = Routes("encode")
 
@@ -38,7 +39,7 @@ async def rank(request: Request, body: RankBody) -> Response:
     "/v1/rerank",
     "Rerank, as Cohere, Jina and vLLM do",
     json_body(RankBody, rank=_RANK),
-    replies("The documents, best first.", Ranked),
+    replies("The documents, best first.", Any),
 )
 async def rerank_v1(request: Request) -> Response:
     """Scores are probabilities of a model that classifies pairs of texts, or else the cosine of its vectors."""
@@ -49,7 +50,7 @@ async def rerank_v1(request: Request) -> Response:
     "/v2/rerank",
     "Rerank, as Cohere does",
     json_body(RankBody, rank=_RANK),
-    replies("The documents, best first.", Ranked),
+    replies("The documents, best first.", Any),
 )
 async def rerank_v2(request: Request) -> Response:
     """The same as /v1/rerank."""
@@ -60,7 +61,7 @@ async def rerank_v2(request: Request) -> Response:
     "/v1/score",
     "Score pairs of texts, as vLLM does",
     json_body(ScoreBody, score=_SCORE),
-    replies("A score for each pair.", Scored),
+    replies("A score for each pair.", Any),
 )
 async def score_v1(request: Request) -> Response:
     """Scores are those of /v1/rerank."""
@@ -71,7 +72,7 @@ async def score_v1(request: Request) -> Response:
     "/score",
     "Score pairs of texts, as vLLM does",
     json_body(ScoreBody, score=_SCORE),
-    replies("A score for each pair.", Scored),
+    replies("A score for each pair.", Any),
 )
 async def score(request: Request) -> Response:
     """The same as /v1/score."""
@@ -82,7 +83,7 @@ async def score(request: Request) -> Response:
     "/v1/classify",
     "Classify texts, as vLLM does",
     json_body(ClassifyBody),
-    replies("The class of each text.", Classified),
+    replies("The class of each text.", Any),
 )
 async def classify_v1(request: Request) -> Response:
     """Requires a model that classifies texts."""
@@ -90,7 +91,7 @@ async def classify_v1(request: Request) -> Response:
 
 
 @routes.post(
-    "/classify", "Classify texts, as vLLM does", json_body(ClassifyBody), replies("The class of each text.", Classified)
+    "/classify", "Classify texts, as vLLM does", json_body(ClassifyBody), replies("The class of each text.", Any)
 )
 async def classify(request: Request) -> Response:
     """The same as /v1/classify."""
@@ -101,7 +102,7 @@ async def classify(request: Request) -> Response:
     "/v1/embed",
     "Embed, as Cohere's first version does",
     json_body(CohereEmbedBody, cohere=_EMBED),
-    replies("A vector for each text.", CohereVectors),
+    replies("A vector for each text.", Any),
 )
 async def embed_v1(request: Request) -> Response:
     """Works with Cohere's client. Vectors have length 1."""
@@ -112,7 +113,7 @@ async def embed_v1(request: Request) -> Response:
     "/v2/embed",
     "Embed, as Cohere does",
     json_body(CohereEmbedBody, cohere=_EMBED),
-    replies("Vectors by their type.", CohereVectors),
+    replies("Vectors by their type.", Any),
 )
 async def embed_v2(request: Request) -> Response:
     """Works with Cohere's client. Vectors have length 1."""

@@ -20,7 +20,6 @@ from service.http.model_use import chat_model
 from service.http.route_table import Routes, in_path, in_query, json_body, replies
 from service.lifecycle.state import Service, service_of
 from service.routes import generate
-from service.schemas.conversation_replies import DeletedResponse, OpenAIResponse, OpenAIResponseEvent, ResponseItems
 
 routes = Routes("generate")
 
@@ -31,7 +30,7 @@ _ID = in_path("response_id", "The id of a response, such as `resp_5f0c1d`.")
     "/v1/responses",
     "Responses, as OpenAI has them",
     json_body(ResponsesBody, openai={"model": "code", "input": "Hello", "max_output_tokens": 16}),
-    replies("A `response`, or its events.", OpenAIResponse, events=(OpenAIResponseEvent,)),
+    replies("A `response`, or its events.", Any, events=(Any,)),
 )
 async def create(request: Request) -> Response:
     """Works with OpenAI's client. Conversations are kept for `previous_response_id` by this process alone.
@@ -59,7 +58,7 @@ async def create(request: Request) -> Response:
 @routes.get(
     "/v1/responses/{response_id}",
     "A stored response",
-    replies("The `response`.", OpenAIResponse),
+    replies("The `response`.", Any),
     _ID,
     in_query("stream", "Only `false` is served.", enum=["false"]),
     errors=(400, 404),
@@ -78,7 +77,7 @@ async def retrieve(request: Request) -> Response:
 @routes.delete(
     "/v1/responses/{response_id}",
     "Forget a stored response",
-    replies("It is forgotten.", DeletedResponse),
+    replies("It is forgotten.", Any),
     _ID,
     errors=(404,),
 )
@@ -93,7 +92,7 @@ async def delete(request: Request) -> Response:
 @routes.get(
     "/v1/responses/{response_id}/input_items",
     "The input of a stored response",
-    replies("A page of items.", ResponseItems),
+    replies("A page of items.", Any),
     _ID,
     in_query("after", "The id of the item before the page.", type="string"),
     in_query("limit", "Items of a page; default: 20.", type="integer", minimum=1, maximum=100),

@@ -24,6 +24,20 @@ class ErrorReply(Reply):
     error: ErrorDetail = Field(description="The error.")
 
 
+class AnthropicErrorDetail(Reply):
+    type: str = Field(description="Its kind.", examples=["invalid_request_error"])
+    message: str = Field(description="What is wrong, naming the field.", examples=["max_tokens is required"])
+    details: dict[str, Any] | None = Field(None, description="For a `thread`: what the client knows the refusal by.")
+
+
+class AnthropicError(Reply):
+    """The errors of Anthropic's routes."""
+
+    type: Literal["error"] = Field(description="The type of this object.", examples=["error"])
+    error: AnthropicErrorDetail = Field(description="The error.")
+    request_id: str = Field(description="The request id.", examples=["5f0c1d"])
+
+
 class Usage(Reply):
     prompt_tokens: int = Field(description="Of all prompts; encoder-decoder: of the sources.", examples=[5])
     completion_tokens: int = Field(description="Generated, over all choices.", examples=[16])
