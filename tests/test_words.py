@@ -20,7 +20,6 @@ WORDS = re.compile(
 PROSE = (".py", ".md", ".c", ".h", ".toml", ".yaml", ".html", ".sh", "Makefile", "Dockerfile")
 UNREAD = (
     "CHANGELOG.md",
-    "README.md",
     "SECURITY.md",
     "docs/api.md",
     "docs/architecture.md",
