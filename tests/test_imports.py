@@ -20,7 +20,7 @@ PACKAGES = ("model", "service", "loadtest", "lab")
 MODEL = """
     errors
     config              : errors
-    api                 : errors
+    api                 : errors config
     system              : errors
     gguf                : errors
     text                : errors api system gguf
@@ -49,7 +49,8 @@ MODEL = """
     client              : errors api system text
     llm_speech          : errors api text checkpoint speech engine
     llm                 : errors api text media speech/audio_file checkpoint speech network engine llm_speech
-    quantization        : errors api native gguf checkpoint families families/table linear attention network engine llm
+    quantization        : errors config api native gguf checkpoint families families/table linear attention network
+                          engine llm
     pretrained
 """
 SERVICE = """

@@ -20,7 +20,7 @@ import torch
 from lab.bench.batches import Workload
 from model.checkpoint.folder import read_checkpoint
 from model.config.cache import paged_specs, state_bytes
-from model.config.formats import QUANTIZED_LAYERS, NumberKind
+from model.config.formats import FORMATS, QUANTIZED_LAYERS
 from model.config.layer import AttentionConfig, ExpertsConfig, LayerConfig, MLPConfig
 from model.config.model import ModelConfig, StackConfig
 from model.linear.native import packed_linear
@@ -35,10 +35,7 @@ NUMBER_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 
 def weight_bytes(name: str) -> float:
     """Return the bytes of a weight of the layers in the number format `name`, with its share of a group's scale."""
-    if name not in QUANTIZED_LAYERS:
-        return NUMBER_BYTES[name]
-    layers, _ = QUANTIZED_LAYERS[name]
-    return (0.5 if layers.weight is NumberKind.INT4 else 1.0) + (4 / layers.group if layers.group else 0.0)
+    return FORMATS[name].bits / 8 if name in FORMATS else NUMBER_BYTES[name]
 
 
 def multiplied_as(name: str) -> str:

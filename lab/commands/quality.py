@@ -24,7 +24,7 @@ from lab.bench.peers import llama_cpp_formats
 from lab.training import corpus, pairs
 from lab.training.evaluate import WRITTEN, bits_per_byte, exact_match, pieces
 from loadtest.runs import flags
-from model.api.engine_config import EngineConfig
+from model.api.engine_config import INTEGERS, EngineConfig
 from model.llm import LLM
 from model.pretrained import embedded_models
 from model.quantization.folder import quantize
@@ -35,12 +35,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int8-g128": {"dtype": "bfloat16", "quantization": "int8-g128"},
-    "int8-g32": {"dtype": "bfloat16", "quantization": "int8-g32"},
-    "int4": {"dtype": "bfloat16", "quantization": "int4"},
-    "int4-g32": {"dtype": "bfloat16", "quantization": "int4-g32"},
-    "int4-g128": {"dtype": "bfloat16", "quantization": "int4-g128"},
+    **{name: {"dtype": "bfloat16", "quantization": name} for name in INTEGERS},
     "int8, int8 KV": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
 }
 

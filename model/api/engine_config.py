@@ -6,10 +6,11 @@ import math
 import sys
 from dataclasses import dataclass
 
+from model.config.formats import FORMATS, QUANTIZED_LAYERS
 from model.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int8", "int8-g128", "int8-g32", "int4", "int4-g32", "int4-g128", "fp8")
+QUANTIZATIONS, INTEGERS = ("none", *FORMATS), tuple(QUANTIZED_LAYERS)
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 ATTENTION_BACKENDS = ("auto", "native", "triton", "sdpa")
 SLOW_FALLBACKS = ("allow", "refuse")

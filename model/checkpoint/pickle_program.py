@@ -15,11 +15,7 @@ from model.families.table.rules import Shape
 
 MAX_INSTRUCTIONS = 500_000  # some 35 a tensor
 _MAX_DIMENSIONS = 16
-# Kinds of numbers as safetensors calls them, with their bytes, by the names that PyTorch gives storages and dtypes.
-ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+# Kinds of numbers as safetensors calls them, by the names that PyTorch gives storages and dtypes.
 _STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8",

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from model.checkpoint.pickle_program import ITEM_BYTES, Malformed, Program, Storage, TensorView
+from model.checkpoint.pickle_program import Malformed, Program, Storage, TensorView
+from model.config.formats import STORED_BYTES
 from model.errors import CheckpointError
 from model.families.table.rules import Shape
 
@@ -169,7 +170,7 @@ def _from_legacy(file: BinaryIO) -> list[SavedTensor]:
             raise Malformed("a storage belongs to no tensor of the state dict")
         file.seek(at)
         count = file.read(8)
-        length = storage.elements * ITEM_BYTES[storage.kind]
+        length = storage.elements * STORED_BYTES[storage.kind]
         if len(count) < 8 or int.from_bytes(count, "little") != storage.elements or at + 8 + length > size:
             raise Malformed(f"storage {key[:40]!r} is cut short")
         spans[key] = (at + 8, length)
@@ -200,7 +201,7 @@ def _located(state: object, span: Callable[[Storage], tuple[int, int]]) -> list[
     found = []
     for name, tensor in _tensors(state).items():
         begin, length = span(tensor.storage)
-        item = ITEM_BYTES[tensor.kind]
+        item = STORED_BYTES[tensor.kind]
         steps = zip(tensor.shape, tensor.strides, strict=True)
         last = tensor.offset + sum((size - 1) * stride for size, stride in steps)
         if math.prod(tensor.shape) and (last + 1) * item > length:

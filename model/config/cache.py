@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from model.config.formats import NumberKind
 from model.config.layer import AttentionConfig
 from model.config.model import StackConfig
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 SCALED_KINDS = ("int8", "float8_e4m3fn")  # that have a float32 scale for each key and each value
-_SCALE_BYTES = 4  # float32
+_FLOAT32_BYTES = 4
 NO_STATE = -1  # instead of a state's slot: to read, zeros, as before the first token; to write, nothing is kept
 
 
@@ -35,8 +35,8 @@ class PagedSpec:
 
     @property
     def token_bytes(self) -> int:
-        scales = 2 * _SCALE_BYTES * self.kv_heads if self.dtype in SCALED_KINDS else 0
-        return self.elements * ITEM_BYTES[self.dtype] + scales
+        scales = 2 * _FLOAT32_BYTES * self.kv_heads if self.dtype in SCALED_KINDS else 0
+        return self.elements * NumberKind(self.dtype).bits // 8 + scales
 
 
 def paged_specs(decoder: StackConfig, dtype: str) -> dict[int, PagedSpec]:
@@ -52,7 +52,7 @@ def paged_specs(decoder: StackConfig, dtype: str) -> dict[int, PagedSpec]:
 def state_bytes(decoder: StackConfig | None) -> int:
     """Bytes of the float32 states of all recurrent layers, of one sequence; 0 where there are none."""
     recurrences = decoder.recurrences.values() if decoder is not None else ()
-    return ITEM_BYTES["float32"] * sum(one.state_elements for one in recurrences)
+    return _FLOAT32_BYTES * sum(one.state_elements for one in recurrences)
 
 
 def cached_elements(decoder: StackConfig | None, context: int = 1) -> int:

@@ -17,6 +17,18 @@ class NumberKind(StrEnum):
     INT4 = "int4"
     FLOAT8 = "float8_e4m3fn"  # 4 bits of exponent, 3 of fraction, up to 448
 
+    @property
+    def bits(self) -> int:
+        return {"float32": 32, "bfloat16": 16, "float16": 16, "int4": 4}.get(self, 8)
+
+
+STORED_BYTES = {  # of a number, by the names that safetensors has for dtypes
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -118,12 +130,33 @@ def integers(weight: NumberKind, group: int = 0) -> NumberFormat:
     return NumberFormat(weight, NumberKind.INT8, group=group)
 
 
-# What C keeps the matrices of layers in, and the head, by the setting that asks for it.
-QUANTIZED_LAYERS: dict[str, tuple[NumberFormat, NumberFormat]] = {
-    "int8": (integers(NumberKind.INT8), integers(NumberKind.INT8)),
-    "int8-g128": (integers(NumberKind.INT8, 128), integers(NumberKind.INT8, 128)),
-    "int8-g32": (integers(NumberKind.INT8, 32), integers(NumberKind.INT8, 32)),
-    "int4": (integers(NumberKind.INT4, 64), integers(NumberKind.INT8, 128)),
-    "int4-g32": (integers(NumberKind.INT4, 32), integers(NumberKind.INT8, 128)),
-    "int4-g128": (integers(NumberKind.INT4, 128), integers(NumberKind.INT8, 128)),
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """What a value of `--quantization` keeps the matrices of layers in, and the head."""
+
+    layers: NumberFormat
+    head: NumberFormat | None  # None: the network's floats
+    loss: str  # of the weights, for people
+    is_planned: bool = False  # `inspect` and errors about memory say what a model takes in it
+
+    @property
+    def bits(self) -> float:
+        """Bits of a weight of the layers, with its share of a scale in float32."""
+        return self.layers.weight.bits + (32 / self.layers.group if self.layers.group else 0)
+
+
+_I8, _I4 = NumberKind.INT8, NumberKind.INT4
+_ROW, _GROUP = (f"each rounded by at most 1/254 of the largest in its {where}" for where in ("row", "group"))
+_HEAD, _LOST = integers(_I8, 128), "which loses about {} % of the norm of weights"
+# Every format that can be asked for, by the name of the setting.
+FORMATS = {
+    "int8": WeightFormat(integers(_I8), integers(_I8), _ROW, is_planned=True),
+    "int8-g128": WeightFormat(integers(_I8, 128), integers(_I8, 128), _GROUP, is_planned=True),
+    "int8-g32": WeightFormat(integers(_I8, 32), integers(_I8, 32), _GROUP),
+    "int4": WeightFormat(integers(_I4, 64), _HEAD, _LOST.format(9), is_planned=True),
+    "int4-g32": WeightFormat(integers(_I4, 32), _HEAD, _LOST.format(8)),
+    "int4-g128": WeightFormat(integers(_I4, 128), _HEAD, _LOST.format(10)),
+    "fp8": WeightFormat(NumberFormat(NumberKind.FLOAT8, NumberKind.FLOAT8), None, ""),
 }
+# What layers and the head are kept in, in integers: C and Triton multiply them, `triptych quantize` writes them.
+QUANTIZED_LAYERS = {name: (one.layers, one.head) for name, one in FORMATS.items() if one.head is not None}

@@ -19,6 +19,7 @@ from model.api.messages import ModelSpec
 from model.attention.reference import ReferenceBackend
 from model.checkpoint.folder import Checkpoint
 from model.checkpoint.tensor_sources import tensor_sources
+from model.config.formats import FORMATS
 from model.config.model import ModelConfig
 from model.engine.cache_budget import KVLayout, fit_context, least_context, max_context
 from model.engine.kernels import choose_dtype
@@ -33,6 +34,7 @@ from model.system.devices import has_fast_bf16
 
 DEFAULT_POOL = 1 << 30  # bytes, where memory allows
 _POOL_SHARE = 4  # of what the weights leave; so a model that is loaded later finds memory too
+_PLANNED = tuple(name for name, one in FORMATS.items() if one.is_planned)
 _NATIVE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 1 << 30
 
@@ -146,9 +148,7 @@ def _formats_that_fit(checkpoint: Checkpoint, linear: LinearFactory, available: 
         others = [native_linears(checkpoint.config, torch.bfloat16, linear.library)]
         if can_quantise(checkpoint.config):
             dtype = torch.bfloat16 if has_fast_bf16() else torch.float32
-            others += [
-                native_linears(checkpoint.config, dtype, linear.library, quantization=name) for name in ("int8", "int4")
-            ]
+            others += [native_linears(checkpoint.config, dtype, linear.library, quantization=name) for name in _PLANNED]
     sizes = {str(other): plan_weights(checkpoint, other).total for other in others if str(other) != str(linear)}
     fitting = [f"{other} ({gib(size)})" for other, size in sizes.items() if size < available]
     if fitting:
@@ -162,7 +162,7 @@ def cpu_formats(config: ModelConfig) -> dict[str, LinearFactory]:
     formats = {name: native_linears(config, dtype, None) for name, dtype in _NATIVE_DTYPES.items()}
     if can_quantise(config):
         own = choose_dtype("auto", config, torch.device("cpu")).dtype
-        for name in ("int8", "int8-g128", "int4"):
+        for name in _PLANNED:
             formats[name] = native_linears(config, own, None, quantization=name)
     return formats
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from model.config.formats import NumberKind, Storage, kept_as_stored, nearest_kept
+from model.config.formats import FORMATS, NumberKind, Storage, kept_as_stored, nearest_kept
 from model.config.model import ModelConfig
 from model.linear.factory import LinearFactory
 from model.linear.fp8 import keeps
@@ -17,14 +17,6 @@ _ROUNDING = {
 _NEAREST = {
     NumberKind.INT8: "each rounded by at most 1/254 of the largest in its group",
     NumberKind.INT4: "each rounded by at most 1/14 of the largest in its group",
-}
-_QUANTIZED = {
-    "int8": ", each rounded by at most 1/254 of the largest in its row",
-    "int8-g128": ", each rounded by at most 1/254 of the largest in its group",
-    "int8-g32": ", each rounded by at most 1/254 of the largest in its group",
-    "int4": ", which loses about 9 % of the norm of weights",
-    "int4-g32": ", which loses about 8 % of the norm of weights",
-    "int4-g128": ", which loses about 10 % of the norm of weights",
 }
 
 
@@ -41,7 +33,7 @@ def conversions(config: ModelConfig, linear: LinearFactory) -> list[str]:
         if (in_integers and kept_as_stored(storage) is not None) or (linear.fp8 is not None and keeps(storage)):
             continue
         if (linear.native or linear.integers) and linear.quantization != "none":
-            kept = f"{linear.quantization}{_QUANTIZED.get(linear.quantization, '')}"
+            kept = f"{linear.quantization}, {FORMATS[linear.quantization].loss}"
         elif in_integers and (nearest := nearest_kept(storage)) is not None:
             kept = f"{nearest.weight} in groups of {nearest.group}, {_NEAREST[nearest.weight]}"
         else:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from model.config.formats import FLOAT, NumberFormat, NumberKind, Storage, kept_as_stored
+from model.config.formats import FLOAT, NumberFormat, Storage, kept_as_stored
 from model.config.sharding import Index
 from model.linear.base import CompiledLinear, LinearSpec, TensorShape
 from model.linear.scales import DequantizedWhileRead, StoredScales
@@ -63,7 +63,6 @@ def _rounded_to_4_bits(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 MOST = 256  # rows that the Triton kernel multiplies
-_BITS = {NumberKind.INT4: 4, NumberKind.INT8: 8}
 
 
 def unsupported(device: torch.device) -> str | None:
@@ -89,7 +88,7 @@ class IntegerLinear(CompiledLinear):
     ) -> None:
         """`kept` says how many bits a weight has, and how many inputs share a scale."""
         super().__init__(spec, dtype, device)
-        self.bits, self.group = _BITS[kept.weight], kept.group
+        self.bits, self.group = kept.weight.bits, kept.group
         self._half = min(self.group or 64, 64)
         span = 2 * self._half
         self._inputs = spec.inputs + -spec.inputs % span  # padded with zeros

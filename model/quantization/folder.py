@@ -25,12 +25,13 @@ from model.checkpoint.folder_files import PICKLES, SAFETENSORS
 from model.checkpoint.json_files import read_json, read_json_value
 from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, TensorSource
 from model.checkpoint.tensor_sources import tensor_sources
+from model.config.formats import QUANTIZED_LAYERS, NumberKind
 from model.engine.kernels import choose_dtype
 from model.errors import ConfigError
 from model.gguf.paths import gguf_path
 from model.native.library import Kind, Library, native
 from model.quantization.moments import input_moments, read_texts
-from model.quantization.projections import FORMATS, Projection, describe, find_projections
+from model.quantization.projections import Projection, describe, find_projections
 from model.quantization.safetensors_file import Described, SafetensorsFile
 
 SHARD_BYTES = 5_000_000_000  # of a file of weights, unless a single tensor has more
@@ -308,9 +309,9 @@ def quantize(
     `dtype` is what weights are rounded to first, as while they are loaded; `texts` a file whose texts say how much the
     errors of each input count. Raises `ConfigError`.
     """
-    if form not in FORMATS:
-        raise ConfigError(f"format {form!r} cannot be written; expected one of {', '.join(FORMATS)}")
-    if texts is not None and not form.startswith("int4"):
+    if form not in QUANTIZED_LAYERS:
+        raise ConfigError(f"format {form!r} cannot be written; expected one of {', '.join(QUANTIZED_LAYERS)}")
+    if texts is not None and QUANTIZED_LAYERS[form][0].weight is not NumberKind.INT4:
         raise ConfigError(f"texts are for the search of scales in 4 bits; {form} has none")
     if out.exists():
         raise ConfigError(f"{out} is there already: give the name of a new folder")

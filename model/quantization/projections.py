@@ -26,8 +26,6 @@ from model.network.native_stack import native_linears
 from model.network.weights import plan_tensors
 from model.quantization.safetensors_file import Described
 
-# Those of `--quantization` that can be written.
-FORMATS = ("int8", "int8-g128", "int8-g32", "int4", "int4-g32", "int4-g128")
 _WORD = 32  # bits
 
 

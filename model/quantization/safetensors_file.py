@@ -10,15 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from model.config.formats import STORED_BYTES
 from model.errors import ConfigError
 
 _ALIGNED = 8  # bytes that tensors begin at a multiple of
-_ITEM_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +27,9 @@ class Described:
     @property
     def nbytes(self) -> int:
         """Raises `ConfigError` for a dtype that is not known."""
-        if self.kind not in _ITEM_BYTES:
+        if self.kind not in STORED_BYTES:
             raise ConfigError(f"{self.name}: numbers of dtype {self.kind} cannot be copied")
-        return math.prod(self.shape) * _ITEM_BYTES[self.kind]
+        return math.prod(self.shape) * STORED_BYTES[self.kind]
 
 
 class SafetensorsFile:
@@ -44,7 +39,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path, tensors: Iterable[Described]) -> None:
-        ordered = sorted(tensors, key=lambda tensor: (-_ITEM_BYTES.get(tensor.kind, 0), tensor.name))
+        ordered = sorted(tensors, key=lambda tensor: (-STORED_BYTES.get(tensor.kind, 0), tensor.name))
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         places, end = dict[str, tuple[int, int]](), 0
         for tensor in ordered:

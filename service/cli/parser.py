@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from model.api.engine_config import QUANTIZATIONS
+from model.api.engine_config import INTEGERS
 from model.api.sampling_bounds import check_value
 from model.api.sampling_params import SAMPLING as PARAMETERS
 from model.errors import ConfigError
@@ -186,8 +186,7 @@ def _add_quantize(commands: Any) -> None:
     parser = commands.add_parser("quantize", help=text, description=text)
     parser.add_argument("model", metavar="IN", help=_MODEL)
     parser.add_argument("out", metavar="OUT", help="the new folder")
-    formats = [name for name in QUANTIZATIONS if name not in ("none", "fp8")]
-    parser.add_argument("--format", required=True, choices=formats, help="as in `serve --quantization`")
+    parser.add_argument("--format", required=True, choices=INTEGERS, help="as in `serve --quantization`")
     parser.add_argument(
         "--texts",
         metavar="FILE",

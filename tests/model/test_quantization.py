@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from model.api.engine_config import EngineConfig
 from model.api.request import Pooling
 from model.checkpoint.folder import read_checkpoint
+from model.config.formats import FORMATS, QUANTIZED_LAYERS
 from model.errors import ConfigError
 from model.linear.base import linears
 from model.llm import LLM
@@ -26,7 +28,6 @@ from model.pretrained import embedded_models
 from model.quantization import folder as writing
 from model.quantization.folder import Report, quantize
 from model.quantization.moments import input_moments
-from model.quantization.projections import FORMATS
 from model.quantization.safetensors_file import SafetensorsFile
 from tests.model.checkpoints import copied, native_backends, saved
 from tests.model.gguf_files import converted
@@ -63,7 +64,7 @@ def must_be_equal(folder: Path, original: Path, form: str, dtype: str = "auto") 
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
-        *(("llama-gqa", form) for form in FORMATS),
+        *(("llama-gqa", form) for form in QUANTIZED_LAYERS),
         ("llama-tied", "int4"),
         ("gpt2", "int4"),  # stored transposed
         ("gpt-neox", "int8-g128"),  # queries, keys and values in turns
@@ -347,3 +348,9 @@ def test_each_expert_counts_what_it_reads(tmp_path: Path) -> None:
         weight = load_file(folder / "model.safetensors")[stored]
         _, scales = library.quantise_rows(weight, Kind.INT4, 32, counts)
         assert torch.allclose(written[f"{stored}_scale"], scales)
+
+
+def test_the_docs_have_the_formats_and_their_bits() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "quantisation.md").read_text().partition("\nFigures ")[0]
+    rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \|", text, re.MULTILINE)
+    assert dict(rows) == {name: f"{one.bits:g}" for name, one in FORMATS.items()}

@@ -44,10 +44,7 @@ def in_integers(model: Transformer, quantization: str) -> Transformer:
 def bytes_of_weights(quantization: str) -> tuple[float, float]:
     """Return the bytes of a weight of the layers and of the head, with its part of a scale of 16 bits."""
     in_layers, in_head = QUANTIZED_LAYERS[quantization]
-    layers, head = (
-        (0.5 if one.weight is NumberKind.INT4 else 1) + (2 / one.group if one.group else 0)
-        for one in (in_layers, in_head)
-    )
+    layers, head = (one.weight.bits / 8 + (2 / one.group if one.group else 0) for one in (in_layers, in_head))
     return layers, head
 
 
