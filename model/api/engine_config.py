@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from model.config.formats import FORMATS, QUANTIZED_LAYERS
 from model.errors import ConfigError
 
+AUTO_CACHE = "auto"  # `weights_cache`: the folder of the user's cache
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS, INTEGERS = ("none", *FORMATS), tuple(QUANTIZED_LAYERS)
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")

@@ -18,7 +18,6 @@ from model.config.layer import AttentionConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.native.library import Library, native
-from model.system.background_work import wait_for
 from model.system.fallbacks import summary
 
 _AMPERE = (8, 0)  # the first with bfloat16 and asynchronous copies
@@ -107,7 +106,7 @@ def _native(device: torch.device, dtype: torch.dtype) -> Library | str:
         return f"there is no native backend for {device.type}"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the native kernels do not compute in {str(dtype).removeprefix('torch.')}"
-    return wait_for(native)  # for a compiler, maybe
+    return native()
 
 
 def _without_triton(device: torch.device, dtype: torch.dtype) -> str | None:

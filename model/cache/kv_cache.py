@@ -263,6 +263,13 @@ class KVCache:
         pages = sum(tensor.nbytes for tensors in self._tensors for tensor in tensors)
         return pages + sum(states.nbytes for states in self.states.values())
 
+    def commit(self) -> None:
+        """Take the memory of an empty cache, which a CPU's pools otherwise take as they are written."""
+        states = [tensor for states in self.states.values() for tensor in (states.recurrent, states.convolution)]
+        for tensor in [*(tensor for tensors in self._tensors for tensor in tensors), *states]:
+            if tensor.device.type == "cpu":
+                huge_pages.commit(tensor)
+
     def copy_blocks(self, pool: int, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Fill whole blocks of a pool with others of it, all read before any is written."""
         target, source = (device_tensor(list(blocks), self.device, torch.int64) for blocks in (targets, sources))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -43,15 +43,12 @@ def signs_of(paths: Sequence[Path]) -> Signs:
     return Signs(state.hexdigest(), time.time() - changed > _SETTLED_SECONDS)
 
 
-def content_digest(paths: Sequence[Path], threads: int, between: Callable[[], None] = lambda: None) -> str:
-    """Return a digest of all bytes of files in this order: SHA-256 of the digests of their pieces.
-
-    `between` is called in every thread after each megabyte; what it raises ends the work.
-    """
+def content_digest(paths: Sequence[Path], threads: int) -> str:
+    """Return a digest of all bytes of files in this order: SHA-256 of the digests of their pieces."""
     state = sha256()
 
     def piece_digest(piece: tuple[Path, int]) -> tuple[Path, int, bytes]:
-        return _piece_digest(*piece, between)
+        return _piece_digest(*piece)
 
     def add(found: Iterable[tuple[Path, int, bytes]]) -> str:
         for path, offset, piece in found:
@@ -69,14 +66,13 @@ def _pieces(paths: Sequence[Path]) -> Iterator[tuple[Path, int]]:
         yield from ((path, offset) for offset in range(0, path.stat().st_size, _PIECE))
 
 
-def _piece_digest(path: Path, offset: int, between: Callable[[], None]) -> tuple[Path, int, bytes]:
+def _piece_digest(path: Path, offset: int) -> tuple[Path, int, bytes]:
     state, buffer, left = sha256(), memoryview(bytearray(_READ)), _PIECE
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
         while left and (count := file.readinto(buffer[: min(left, _READ)])):
             state.update(buffer[:count])
             left -= count
-            between()
     return path, offset, state.digest()
 
 

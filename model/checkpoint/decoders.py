@@ -20,7 +20,6 @@ from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorRea
 from model.config.formats import Storage
 from model.errors import CheckpointError
 from model.families.table.rules import Shape
-from model.system.background_work import give_way
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of its eight numbers a word has, from the lowest bits on
 _LEAST_LINE = 1024  # words of a line that are read at once where a tensor is transposed
@@ -139,7 +138,6 @@ class _Matrix:
                 numbers = _around_zero((_numbers_below if below else _numbers)(words.t(), layout), layout)
                 at = (begin + row * few) * inputs
                 found[:, at : at + numbers.shape[1]] = numbers[first - begins : last - begins]
-                give_way()
         return found
 
     def _checked(self, integers: Tensor) -> Tensor:
@@ -187,7 +185,6 @@ class _Matrix:
             torch.mul(integers[few], scales[few].index_select(1, groups), out=found[few])
             if offsets is not None:
                 found[few] += offsets[few].index_select(1, groups)
-            give_way()
         return found
 
     def _groups_of_inputs(self, reader: TensorReader) -> Tensor:

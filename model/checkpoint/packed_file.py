@@ -106,11 +106,11 @@ def read_table(file: int) -> Table:
 class PackedFileWriter:
     """Writes the arrays of a table in its order, then the header."""
 
-    def __init__(self, file: int, table: Table, wait_for: Callable[[Callable[[], object]], object]) -> None:
-        """Take room in an open file; raises `OSError` where there is none. `wait_for` calls what waits for the disk."""
+    def __init__(self, file: int, table: Table, *, lasting: bool = True) -> None:
+        """Take room in an open file; raises `OSError` where there is none. `lasting`: wait until the disk has it."""
         self.table = table
         self._file = file
-        self._wait_for = wait_for
+        self._lasting = lasting
         free = os.fstatvfs(file)
         if free.f_bavail * free.f_frsize < table.size:
             room = free.f_bavail * free.f_frsize / 1e9
@@ -146,7 +146,7 @@ class PackedFileWriter:
                 self._flush()
 
     def _flush(self) -> None:
-        self._wait_for(lambda: _write_all(self._file, self._buffer[: self._end - self._begin], self._begin))
+        _write_all(self._file, self._buffer[: self._end - self._begin], self._begin)
         self._begin = self._end
 
     def _finish(self) -> None:
@@ -154,7 +154,8 @@ class PackedFileWriter:
         samples = _samples(self._file, self.table.places.values())
         digest = sha256(samples + text).digest()
         _write_all(self._file, memoryview(_HEADER.pack(_MAGIC, len(text), digest, samples) + text), 0)
-        self._wait_for(lambda: os.fsync(self._file))
+        if self._lasting:
+            os.fsync(self._file)
 
 
 def _encoded(identity: Mapping[str, str], places: Mapping[str, Place]) -> bytes:

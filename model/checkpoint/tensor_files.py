@@ -13,7 +13,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -27,10 +26,8 @@ from model.checkpoint.state_dict import read_state_dict
 from model.config.formats import NumberKind
 from model.errors import CheckpointError
 from model.families.table.rules import Shape
-from model.system.background_work import give_way, gives_way, wait_for
 
 BUFFER_BYTES = 16 << 20  # of a read; a single row may be larger
-_SHORT_BYTES = 1 << 19  # of a read while other work waits
 _MIN_RUN = 4096  # bytes of adjacent columns that are read separately: a page of the file
 _DTYPES = {
     "F64": torch.float64,
@@ -146,13 +143,12 @@ class TensorReader:
         """
         source = self._source(tensor)
         row_bytes = width * source.dtype.itemsize
-        step = max(1, _part_bytes() // max(1, row_bytes))
+        step = max(1, BUFFER_BYTES // max(1, row_bytes))
         if isinstance(source, DecodedTensor):
             most = max(step, source.least_rows)
             for begin in range(first, last, most):
                 decoded = source.decoder.rows(self, begin, min(begin + most, last))
                 for at in range(0, len(decoded), step):
-                    give_way()
                     yield begin + at, decoded[at : at + step]
             return
         assert isinstance(source, StoredTensor)
@@ -177,7 +173,7 @@ class TensorReader:
             yield from ((begin, rows[:, wanted]) for begin, rows in self.rows(source, width, first, last))
             return
         assert isinstance(source, StoredTensor)
-        step = max(1, _part_bytes() // run)
+        step = max(1, BUFFER_BYTES // run)
         for begin in range(first, last, step):
             end = min(begin + step, last)
             data = self._reserve((end - begin) * run).view(end - begin, run)
@@ -217,13 +213,12 @@ class TensorReader:
 
     def _read(self, stored: StoredTensor, begin: int, into: Tensor) -> None:
         """Fill `into` with the tensor's bytes from `begin` on; raises `CheckpointError` if the file is too short."""
-        give_way()
         file = self._files.get(stored.path)
         if file is None:
             file = self._files[stored.path] = os.open(stored.path, os.O_RDONLY | os.O_CLOEXEC)
         view, done = memoryview(into.numpy().data), 0
         while done < len(view):
-            count = _read_some(file, view[done:], stored.offset + begin + done)
+            count = os.preadv(file, [view[done:]], stored.offset + begin + done)
             if count == 0:
                 raise CheckpointError(f"{stored.path.name} became shorter while {stored.name} was read")
             done += count
@@ -235,22 +230,3 @@ def bytes_in_flight(tensor: TensorSource) -> int:
         return BUFFER_BYTES
     least = min(tensor.least_rows, tensor.shape[0]) * tensor.nbytes // max(1, tensor.shape[0])
     return BUFFER_BYTES + 3 * max(BUFFER_BYTES, least)  # as it is stored, unpacked, and as it is handed on
-
-
-def _part_bytes() -> int:
-    return _SHORT_BYTES if gives_way() else BUFFER_BYTES
-
-
-def _read_some(file: int, into: memoryview, offset: int) -> int:
-    """Read what comes at once, and return how much that is; other work goes on while a disk is waited for."""
-    if not gives_way():
-        return os.preadv(file, [into], offset)
-    with suppress(OSError):  # it is not in memory, or the file system cannot tell
-        return os.preadv(file, [into], offset, os.RWF_NOWAIT)
-    return wait_for(lambda: _read_ahead(file, into, offset))
-
-
-def _read_ahead(file: int, into: memoryview, offset: int) -> int:
-    """Read, and ask for what follows; that takes memory for it already."""
-    os.posix_fadvise(file, offset, BUFFER_BYTES, os.POSIX_FADV_WILLNEED)
-    return os.preadv(file, [into], offset)

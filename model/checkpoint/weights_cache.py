@@ -3,7 +3,7 @@
     LAYOUT-CONTENT.weights   packed weights: how they are packed, and the digest of the checkpoint that they are of
     SIGNS.content            the digest of files with these signs, so that they need not be read to be known
     lock                     held by the process that packs
-    *.new                    being written; left behind by a crash, and removed by the next process that packs
+    *.new                    being written; what a crash leaves is removed by the next process that packs
 
 Nobody but its owner may write there: what is mapped is not checked byte for byte. A file that is mapped is locked
 (shared) as long as it is, so that it is not removed to make room. Stdlib only.
@@ -53,14 +53,7 @@ class PackedFile:
 class WeightsCache:
     """The folder, of at most `max_bytes`; raises `ConfigError` if others could write there."""
 
-    def __init__(
-        self,
-        folder: Path,
-        max_bytes: int | None = None,
-        wait_for: Callable[[Callable[[], object]], object] = lambda call: call(),
-    ) -> None:
-        """`wait_for` calls what waits for the disk, maybe in another thread."""
-        self._wait_for = wait_for
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
         try:
@@ -125,6 +118,11 @@ class WeightsCache:
         with suppress(OSError):
             (self.folder / name).unlink()
 
+    def discard_unfinished(self, process: int) -> None:
+        """Remove the file that a process was writing when it was ended."""
+        for left in self.folder.glob(f"*.{process}.new"):
+            left.unlink(missing_ok=True)
+
     @contextmanager
     def locked(self) -> Iterator[bool]:
         """Wait until no other process packs; whether this one may write, which it may not to a folder to read only."""
@@ -154,7 +152,7 @@ class WeightsCache:
         try:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_SH)  # mapped from now on
-            yield NewFile(file, PackedFileWriter(file, table, self._wait_for))
+            yield NewFile(file, PackedFileWriter(file, table))
             path.replace(self._path(layout, content))
         except BaseException:
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Background jobs load and free models beside the steps of others. They give way to the loop's rounds of steps.
+"""Background jobs load and free models between the steps of others.
 
 Jobs run one after the other, so a model is planned against the memory that is free when its turn comes. A load that
 fails raises nothing in the loop: its result is a `LoadFailure`, and what it had is freed.
@@ -7,29 +7,24 @@ fails raises nothing in the loop: its result is a `LoadFailure`, and what it had
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from model.api.messages import FailureKind, LoadFailure, ModelSpec
-from model.engine.builder import LoadedModel, load
+from model.engine.builder import LoadedModel, loading
 from model.errors import ConfigError, EngineDeadError, MemoryShortageError
-from model.system.background_work import GivenUpError, give_way, giving_way_to, wait_for
+from model.system.background_work import Call, Work, in_thread
 from model.system.host_memory import return_free_memory
 
-SHARE = 0.6  # of the seconds of a round of steps, which a job may take after it
-_MIN_SECONDS, _MAX_SECONDS = 2e-4, 0.25  # of a job's turn
-_IDLE_SECONDS = 5e-3  # of its turn while there are no steps
-_WAIT_SECONDS = 2e-3  # between looks whether what a job waits for has come, while there are no steps
-
-_Result = TypeVar("_Result")
+SHARE = 0.1  # of the seconds of steps, which parts of a job may take between them
+_IDLE_SECONDS = 5e-3  # of a job's turn while there are no steps
+_MAX_PAUSE = 0.5  # seconds between two parts of a job
+_WAIT_SECONDS = 2e-3  # between looks whether what a job waits for has come
 
 logger = logging.getLogger(__name__)
 
@@ -46,23 +41,20 @@ class LoadJob:
     def take_result(self) -> LoadedModel | LoadFailure | None:
         """Return what came of it, once; None: it was given up. The job does not keep it."""
         result, self._result = self._result, None
+        if self.given_up and isinstance(result, LoadedModel):
+            result.close()
+            result = None
+        if not isinstance(result, LoadedModel):
+            return_free_memory()
         return result
 
-    def run(self) -> None:
+    def run(self) -> Work[None]:
+        threads = max(1, torch.get_num_threads() // 4)  # of the machine, while others are served
         try:
-            give_way()
-            self._result = load(self.spec)
-            give_way()
-        except GivenUpError:
-            logger.info("%s is not loaded: it was given up", self.name)
-            if isinstance(self._result, LoadedModel):
-                self._result.close()
-            self._result = None
+            self._result = yield from loading(self.spec, threads)
         except Exception as error:
             self._result = load_failure(self.name, error)
             traceback.clear_frames(error.__traceback__)  # of what was loaded; a log handler may keep the traceback
-        if not isinstance(self._result, LoadedModel):
-            return_free_memory()
 
 
 class FreeJob:
@@ -70,12 +62,13 @@ class FreeJob:
 
     def __init__(self, model: LoadedModel) -> None:
         self.name = model.info.name
+        self.given_up = False
         self._models = [model]
 
-    def run(self) -> None:
-        wait_for(self._free)  # for processes, and for the system, which takes the memory back
+    def run(self) -> Work[None]:
+        yield from in_thread(self.free)  # waits for processes, and for the system, which takes the memory back
 
-    def _free(self) -> None:
+    def free(self) -> None:
         try:
             self._models.pop().close()
         except Exception:
@@ -89,22 +82,15 @@ Job = LoadJob | FreeJob
 
 
 class BackgroundJobs:
-    """Runs jobs in their order; each gives way to `serve` (`Owner`)."""
+    """Runs the parts of jobs, one job after the other."""
 
-    def __init__(self, serve: Callable[[float], float | None]) -> None:
-        """`serve` runs a round of steps, or waits for commands for the seconds that it is given.
-
-        It returns the seconds that steps took; None: there was nothing to do. No job goes on after it has raised.
-        """
-        self._serve = serve
-        self._num_threads = torch.get_num_threads()
-        # Parts of a job are too short for several threads, which would wait for each other. Where there is a GPU they
-        # stay: what torch's compiler makes is for one number of threads, and warm-up is to compile for steps.
-        self._job_threads = self._num_threads if torch.cuda.is_available() else 1
+    def __init__(self) -> None:
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
-        self._until = 0.0  # when the job's turn ends
-        self._fault: BaseException | None = None  # of what the job gave way to
+        self._parts: Work[None] | None = None
+        self._call: Call[Any] | None = None  # which the running job waits for
+        self._credit = 0.0  # seconds that parts may take
+        self._last_part = 0.0
 
     def add(self, job: Job) -> None:
         self._waiting.append(job)
@@ -113,75 +99,68 @@ class BackgroundJobs:
         """Stop loading a model; False if it is neither loaded nor waits. Its job ends as others do."""
         jobs = self._waiting if self._running is None else (self._running, *self._waiting)
         for job in jobs:
-            if isinstance(job, LoadJob) and job.name == name:
+            if isinstance(job, LoadJob) and job.name == name and not job.given_up:
                 job.given_up = True
+                if job is self._running and self._call is not None:
+                    self._call.stop()
                 return True
         return False
 
-    def run(self) -> Iterator[Job]:
-        """Run the jobs that wait, and yield each when it has ended. Raises what `serve` raises."""
-        while self._waiting:
-            self._running, self._until = self._waiting.popleft(), 0.0
-            try:
-                with giving_way_to(self), _threads(self._job_threads):
-                    self._running.run()
-            except GivenUpError:
-                pass
-            ended, self._running = self._running, None
-            if self._fault is not None:
-                raise self._fault
-            yield ended
+    def timeout(self, most: float) -> float:
+        """Return the seconds that the loop may wait for commands before a job needs it, `most` at most."""
+        if self._running is None:
+            return 0.0 if self._waiting else most
+        return min(most, _WAIT_SECONDS) if self._call is not None and not self._call.ended else 0.0
+
+    def run(self, seconds: float | None) -> Iterator[Job]:
+        """Run parts after a round with `seconds` of steps, None: without any. Yield each job when it has ended."""
+        began = time.monotonic()
+        if seconds is not None:
+            self._credit = min(self._credit, 0.0) + SHARE * seconds
+            if self._credit <= 0.0 and began - self._last_part < _MAX_PAUSE:
+                return
+        while (job := self._next_job()) is not None:
+            if self._call is not None and not self._call.ended:
+                return
+            if self._part(job):
+                self._running = self._parts = None
+                yield job
+            self._last_part = now = time.monotonic()
+            taken = now - began
+            if taken >= (_IDLE_SECONDS if seconds is None else self._credit):
+                self._credit = -taken if seconds is None else self._credit - taken
+                return
 
     def close(self) -> None:
-        """Free what waits for it."""
+        """End what runs, and free what waits for it."""
+        if self._call is not None:
+            self._call.stop()
         for job in self._waiting:
             if isinstance(job, FreeJob):
-                job.run()
+                job.free()
 
-    def give_way(self) -> None:
-        """Serve if the job's turn is over, and begin its next one."""
-        if time.monotonic() >= self._until:
-            self._round(0.0)
+    def _next_job(self) -> Job | None:
+        if self._running is None and self._waiting:
+            self._running = self._waiting.popleft()
+            self._parts = self._running.run()
+        return self._running
 
-    def wait_for(self, call: Callable[[], _Result]) -> _Result:
-        """Serve until `call` has ended in a thread of its own; return what it returns."""
-        found = Future[_Result]()
-        threading.Thread(target=_complete, args=(found, call), daemon=True).start()
-        while not found.done():
-            self._round(_WAIT_SECONDS)
-        return found.result()
-
-    def _round(self, timeout: float) -> None:
-        if self._fault is not None:
-            raise GivenUpError
+    def _part(self, job: Job) -> bool:
+        """Run the next part of a job; return whether it was the last one."""
+        assert self._parts is not None
+        if job.given_up:
+            logger.info("%s is not loaded: it was given up", job.name)
+            self._parts.close()
+            self._call = None
+            return True
         try:
-            with giving_way_to(None), _threads(self._num_threads):
-                seconds = self._serve(timeout)
-        except BaseException as error:  # not the job's, which it would take for its own
-            self._fault = error
-            raise GivenUpError from None
-        turn = _IDLE_SECONDS if seconds is None else min(max(SHARE * seconds, _MIN_SECONDS), _MAX_SECONDS)
-        self._until = time.monotonic() + turn
-        if isinstance(self._running, LoadJob) and self._running.given_up:
-            raise GivenUpError
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Compute with so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _complete(found: Future[_Result], call: Callable[[], _Result]) -> None:
-    try:
-        found.set_result(call())
-    except BaseException as error:
-        found.set_exception(error)
+            self._call = next(self._parts)
+        except StopIteration:
+            self._call = None
+            return True
+        if self._call is not None:
+            self._call.start()
+        return False
 
 
 def load_failure(name: str, error: Exception) -> LoadFailure:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from model.api.engine_config import BatchLimits, EngineConfig
+from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.stats import CachePool, ModelInfo
 from model.attention.selection import Selection
-from model.checkpoint.folder import Checkpoint, errors_about, read_checkpoint
-from model.config.model import ModelConfig
-from model.config.sharding import Shard
+from model.checkpoint.folder import Checkpoint, errors_about
 from model.engine.cache_budget import max_context
-from model.engine.drafting import DraftPlan, plan_draft
+from model.engine.drafting import DraftPlan
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.first_token import compute_first_token
-from model.engine.fp8_settings import check_kv_dtype
 from model.engine.generate_builder import (
     Drafting,
     build_generate_engine,
@@ -31,14 +28,13 @@ from model.engine.generate_builder import (
     unrecordable,
 )
 from model.engine.generate_engine import GenerateEngine
-from model.engine.kernels import check_kernels, choose_dtype, linears_of, select_kernels
 from model.engine.memory_plan import plan_memory, plan_share
 from model.engine.model_info import describe_model, weight_bytes
+from model.engine.network_plan import NetworkPlan, batch_limits, plan_network
+from model.engine.packing import Part, load_packed, packed_weights, weights_cache_use
 from model.engine.stored_weights import conversions
 from model.engine.warmup import warm_up
-from model.engine.weights_cache import find_packed, weights_cache_use
 from model.errors import ConfigError
-from model.linear.factory import LinearFactory
 from model.network.activation_dump import dump_folder
 from model.network.adapters import load_adapters
 from model.network.native_scratch import planned_scratch
@@ -48,7 +44,7 @@ from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.parallel.rank0 import load_rank0, rank_processes_of
 from model.system import fallbacks
-from model.system.devices import resolve_device
+from model.system.background_work import Work, finish, in_thread
 from model.system.host_memory import available_memory
 
 if TYPE_CHECKING:
@@ -86,63 +82,65 @@ class LoadedModel:
 
 def load(spec: ModelSpec) -> LoadedModel:
     """Read the folder and build its engines; raises `ConfigError`, which names the model, if it cannot."""
+    return finish(loading(spec, torch.get_num_threads()))
+
+
+def loading(spec: ModelSpec, threads: int) -> Work[LoadedModel]:
+    """Load as `load` does, in parts; `threads` of another process pack the weights."""
     with errors_about(spec.name):
-        return _load(spec)
+        return (yield from _loading(spec, threads))
 
 
-def _load(spec: ModelSpec) -> LoadedModel:
+def _loading(asked: ModelSpec, threads: int) -> Work[LoadedModel]:
     began = time.monotonic()
-    checkpoint = read_checkpoint(Path(spec.path), pickle=spec.engine.pickle)
-    device = resolve_device(spec.engine.device)
-    dtype = choose_dtype(spec.engine.dtype, checkpoint.config, device).dtype
-    _check_ranks(spec.engine, checkpoint.config, device)
-    check_kv_dtype(spec.engine, device)
-    limits = batch_limits(spec.engine, device)
-    most = max_context(spec.engine, checkpoint.config, limits).tokens
-    checkpoint = replace(checkpoint, config=checkpoint.config.stretched(most))
-    selection = select_kernels(spec.engine, checkpoint.config, device, dtype)
-    asked = spec.engine
-    if selection.library is not None and spec.engine.quantization == "none":
-        spec = replace(spec, engine=replace(spec.engine, quantization=checkpoint.quantization))
-    check_kernels(spec.engine, checkpoint.config, selection)
-    draft = plan_draft(spec.name, asked, checkpoint, device, limits, most)
-    unrecorded = unrecordable(spec.engine, checkpoint.config.decoder, selection.backend, dtype, device)
+    plan = plan_network(asked)
+    yield None
+    spec, checkpoint, device, selection, draft = plan.spec, plan.checkpoint, plan.device, plan.selection, plan.draft
+    unrecorded = unrecordable(spec.engine, checkpoint.config.decoder, selection.backend, plan.linear.dtype, device)
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, unrecorded, device))  # before a weight is read
-    for warning in checkpoint.warnings:
+    for warning in (*checkpoint.warnings, *conversions(checkpoint.config, plan.linear)):
         logger.warning("%s: %s", spec.name, warning)
-    linear = linears_of(spec.engine, checkpoint.config, selection, dtype, device)
-    for converted in conversions(checkpoint.config, linear):
-        logger.warning("%s: %s", spec.name, converted)
-    packed = find_packed(spec, checkpoint, selection.backend, linear)
+    packed = packed_weights(plan, Part.MODEL)
+    yield None
     pool, scratch = None, 0
     if device.type == "cpu":
-        pool, scratch = _plan_for_cpu(spec, checkpoint, linear, limits, most, packed, draft)
+        pool, scratch = _plan_for_cpu(plan, packed)
     elif spec.memory is not None:
-        plan_share(spec, checkpoint, linear, draft.memory if draft is not None else 0)
-    model = _load_model(spec, checkpoint, selection, linear, most) if packed is None else packed.load()
+        plan_share(spec, checkpoint, plan.linear, draft.memory if draft is not None else 0)
+    yield None
+    if packed is not None:
+        model = yield from load_packed(packed, asked, Part.MODEL, threads)
+    else:
+        model = yield from in_thread(lambda: _on_stream(device, lambda: _read_model(plan)))
     try:
-        loaded = assemble(spec, checkpoint, model, selection, pool, draft)
+        drafting = None
+        if draft is not None:
+            drafting = Drafting((yield from _load_draft_model(plan, asked, threads)), draft.context)
+        loaded = yield from assembling(spec, checkpoint, model, selection, pool, drafting, plan.draft)
     except BaseException:
         _close(model)
         raise
     loaded.info.memory_bytes += scratch
-    loaded.info.weights_cache = weights_cache_use(spec.engine, device, packed)
+    loaded.info.weights_cache = weights_cache_use(plan, packed)
     loaded.info.load_seconds = time.monotonic() - began
     return loaded
 
 
-def assemble(
+def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, selection: Selection) -> LoadedModel:
+    """Build the engines of a network that has its weights."""
+    return finish(assembling(spec, checkpoint, model, selection))
+
+
+def assembling(
     spec: ModelSpec,
     checkpoint: Checkpoint,
     model: Transformer,
     selection: Selection,
     pool: int | None = None,
+    drafting: Drafting | None = None,
     draft: DraftPlan | None = None,
-) -> LoadedModel:
-    """The engines of a network that has its weights; `pool` bytes of each rank are KV, None: by what is free.
-
-    A draft model is loaded here.
-    """
+) -> Work[LoadedModel]:
+    """Build as `assemble` does, in parts; `pool` bytes of each rank are KV, None: by what is free."""
     device = next(model.parameters()).device
     limits = batch_limits(spec.engine, device)
     context = max_context(spec.engine, checkpoint.config, limits)
@@ -159,7 +157,7 @@ def assemble(
         if checkpoint.config.adapters
         else None,
     )
-    drafting = Drafting(_load_draft_model(draft), draft.context) if draft is not None else None
+    yield None
     generate, cache_pools = None, tuple[CachePool, ...]()
     if checkpoint.config.can_generate:
         if pool is None:
@@ -170,10 +168,11 @@ def assemble(
         token_bytes = draft.token_bytes if draft is not None else 0
         plan = plan_cache(spec, checkpoint.config, model.dtype, limits, pool, token_bytes)
         limits, context, cache_pools = plan.limits, plan.context, plan.described
-        generate = build_generate_engine(spec, checkpoint, model, plan, drafting)
+        generate = yield from build_generate_engine(spec, checkpoint, model, plan, drafting)
+    yield None
     if device.type == "cuda":
-        warm_up(encode, generate, context.tokens)
-    compute_first_token(encode, generate)
+        yield from warm_up(encode, generate, context.tokens)
+    yield from compute_first_token(encode, generate)
     unrecorded = generate.runner.unrecorded if generate is not None and isinstance(generate.runner, ModelRunner) else ""
     slow = slow_ways(spec.engine, selection, unrecorded, device)
     for way in slow:
@@ -204,63 +203,68 @@ def _check_fallbacks(engine: EngineConfig, slow: tuple[str, ...]) -> None:
         raise ConfigError(f"slow_fallbacks is refuse, and {slow[0]}")
 
 
-def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
-    """Of an engine on this device: what is not set follows from a GPU's memory."""
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return engine.limits(memory)
-
-
-def _check_ranks(engine: EngineConfig, config: ModelConfig, device: torch.device) -> None:
-    """Refuse what cannot be split, before anything is read or started."""
-    size = engine.tensor_parallel_size
-    Shard(0, size).check(config)
-    if size > 1 and config.adapters is not None:
-        raise ConfigError(f"a model with adapters runs on one rank, tensor_parallel_size is {size}")
-    first, visible = device.index or 0, torch.cuda.device_count()
-    if size > 1 and device.type == "cuda" and first + size > visible:
-        raise ConfigError(f"tensor_parallel_size {size} from {device} on needs more than the {visible} visible GPUs")
-
-
-def _plan_for_cpu(
-    spec: ModelSpec,
-    checkpoint: Checkpoint,
-    linear: LinearFactory,
-    limits: BatchLimits,
-    context: int,
-    packed: PackedWeights | None,
-    draft: DraftPlan | None,
-) -> tuple[int, int]:
+def _plan_for_cpu(plan: NetworkPlan, packed: PackedWeights | None) -> tuple[int, int]:
     """Bytes of each rank's KV pool, and of scratch; raises `ConfigError` where the model does not fit."""
-    scratch = 0
+    scratch, config, linear, limits, draft = 0, plan.checkpoint.config, plan.linear, plan.limits, plan.draft
     if linear.library is not None:
-        source = checkpoint.config.source_positions or 0  # which one step encodes, however many tokens a step takes
+        source = config.source_positions or 0  # which one step encodes, however many tokens a step takes
         rows, dtype = max(limits.max_num_batched_tokens, source), linear.dtype
         scratch = planned_scratch(
-            linear.library, checkpoint.config, dtype, linear.quantization, rows=rows, context=max(context, source)
+            linear.library, config, dtype, linear.quantization, rows=rows, context=max(plan.context, source)
         )
     resident, others = (packed.resident, packed.others_in_use) if packed is not None else (0, 0)
     available = available_memory(mapped=resident + others) + resident  # what is there need not be found room for
-    if spec.memory is not None:
-        available = min(available, spec.memory)
+    if plan.spec.memory is not None:
+        available = min(available, plan.spec.memory)
     drafts = (draft.memory, draft.token_bytes) if draft is not None else (0, 0)
     pool = plan_memory(
-        spec.name, spec.engine, checkpoint, linear, limits, available, scratch + drafts[0], draft_token_bytes=drafts[1]
+        plan.spec.name,
+        plan.spec.engine,
+        plan.checkpoint,
+        linear,
+        limits,
+        available,
+        scratch + drafts[0],
+        draft_token_bytes=drafts[1],
     )
     return pool, scratch + (draft.scratch if draft is not None else 0)
 
 
-def _load_model(
-    spec: ModelSpec, checkpoint: Checkpoint, selection: Selection, linear: LinearFactory, max_model_len: int
-) -> Transformer:
-    """The network, or rank 0 of it with the others beside it."""
-    if linear.collective is None:
-        return load_model(checkpoint, selection.backend, linear)
-    return load_rank0(spec.name, checkpoint, selection, linear, max_model_len=max_model_len, pickle=spec.engine.pickle)
+def _read_model(plan: NetworkPlan) -> Transformer:
+    """The network with its weights, or rank 0 of it with the other ranks' processes."""
+    spec, backend = plan.spec, plan.selection.backend
+    if plan.linear.collective is None:
+        return load_model(plan.checkpoint, backend, plan.linear)
+    pickle = spec.engine.pickle
+    return load_rank0(
+        spec.name, plan.checkpoint, plan.selection, plan.linear, max_model_len=plan.context, pickle=pickle
+    )
 
 
-def _load_draft_model(draft: DraftPlan) -> Transformer:
-    model = load_model(draft.checkpoint, draft.selection.backend, draft.linear)
+def _load_draft_model(plan: NetworkPlan, asked: ModelSpec, threads: int) -> Work[Transformer]:
+    draft, packed = plan.draft, packed_weights(plan, Part.DRAFT)
+    assert draft is not None
+    if packed is not None:
+        model = yield from load_packed(packed, asked, Part.DRAFT, threads)
+    else:
+
+        def read() -> Transformer:
+            return load_model(draft.checkpoint, draft.selection.backend, draft.linear)
+
+        model = yield from in_thread(lambda: _on_stream(plan.device, read))
     attach_native_stacks(model)
+    return model
+
+
+def _on_stream(device: torch.device, load: Callable[[], Transformer]) -> Transformer:
+    """Load weights in a thread that copies to a GPU by a stream of its own."""
+    if device.type != "cuda":
+        return load()
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        model = load()
+    stream.synchronize()
     return model
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from model.engine.execution.sources import blank_source
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.scheduled_step import StepBudget
 from model.errors import ConfigError, EngineDeadError
-from model.system.background_work import GivenUpError, give_way
+from model.system.background_work import Work
 
 _PROMPT_TOKENS = 5  # so that tokens have neighbours at several distances
 _ID = "first token"
@@ -39,7 +38,7 @@ _MAX_STEPS = 10_000  # a source takes one for each layer of its encoder, a token
 _ONE_LAYER = StepBudget(whole_tokens=1)
 
 
-def compute_first_token(encode: EncodeEngine, generate: GenerateEngine | None) -> None:
+def compute_first_token(encode: EncodeEngine, generate: GenerateEngine | None) -> Work[None]:
     """Encode a short input and generate one token; nothing of it is kept.
 
     Raises `ConfigError` if the model raises or computes no numbers.
@@ -47,10 +46,10 @@ def compute_first_token(encode: EncodeEngine, generate: GenerateEngine | None) -
     config = encode.model.config
     try:
         if generate is None or config.audio is None:  # windows of sound are long: one pass over the encoder is enough
-            _encode(encode, config)
+            yield from _encode(encode, config)
         if generate is not None:
-            _generate(generate, config, encode.max_num_batched_tokens)
-    except (ConfigError, EngineDeadError, GivenUpError, MemoryError, torch.OutOfMemoryError):
+            yield from _generate(generate, config, encode.max_num_batched_tokens)
+    except (ConfigError, EngineDeadError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         logging.getLogger(__name__).info("the first token of %s", encode.name, exc_info=error)
@@ -61,14 +60,15 @@ def compute_first_token(encode: EncodeEngine, generate: GenerateEngine | None) -
         ) from None
 
 
-def _encode(encode: EncodeEngine, config: ModelConfig) -> None:
+def _encode(encode: EncodeEngine, config: ModelConfig) -> Work[None]:
     encode.probe()
+    yield None
     task = EncodeTask.LOGITS if config.classifier is not None else EncodeTask.EMBEDDING
     encode.add(EncodeRequest(_ID, encode.name, _source(config, encode.max_num_batched_tokens), task))
     found: list[EncodeOutput] = []
     while encode.has_work:
         found += encode.step(_ONE_LAYER)[0]
-        give_way()
+        yield None
     for output in found:
         if output.finish_reason is FinishReason.ERROR:
             raise RuntimeError("the log says why")
@@ -76,14 +76,14 @@ def _encode(encode: EncodeEngine, config: ModelConfig) -> None:
             raise ArithmeticError(f"its {task} is not finite")
 
 
-def _generate(generate: GenerateEngine, config: ModelConfig, max_tokens: int) -> None:
+def _generate(generate: GenerateEngine, config: ModelConfig, max_tokens: int) -> Work[None]:
     prompt, source = _source(config, min(max_tokens, generate.max_model_len - 1)).token_ids, None
     if config.encoder is not None:
         assert config.decoder_start_token_id is not None
         prompt, source = (config.decoder_start_token_id,), _source(config, max_tokens)
     params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=1)
     generate.add(Request(_ID, generate.name, tuple(prompt), params, source, cache_salt=_ID))
-    for output in _outputs(generate):
+    for output in (yield from _outputs(generate)):
         if output.finish_reason is FinishReason.ERROR:
             raise RuntimeError(output.error or "the log says why")
         if any(math.isnan(one.logprob) for one in output.logprobs or ()):
@@ -91,12 +91,13 @@ def _generate(generate: GenerateEngine, config: ModelConfig, max_tokens: int) ->
     generate.block_manager.forget()
 
 
-def _outputs(generate: GenerateEngine) -> Iterator[TokenOutput]:
+def _outputs(generate: GenerateEngine) -> Work[list[TokenOutput]]:
+    found: list[TokenOutput] = []
     for _ in range(_MAX_STEPS):
-        yield from generate.step(_ONE_LAYER)[0]
-        give_way()
+        found += generate.step(_ONE_LAYER)[0]
         if not generate.has_work:
-            return
+            return found
+        yield None
     raise RuntimeError("it does not end")
 
 

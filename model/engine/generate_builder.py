@@ -19,7 +19,7 @@ from model.checkpoint.folder import Checkpoint
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from model.config.model import GenerationRules, ModelConfig, StackConfig
 from model.engine.cache_budget import Context, KVLayout, fit_context, kv_dtype, max_context
-from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, num_recorded, recorded
+from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, num_recorded, recorded, recording
 from model.engine.execution.draft_model import DraftModel
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
@@ -31,6 +31,7 @@ from model.errors import ConfigError
 from model.network.activation_dump import VARIABLE, dump_folder
 from model.network.transformer import Transformer
 from model.parallel.rank0 import Rank0Transformer, rank_processes_of
+from model.system.background_work import Work, in_thread
 from model.system.host_memory import available_memory
 from model.text.grammar_matcher import Grammars
 from model.text.token_bytes import TokenBytes, token_bytes
@@ -109,8 +110,8 @@ def build_generate_engine(
     model: Transformer,
     plan: CachePlan,
     drafting: Drafting | None = None,
-) -> GenerateEngine:
-    """Return the engine of a model that generates, with its caches and, on a GPU, its decode steps recorded."""
+) -> Work[GenerateEngine]:
+    """Build the engine of a model that generates, with its caches and, on a GPU, its decode steps recorded."""
     config, device = checkpoint.config, next(model.parameters()).device
     block_manager = BlockManager(
         plan.pools,
@@ -128,8 +129,10 @@ def build_generate_engine(
     graphs, stack = None, model.decoder.config if model.decoder is not None else None
     unrecorded = unrecordable(spec.engine, stack, model.backend, model.dtype, device)
     if can_record(spec.engine, model, device):
-        graphs, unrecorded = _recorded(model, cache, plan.limits.max_num_seqs, plan.context.tokens)
+        graphs, unrecorded = yield from _recorded(model, cache, plan.limits.max_num_seqs, plan.context.tokens)
     draft_model = _draft_model(spec.engine, drafting.model, model, cache) if drafting is not None else None
+    for empty in (cache, *([draft_model.cache] if draft_model is not None else [])):
+        yield from in_thread(empty.commit, idle=True)
     runner = ModelRunner(model, cache, block_manager, graphs, draft_model, unrecorded)
     return GenerateEngine(
         spec.name,
@@ -155,13 +158,13 @@ def _draft_model(engine: EngineConfig, model: Transformer, served: Transformer, 
 
 def _recorded(
     model: Transformer, cache: KVCache, max_num_seqs: int, max_model_len: int
-) -> tuple[DecodeGraphs | None, str]:
+) -> Work[tuple[DecodeGraphs | None, str]]:
     """The recorded decode steps, on all ranks at the same time; None and the reason where one of them cannot."""
     ranks = rank_processes_of(model)
     record = CudaRecorder(cache.device, collective=ranks is not None)
     graphs = DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=record)
     if ranks is None:
-        return recorded(graphs)
+        return (yield from recording(graphs))
     reason = ranks.record(max_num_seqs, max_model_len, lambda: recorded(graphs)[1])
     return (None if reason else graphs), reason
 

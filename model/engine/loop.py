@@ -6,8 +6,8 @@ that model's sequences and resets the engine. A model with more than `MAX_FAULTS
 smallest forward pass, is lost: it is served no more if another model still computes. Else the loop ends with a
 `failure` frame.
 
-Models come and go while others are served: loading a model gives way to rounds of steps, within itself
-(`background_jobs`). A model that is loaded joins the others between two steps; one that cannot be changes nothing.
+Models come and go while others are served: `background_jobs` loads and frees them, in parts between rounds of steps.
+A model that is loaded joins the others between two steps; one that cannot be changes nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EngineLoop:
         self.models: dict[str, LoadedModel] = {}
         self._faults: dict[str, FaultLimit] = {}
         self._engines: dict[EngineKey, Engine] = {}
-        self._jobs = BackgroundJobs(self._round)
+        self._jobs = BackgroundJobs()
         self._pacer = StepPacer()
         self._last_engine: EngineKey | None = None  # which computed the last step
         self._last_deadline_check = 0.0
@@ -104,8 +104,8 @@ class EngineLoop:
 
     def _serve(self) -> None:
         while True:
-            self._round(HEARTBEAT_SECONDS)
-            for job in self._jobs.run():
+            seconds = self._round(self._jobs.timeout(HEARTBEAT_SECONDS))
+            for job in self._jobs.run(seconds):
                 self._finish(job)
 
     def _round(self, timeout: float) -> float | None:

@@ -34,21 +34,22 @@ from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack
 from model.network.transformer import Transformer
 from model.sampling.sampler import SamplingRow, sample
-from model.system.background_work import give_way
+from model.system.background_work import Work
 
 LENGTHS = (3, 40, 200)  # tokens of the requests
 
 logger = logging.getLogger(__name__)
 
 
-def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len: int) -> None:
+def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len: int) -> Work[None]:
     """Compile every kernel of attention that a request can need, then run some requests; nothing of them is left."""
     began = time.monotonic()
     cache = generate.runner.cache if generate is not None and isinstance(generate.runner, ModelRunner) else None
-    launched = compile_attention(encode.model, cache, min(max_model_len, encode.max_num_batched_tokens), max_model_len)
-    launched += compile_products(encode.model)
+    most_queries = min(max_model_len, encode.max_num_batched_tokens)
+    launched = yield from compile_attention(encode.model, cache, most_queries, max_model_len)
+    launched += yield from compile_products(encode.model)
     if generate is not None:
-        launched += _compile_draft_model(generate)
+        launched += yield from _compile_draft_model(generate)
         compile_sampling(encode.model)
     if encode.model.config.image is None:
         for length in LENGTHS:
@@ -56,30 +57,30 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
             source = blank_source(encode.model.config, tokens)
             encode.add(EncodeRequest("warm-up", encode.name, source, EncodeTask.TOKENS))
             encode.step()
-            give_way()
+            yield None
     if generate is not None:
         for together in (LENGTHS[:1], LENGTHS[1:], LENGTHS):
             for number, length in enumerate(together):
                 generate.add(_request(generate, encode, length, number))
             while generate.has_work:
                 generate.step()
-                give_way()
+                yield None
         generate.block_manager.forget()
     release_compilers()
     logger.info("%s is warm after %.1f s, %d kinds of launches", encode.name, time.monotonic() - began, launched)
 
 
-def _compile_draft_model(generate: GenerateEngine) -> int:
+def _compile_draft_model(generate: GenerateEngine) -> Work[int]:
     """Compile what a draft model launches, if there is one: the requests of warm-up end before it would be asked."""
     draft = generate.runner.draft_model if isinstance(generate.runner, ModelRunner) else None
     if draft is None or generate.speculation.draft_context is None:
         return 0
     most_keys = generate.speculation.draft_context
-    launched = compile_attention(draft.model, draft.cache, min(most_keys, COMPUTED_AT_ONCE), most_keys)
-    return launched + compile_products(draft.model)
+    launched = yield from compile_attention(draft.model, draft.cache, min(most_keys, COMPUTED_AT_ONCE), most_keys)
+    return launched + (yield from compile_products(draft.model))
 
 
-def compile_attention(model: Transformer, cache: KVCache | None, most_queries: int, most_keys: int) -> int:
+def compile_attention(model: Transformer, cache: KVCache | None, most_queries: int, most_keys: int) -> Work[int]:
     """Launch attention for each kind of launch; how many kinds that were. `cache`: the pool of a model that generates.
 
     Once with one token and once with two: a tensor of one row says nothing of the distance between rows, which a
@@ -99,7 +100,7 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
         else:
             _encode_tokens(model, stack, bounds)
         launches += 1
-        give_way()
+        yield None
     if cache is not None and decoder is not None:
         reached = dict.fromkeys(_bounds(model, decoder, most_queries, most_keys, cache))
         if encoder is not None:
@@ -108,12 +109,11 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
         for bounds in reached:
             _decode_tokens(model, cache, bounds)
             launches += 1
-            give_way()
+            yield None
     return launches
 
 
-@torch.inference_mode()
-def compile_products(model: Transformer) -> int:
+def compile_products(model: Transformer) -> Work[int]:
     """Multiply by projections in fp8, in integers and of experts, one of each kind, in each kind of launch; how many.
 
     Projections are of a kind if they share compiled kernels.
@@ -122,14 +122,17 @@ def compile_products(model: Transformer) -> int:
     kinds = {one.compiled_for: one for one in products if isinstance(one, CompiledLinear)}
     for linear in kinds.values():
         for rows in linear.tiled_rows:
-            linear(torch.zeros(rows, linear.spec.inputs, dtype=model.dtype, device=linear.device))
-        give_way()
+            with torch.inference_mode():
+                linear(torch.zeros(rows, linear.spec.inputs, dtype=model.dtype, device=linear.device))
+        yield None
     of_experts = {one.compiled_for: one for one in linears(model) if isinstance(one, ExpertsLinear) and one.kernels}
     for experts in of_experts.values():
         for rows in experts.tiled_rows:
             starts = torch.full((experts.spec.experts + 1,), rows, dtype=torch.int32, device=experts.device)
-            experts.of_experts(torch.zeros(rows, experts.spec.inputs, dtype=model.dtype, device=experts.device), starts)
-        give_way()
+            with torch.inference_mode():
+                rows_of_all = torch.zeros(rows, experts.spec.inputs, dtype=model.dtype, device=experts.device)
+                experts.of_experts(rows_of_all, starts)
+        yield None
     launched = [linear.tiled_rows for linear in kinds.values()] + [one.tiled_rows for one in of_experts.values()]
     return sum(map(len, launched))
 

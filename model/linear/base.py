@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from model.config.sharding import Index, Shape, Shard, ShardSlice
 from model.errors import ConfigError
-from model.system import huge_pages
 
 # -- Projections of a network: a `LinearSpec` says what is wanted, a `Linear` computes it. `LinearFactory` makes each
 # `Linear` once. It is then filled with the tensors that it names, a few rows at a time and in any order, but scales
@@ -153,7 +152,7 @@ class Linear(nn.Module):
         parameter = self._parameters[own]
         assert parameter is not None
         if parameter.is_meta:
-            made = huge_pages.empty(parameter.shape, self.kept_dtype(own), self.device)
+            made = torch.empty(*parameter.shape, dtype=self.kept_dtype(own), device=self.device)
             parameter = self._parameters[own] = nn.Parameter(made, requires_grad=False)
         return parameter.detach()
 

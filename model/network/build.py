@@ -11,14 +11,12 @@ from model.config.sharding import Shape, Shard, ShardSlice
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.network.transformer import Transformer
-from model.system.background_work import give_way
 
 FLOAT32 = LinearFactory()
 
 
 def build_model(config: ModelConfig, backend: AttentionBackend, linear: LinearFactory = FLOAT32) -> Transformer:
     """The network, or one rank's part of it, without storage: every parameter is on torch's meta device."""
-    give_way()
     with torch.device("meta"):
         return Transformer(config, backend, linear)
 

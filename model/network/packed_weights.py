@@ -1,21 +1,24 @@
-"""The weights of a network as it keeps them, in the weights cache: mapped from there, or packed and put there.
+"""The weights of a network in one file, which every process that loads the model maps.
 
-A file is found by two digests. The layout is everything but the checkpoint's bytes that the file's depend on: which
-stored tensor goes where, number formats, the C library with its CPU, the code in between. The content is the
-checkpoint's bytes. So a file is what packing would give now, bit for bit, or it is not found.
+A file of the weights cache is found by two digests. The layout is everything but the checkpoint's bytes that the file's
+depend on: which stored tensor goes where, number formats, the C library with its CPU, the code in between. The content
+is the checkpoint's bytes. So a file is what packing would give now, bit for bit, or it is not found.
 
-Packing takes the memory that it takes without a cache: arrays are given back for their places in the file once they are
-written there.
+`pack` reads the checkpoint and writes the file: into the cache, else without a name. Its arrays are given back for
+their places in the file once they are written there. `python -m model.pack` calls it in a process of its own.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -27,110 +30,162 @@ from torch import Tensor
 from model.attention.base import AttentionBackend
 from model.checkpoint.content import content_digest, signs_of
 from model.checkpoint.folder import Checkpoint
-from model.checkpoint.packed_file import ArraySpec, Table
+from model.checkpoint.packed_file import ArraySpec, PackedFileError, PackedFileWriter, Table, read_table
 from model.checkpoint.tensor_files import DecodedTensor
 from model.checkpoint.weights_cache import WeightsCache
+from model.errors import ConfigError
 from model.linear.base import Linear, linears
 from model.linear.factory import LinearFactory
 from model.network.build import build_model, plain_parameters
 from model.network.transformer import Transformer
 from model.network.weights import TOKEN_TABLES, WeightSources, adopt_parameters, fill_weights, plan_sources
-from model.system.background_work import give_way, gives_way, wait_for
 from model.system.mapped_file import MappedFile
 
-_CODE = ("checkpoint", "config", "families", "linear", "network", "system")  # what weights pass through, beside C
+_CODE = ("checkpoint", "config", "families", "linear", "network", "system")  # what weights pass through, besides C
 
 logger = logging.getLogger(__name__)
 
 
 class PackedWeights:
-    """Gives the network of a checkpoint its weights by way of a cache: on a CPU, on one rank."""
+    """Gives the network of a checkpoint its weights, on a CPU and on one rank."""
 
     def __init__(
-        self, weights_cache: WeightsCache, checkpoint: Checkpoint, backend: AttentionBackend, linear: LinearFactory
+        self,
+        weights_cache: WeightsCache | None,
+        checkpoint: Checkpoint,
+        backend: AttentionBackend,
+        linear: LinearFactory,
     ) -> None:
         """Look for the packed weights, without reading them. Raises `CheckpointError` as `load_model` does."""
         self.network = build_model(checkpoint.config, backend, linear)
-        self._cache = weights_cache
+        self.cache = weights_cache
+        self.outcome = ""  # what became of the cache: mapped, written, or why not
         self._files = checkpoint.weight_files
         self._name = checkpoint.path.name
         self._sources = plan_sources(self.network, checkpoint)
         self._holders = list(_holders(self.network, self._sources.table_dtype))
         self._specs = {name: spec for holder in self._holders for name, spec in holder.specs.items()}
-        self._layout = _layout(self.network, self._sources, self._specs)
+        self._layout = _layout(self.network, self._sources, self._specs) if weights_cache is not None else ""
         self._signs = signs_of(self._files)
-        self._found = self._find(weights_cache.content(self._signs))
-        self.outcome = ""  # of `load`: mapped, written, or why not
+        self._found = self._find(self._known_content())
 
     @property
     def is_found(self) -> bool:
-        """Whether the packed weights are there, so that `load` only maps them."""
+        """Whether the packed weights are there, so that they need only be mapped."""
         return self._found is not None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the packed weights."""
+        return sum(spec.nbytes for spec in self._specs.values())
 
     @property
     def resident(self) -> int:
         """Bytes of the packed weights that are in memory already, maybe because others use them."""
-        found = self._found
-        return 0 if found is None else wait_for(lambda: found.mapped.resident)
+        return 0 if self._found is None else self._found.mapped.resident
 
     @property
     def others_in_use(self) -> int:
         """Bytes of other packed weights that are mapped, which Linux may count as available."""
-        return self._cache.in_use(None if self._found is None else self._found.name)
+        if self.cache is None:
+            return 0
+        return self.cache.in_use(None if self._found is None else self._found.name)
+
+    def read_ahead(self) -> None:
+        """Have the weights that were found in memory. Those that cannot be read are removed, and are not found then."""
+        if self._found is None:
+            return
+        try:
+            self._found.read_ahead()
+        except OSError as error:
+            if self.cache is not None and self._found.name:
+                self.cache.discard(self._found.name, f"cannot be read: {error}")
+            self._found = None
 
     def load(self) -> Transformer:
-        """Map the weights, or pack them while no other process does; raises `CheckpointError`."""
-        if not self._map():
-            with ExitStack() as stack:
-                may_write = wait_for(lambda: stack.enter_context(self._cache.locked()))
-                content = self._cache.content(self._signs)
-                if content is None and self._cache.has(self._layout):  # maybe of these bytes, by another path
-                    content = self._digest(1 if gives_way() else torch.get_num_threads())
-                self._found = self._find(content)
-                if not self._map():
-                    self._pack(content, keep=may_write)
-        return self.network.requires_grad_(False).eval()
+        """Map the weights that were found, or read them here; raises `CheckpointError`."""
+        self.read_ahead()
+        if self._found is None and self.cache is None:
+            fill_weights(self.network, self._name, self._sources)
+        elif self._found is None:
+            self._pack(threads=1)
+        return self.map() if self._found is not None else self._complete()
 
-    def _find(self, content: str | None) -> _Found | None:
-        packed = None if content is None else self._cache.open(self._layout, content)
-        if packed is None:
-            return None
-        with packed:
-            reason = "holds other arrays than expected"
-            if {name: place.spec for name, place in packed.table.places.items()} == self._specs:
-                try:
-                    return _Found(packed.name, packed.table, MappedFile(packed.file, packed.table.size))
-                except OSError as error:
-                    reason = f"cannot be mapped: {error}"
-        self._cache.discard(packed.name, reason)
-        return None
-
-    def _map(self) -> bool:
-        """Take the weights from the file, if it was found and can be read."""
-        began, found = time.monotonic(), self._found
-        if found is None:
-            return False
-        try:
-            wait_for(found.read_ahead)
-        except OSError as error:
-            self._cache.discard(found.name, f"cannot be read: {error}")
-            self._found = None
-            return False
+    def map(self) -> Transformer:
+        """Take the weights from the file that was found, packed or received."""
+        found, began = self._found, time.monotonic()
+        assert found is not None
         for holder in self._holders:
             holder.adopt(found.arrays(holder))
-            give_way()
-        self.outcome = "mapped"
         seconds = time.monotonic() - began
         logger.info("%s: %.2f GB of packed weights mapped in %.2f s", self._name, found.table.size / 1e9, seconds)
-        return True
+        self.outcome = self.outcome or ("mapped" if self.cache is not None else "")
+        return self._complete()
 
-    def _pack(self, content: str | None, *, keep: bool) -> None:
-        """Read the checkpoint, and keep what it becomes if that can be written."""
-        with ThreadPoolExecutor(1, "hash") as pool:  # beside the packing, so the files are read from the disk once
+    def _complete(self) -> Transformer:
+        return self.network.requires_grad_(False).eval()
+
+    def receive(self, file: int, outcome: str) -> None:
+        """Take an open file that another process has packed; raises `ConfigError` if it is not of these weights."""
+        found = _Found.of("", file, self._specs)
+        if isinstance(found, str):
+            raise ConfigError(f"{self._name}: the packed weights cannot be mapped: the file {found}")
+        self._found, self.outcome = found, outcome
+
+    def pack(self, threads: int) -> int:
+        """Return an open file with the weights. Of processes that share a cache only one packs at a time.
+
+        Raises `CheckpointError`, and `OSError` where there is no room for a file.
+        """
+        self._pack(threads)
+        if self._found is None:
+            self._found = self._write_unnamed()
+        return self._found.mapped.file
+
+    def _pack(self, threads: int) -> None:
+        """Find the weights, or read the checkpoint and write what it becomes into the cache, if it has room."""
+        with self._locked() as may_write:
+            content = self._known_content()
+            if content is None and self.cache is not None and self.cache.has(self._layout):  # maybe by another path
+                content = self._digest(threads)
+            self._found = self._find(content)
+            self.read_ahead()
+            if self._found is None:
+                self._read(content, keep=may_write, threads=threads)
+            else:
+                self.outcome = "mapped"
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        if self.cache is None:
+            yield False
+        else:
+            with self.cache.locked() as may_write:
+                yield may_write
+
+    def _known_content(self) -> str | None:
+        return None if self.cache is None else self.cache.content(self._signs)
+
+    def _find(self, content: str | None) -> _Found | None:
+        packed = None if content is None or self.cache is None else self.cache.open(self._layout, content)
+        if packed is None or self.cache is None:
+            return None
+        with packed:
+            found = _Found.of(packed.name, packed.file, self._specs)
+        if isinstance(found, str):
+            self.cache.discard(packed.name, found)
+            return None
+        return found
+
+    def _read(self, content: str | None, *, keep: bool, threads: int) -> None:
+        """Read the checkpoint, and keep in the cache what it becomes."""
+        with ThreadPoolExecutor(1, "hash") as pool:  # while it is packed, so the files are read from the disk once
             digest = None
-            if keep and content is None and not gives_way():
+            if keep and content is None and threads > 1:
                 digest = pool.submit(self._digest, threads=1)
             fill_weights(self.network, self._name, self._sources)
+            if self.cache is None:
+                return
             try:
                 if not keep:
                     raise OSError("it cannot be written")
@@ -138,39 +193,44 @@ class PackedWeights:
                     content = self._digest(threads=1) if digest is None else digest.result()
                 if content is None or signs_of(self._files).digest != self._signs.digest:
                     raise OSError("the checkpoint changed while it was read")
-                self._write(content)
-            except OSError as error:  # what was written stays mapped, the rest is in memory
+                with self.cache.new_file(self._layout, content, self._specs) as new:
+                    self._found = self._write(new.file, new.writer)
+                self.outcome = "written"
+            except OSError as error:
                 self.outcome = f"not kept: {error}"
                 logger.warning("%s: its packed weights are not kept in the weights cache: %s", self._name, error)
 
-    def _write(self, content: str) -> None:
+    def _write_unnamed(self) -> _Found:
+        table = Table.of({}, self._specs)
+        for make in (_unnamed_file, _file_in_memory):
+            with suppress(OSError), os.fdopen(make(), "r+b", buffering=0) as file:
+                return self._write(file.fileno(), PackedFileWriter(file.fileno(), table, lasting=False))
+        raise OSError(errno.ENOSPC, f"no room for {table.size / 1e9:.2f} GB of packed weights")
+
+    def _write(self, file: int, writer: PackedFileWriter) -> _Found:
         """Write the arrays; each holder's are given back for the file's when they are written."""
-        began = time.monotonic()
-        with self._cache.new_file(self._layout, content, self._specs) as new:
-            table = new.writer.table
-            found = _Found("", table, MappedFile(new.file, table.size))
-            waiting = {name: holder for holder in self._holders for name in holder.specs}
-            left = {id(holder): len(holder.specs) for holder in self._holders}
+        began, table = time.monotonic(), writer.table
+        found = _Found("", table, MappedFile(file, table.size))
+        waiting = {name: holder for holder in self._holders for name in holder.specs}
+        left = {id(holder): len(holder.specs) for holder in self._holders}
 
-            def written(name: str) -> None:
-                holder = waiting[name]
-                left[id(holder)] -= 1
-                if not left[id(holder)]:
-                    holder.adopt(found.arrays(holder))
-                give_way()
+        def written(name: str) -> None:
+            holder = waiting[name]
+            left[id(holder)] -= 1
+            if not left[id(holder)]:
+                holder.adopt(found.arrays(holder))
 
-            new.writer.write(((name, _bytes(waiting[name].arrays()[name])) for name in table.places), written)
-        wait_for(found.read_ahead)
-        self.outcome = "written"
+        writer.write(((name, _bytes(waiting[name].arrays()[name])) for name in table.places), written)
         seconds = time.monotonic() - began
         logger.info("%s: %.2f GB of packed weights written in %.1f s", self._name, table.size / 1e9, seconds)
+        return found
 
     def _digest(self, threads: int) -> str | None:
         """The content of the files; None if they change meanwhile."""
-        content = content_digest(self._files, threads, give_way)
-        if signs_of(self._files).digest != self._signs.digest:
+        content = content_digest(self._files, threads)
+        if self.cache is None or signs_of(self._files).digest != self._signs.digest:
             return None
-        self._cache.remember(self._signs, content)
+        self.cache.remember(self._signs, content)
         return content
 
 
@@ -187,9 +247,20 @@ class _Holder:
 class _Found:
     """A file of packed weights, mapped."""
 
-    name: str
+    name: str  # in the cache
     table: Table
     mapped: MappedFile
+
+    @classmethod
+    def of(cls, name: str, file: int, specs: Mapping[str, ArraySpec]) -> _Found | str:
+        """Map an open file of arrays with these specs, or say why it cannot be."""
+        try:
+            table = read_table(file)
+            if {name: place.spec for name, place in table.places.items()} != specs:
+                return "holds other arrays than expected"
+            return cls(name, table, MappedFile(file, table.size))
+        except (OSError, PackedFileError) as error:
+            return str(error)
 
     def arrays(self, holder: _Holder) -> dict[str, Tensor]:
         """The arrays of a holder as tensors over the file."""
@@ -235,13 +306,22 @@ def _spec(dtype: torch.dtype, shape: tuple[int, ...]) -> ArraySpec:
     return ArraySpec(str(dtype).removeprefix("torch."), shape, math.prod(shape) * dtype.itemsize)
 
 
+def _unnamed_file() -> int:
+    """Open a file without a name in the folder for temporary files: on a disk it has huge pages."""
+    return os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+
+def _file_in_memory() -> int:
+    return os.memfd_create("triptych-weights", os.MFD_CLOEXEC)
+
+
 def _bytes(array: Tensor) -> memoryview:
     data = array.contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(data.data)
 
 
 def _layout(network: Transformer, sources: WeightSources, specs: Mapping[str, ArraySpec]) -> str:
-    """A digest of what the bytes depend on beside those of the checkpoint."""
+    """A digest of what the bytes depend on besides those of the checkpoint."""
     linear, state = network.linear, sha256()
     library = linear.library.identity if linear.library is not None else "no library"
     state.update(f"{torch.__version__} {library} {_code()} {linear.dtype} {sources.table_dtype}\n".encode())

@@ -32,8 +32,6 @@ from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.network.build import FLOAT32, build_model, plain_parameters, shard_slices, tensor_shapes
 from model.network.transformer import Transformer
-from model.system import huge_pages
-from model.system.background_work import give_way
 
 TOKEN_TABLES = ("tokens.weight", "source_tokens.weight")  # the second of an encoder that has its own
 PROGRESS_SECONDS = 5.0  # between two words of how far loading is
@@ -150,7 +148,6 @@ class _Filler:
         self._parameters: dict[str, Tensor] = {}
         for linear in linears(model):
             linear.reserve()
-            give_way()
 
     def put(self, name: str, into: Index, values: Tensor) -> None:
         """`values` at `into` of the tensor `name`; a table that a head is tied to may fill both."""
@@ -160,7 +157,7 @@ class _Filler:
             if name not in self._parameters:
                 linear = self._model.linear
                 dtype = self._table_dtype if name in TOKEN_TABLES else linear.dtype
-                self._parameters[name] = huge_pages.empty(self._shapes[name], dtype, linear.device)
+                self._parameters[name] = torch.empty(*self._shapes[name], dtype=dtype, device=linear.device)
             self._parameters[name][into].copy_(values)
 
     def holds(self, name: str, into: Index, values: Tensor) -> bool:
@@ -173,7 +170,6 @@ class _Filler:
         adopt_parameters(self._model, self._parameters, self._table_dtype)
         for linear in linears(self._model):
             linear.finish()
-            give_way()
 
 
 class _Progress:

@@ -33,7 +33,6 @@ from model.parallel.messages import (
     pack_call,
     send_tensors,
 )
-from model.system.background_work import wait_for
 from model.system.child_process import FrameSocket, describe_exit, start_child
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class RankProcesses:
 
     def connect(self) -> list[tuple[int, int]]:
         """Wait until every rank has loaded, then connect the group; return (free, total) bytes of each one's GPU."""
-        wait_for(self._receive_answers)
+        self._receive_answers()
         logger.info("%s has ranks in processes %s", self._name, ", ".join(map(str, [os.getpid(), *self.pids])))
         self.group.connect(self._rendezvous)
         return [(answer.free, answer.total) for answer in self._receive_answers()]

@@ -1,66 +1,81 @@
-"""Long work on a thread that has something more urgent to do: the work gives way to it, part by part. Stdlib only.
+"""Work in parts, for a thread that has something more urgent to do between them. Stdlib only.
 
-`give_way` ends a part of the work. If others' turn has come, it returns when they have had it: they run on the same
-thread, within this call. So nothing runs at the same time, and the work takes neither cores nor the interpreter's lock
-from others at moments that nobody chooses. Parts should be short: a millisecond or less. What waits for a file or a
-process runs in another thread meanwhile (`wait_for`).
-
-Without such an urgent owner both do nothing beside, so code that calls them can also be all that a process does. Code
-that changes the state of its thread, as torch's modes do, must not call them while it is changed.
+Work is a generator. It yields None where a part ends, which should be after milliseconds, and a `Call` where it waits
+for a file, a process or a device. `finish` runs work to its end; `model.engine.background_jobs` runs it between steps.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
-_Result = TypeVar("_Result")
-
-
-class GivenUpError(Exception):
-    """Nobody wants the work any more."""
+Result = TypeVar("Result")
 
 
-class Owner(Protocol):
-    """What the work gives way to."""
+class Call(Generic[Result]):
+    """A call that the work waits for. Run it here, or in a thread of its own."""
 
-    def give_way(self) -> None:
-        """Run what is urgent; raises `GivenUpError`."""
+    def __init__(self, call: Callable[[], Result], stop: Callable[[], object], *, idle: bool) -> None:
+        self.stop = stop  # makes the call end soon, if it can
+        self._call = call
+        self._idle = idle
+        self._results: list[Result] = []
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
 
-    def wait_for(self, call: Callable[[], _Result]) -> _Result:
-        """Return what `call` returns, which runs in another thread, and run what is urgent until then."""
+    def start(self) -> None:
+        """Run it in a thread."""
+        threading.Thread(target=self._run_beside, daemon=True).start()
+
+    def run(self) -> None:
+        try:
+            self._results.append(self._call())
+        except BaseException as error:
+            self._error = error
+        self._ended.set()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def result(self) -> Result:
+        """Return what an ended call has returned, or raise what it has raised."""
+        if self._error is not None:
+            raise self._error
+        return self._results.pop()
+
+    def _run_beside(self) -> None:
+        if self._idle:
+            with suppress(OSError):
+                os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+        self.run()
 
 
-class _Thread(threading.local):
-    owner: Owner | None = None
+Work = Generator[Call[Any] | None, None, Result]
 
 
-_thread = _Thread()
+def in_thread(
+    call: Callable[[], Result], stop: Callable[[], object] = lambda: None, *, idle: bool = False
+) -> Work[Result]:
+    """Return what `call` returns. `stop` makes it end soon; `idle`: its thread yields to all others.
+
+    An idle thread must not hold the interpreter's lock, which others would wait for.
+    """
+    started = Call(call, stop, idle=idle)
+    yield started
+    return started.result()
 
 
-@contextmanager
-def giving_way_to(owner: Owner | None) -> Iterator[None]:
-    """Let the block give way to `owner`; None: to nobody."""
-    before, _thread.owner = _thread.owner, owner
+def finish(work: Work[Result]) -> Result:
+    """Run work to its end, in this thread."""
     try:
-        yield
-    finally:
-        _thread.owner = before
-
-
-def gives_way() -> bool:
-    """Return whether others wait for the parts of this work, so that they should be short."""
-    return _thread.owner is not None
-
-
-def give_way() -> None:
-    """End a part of the work; raises `GivenUpError` if nobody wants the rest."""
-    if _thread.owner is not None:
-        _thread.owner.give_way()
-
-
-def wait_for(call: Callable[[], _Result]) -> _Result:
-    """Return what `call` returns, which waits for something and computes next to nothing; raises what it raises."""
-    return call() if _thread.owner is None else _thread.owner.wait_for(call)
+        while True:
+            call = next(work)
+            if call is not None:
+                call.run()
+    except StopIteration as end:
+        result: Result = end.value
+        return result

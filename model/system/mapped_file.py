@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import warnings
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -25,6 +26,8 @@ class MappedFile:
 
     def __init__(self, file: int, size: int) -> None:
         """Raise `OSError` where the file cannot be mapped."""
+        self.file = os.dup(file)  # open as long as this object is there
+        weakref.finalize(self, os.close, self.file)
         self._memory = mmap.mmap(file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         with suppress(OSError, AttributeError):  # a kernel without huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)

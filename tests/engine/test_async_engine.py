@@ -14,7 +14,7 @@ from model.api.request import EncodeRequest, FinishReason, TokenOutput
 from model.api.source import token_source
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
-from model.engine import builder
+from model.engine import builder, network_plan
 from model.engine.thread_transport import ThreadTransport
 from model.errors import ConfigError, EngineDeadError, QueueFullError
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
@@ -240,7 +240,8 @@ async def test_the_queue_is_bounded_by_requests(brake: Brake) -> None:
 @async_test
 async def test_front_uses_the_limits_of_the_loaded_model(brake: Brake, monkeypatch: pytest.MonkeyPatch) -> None:
     brake.seconds = 0.02
-    monkeypatch.setattr(builder, "batch_limits", lambda engine, device: BatchLimits(2, 512, 1, 4096))
+    for module in (builder, network_plan):
+        monkeypatch.setattr(module, "batch_limits", lambda engine, device: BatchLimits(2, 512, 1, 4096))
     async with served(LLAMA) as engine:
         assert engine.models[LLAMA].limits == BatchLimits(2, 512, 1, 4096)
         streams = [engine.submit([endless(f"r{i}")]) for i in range(3)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from model.engine.execution.cuda_graphs import CudaRecorder, recorded
+from model.system.background_work import Work
 from model.system.devices import HostCopy
 
 SECOND = torch.device("cuda", 1)
@@ -118,10 +119,11 @@ def test_tokens_are_waited_for_on_their_device(gpus: Gpus, monkeypatch: pytest.M
 
 def test_steps_without_a_graph_are_launched(caplog: pytest.LogCaptureFixture) -> None:
     def failing(error: Exception) -> Any:
-        def record_all() -> None:
+        def record_each() -> Work[None]:
             raise error
+            yield
 
-        return SimpleNamespace(record_all=record_all)
+        return SimpleNamespace(record_each=record_each)
 
     with caplog.at_level(logging.WARNING):
         said = "operation not permitted when stream is capturing"

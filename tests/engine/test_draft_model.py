@@ -34,6 +34,7 @@ from model.llm import LLM
 from model.native.library import Kind
 from model.pretrained import embedded_models
 from model.quantization.folder import quantize
+from model.system.background_work import Work, finish
 from tests.engine.scripted import Harness, request
 from tests.engine.test_speculation import copying, crowd, generated, of_each_way, outcomes
 from tests.model.checkpoints import native_backends, saved
@@ -254,11 +255,17 @@ def test_what_it_launches_is_compiled_before_it_is_asked(monkeypatch: pytest.Mon
     draft = loaded.generate.runner.draft_model
     assert draft is not None
     compiled: list[object] = []
-    monkeypatch.setattr(warmup, "compile_attention", lambda *given: compiled.append(given) or 0)
-    monkeypatch.setattr(warmup, "compile_products", lambda model: compiled.append(model) or 0)
-    warmup.warm_up(loaded.encode, loaded.generate, loaded.info.max_model_len)
+
+    def compiling(*given: object) -> Work[int]:
+        compiled.append(given)
+        yield None
+        return 0
+
+    monkeypatch.setattr(warmup, "compile_attention", compiling)
+    monkeypatch.setattr(warmup, "compile_products", compiling)
+    finish(warmup.warm_up(loaded.encode, loaded.generate, loaded.info.max_model_len))
     context = loaded.generate.speculation.draft_context
-    assert context is not None and compiled[2:] == [(draft.model, draft.cache, context, context), draft.model]
+    assert context is not None and compiled[2:] == [(draft.model, draft.cache, context, context), (draft.model,)]
 
 
 def without_last_layer(into: Path, vocab_size: int) -> Path:

@@ -76,8 +76,8 @@ def test_graphs_need_recurrent_layers_that_the_backend_computes() -> None:
 def test_fallbacks_can_be_refused(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before weights are read where that can be known."""
     read: list[bool] = []
-    real = loading._load_model
-    monkeypatch.setattr(loading, "_load_model", lambda *given: read.append(True) or real(*given))
+    real = loading.load_packed
+    monkeypatch.setattr(loading, "load_packed", lambda *given: read.append(True) or real(*given))
     monkeypatch.setattr(loading, "unrecordable", lambda *_: "x" if at_once else "")
     monkeypatch.setattr(
         loading, "slow_ways", lambda engine, selection, unrecorded, device: ("x",) if unrecorded or read else ()

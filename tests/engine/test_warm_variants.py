@@ -29,6 +29,7 @@ from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.warmup import compile_attention
+from model.system.background_work import finish
 from tests.engine.support import pools_for, request
 from tests.model.checkpoints import loaded, prompt, saved
 from tests.model.launches import noted
@@ -86,7 +87,7 @@ def test_traffic_launches_only_warmed_variants(kind: str, kv: torch.dtype) -> No
     blocks = BlockManager(pools, BLOCK, prefix_caching=False, states=states)
     cache = KVCache(model.config.decoder, [pool.num_pages for pool in pools], BLOCK, kv, CPU, num_states=24)
     with noted() as warmed:
-        compile_attention(model, cache, BUDGET, CONTEXT)
+        finish(compile_attention(model, cache, BUDGET, CONTEXT))
     with noted() as seen:
         graphs = DecodeGraphs(model, cache, max_num_seqs=12, max_model_len=CONTEXT, record=recorded)
         graphs.record_all()
@@ -124,7 +125,7 @@ def test_encoders_too(kind: str) -> None:
     model = loaded(kind, TritonBackend())
     longest = model.config.max_positions or 64
     with noted() as warmed:
-        compile_attention(model, None, longest, longest)
+        finish(compile_attention(model, None, longest, longest))
     encode = EncodeEngine(
         kind,
         model,

@@ -9,6 +9,7 @@ from model.api.messages import ModelSpec
 from model.api.stats import EngineStats
 from model.engine.builder import load
 from model.engine.warmup import warm_up
+from model.system.background_work import finish
 from tests.model.checkpoints import saved
 
 
@@ -21,7 +22,7 @@ def test_warmup_leaves_no_trace(kind: str) -> None:
         if engine is not None:
             real = engine.step
             engine.step = lambda real=real: steps.append(1) or real()  # type: ignore[method-assign,misc]
-    warm_up(loaded.encode, loaded.generate, loaded.info.max_model_len)
+    finish(warm_up(loaded.encode, loaded.generate, loaded.info.max_model_len))
     assert len(steps) >= (0 if kind == "vit" else 3)
     assert not loaded.encode.has_work
     if loaded.generate is not None:

@@ -25,6 +25,7 @@ from model.linear.float import ExpertsLinear
 from model.network.build import build_model
 from model.network.experts import Experts, routes
 from model.network.inputs import StepContext, packed_input
+from model.system.background_work import finish
 from tests.model.checkpoints import CPU, loaded, saved
 from tests.model.triton_cases import DEVICES
 
@@ -147,13 +148,13 @@ def test_the_kernel_multiplies_each_row_by_its_expert(dtype: torch.dtype, device
 
 def test_kernels_of_experts_are_compiled_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded("mixtral")
-    assert compile_products(model) == 0
+    assert finish(compile_products(model)) == 0
     for linear in linears(model):
         if isinstance(linear, ExpertsLinear):
             linear.kernels = True
     asked = []
     monkeypatch.setattr(ExpertsLinear, "of_experts", lambda self, x, starts: asked.append((self.spec.inputs, len(x))))
-    assert compile_products(model) == len(asked) == 6
+    assert finish(compile_products(model)) == len(asked) == 6
     assert sorted(asked) == [(20, 1), (20, 81), (20, 321), (32, 1), (32, 81), (32, 321)]
 
 

@@ -30,6 +30,7 @@ from model.linear.factory import LinearFactory
 from model.linear.fp8 import Fp8Linear, quantized
 from model.network.weights import load_model
 from model.system import fallbacks
+from model.system.background_work import finish
 from model.system.float8_kernels import to_float8
 from tests.model.checkpoints import saved
 from tests.model.parity import decoder_logits, decoder_prompts
@@ -240,9 +241,9 @@ def test_each_kind_of_launch_is_compiled_at_start() -> None:
     for linear in linears(model):
         linear.register_forward_hook(lambda linear, given, _: multiplied.append((linear.spec.name, len(given[0]))))
     assert (
-        compile_products(model) == len(multiplied) == 4 * len(Fp8Linear.tiled_rows)
+        finish(compile_products(model)) == len(multiplied) == 4 * len(Fp8Linear.tiled_rows)
     )  # qkv, out, up and down of one layer
-    assert compile_products(load_model(checkpoint, SdpaBackend())) == 0
+    assert finish(compile_products(load_model(checkpoint, SdpaBackend()))) == 0
 
 
 def test_keys_with_outliers_keep_their_small_numbers_in_fp8_and_lose_them_in_int8() -> None:

@@ -23,13 +23,14 @@ def test_zeros_of_the_shape_and_number_format_that_were_asked_for(dtype: torch.d
     assert huge_pages.zeros((0, 4), dtype).shape == (0, 4)
 
 
-def test_all_of_it_is_there_from_the_start_and_given_back_at_the_end() -> None:
+def test_committed_memory_is_given_back_at_the_end() -> None:
     def resident() -> int:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
 
     before = resident()
     pool = huge_pages.zeros((64, MIB), torch.int8)
+    huge_pages.commit(pool)
     assert resident() - before > 60 * MIB
     view = pool[3]
     del pool

@@ -29,6 +29,7 @@ from model.linear.integers import DequantizedIntegerLinear, IntegerLinear, integ
 from model.linear.triton_integers import Tiles
 from model.native.library import Kind
 from model.network.weights import load_model
+from model.system.background_work import finish
 from tests.model.checkpoints import native_backends, saved
 from tests.model.packers import CASES, folders
 from tests.model.parity import decoder_logits, decoder_prompts
@@ -342,4 +343,6 @@ def test_each_kind_of_launch_is_compiled_at_start() -> None:
     multiplied = []
     for linear in linears(model):
         linear.register_forward_hook(lambda linear, given, _: multiplied.append((linear.spec.name, len(given[0]))))
-    assert compile_products(model) == len(multiplied) == 5 * len(IntegerLinear.tiled_rows)  # of one layer, and the head
+    assert (
+        finish(compile_products(model)) == len(multiplied) == 5 * len(IntegerLinear.tiled_rows)
+    )  # of one layer, and the head

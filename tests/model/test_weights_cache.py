@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from model.api.engine_config import EngineConfig
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint import content, packed_file
 from model.checkpoint.content import content_digest
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.weights_cache import WeightsCache
-from model.engine.weights_cache import no_weights_cache
 from model.linear.base import linears
 from model.linear.factory import LinearFactory
 from model.linear.native import NativeLinear
@@ -32,11 +29,10 @@ from model.network import packed_weights
 from model.network.packed_weights import PackedWeights
 from model.network.transformer import Transformer
 from model.network.weights import load_model
-from model.system.background_work import GivenUpError, giving_way_to
 from model.system.host_memory import available_memory
 from model.system.mapped_file import MappedFile
 from tests.digests import FORMATS, digest
-from tests.model.checkpoints import CPU, native_backends, saved
+from tests.model.checkpoints import native_backends, saved
 from tests.model.sparse import QWEN3_4B, sparse_checkpoint
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
@@ -168,44 +164,6 @@ def test_of_processes_that_start_together_one_packs(folder: Path) -> None:
     assert len(files(folder)) == 1
 
 
-class Turns:
-    """An owner of the thread that counts its turns, and gives the work up at one of them."""
-
-    def __init__(self, last: int | None = None) -> None:
-        self.given = 0
-        self.waited: list[object] = []
-        self._last = last
-
-    def give_way(self) -> None:
-        self.given += 1
-        if self.given == self._last:
-            raise GivenUpError
-
-    def wait_for(self, call: Callable[[], Any]) -> Any:
-        self.waited.append(call)
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(call).result()
-
-
-def test_beside_others_it_works_in_parts(folder: Path) -> None:
-    for outcome in ("written", "mapped"):
-        turns, weights = Turns(), packed(folder, saved(KIND).path)
-        with giving_way_to(turns):
-            assert_loads(weights, saved(KIND).path)
-        assert weights.outcome == outcome
-        assert turns.given > 20 and turns.waited
-    parts = turns.given
-    for last in range(1, 60):  # of reading, of the digest, of writing: nothing is left behind
-        with giving_way_to(Turns(last)), suppress(GivenUpError):
-            started(folder, saved("llama").path, LinearFactory(torch.bfloat16))
-        assert not list(folder.glob("*.new"))
-        if len(files(folder)) == 2:
-            break
-    assert last > parts // 2
-    del weights, turns  # which has calls of it
-    assert WeightsCache(folder).in_use() == 0
-
-
 def test_what_was_used_longest_ago_makes_room(folder: Path, tmp_path: Path) -> None:
     started(folder, saved(KIND).path)
     size = files(folder)[0].stat().st_size
@@ -237,7 +195,6 @@ def test_what_is_mapped_is_not_removed_to_make_room(folder: Path) -> None:
 
 _START = """
 import sys, time
-from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.engine.builder import load
 
@@ -293,11 +250,3 @@ def test_digests_do_not_depend_on_threads_and_see_every_byte(tmp_path: Path, mon
     paths[0].write_bytes(bytes(2000))
     paths[1].write_bytes(bytes(1000))  # the same bytes in all
     assert content_digest(paths, 2) != found
-
-
-def test_where_a_cache_is_of_no_use_is_said() -> None:
-    engine = EngineConfig(weights_cache="/cache")
-    assert no_weights_cache(engine, CPU) == ""
-    assert no_weights_cache(engine, torch.device("cuda", 1)) == "not used: weights are on cuda:1"
-    ranks = dataclasses.replace(engine, tensor_parallel_size=2)
-    assert no_weights_cache(ranks, CPU) == "not used: the model is split over ranks"

@@ -15,7 +15,7 @@ from lab.bench.gpu.figures import Figures, Stop
 from lab.bench.gpu.fp8 import in_fp8, need_fp8
 from lab.bench.gpu.integers import bytes_of_weights, in_integers, need_integers
 from lab.bench.gpu.machine import Bench
-from lab.bench.gpu.timers import Timers
+from lab.bench.gpu.timers import Timers, Where
 from lab.bench.models import config_of, random_model
 from lab.bench.roofline import Costs, Roofline
 from model.api.engine_config import EngineConfig
@@ -141,8 +141,11 @@ def build_engines(name: str, model: Transformer, selection: Selection, config: E
     sentences = SentenceSettings(pooling=(Pooling.MEAN,))
     checkpoint = Checkpoint(Path(name), model.config, (), str(model.dtype).removeprefix("torch."), sentences=sentences)
     began, timers = time.perf_counter(), Timers()
-    places = {"pool_memory": generate_builder, "recorded": generate_builder, "warm_up": builder}
-    parts = [(module, name, f"{name}_s") for name, module in places.items()]
+    parts: list[Where] = [
+        (generate_builder, "pool_memory", "pool_memory_s"),
+        (generate_builder, "recording", "recorded_s"),
+        (builder, "warm_up", "warm_up_s"),
+    ]
     with timers.on(*parts):
         loaded = builder.assemble(ModelSpec(name, name, config), checkpoint, model, selection)
     seconds = {**{name: 0.0 for _, _, name in parts}, **timers.seconds, "assemble_s": time.perf_counter() - began}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import isgeneratorfunction
 from typing import Any
 
 Where = tuple[Any, str, str]  # object, module or class; attribute; name of the time
@@ -34,15 +35,24 @@ class Timers:
 
     def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            self._inside.append(0.0)
-            began = time.perf_counter()
-            try:
+            with self._timing(name):
                 return function(*arguments, **named)
-            finally:
-                seconds = time.perf_counter() - began
-                own = seconds - self._inside.pop()
-                self._inside[-1] += seconds
-                self.seconds[name] = self.seconds.get(name, 0.0) + own
-                self.calls[name] = self.calls.get(name, 0) + 1
 
-        return call
+        def work(*arguments: Any, **named: Any) -> Generator[Any, Any, Any]:
+            with self._timing(name):
+                return (yield from function(*arguments, **named))
+
+        return work if isgeneratorfunction(function) else call
+
+    @contextmanager
+    def _timing(self, name: str) -> Iterator[None]:
+        self._inside.append(0.0)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            own = seconds - self._inside.pop()
+            self._inside[-1] += seconds
+            self.seconds[name] = self.seconds.get(name, 0.0) + own
+            self.calls[name] = self.calls.get(name, 0) + 1

@@ -22,7 +22,7 @@ from model.engine.execution.batch import BatchLayout, StepBatch, pack
 from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
-from model.system.background_work import give_way
+from model.system.background_work import Work, finish
 from model.system.devices import to_device
 from model.system.fallbacks import summary
 
@@ -89,12 +89,16 @@ class DecodeGraphs:
         self._recorded: dict[tuple[int, bool], tuple[Tensor, Callable[[], object]]] = {}
 
     def record_all(self) -> None:
-        """Record every size, the largest first, so that the smaller ones fit into its memory."""
+        """Record every size."""
+        finish(self.record_each())
+
+    def record_each(self) -> Work[None]:
+        """Record every size in a part, the largest first, so that the smaller ones fit into its memory."""
         began = time.monotonic()
         for uneven, sizes in ((False, self.sizes), (True, self.uneven_sizes)):
             for size in reversed(sizes):
                 self._recorded[size, uneven] = self._recording(size, uneven=uneven)
-                give_way()
+                yield None
         logger.info("recorded %d decode steps in %.1f s", len(self._recorded), time.monotonic() - began)
 
     def fits(self, steps: Sequence[ScheduledSequence]) -> bool:
@@ -175,9 +179,14 @@ class DecodeGraphs:
 
 
 def recorded(graphs: DecodeGraphs) -> tuple[DecodeGraphs | None, str]:
+    """Record at once what `recording` records in parts."""
+    return finish(recording(graphs))
+
+
+def recording(graphs: DecodeGraphs) -> Work[tuple[DecodeGraphs | None, str]]:
     """Record all sizes. Where that fails return None and the reason: kernels are then launched one by one."""
     try:
-        graphs.record_all()
+        yield from graphs.record_each()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of CUDA, or of a compiler

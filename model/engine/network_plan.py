@@ -1,0 +1,73 @@
+"""Plans how a model is computed on this machine, before a weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from model.api.engine_config import BatchLimits, EngineConfig
+from model.api.messages import ModelSpec
+from model.attention.selection import Selection
+from model.checkpoint.folder import Checkpoint, read_checkpoint
+from model.config.model import ModelConfig
+from model.config.sharding import Shard
+from model.engine.cache_budget import max_context
+from model.engine.drafting import DraftPlan, plan_draft
+from model.engine.fp8_settings import check_kv_dtype
+from model.engine.kernels import check_kernels, choose_dtype, linears_of, select_kernels
+from model.errors import ConfigError
+from model.linear.factory import LinearFactory
+from model.system.devices import resolve_device
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPlan:
+    """A checkpoint, and what computes it here. Processes of one machine that plan the same spec get the same plan."""
+
+    spec: ModelSpec  # with the number format that the checkpoint is stored in, where none is asked for
+    checkpoint: Checkpoint
+    device: torch.device
+    limits: BatchLimits
+    context: int  # the most tokens of a sequence, if memory allows
+    selection: Selection
+    linear: LinearFactory
+    draft: DraftPlan | None
+
+
+def plan_network(spec: ModelSpec) -> NetworkPlan:
+    """Read a folder's settings and choose what computes it; raises `ConfigError`."""
+    asked = spec.engine
+    checkpoint = read_checkpoint(Path(spec.path), pickle=asked.pickle)
+    device = resolve_device(asked.device)
+    dtype = choose_dtype(asked.dtype, checkpoint.config, device).dtype
+    _check_ranks(asked, checkpoint.config, device)
+    check_kv_dtype(asked, device)
+    limits = batch_limits(asked, device)
+    context = max_context(asked, checkpoint.config, limits).tokens
+    checkpoint = replace(checkpoint, config=checkpoint.config.stretched(context))
+    selection = select_kernels(asked, checkpoint.config, device, dtype)
+    if selection.library is not None and asked.quantization == "none":
+        spec = replace(spec, engine=replace(asked, quantization=checkpoint.quantization))
+    check_kernels(spec.engine, checkpoint.config, selection)
+    draft = plan_draft(spec.name, asked, checkpoint, device, limits, context)
+    linear = linears_of(spec.engine, checkpoint.config, selection, dtype, device)
+    return NetworkPlan(spec, checkpoint, device, limits, context, selection, linear, draft)
+
+
+def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
+    """Return the limits on this device: what is not set follows from a GPU's memory."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return engine.limits(memory)
+
+
+def _check_ranks(engine: EngineConfig, config: ModelConfig, device: torch.device) -> None:
+    """Refuse what cannot be split, before anything is read or started."""
+    size = engine.tensor_parallel_size
+    Shard(0, size).check(config)
+    if size > 1 and config.adapters is not None:
+        raise ConfigError(f"a model with adapters runs on one rank, tensor_parallel_size is {size}")
+    first, visible = device.index or 0, torch.cuda.device_count()
+    if size > 1 and device.type == "cuda" and first + size > visible:
+        raise ConfigError(f"tensor_parallel_size {size} from {device} on needs more than the {visible} visible GPUs")

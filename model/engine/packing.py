@@ -1,0 +1,171 @@
+"""Gives networks on a CPU their packed weights: maps them, and has a process of its own pack them first if need be.
+
+    engine process                                   python -m model.pack
+    plan_network, PackedWeights -- PackOrder ---->   plan_network, PackedWeights.pack
+    receive, map <------ PackReply and the file --
+
+The child computes while nothing else wants a processor, and ends when its socket closes. A small model is packed in the
+engine process, which takes less time than starting another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from model.api.engine_config import AUTO_CACHE, EngineConfig
+from model.api.messages import ModelSpec
+from model.checkpoint.weights_cache import WeightsCache
+from model.engine.network_plan import NetworkPlan
+from model.errors import CheckpointError, ConfigError, EngineDeadError
+from model.network.packed_weights import PackedWeights
+from model.network.transformer import Transformer
+from model.system.background_work import Work, in_thread
+from model.system.child_process import FrameSocket, describe_exit, start_child
+
+SMALL_BYTES = 8 << 20  # of weights that the engine process packs itself
+AUTO_CACHE_BYTES = 32 << 30  # of all files in the user's cache
+
+logger = logging.getLogger(__name__)
+
+
+class Part(StrEnum):
+    """Which network of a spec."""
+
+    MODEL = "model"
+    DRAFT = "draft"
+
+
+@dataclass(frozen=True, slots=True)
+class PackOrder:
+    """What the child packs, and how."""
+
+    spec: ModelSpec
+    part: Part
+    threads: int
+    log_level: int
+
+
+class PackFailure(StrEnum):
+    """Why the child has packed nothing."""
+
+    CONFIG = "config"
+    MEMORY = "memory"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class PackReply:
+    """What became of an order; the file itself comes with it."""
+
+    outcome: str = ""
+    failure: PackFailure | None = None
+    message: str = ""
+
+
+def packed_weights(plan: NetworkPlan, part: Part) -> PackedWeights | None:
+    """Plan the weights of a network that is packed; None: it is not on a CPU, or split over ranks.
+
+    Raises `ConfigError` for a cache that others may write to.
+    """
+    engine = plan.spec.engine
+    if plan.device.type != "cpu" or engine.tensor_parallel_size > 1:
+        return None
+    if part is Part.MODEL:
+        return PackedWeights(open_cache(engine), plan.checkpoint, plan.selection.backend, plan.linear)
+    assert plan.draft is not None
+    return PackedWeights(open_cache(engine), plan.draft.checkpoint, plan.draft.selection.backend, plan.draft.linear)
+
+
+def open_cache(engine: EngineConfig) -> WeightsCache | None:
+    """Return the weights cache of the settings; None: there is none, or the user's cache cannot be used."""
+    if engine.weights_cache is None:
+        return None
+    if engine.weights_cache != AUTO_CACHE:
+        return WeightsCache(Path(engine.weights_cache), engine.weights_cache_size)
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        folder = Path(base).expanduser() / "triptych" / "weights"
+        return WeightsCache(folder, engine.weights_cache_size or AUTO_CACHE_BYTES)
+    except (ConfigError, RuntimeError) as error:  # the latter: there is no home
+        logger.info("packed weights are not kept: %s", error)
+        return None
+
+
+def load_packed(packed: PackedWeights, spec: ModelSpec, part: Part, threads: int) -> Work[Transformer]:
+    """Return a network with its weights. Raises `ConfigError`, `MemoryError`, `EngineDeadError`."""
+    yield from in_thread(packed.read_ahead, idle=True)
+    if not packed.is_found and packed.size <= SMALL_BYTES:
+        return packed.load()
+    if not packed.is_found:
+        child = _Child(PackOrder(spec, part, threads, logging.getLogger().getEffectiveLevel()), packed)
+        file, outcome = yield from in_thread(child.run, child.stop)
+        try:
+            packed.receive(file, outcome)
+        finally:
+            os.close(file)
+        yield from in_thread(packed.read_ahead, idle=True)
+    return packed.map()
+
+
+class _Child:
+    """A process that packs weights."""
+
+    def __init__(self, order: PackOrder, packed: PackedWeights) -> None:
+        self._order = order
+        self._packed = packed
+        self._connection, self._other = socket.socketpair()
+
+    def stop(self) -> None:
+        """End the child soon, if there is one."""
+        self._connection.shutdown(socket.SHUT_RDWR)
+
+    def run(self) -> tuple[int, str]:
+        """Return the file that the child has packed, and what became of the cache."""
+        with self._connection, self._other:
+            process = start_child("model.pack", self._other.fileno(), descriptors=[self._other.fileno()])
+            try:
+                self._other.close()
+                return self._answer(process.wait)
+            finally:
+                process.kill()
+                process.wait()
+                if self._packed.cache is not None:
+                    self._packed.cache.discard_unfinished(process.pid)
+
+    def _answer(self, wait: Callable[[], int]) -> tuple[int, str]:
+        import msgspec  # which a machine that packs nothing need not have
+
+        frames = FrameSocket(self._connection)
+        try:
+            frames.send(msgspec.msgpack.encode(self._order))
+            reply = msgspec.msgpack.decode(frames.receive(), type=PackReply)
+            if reply.failure is None:
+                (file,) = socket.recv_fds(self._connection, 1, 1)[1]
+                return file, reply.outcome
+        except (EOFError, OSError, ValueError):
+            why = describe_exit(wait())
+            raise EngineDeadError(
+                f"{self._order.spec.name}: the process that packs its weights ended {why}"
+                + (": there may be too little memory" if "SIGKILL" in why else "")
+            ) from None
+        if reply.failure is PackFailure.CONFIG:
+            raise CheckpointError(reply.message)
+        if reply.failure is PackFailure.MEMORY:
+            raise MemoryError(reply.message)
+        raise EngineDeadError(f"{self._order.spec.name}: its weights could not be packed: {reply.message}")
+
+
+def weights_cache_use(plan: NetworkPlan, packed: PackedWeights | None) -> str:
+    """Say what became of the weights cache; empty: there is none."""
+    if packed is not None:
+        return packed.outcome
+    if plan.spec.engine.weights_cache in (None, AUTO_CACHE):
+        return ""
+    reason = "the model is split over ranks" if plan.device.type == "cpu" else f"weights are on {plan.device}"
+    return f"not used: {reason}"
