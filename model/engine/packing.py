@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
+import subprocess
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -30,6 +30,7 @@ from model.system.child_process import FrameSocket, describe_exit, start_child
 
 SMALL_BYTES = 8 << 20  # of weights that the engine process packs itself
 AUTO_CACHE_BYTES = 32 << 30  # of all files in the user's cache
+_END_SECONDS = 1.0  # for a child to end by itself
 
 logger = logging.getLogger(__name__)
 
@@ -131,14 +132,14 @@ class _Child:
             process = start_child("model.pack", self._other.fileno(), descriptors=[self._other.fileno()])
             try:
                 self._other.close()
-                return self._answer(process.wait)
+                return self._answer(process)
             finally:
                 process.kill()
                 process.wait()
                 if self._packed.cache is not None:
                     self._packed.cache.discard_unfinished(process.pid)
 
-    def _answer(self, wait: Callable[[], int]) -> tuple[int, str]:
+    def _answer(self, process: subprocess.Popen[bytes]) -> tuple[int, str]:
         import msgspec  # which a machine that packs nothing need not have
 
         frames = FrameSocket(self._connection)
@@ -149,7 +150,7 @@ class _Child:
                 (file,) = socket.recv_fds(self._connection, 1, 1)[1]
                 return file, reply.outcome
         except (EOFError, OSError, ValueError):
-            why = describe_exit(wait())
+            why = _how_it_ends(process)
             raise EngineDeadError(
                 f"{self._order.spec.name}: the process that packs its weights ended {why}"
                 + (": there may be too little memory" if "SIGKILL" in why else "")
@@ -159,6 +160,13 @@ class _Child:
         if reply.failure is PackFailure.MEMORY:
             raise MemoryError(reply.message)
         raise EngineDeadError(f"{self._order.spec.name}: its weights could not be packed: {reply.message}")
+
+
+def _how_it_ends(process: subprocess.Popen[bytes]) -> str:
+    try:
+        return describe_exit(process.wait(_END_SECONDS))
+    except subprocess.TimeoutExpired:
+        return "its connection"
 
 
 def weights_cache_use(plan: NetworkPlan, packed: PackedWeights | None) -> str:
