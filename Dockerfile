@@ -48,11 +48,11 @@ FROM base
 COPY --from=build /opt/triptych /opt/triptych
 # Empty: a new volume for models of the Hub (`-v models:/models -e HF_HOME=/models`) takes its owner over from here.
 COPY --from=build --chown=10001:10001 /models /models
-# The same for packed weights (`-v weights:/weights -e TRIPTYCH_WEIGHTS_CACHE=/weights`).
+# The same for packed weights (`-v weights:/weights -e TRIPTYCH_WEIGHTS_CACHE=/weights`); without a volume they are not kept.
 COPY --from=build --chown=10001:10001 /weights /weights
 # All else that is written goes below /tmp: with a read-only root, mount a tmpfs there.
 ENV PATH=/opt/triptych/bin:${PATH} HOME=/tmp USER=triptych PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 \
-    TRIPTYCH_HOST=0.0.0.0 TRIPTYCH_PORT=8000 NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    TRIPTYCH_HOST=0.0.0.0 TRIPTYCH_PORT=8000 TRIPTYCH_WEIGHTS_CACHE=off NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000

@@ -30,10 +30,11 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     """Pack what is ordered."""
     ignore_signals()
-    _yield_to_others()
     connection = socket.socket(fileno=int(sys.argv[1]))
     frames = FrameSocket(connection)
     order = msgspec.msgpack.decode(frames.receive(), type=PackOrder)
+    if order.idle:
+        _yield_to_others()
     logging.basicConfig(level=order.log_level, format="%(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(order.threads)
     packed: PackedWeights | None = None

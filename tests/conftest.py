@@ -17,6 +17,9 @@ pytest_plugins = ["tests.workers"]
 # Collecting tests makes a million objects that stay: looking for garbage among them takes a fifth of the time.
 gc.disable()
 
+# Services that tests start keep nothing in the cache of the user who runs them.
+os.environ["TRIPTYCH_WEIGHTS_CACHE"] = "off"
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -42,8 +42,8 @@ class EngineConfig:
     device: str = "auto"  # auto | cpu | cuda[:N]
     dtype: str = "auto"
     pickle: bool = True  # read weights from pytorch_model.bin where there are no safetensors; nothing in it is run
-    weights_cache: str | None = None  # folder where a CPU's packed weights are kept and mapped from; None: nowhere
-    weights_cache_size: int | None = None  # bytes of all files there; None: unlimited
+    weights_cache: str | None = None  # folder of a CPU's packed weights; auto: in the user's cache; None: nowhere
+    weights_cache_size: int | None = None  # bytes of all files there; None: 32 GiB in the user's cache, else unlimited
     quantization: str = "none"  # of the stacks' weight matrices; on a CPU also of the head
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"  # auto: the dtype of the weights

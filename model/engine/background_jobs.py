@@ -23,7 +23,9 @@ from model.system.host_memory import return_free_memory
 
 SHARE = 0.1  # of the seconds of steps, which parts of a job may take between them
 _IDLE_SECONDS = 5e-3  # of a job's turn while there are no steps
+PACKING_SHARE = 0.2  # of the seconds of steps, for which the processors are left to a process that packs
 _MAX_PAUSE = 0.5  # seconds between two parts of a job
+_MAX_SLEEP = 0.05
 _WAIT_SECONDS = 2e-3  # between looks whether what a job waits for has come
 
 logger = logging.getLogger(__name__)
@@ -49,9 +51,8 @@ class LoadJob:
         return result
 
     def run(self) -> Work[None]:
-        threads = max(1, torch.get_num_threads() // 4)  # of the machine, while others are served
         try:
-            self._result = yield from loading(self.spec, threads)
+            self._result = yield from loading(self.spec, idle=True)
         except Exception as error:
             self._result = load_failure(self.name, error)
             traceback.clear_frames(error.__traceback__)  # of what was loaded; a log handler may keep the traceback
@@ -114,6 +115,8 @@ class BackgroundJobs:
 
     def run(self, seconds: float | None) -> Iterator[Job]:
         """Run parts after a round with `seconds` of steps, None: without any. Yield each job when it has ended."""
+        if seconds and self._call is not None and self._call.computes and not self._call.ended:
+            time.sleep(min(PACKING_SHARE * seconds, _MAX_SLEEP))
         began = time.monotonic()
         if seconds is not None:
             self._credit = min(self._credit, 0.0) + SHARE * seconds

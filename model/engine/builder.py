@@ -82,16 +82,16 @@ class LoadedModel:
 
 def load(spec: ModelSpec) -> LoadedModel:
     """Read the folder and build its engines; raises `ConfigError`, which names the model, if it cannot."""
-    return finish(loading(spec, torch.get_num_threads()))
+    return finish(loading(spec))
 
 
-def loading(spec: ModelSpec, threads: int) -> Work[LoadedModel]:
-    """Load as `load` does, in parts; `threads` of another process pack the weights."""
+def loading(spec: ModelSpec, *, idle: bool = False) -> Work[LoadedModel]:
+    """Load as `load` does, in parts; `idle`: other models that are served go first."""
     with errors_about(spec.name):
-        return (yield from _loading(spec, threads))
+        return (yield from _loading(spec, idle))
 
 
-def _loading(asked: ModelSpec, threads: int) -> Work[LoadedModel]:
+def _loading(asked: ModelSpec, idle: bool) -> Work[LoadedModel]:
     began = time.monotonic()
     plan = plan_network(asked)
     yield None
@@ -109,13 +109,13 @@ def _loading(asked: ModelSpec, threads: int) -> Work[LoadedModel]:
         plan_share(spec, checkpoint, plan.linear, draft.memory if draft is not None else 0)
     yield None
     if packed is not None:
-        model = yield from load_packed(packed, asked, Part.MODEL, threads)
+        model = yield from load_packed(packed, asked, Part.MODEL, idle=idle)
     else:
         model = yield from in_thread(lambda: _on_stream(device, lambda: _read_model(plan)))
     try:
         drafting = None
         if draft is not None:
-            drafting = Drafting((yield from _load_draft_model(plan, asked, threads)), draft.context)
+            drafting = Drafting((yield from _load_draft_model(plan, asked, idle)), draft.context)
         loaded = yield from assembling(spec, checkpoint, model, selection, pool, drafting, plan.draft)
     except BaseException:
         _close(model)
@@ -241,11 +241,11 @@ def _read_model(plan: NetworkPlan) -> Transformer:
     )
 
 
-def _load_draft_model(plan: NetworkPlan, asked: ModelSpec, threads: int) -> Work[Transformer]:
+def _load_draft_model(plan: NetworkPlan, asked: ModelSpec, idle: bool) -> Work[Transformer]:
     draft, packed = plan.draft, packed_weights(plan, Part.DRAFT)
     assert draft is not None
     if packed is not None:
-        model = yield from load_packed(packed, asked, Part.DRAFT, threads)
+        model = yield from load_packed(packed, asked, Part.DRAFT, idle=idle)
     else:
 
         def read() -> Transformer:

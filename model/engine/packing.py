@@ -4,8 +4,8 @@
     plan_network, PackedWeights -- PackOrder ---->   plan_network, PackedWeights.pack
     receive, map <------ PackReply and the file --
 
-The child computes while nothing else wants a processor, and ends when its socket closes. A small model is packed in the
-engine process, which takes less time than starting another one.
+The child ends when its socket closes. While other models are served it has the lowest priority. A small model is packed
+in the engine process, which takes less time than starting another one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import torch
+
 from model.api.engine_config import AUTO_CACHE, EngineConfig
 from model.api.messages import ModelSpec
 from model.checkpoint.weights_cache import WeightsCache
@@ -28,7 +30,7 @@ from model.network.transformer import Transformer
 from model.system.background_work import Work, in_thread
 from model.system.child_process import FrameSocket, describe_exit, start_child
 
-SMALL_BYTES = 8 << 20  # of weights that the engine process packs itself
+SMALL_BYTES = 16 << 20  # of weights that the engine process packs itself
 AUTO_CACHE_BYTES = 32 << 30  # of all files in the user's cache
 _END_SECONDS = 1.0  # for a child to end by itself
 
@@ -49,6 +51,7 @@ class PackOrder:
     spec: ModelSpec
     part: Part
     threads: int
+    idle: bool  # compute only while nothing else wants a processor
     log_level: int
 
 
@@ -98,14 +101,19 @@ def open_cache(engine: EngineConfig) -> WeightsCache | None:
         return None
 
 
-def load_packed(packed: PackedWeights, spec: ModelSpec, part: Part, threads: int) -> Work[Transformer]:
-    """Return a network with its weights. Raises `ConfigError`, `MemoryError`, `EngineDeadError`."""
+def load_packed(packed: PackedWeights, spec: ModelSpec, part: Part, *, idle: bool) -> Work[Transformer]:
+    """Return a network with its weights; `idle`: others that are served go first.
+
+    Raises `ConfigError`, `MemoryError`, `EngineDeadError`.
+    """
     yield from in_thread(packed.read_ahead, idle=True)
     if not packed.is_found and packed.size <= SMALL_BYTES:
         return packed.load()
     if not packed.is_found:
-        child = _Child(PackOrder(spec, part, threads, logging.getLogger().getEffectiveLevel()), packed)
-        file, outcome = yield from in_thread(child.run, child.stop)
+        threads = max(1, torch.get_num_threads() // 2) if idle else torch.get_num_threads()
+        order = PackOrder(spec, part, threads, idle, logging.getLogger().getEffectiveLevel())
+        child = _Child(order, packed)
+        file, outcome = yield from in_thread(child.run, child.stop, computes=True)
         try:
             packed.receive(file, outcome)
         finally:

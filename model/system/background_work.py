@@ -18,7 +18,8 @@ Result = TypeVar("Result")
 class Call(Generic[Result]):
     """A call that the work waits for. Run it here, or in a thread of its own."""
 
-    def __init__(self, call: Callable[[], Result], stop: Callable[[], object], *, idle: bool) -> None:
+    def __init__(self, call: Callable[[], Result], stop: Callable[[], object], *, idle: bool, computes: bool) -> None:
+        self.computes = computes  # so that it needs a share of the processors
         self.stop = stop  # makes the call end soon, if it can
         self._call = call
         self._idle = idle
@@ -58,13 +59,18 @@ Work = Generator[Call[Any] | None, None, Result]
 
 
 def in_thread(
-    call: Callable[[], Result], stop: Callable[[], object] = lambda: None, *, idle: bool = False
+    call: Callable[[], Result],
+    stop: Callable[[], object] = lambda: None,
+    *,
+    idle: bool = False,
+    computes: bool = False,
 ) -> Work[Result]:
-    """Return what `call` returns. `stop` makes it end soon; `idle`: its thread yields to all others.
+    """Return what `call` returns.
 
-    An idle thread must not hold the interpreter's lock, which others would wait for.
+    `stop` makes it end soon. `computes`: another process computes meanwhile, and is to have a share of the processors.
+    `idle`: its thread yields to all others; it must not hold the interpreter's lock, which others would wait for.
     """
-    started = Call(call, stop, idle=idle)
+    started = Call(call, stop, idle=idle, computes=computes)
     yield started
     return started.result()
 

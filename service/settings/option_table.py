@@ -12,6 +12,7 @@ from typing import Any
 
 from model.api.engine_config import (
     ATTENTION_BACKENDS,
+    AUTO_CACHE,
     DTYPES,
     KV_CACHE_DTYPES,
     QUANTIZATIONS,
@@ -22,6 +23,7 @@ from model.errors import ConfigError
 from service.settings.parsers import (
     boolean,
     byte_size,
+    cache_folder,
     context,
     folder,
     hosts,
@@ -344,11 +346,11 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "weights_cache",
-        folder,
-        None,
-        "folder where packed weights are kept: on a CPU the next start maps them instead of packing again",
+        cache_folder,
+        AUTO_CACHE,
+        "folder where packed weights are kept: on a CPU the next start maps them, not packing again; off: nowhere",
         "DIR",
-        "nothing is kept",
+        "triptych/weights in the user's cache directory",
         per_model=True,
     ),
     Option(
@@ -357,7 +359,7 @@ OPTIONS: tuple[Option, ...] = (
         None,
         "bytes of all files in the weights cache, the ones used longest ago are removed",
         "SIZE",
-        "unlimited",
+        "32 GiB in the user's cache directory, unlimited elsewhere",
         per_model=True,
     ),
     Option(

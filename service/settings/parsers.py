@@ -83,6 +83,13 @@ def folder(text: str) -> str:
     return str(Path(text).expanduser().absolute())
 
 
+def cache_folder(text: str) -> str | None:
+    """Return a folder as `folder` does, `auto` as it is, and None for `off`."""
+    if text in ("auto", "off"):
+        return None if text == "off" else text
+    return folder(text)
+
+
 def route(text: str) -> str:
     """Check a path prefix such as `/chat`."""
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", text):

@@ -77,7 +77,7 @@ def test_fallbacks_can_be_refused(at_once: bool, monkeypatch: pytest.MonkeyPatch
     """Before weights are read where that can be known."""
     read: list[bool] = []
     real = loading.load_packed
-    monkeypatch.setattr(loading, "load_packed", lambda *given: read.append(True) or real(*given))
+    monkeypatch.setattr(loading, "load_packed", lambda *given, **named: read.append(True) or real(*given, **named))
     monkeypatch.setattr(loading, "unrecordable", lambda *_: "x" if at_once else "")
     monkeypatch.setattr(
         loading, "slow_ways", lambda engine, selection, unrecorded, device: ("x",) if unrecorded or read else ()

@@ -183,14 +183,14 @@ async def test_a_load_that_is_cancelled_is_given_up(monkeypatch: pytest.MonkeyPa
     begun, go_on = threading.Event(), threading.Event()
     ended = list[BaseException]()
 
-    def waits(spec: ModelSpec, threads: int) -> Work[builder.LoadedModel]:
+    def waits(spec: ModelSpec, *, idle: bool) -> Work[builder.LoadedModel]:
         begun.set()
         try:
             yield from in_thread(lambda: go_on.wait(60.0))
         except GeneratorExit as error:
             ended.append(error)
             raise
-        return (yield from builder.loading(spec, threads))
+        return (yield from builder.loading(spec, idle=idle))
 
     monkeypatch.setattr(background_jobs, "loading", waits)
     async with served(LLAMA) as engine:
@@ -222,10 +222,10 @@ async def test_a_restarted_engine_has_what_was_loaded_last(monkeypatch: pytest.M
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
     go_on, slow = threading.Event(), "slow"
 
-    def waits(spec: ModelSpec, threads: int) -> Work[builder.LoadedModel]:
+    def waits(spec: ModelSpec, *, idle: bool) -> Work[builder.LoadedModel]:
         if spec.name == slow:
             yield from in_thread(lambda: go_on.wait(60.0))
-        return (yield from builder.loading(spec, threads))
+        return (yield from builder.loading(spec, idle=idle))
 
     monkeypatch.setattr(background_jobs, "loading", waits)
     gone = copied(OTHER, tmp_path / "gone")
@@ -293,7 +293,7 @@ async def test_an_engine_can_be_closed_or_break_while_it_loads(monkeypatch: pyte
 
     monkeypatch.setattr(AsyncEngine, "_on_events", counts)
 
-    def never_ends(spec: ModelSpec, threads: int) -> Work[builder.LoadedModel]:
+    def never_ends(spec: ModelSpec, *, idle: bool) -> Work[builder.LoadedModel]:
         begun.set()
         while True:
             yield None
@@ -328,7 +328,7 @@ def test_parts_of_a_job_take_their_share_of_the_time(monkeypatch: pytest.MonkeyP
     now, parts = 0.0, list[float]()  # when they began
     monkeypatch.setattr(background_jobs, "time", SimpleNamespace(monotonic=lambda: now))
 
-    def loading(spec: ModelSpec, threads: int) -> Work[None]:
+    def loading(spec: ModelSpec, *, idle: bool) -> Work[None]:
         nonlocal now
         for _ in range(10):
             parts.append(now)

@@ -131,7 +131,7 @@ def test_a_load_that_is_given_up_ends_its_child(monkeypatch: pytest.MonkeyPatch)
     started = instead(monkeypatch, "import time; time.sleep(60)")
     packed = packing.packed_weights(packing_plan(), Part.MODEL)
     assert packed is not None
-    child = packing._Child(PackOrder(spec(), Part.MODEL, 1, logging.INFO), packed)
+    child = packing._Child(PackOrder(spec(), Part.MODEL, 1, False, logging.INFO), packed)
     threading.Timer(0.3, child.stop).start()
     began = time.monotonic()
     with pytest.raises(EngineDeadError):
@@ -148,7 +148,7 @@ def packing_plan() -> Any:
 
 def test_a_child_ends_with_the_engine_while_it_waits_for_another(tmp_path: Path) -> None:
     cache = WeightsCache(tmp_path / "cache")
-    order = PackOrder(spec(weights_cache=str(cache.folder)), Part.MODEL, 1, logging.INFO)
+    order = PackOrder(spec(weights_cache=str(cache.folder)), Part.MODEL, 1, False, logging.INFO)
     ours, theirs = socket.socketpair()
     with cache.locked(), theirs:
         process = start_child("model.pack", theirs.fileno(), descriptors=[theirs.fileno()])
