@@ -63,7 +63,7 @@ test-slow: .venv/.dev
 # The C kernels under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, at each level of this CPU; some minutes.
 # A part of test-slow.
 check-native: .venv/.dev
-	$(BIN)/python -m pytest -m slow tests/model/test_check_native.py tests/model/test_aarch64.py $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/model/test_check_native.py tests/model/test_guard_pages.py tests/model/test_aarch64.py $(ARGS)
 
 # Published packages, fetched from the package index, as the oracle; minutes (ARGS='templates -v': one area, each failure).
 conformance: .venv/.dev
