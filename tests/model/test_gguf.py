@@ -94,7 +94,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "sizes that overflow": (put("<Q", "first", 1 << 63, 4), "first has the sizes"),
     "rows that are cut": (put("<Q", "second", 48, 4), "second is Q4_0 with rows of 48, no multiple of 32"),
     "an unknown format": (put("<I", "second", 99, 20), "second is of type 99, which is not known"),
-    "a format that is not served": (put("<I", "second", 16, 20), "second is of IQ2_XXS, which is not served"),
+    "a format that is not served": (put("<I", "second", 9, 20), "second is of Q8_1, which is not served"),
     "an odd offset": (put("<Q", "second", 33, 24), "second is at 33, no multiple of the alignment"),
     "an offset beyond the end": (put("<Q", "second", 1 << 50, 24), "second ends at .*, beyond the end of the file"),
     "tensors that overlap": (put("<Q", "second", 0, 24), "the tensors first and second overlap"),

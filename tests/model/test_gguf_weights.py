@@ -61,6 +61,15 @@ DEQUANTISED: dict[str, tuple[tuple[int, ...], str]] = {
     "IQ4_NL": ((1,), "43c9be665121a0c4"),
     "IQ4_XS": ((1,), "13fe14b9aa742d67"),
     "MXFP4": ((), "d3f93318a8c0a47c"),
+    "IQ1_S": ((1,), "4b977f61475b4e62"),
+    "IQ1_M": ((55,), "263807effc4ca444"),
+    "IQ2_XXS": ((1,), "6c84fcd4884eb210"),
+    "IQ2_XS": ((1,), "5f4eb194a9ae31a4"),
+    "IQ2_S": ((1,), "3637c879c3d4cc17"),
+    "IQ3_XXS": ((1,), "a2160676d1ae9412"),
+    "IQ3_S": ((1,), "d26ffbbc221d38ca"),
+    "TQ1_0": ((53,), "7d6388d8793c2ee3"),
+    "TQ2_0": ((65,), "36fad20e2740a4b0"),
 }
 
 
@@ -299,6 +308,10 @@ MIXED = {
         **dict(ffn_gate="Q5_K", ffn_up="Q8_0", ffn_down="IQ4_XS", token_embd="Q6_K"),
     },
     "halves": {"attn_q": "Q4_0", "attn_k": "Q4_0", "attn_v": "F32", "ffn_down": "Q3_K", "attn_output": "Q2_K"},
+    "grids": {
+        **dict(attn_q="IQ2_XXS", attn_k="IQ3_XXS", attn_v="IQ3_S", attn_output="TQ2_0"),
+        **dict(ffn_gate="IQ1_S", ffn_up="IQ2_S", ffn_down="TQ1_0", token_embd="IQ2_XS"),
+    },
 }
 KEPT: dict[str, dict[str, Storage]] = {
     "q4": {
@@ -318,6 +331,13 @@ KEPT: dict[str, dict[str, Storage]] = {
         "head": Storage("Q6_K", nearest=(8, 32)),
     },
     "halves": {"down": Storage("Q3_K", nearest=(8, 32)), "out": Storage("Q2_K", nearest=(8, 32))},
+    "grids": {
+        "qkv": integers_in_groups(8, 32, offsets=False),
+        "out": integers_in_groups(4, 32, offsets=False),
+        "up": Storage("IQ1_S and IQ2_S", nearest=(8, 32)),
+        "down": integers_in_groups(4, 32, offsets=False),
+        "head": Storage("IQ2_XS", nearest=(8, 32)),
+    },
 }
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.checkpoint.gguf import grid_blocks as grids
+
 # What the 4 bits of IQ4_NL and IQ4_XS stand for.
 _NONLINEAR = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)
 # Twice what the 4 bits of MXFP4 stand for: a sign, 2 bits of exponent and 1 of fraction.
@@ -185,5 +187,14 @@ FORMATS: dict[str, BlockFormat] = {
     "Q6_K": BlockFormat(16, 8, 0, False, _q6_k, _q6_k_factors),
     "IQ4_NL": BlockFormat(32, 8, 0, False, _iq4_nl, _one),
     "IQ4_XS": BlockFormat(32, 8, 0, False, _iq4_xs, _iq4_xs_factors),
+    "IQ2_XXS": BlockFormat(32, 8, 0, False, grids.iq2_xxs, grids.iq2_xxs_factors),
+    "IQ2_XS": BlockFormat(16, 8, 0, False, grids.iq2_xs, grids.iq2_xs_factors),
+    "IQ2_S": BlockFormat(16, 8, 0, False, grids.iq2_s, grids.iq2_xs_factors),
+    "IQ3_XXS": BlockFormat(32, 8, 0, False, grids.iq3_xxs, grids.iq3_xxs_factors),
+    "IQ3_S": BlockFormat(32, 8, 0, False, grids.iq3_s, grids.iq3_s_factors),
+    "IQ1_S": BlockFormat(32, 8, 0, False, grids.iq1_s, grids.iq1_s_factors),
+    "IQ1_M": BlockFormat(16, 8, 0, False, grids.iq1_m, grids.iq1_m_factors),
+    "TQ1_0": BlockFormat(32, 4, 0, False, grids.tq1_0, grids.last_for_all),
+    "TQ2_0": BlockFormat(32, 4, 0, False, grids.tq2_0, grids.last_for_all),
     "MXFP4": BlockFormat(32, 8, 0, False, _mxfp4, _mxfp4_factors),
 }

@@ -1,6 +1,6 @@
 """Which tensor of a GGUF file a published name means, and in which number formats projections are kept.
 
-Integers in groups of 32 stay as they are stored. What has groups of 16 (Q6_K, Q3_K, Q2_K), or is fused with it, is read
+Integers in groups of 32 stay as they are stored. What has groups of 16 (Q6_K, IQ2_S ...), or is fused with it, is read
 as the numbers that it stands for, which C keeps in the nearest integers of 8 bits in groups of 32. No torch.
 """
 
@@ -35,6 +35,8 @@ _EXACT = {
     "IQ4_NL": integers_in_groups(8, _GROUP, offsets=False),
     "IQ4_XS": integers_in_groups(8, _GROUP, offsets=False),
     "MXFP4": integers_in_groups(8, _GROUP, offsets=False),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S"), integers_in_groups(8, _GROUP, offsets=False)),
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), integers_in_groups(4, _GROUP, offsets=False)),
 }
 _MOST_DIGITS = 6  # of a layer's number
 _NEAREST = (8, _GROUP)  # bits and group that C keeps what has smaller groups in
