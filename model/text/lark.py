@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from model.errors import GrammarError
-from model.text.gbnf import place_of
+from model.text.gbnf_syntax import place_of
 from model.text.patterns import whole_pattern
 
 _TOKEN = re.compile(
