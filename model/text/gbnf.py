@@ -168,6 +168,7 @@ class _Writer:
 
     def written(self) -> str:
         needed = self._needed()
+        self._check_ends(needed)
         self._numbers = {name: number for number, name in enumerate(needed)}
         self._find_regular(needed)
         self._sets = _Sets(self._rules, needed)
@@ -196,6 +197,34 @@ class _Writer:
                     found[used.name] = None
                     waiting.append(used.name)
         return list(found)
+
+    def _check_ends(self, needed: list[str]) -> None:
+        """Raise `GrammarError` for a rule whose texts never end, since each holds another one."""
+        ending = set[str]()
+
+        def ends(node: Node) -> bool:
+            match node:
+                case Name(name):
+                    return name in ending
+                case Sequence(parts):
+                    return all(map(ends, parts))
+                case Choice(options):
+                    return any(map(ends, options))
+                case Repeat(part, count):
+                    return count in "*?" or count.startswith("{0,") or ends(part)
+                case _:
+                    return True
+
+        for _ in range(_MAX_PASSES):
+            new = [name for name in reversed(needed) if name not in ending and ends(self._rules[name])]
+            if not new:
+                break
+            ending.update(new)
+        else:
+            return  # not found out
+        if len(ending) < len(needed):
+            endless = next(name for name in needed if name not in ending)
+            raise GrammarError(f"a text of the rule {endless[:64]} never ends: it holds another one")
 
     def _find_regular(self, needed: list[str]) -> None:
         """Find the rules that need no parser: all that they refer to are such rules."""

@@ -53,6 +53,7 @@ class Repeat:
     count: str
 
 
+EMPTY = Text('""', 0, 0, is_single=False)
 Node = Text | Name | Sequence | Choice | Repeat
 
 
@@ -146,6 +147,8 @@ class _Parser:
             return Text("/(?s:.)/", ALL, ALL)
         if character == "(":
             return self._group()
+        if character == "/":
+            raise self._error("expressions, as in /.../, are not served in GBNF; write characters in [...]")
         if character in "<!":
             raise self._error("tokens, as in <...>, are not served in a grammar")
         return Name(self._name_used(), self._at)
@@ -160,6 +163,8 @@ class _Parser:
     def _group(self) -> Node:
         begin = self._at
         self._at += 1
+        if self._text.startswith("?", self._at):
+            raise self._error("lookaheads and their like, as in (?...), are not served", begin)
         self._depth += 1
         if self._depth > _MAX_NESTING:
             raise self._error(f"groups are nested more than {_MAX_NESTING} deep")
@@ -187,6 +192,8 @@ class _Parser:
         if most is not None and most < least:
             raise self._error("the count has a greater minimum than maximum")
         self._at = found.end()
+        if most == 0:  # llguidance refuses it
+            return self._counted(EMPTY)
         return self._counted(Repeat(part, f"{{{least},{'' if most is None else most}}}"))
 
     def _string(self) -> Node:

@@ -24,10 +24,20 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _IMPORT = re.compile(r"%import[^\n]*")
+_COMMON = re.compile(r"%import\s+common\b")
 _IMPORTED = re.compile(r"(?:\.|->\s*|\(|,\s*)([A-Z_][A-Z0-9_]*)(?=\s*(?:,|\)|$))")
 _IS_LARK = re.compile(r"(?m)^\s*(?:%[a-z]|[?!]?[A-Za-z_][A-Za-z0-9_-]*(?:\[[^\]\n]*\])?\s*:(?!:))")
 _OPTIONS = re.compile(r"\[([^\]\n]*)\]")
+_PRIORITY = re.compile(r"\.-?\d+[ \t]*:")
 _MAX_TOKENS = 50_000
+_UNKNOWN = {
+    "<": "tokens, as in <...>, are not served",
+    "@": "other grammars, as in @name, are not served",
+    "{": "templates, as in name{...}, are not served",
+    '"': "the string has no end",
+    "'": "strings are written in double quotes",
+    "/": "the expression has no end",
+}
 
 JsonRule = Callable[[Any], str]
 
@@ -51,6 +61,7 @@ class _Rewriter:
         self._defined = dict[str, int]()
         self._used = dict[str, int]()
         self._before = ""  # the token before
+        self._is_terminal = False  # what is being defined
 
     def rewritten(self) -> str:
         found = list[str]()
@@ -76,8 +87,7 @@ class _Rewriter:
         token = _TOKEN.match(self._text, self._at)
         if token is None:
             character = self._text[self._at]
-            known = {"<": "tokens, as in <...>, are not served", "@": "other grammars, as in @name, are not served"}
-            raise self._error(known.get(character, f"{character!r} is not expected here"))
+            raise self._error(_UNKNOWN.get(character, f"{character!r} is not expected here"))
         written = token[0]
         match token.lastgroup:
             case "space":
@@ -90,6 +100,7 @@ class _Rewriter:
                 return self._name(token)
             case "count":
                 result = re.sub(r"\s", "", written)
+                result = "~0" if result in ("{0}", "{0,0}") else result  # llguidance refuses the other form
             case "string":
                 result = self._string(written)
             case _:
@@ -120,11 +131,18 @@ class _Rewriter:
         after = options.end() if options is not None else token.end()
         if options is not None and options[1].strip() not in ("lazy", "capture", ""):
             raise self._error("of the options of a rule only lazy is served")
+        if _PRIORITY.match(self._text, after):
+            raise self._error("priorities, as in NAME.2, are not served: each terminal that fits is tried")
+        if options is not None and name.isupper() and options[1].strip():
+            raise self._error("lazy is served for rules, whose names have small letters, and not for terminals")
         is_defined = re.compile(r"[ \t]*:").match(self._text, after) is not None
         if is_defined and name in self._defined:
             raise self._error(f"the rule {name[:64]} stands twice")
         if is_defined:
             self._defined[name] = self._at
+            self._is_terminal = name.isupper()
+        elif self._is_terminal and not name.isupper():
+            raise self._error(f"a terminal cannot use the rule {name[:64]}, only terminals")
         elif name not in self._imported and self._before != "->":
             self._used.setdefault(name, self._at)
         self._before = name
@@ -141,6 +159,8 @@ class _Rewriter:
         if written == "%import":
             line = _IMPORT.match(self._text, begin)
             assert line is not None
+            if not _COMMON.match(line[0]):
+                raise self._error("%import is served for common alone, as in %import common.INT")
             self._at = line.end()
             return line[0].partition("//")[0]
         if written == "%ignore":

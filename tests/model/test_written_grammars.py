@@ -28,6 +28,8 @@ ACCEPTED: list[tuple[str, list[str], list[str]]] = [
     ('root ::= (num "\\n")+\nnum ::= [0-9]+ ws | "(" num ")"\nws ::= [ \\n]*', ["1\n", "1 \n2\n\n"], ["1", "\n"]),
     ('root ::= [a-z]+ "x" | "(" root ")"', ["abx", "(xx)"], ["ab", "(x)"]),
     ('root ::= word root | "."\nword ::= [a-z]+ "x"?', ["abx.", "."], ["ab"]),
+    ('root ::= "a"{0} "b" ("c"{0,0})* [d]{0}', ["b"], ["ab", "bc", "bd"]),
+    ('start: "b" "a"{0} "c"{0,0}', ["b"], ["ba", "bc"]),
     ("start: /[a[bc]]/ /x/i", ["a]X", "[]x"], ["ax"]),
     ('start: call "(" FREE ")"\ncall: "f"\nFREE: /[a-z]*/\n', ["f(x)", "f()"], ["f"]),  # names of this service's own
 ]
@@ -74,6 +76,17 @@ def test_texts_that_a_grammar_accepts(grammar: str, right: list[str], wrong: lis
         ('%llguidance {"no_initial_skip": true}\nstart: "a"\n', "options of %llguidance"),
         ('%declare A\nstart: "a"\n', "%declare is not served"),
         ('a: "b"\n', "the rule start is missing"),
+        ("root ::= root", "a text of the rule root never ends"),
+        ('root ::= x | "b"\nx ::= "a" y\ny ::= ("c" | "d") x', "a text of the rule x never ends"),
+        ('root ::= "a" (?="b")', r"lookaheads and their like, as in \(\?...\), are not served \(line 1, column 14\)"),
+        ("root ::= /a/", "expressions, as in /.../, are not served in GBNF"),
+        ('start: A\nA.2: "a"', r"priorities, as in NAME.2, are not served.*\(line 2, column 1\)"),
+        ("start: A\nA[lazy]: /a*/", "lazy is served for rules"),
+        ('start: A\nA: b\nb: "x"', r"a terminal cannot use the rule b, only terminals \(line 2, column 4\)"),
+        ("%import python.NAME\nstart: NAME", "%import is served for common alone"),
+        ('_sep{x}: x\nstart: _sep{"a"}', "templates, as in name{...}, are not served"),
+        ("start: 'a'", "strings are written in double quotes"),
+        ('start: "a', "the string has no end"),
     ],
 )
 def test_a_mistake_is_told_with_its_line_and_column(grammar: str, message: str) -> None:
