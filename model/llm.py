@@ -22,12 +22,14 @@ from model.api.request import (
     EncodeRequest,
     FinishReason,
     Request,
+    Source,
+    SourceKind,
     TokenOutput,
+    token_source,
 )
 from model.api.sampling_bounds import GREEDY_BELOW, check_sampling
 from model.api.sampling_defaults import length_of, over_defaults
 from model.api.sampling_params import SamplingParams
-from model.api.source import Source, SourceKind, token_source
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
 from model.engine.generate_engine import GenerateEngine

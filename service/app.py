@@ -17,15 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.core.engine_client import EngineClient, ModelReader
 from service.core.models import Models
 from service.http.bodies import cancel_all
-from service.http.cors import CorsMiddleware, CrossOrigins
+from service.http.early_refusal import ImmediateRefusals
 from service.http.guard import Guard
-from service.http.head_requests import HeadMiddleware
-from service.http.immediate_refusal import ImmediateRefusals
-from service.http.middleware import Accounts, ContextMiddleware, GuardMiddleware
+from service.http.middleware import Accounts, ContextMiddleware, GuardMiddleware, HeadMiddleware
+from service.http.reply_writing import direct_send
 from service.http.route_table import RouteTable
-from service.http.sites import Sites
+from service.http.sites import CorsMiddleware, CrossOrigins, Sites
 from service.http.sse import DIRECT
-from service.http.stream_writer import direct_send
 from service.lifecycle.fleet import Replicas
 from service.lifecycle.state import Service
 from service.observability.logs import ActivityLog

@@ -24,9 +24,8 @@ import torch
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, EncodeTask, Request
+from model.api.request import EncodeRequest, EncodeTask, Request, image_source, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import image_source, token_source
 from model.engine.builder import LoadedModel, load
 from model.errors import ConfigError
 from model.native.library import Library, native

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lab.bench.batches import Ids
-from model.api.source import Source
+from model.api.request import Source
 from model.engine.execution.model_runner import Launched, ModelRunner
 from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, SchedulerOutput
 from model.system.devices import HostCopy

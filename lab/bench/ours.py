@@ -12,9 +12,8 @@ import numpy as np
 from lab.bench.batches import NO_TIMESTAMPS, BenchRequest, Ids, Workload, window
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, FinishReason, Pooling, Request
+from model.api.request import EncodeRequest, FinishReason, Pooling, Request, Source, audio_source, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import Source, audio_source, token_source
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import LoadedModel, load
 from model.engine.generate_engine import GenerateEngine

@@ -12,9 +12,8 @@ from lab.bench.batches import Ids
 from lab.bench.forced import ForcedRunner
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import Request
+from model.api.request import Request, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
 from model.engine.execution.model_runner import ModelRunner

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 import torch
 
 from model.attention.base import AttentionBackend
+from model.attention.layer_backends import PerLayerBackend
 from model.attention.native import NativeBackend
-from model.attention.per_layer import PerLayerBackend
 from model.attention.sdpa import SdpaBackend
 from model.config.cache import PagedSpec
 from model.config.layer import AttentionConfig

@@ -25,7 +25,7 @@ from model.attention.base import (
     given,
     refuse_gradients,
 )
-from model.attention.recurrence import Recurrence
+from model.attention.layer_backends import Recurrence
 from model.attention.triton_heads import prepare
 from model.attention.triton_kernels import INTERPRETED, SLOPES, TABLE, attend, combine, write_pages
 from model.cache.kv_cache import LayerCache, StateCache, StateTables

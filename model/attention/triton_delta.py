@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from model.attention.recurrence import Recurrence
+from model.attention.layer_backends import Recurrence
 from model.attention.triton_delta_kernels import gate_outputs, scan_chunks, solve_chunks, step_states
 from model.attention.triton_kernels import INTERPRETED
 from model.cache.kv_cache import StateCache, StateTables

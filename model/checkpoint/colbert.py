@@ -11,8 +11,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from model.checkpoint.folder_files import COLBERT_SETTINGS
-from model.checkpoint.json_files import read_json
+from model.checkpoint.json_files import COLBERT_SETTINGS, read_json
 from model.checkpoint.sentence_modules import DenseConfig
 from model.checkpoint.sentence_transformers import LateInteraction
 from model.checkpoint.state_dict import read_state_dict

@@ -50,13 +50,12 @@ from model.checkpoint.sentence_transformers import SentenceSettings, read_senten
 from model.checkpoint.speech import NO_SPEECH_TOKENS, SpeechTokens, read_speech_tokens
 from model.checkpoint.static_embedding import as_static, static_settings
 from model.checkpoint.stored_formats import Quantization, made_for, quantization_of
-from model.checkpoint.tensor_names import PLAIN, Wrapping
-from model.checkpoint.weight_files import tensor_names, weight_files
+from model.checkpoint.weight_files import PLAIN, Wrapping, tensor_names, weight_files
 from model.config.formats import FLOAT
 from model.config.model import ModelConfig
 from model.errors import ConfigError, listed
 from model.families import family_for, find_family, read_settings
-from model.families.table.classifiers import token_classifier
+from model.families.table.heads import token_classifier
 from model.families.table.token_rules import within_vocabulary
 from model.gguf.container import read_gguf
 from model.gguf.paths import gguf_path

@@ -1,14 +1,17 @@
-"""Reads the JSON files of a folder."""
+"""Reads the JSON files of a folder, and lists the files that a model's folder is read from."""
 
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from model.checkpoint.folder_kind import lfs_pointer
 from model.errors import ConfigError
 from model.system.folder_files import has_file, read_file
+
+# -- Reads the JSON files of a folder.
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
@@ -31,3 +34,22 @@ def read_json_value(path: Path) -> Any:
         if lfs_pointer(path):
             raise ConfigError(f"{path.name}: a Git LFS pointer, not the file itself: run `git lfs pull`") from None
         raise ConfigError(f"{path.parent.name}: {path.name} is not valid JSON: {error}") from None
+
+
+# -- The files that a model's folder is read from: one list for those that read, download and copy them. Patterns are of
+# `fnmatch`, whose `*` goes into folders too.
+
+SPARSE, COLBERT = "sparse_linear.pt", "colbert_linear.pt"  # BGE-M3's projections
+COLBERT_SETTINGS = "artifact.metadata"
+SETTINGS = ("*.json", "*.txt", "*.model", "*.spm", "*.jinja", COLBERT_SETTINGS)
+SAFETENSORS = ("model.safetensors", "model-*.safetensors")
+PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin")
+_MODULE = "[0-9]*_*/"  # a folder of a module of sentence-transformers
+MODULE_SAFETENSORS = tuple(_MODULE + name for name in SAFETENSORS)
+MODULE_PICKLES = (SPARSE, COLBERT, *(_MODULE + name for name in PICKLES))
+
+
+def is_read(name: str) -> bool:
+    """Return whether a file of this name within the folder may be read."""
+    patterns = (*SETTINGS, *SAFETENSORS, *PICKLES, *MODULE_SAFETENSORS, *MODULE_PICKLES)
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from model.api.request import Pooling
-from model.checkpoint.folder_files import COLBERT, SPARSE
-from model.checkpoint.json_files import read_json
+from model.checkpoint.json_files import COLBERT, SPARSE, read_json
 from model.checkpoint.sentence_keys import KEYS, MODEL, NETWORK, key_warnings
 from model.checkpoint.sentence_modules import (
     SCORE_ACTIVATIONS,

@@ -18,10 +18,10 @@ from model.api.request import (
     EncodeTask,
     FinishReason,
     Request,
+    Source,
     TokenOutput,
 )
 from model.api.sampling_params import SamplingParams
-from model.api.source import Source
 from model.config.model import ModelConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.sources import blank_source

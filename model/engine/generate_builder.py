@@ -13,7 +13,7 @@ from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.messages import ModelSpec
 from model.api.stats import CachePool
 from model.attention.base import AttentionBackend
-from model.attention.recurrence import recurrent_backend
+from model.attention.layer_backends import recurrent_backend
 from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import Checkpoint
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of

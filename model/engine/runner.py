@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from model.api.source import Source
+from model.api.request import Source
 from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, SchedulerOutput
 
 

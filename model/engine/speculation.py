@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from model.api.request import Request
 from model.engine.runner import Runner
 from model.engine.scheduling.model_drafts import DraftOdds, ModelDrafts
-from model.engine.scheduling.ngram_drafts import NgramDrafts
-from model.engine.scheduling.ngram_index import KnownText
+from model.engine.scheduling.ngram_drafts import KnownText, NgramDrafts
 from model.engine.scheduling.scheduled_step import SchedulerOutput
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.scheduling.sequence import SequenceState

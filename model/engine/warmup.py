@@ -18,7 +18,7 @@ import torch
 from model.api.request import EncodeRequest, EncodeTask, Request
 from model.api.sampling_params import SamplingParams
 from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
-from model.attention.per_layer import backend_of
+from model.attention.layer_backends import backend_of
 from model.cache.kv_cache import KVCache, whole_segments
 from model.config.layer import AttentionConfig, BucketBiasConfig
 from model.engine.encode_engine import EncodeEngine

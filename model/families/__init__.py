@@ -13,11 +13,10 @@ from typing import Any
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families.not_served import NOT_SERVED
-from model.families.table.architectures import check_architecture
 from model.families.table.known_keys import known_keys
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
-from model.families.table.text_part import text_part
+from model.families.table.text_part import check_architecture, text_part
 from model.families.table.token_rules import generation_rules
 from model.families.wholes import WHOLES
 

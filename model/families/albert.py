@@ -8,9 +8,15 @@ from dataclasses import replace
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.errors import ConfigError
-from model.families.table.classifiers import classifier, classifier_rules, has_pooler
+from model.families.table.heads import (
+    classifier,
+    classifier_rules,
+    has_pooler,
+    masked_head,
+    masked_head_rules,
+    tied_names,
+)
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
-from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
-from model.families.table.classifiers import classifier, classifier_rules
+from model.families.table.heads import classifier, classifier_rules
 from model.families.table.helpers import (
     activation,
     affine,

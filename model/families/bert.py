@@ -13,7 +13,14 @@ from functools import partial
 
 from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
-from model.families.table.classifiers import classifier, classifier_rules, has_pooler
+from model.families.table.heads import (
+    classifier,
+    classifier_rules,
+    has_pooler,
+    masked_head,
+    masked_head_rules,
+    tied_names,
+)
 from model.families.table.helpers import (
     activation,
     affine,
@@ -22,7 +29,6 @@ from model.families.table.helpers import (
     self_attention,
     split_width,
 )
-from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 

@@ -14,7 +14,7 @@ from functools import partial
 from model.config.layer import Norms
 from model.config.model import ModelConfig
 from model.families import bert
-from model.families.table.masked_heads import tied_names
+from model.families.table.heads import tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Rule, TensorRule
 

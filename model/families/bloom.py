@@ -18,8 +18,8 @@ from model.config.layer import (
     Norms,
 )
 from model.config.model import ModelConfig, StackConfig
-from model.families.table.classifiers import classifier_rules
 from model.families.table.decoders import decoder_model
+from model.families.table.heads import classifier_rules
 from model.families.table.helpers import affine, ignore_unless, refuse_unless, repeat, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule

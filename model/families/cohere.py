@@ -14,8 +14,7 @@ from functools import partial
 from model.config.layer import NormConfig, NormKind, Norms, NormSpan
 from model.config.model import ModelConfig
 from model.families import llama
-from model.families.table.bidirectional import either_way
-from model.families.table.decoders import turning_neighbours, with_attention, with_layers
+from model.families.table.decoders import either_way, turning_neighbours, with_attention, with_layers
 from model.families.table.helpers import layers_by_type, refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family

@@ -29,9 +29,8 @@ from model.config.model import (
     StackConfig,
 )
 from model.errors import ConfigError
-from model.families.table.classifiers import classifier, classifier_rules
+from model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
-from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule, ZeroRule
 

@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterator
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
-from model.families.table.classifiers import classifier, classifier_rules
+from model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
 from model.families.table.helpers import activation, affine, repeat, self_attention, split_width
-from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 

@@ -13,8 +13,8 @@ from model.config.layer import Activation, Norms
 from model.config.model import MaskDropout, ModelConfig, PositionConfig, PositionKind
 from model.errors import ConfigError
 from model.families import bert
+from model.families.table.heads import tied_names
 from model.families.table.helpers import refuse_unless
-from model.families.table.masked_heads import tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary
 from model.families.table.rules import Family

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from model.config.model import ClassifierInput, ModelConfig
 from model.families import llama
-from model.families.table.bidirectional import as_encoder, encoder_rules
-from model.families.table.classifiers import pooled_by
-from model.families.table.masked_heads import masked_head, masked_head_rules
+from model.families.table.decoders import as_encoder, encoder_rules
+from model.families.table.heads import masked_head, masked_head_rules, pooled_by
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Rule
 

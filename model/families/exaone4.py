@@ -12,8 +12,7 @@ from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import llama
 from model.families.olmo import OUTPUT_NORMS
-from model.families.table.bidirectional import either_way
-from model.families.table.decoders import with_attention, with_layers
+from model.families.table.decoders import either_way, with_attention, with_layers
 from model.families.table.helpers import layers_by_type
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family

@@ -20,8 +20,8 @@ from model.config.layer import (
 )
 from model.config.model import ModelConfig, StackConfig
 from model.errors import ConfigError
-from model.families.table.classifiers import classifier_rules
 from model.families.table.decoders import decoder_model
+from model.families.table.heads import classifier_rules
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary

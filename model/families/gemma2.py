@@ -8,7 +8,7 @@ from functools import partial
 
 from model.config.model import ModelConfig
 from model.families import gemma, llama
-from model.families.table.bidirectional import either_way
+from model.families.table.decoders import either_way
 from model.families.table.helpers import layers_by_type, query_scale, refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family

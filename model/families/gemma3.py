@@ -13,7 +13,7 @@ from functools import partial
 
 from model.config.model import ModelConfig
 from model.families import gemma, llama
-from model.families.table.bidirectional import as_encoder, either_way
+from model.families.table.decoders import as_encoder, either_way
 from model.families.table.helpers import layers_by_type, query_scale, refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rope import number, rotary, settings_by_type

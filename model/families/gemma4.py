@@ -25,8 +25,7 @@ from model.config.layer import (
 from model.config.model import ModelConfig, StackConfig
 from model.errors import ConfigError
 from model.families import gemma, llama
-from model.families.table.decoders import decoder_model
-from model.families.table.experts import ExpertNames
+from model.families.table.decoders import ExpertNames, decoder_model
 from model.families.table.helpers import activation, affine, check_layers
 from model.families.table.raw_config import Settings
 from model.families.table.rope import rotary, settings_by_type

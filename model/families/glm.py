@@ -13,8 +13,7 @@ from functools import partial
 from model.config.layer import Norms
 from model.config.model import ModelConfig
 from model.families import llama
-from model.families.table.bidirectional import either_way
-from model.families.table.decoders import turning_neighbours, with_attention, with_layers
+from model.families.table.decoders import either_way, turning_neighbours, with_attention, with_layers
 from model.families.table.helpers import affine
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule

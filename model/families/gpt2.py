@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import ModelConfig, PositionConfig, PositionKind, StackConfig
-from model.families.table.classifiers import classifier_rules
 from model.families.table.decoders import decoder_model, with_attention
+from model.families.table.heads import classifier_rules
 from model.families.table.helpers import activation, affine, ignore_unless, refuse_unless, repeat, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule

@@ -10,8 +10,8 @@ from itertools import islice
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.errors import ConfigError
-from model.families.table.classifiers import classifier_rules
 from model.families.table.decoders import decoder_model
+from model.families.table.heads import classifier_rules
 from model.families.table.helpers import activation, affine, check_layers, self_attention, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule

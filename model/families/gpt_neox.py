@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import ModelConfig, StackConfig
-from model.families.table.classifiers import classifier_rules
 from model.families.table.decoders import decoder_model
+from model.families.table.heads import classifier_rules
 from model.families.table.helpers import activation, affine, repeat, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rope import number, rotary

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms, RotaryConfig
 from model.config.model import ModelConfig, StackConfig
 from model.errors import ConfigError
-from model.families.table.classifiers import classifier_rules
 from model.families.table.decoders import decoder_model
+from model.families.table.heads import classifier_rules
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule

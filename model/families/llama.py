@@ -13,10 +13,8 @@ from dataclasses import replace
 from model.config.layer import AttentionConfig, ExpertsConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import ModelConfig, StackConfig
 from model.errors import ConfigError
-from model.families.table.bidirectional import either_way
-from model.families.table.classifiers import classifier_rules
-from model.families.table.decoders import decoder_model, with_attention
-from model.families.table.experts import ExpertNames
+from model.families.table.decoders import ExpertNames, decoder_model, either_way, with_attention
+from model.families.table.heads import classifier_rules
 from model.families.table.helpers import (
     activation,
     affine,

@@ -15,9 +15,7 @@ from model.config.layer import Activation, ExpertsConfig, MLPConfig, NormConfig,
 from model.config.model import ModelConfig
 from model.errors import ConfigError, shown
 from model.families import llama
-from model.families.table.bidirectional import either_way
-from model.families.table.decoders import with_attention, with_layers
-from model.families.table.experts import ExpertNames
+from model.families.table.decoders import ExpertNames, either_way, with_attention, with_layers
 from model.families.table.helpers import refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Rule, TensorRule

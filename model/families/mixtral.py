@@ -8,9 +8,7 @@ from functools import partial
 from model.config.layer import ExpertsConfig
 from model.config.model import ModelConfig
 from model.families import llama
-from model.families.table.bidirectional import either_way
-from model.families.table.decoders import with_attention
-from model.families.table.experts import ExpertNames, with_experts
+from model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 

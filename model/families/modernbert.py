@@ -11,9 +11,15 @@ from dataclasses import replace
 
 from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
 from model.config.model import ClassifierConfig, ClassifierInput, EmbeddingConfig, ModelConfig, StackConfig
-from model.families.table.classifiers import classifier, classifier_rules, pooled_by
+from model.families.table.heads import (
+    classifier,
+    classifier_rules,
+    masked_head,
+    masked_head_rules,
+    pooled_by,
+    tied_names,
+)
 from model.families.table.helpers import activation, affine, layers_by_type, refuse_unless, repeat, split_width
-from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rope import number, rotary, settings_by_type
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule

@@ -11,9 +11,8 @@ from dataclasses import replace
 from model.config.layer import BucketBiasConfig
 from model.config.model import ModelConfig
 from model.families import bert
-from model.families.table.classifiers import classifier_rules
+from model.families.table.heads import classifier_rules, masked_head_rules, tied_names
 from model.families.table.helpers import affine, refuse_unless, self_attention
-from model.families.table.masked_heads import masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule
 

@@ -13,9 +13,7 @@ from model.config.layer import ExpertsConfig, NormConfig, NormKind, RotaryConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError, shown
 from model.families import llama, mixtral
-from model.families.table.bidirectional import either_way
-from model.families.table.decoders import with_attention
-from model.families.table.experts import with_experts
+from model.families.table.decoders import either_way, with_attention, with_experts
 from model.families.table.helpers import refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family

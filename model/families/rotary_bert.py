@@ -24,9 +24,8 @@ from model.config.layer import (
 )
 from model.config.model import AdapterConfig, ClassifierInput, EmbeddingConfig, ModelConfig, StackConfig
 from model.errors import ConfigError
-from model.families.table.classifiers import classifier, classifier_rules
+from model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
 from model.families.table.helpers import activation, affine, fused, refuse_unless, repeat, split_width
-from model.families.table.masked_heads import masked_head, masked_head_rules, tied_names
 from model.families.table.raw_config import Settings
 from model.families.table.rope import number, rotary
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule

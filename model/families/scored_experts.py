@@ -14,9 +14,7 @@ from model.config.layer import ChoiceConfig, ExpertsConfig, NormSpan
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import glm, llama, mixtral
-from model.families.table.bidirectional import either_way
-from model.families.table.decoders import with_attention
-from model.families.table.experts import ExpertNames, with_experts
+from model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 

@@ -9,7 +9,7 @@ from model.config.layer import LayerConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import llama
-from model.families.table.bidirectional import either_way
+from model.families.table.decoders import either_way
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 

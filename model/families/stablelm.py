@@ -9,8 +9,7 @@ from dataclasses import replace
 from model.config.layer import NormConfig, NormKind, Norms, NormSpan
 from model.config.model import ModelConfig
 from model.families import llama
-from model.families.table.bidirectional import either_way
-from model.families.table.decoders import with_attention, with_layers
+from model.families.table.decoders import either_way, with_attention, with_layers
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Rule, TensorRule
 

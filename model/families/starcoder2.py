@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterator
 from model.config.layer import MLPConfig, NormConfig, NormKind
 from model.config.model import ModelConfig
 from model.families import llama
-from model.families.table.bidirectional import either_way
-from model.families.table.classifiers import classifier_rules
-from model.families.table.decoders import with_attention, with_layers
+from model.families.table.decoders import either_way, with_attention, with_layers
+from model.families.table.heads import classifier_rules
 from model.families.table.helpers import activation, affine, refuse_unless, self_attention
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule

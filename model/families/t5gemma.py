@@ -11,7 +11,7 @@ from dataclasses import replace
 from model.config.layer import LayerConfig
 from model.config.model import HeadConfig, ModelConfig, StackConfig
 from model.families import gemma2
-from model.families.table.bidirectional import as_encoder, see_one_more
+from model.families.table.decoders import as_encoder, see_one_more
 from model.families.table.helpers import affine, cross_attention, fused, ids, self_attention, tied
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule

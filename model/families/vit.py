@@ -19,7 +19,7 @@ from model.config.model import (
     PositionKind,
     StackConfig,
 )
-from model.families.table.classifiers import classifier, classifier_rules, has_pooler
+from model.families.table.heads import classifier, classifier_rules, has_pooler
 from model.families.table.helpers import (
     activation,
     affine,

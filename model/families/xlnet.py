@@ -17,7 +17,7 @@ from model.config.layer import (
     XLNetRelativeConfig,
 )
 from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
-from model.families.table.classifiers import classifier, classifier_rules
+from model.families.table.heads import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, ignore_unless, refuse_unless, repeat
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, LinearRule, Rule, TensorRule

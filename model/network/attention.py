@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import Preparation, PreparingBackend, ScoreBias
-from model.attention.per_layer import backend_of
+from model.attention.layer_backends import backend_of
 from model.cache.kv_cache import LayerCache
 from model.config.layer import AttentionConfig, NormSpan, RotaryConfig
 from model.linear.base import LinearSpec, Part, Split

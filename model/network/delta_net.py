@@ -1,6 +1,6 @@
 """Gated DeltaNet: a recurrent layer in the place of attention (Yang et al. 2025), as Qwen3-Next has it.
 
-Between its projections a backend may compute it (`model.attention.recurrence`), else torch does: prompts in chunks,
+Between its projections a backend may compute it (`model.attention.layer_backends`), else torch does: prompts in chunks,
 whose tokens are solved for together (section 3.3 there: the UT transform of Yang et al. 2024), single tokens by the
 recurrence itself. Both are in float32.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.attention.recurrence import Recurrence, recurrent_backend
+from model.attention.layer_backends import Recurrence, recurrent_backend
 from model.cache.kv_cache import StateCache, StateSpan, independent_spans, whole_segments
 from model.config.layer import GatedDeltaConfig
 from model.linear.base import LinearSpec, Part, Split

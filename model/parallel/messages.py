@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from model.api.source import Source
+from model.api.request import Source
 from model.attention.base import AttentionMetadata, DeviceLengths
 from model.cache.kv_cache import StateSpan
 from model.config.formats import NumberFormat

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.checkpoint.folder_files import PICKLES, SAFETENSORS
-from model.checkpoint.json_files import read_json, read_json_value
+from model.checkpoint.json_files import PICKLES, SAFETENSORS, read_json, read_json_value
 from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, TensorSource
 from model.checkpoint.tensor_sources import tensor_sources
 from model.config.formats import QUANTIZED_LAYERS, NumberKind

@@ -13,13 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from model.api.request import FinishReason, Request, TokenLogprob, TokenOutput
-from model.api.source import Source
+from model.api.request import FinishReason, Request, Source, TokenLogprob, TokenOutput
 from model.speech.chunks import Chunk, ChunkMerger, ChunkOutput, Merged, Token, cut_chunks
-from model.speech.live import LiveText
 from model.speech.log_mel import LogMel
 from model.speech.requests import Output, RequestMaker, token_times
-from model.speech.segments import Window
+from model.speech.segments import LiveText, Window
 from model.speech.spectrogram import Spectrogram
 from model.speech.transcription import Attempt, Segment, SequentialWindows
 from model.speech.words import Word, words_of

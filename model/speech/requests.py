@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.api.request import Alignment, FinishReason, Request, TokenLogprob, TokenOutput
+from model.api.request import Alignment, FinishReason, Request, Source, TokenLogprob, TokenOutput
 from model.api.sampling_params import Probe, SamplingParams
-from model.api.source import Source
 from model.checkpoint.speech import SpeechTokens
 from model.speech.segments import FRAMES_PER_POSITION, Window
 from model.speech.transcription import TEMPERATURES, Attempt, Decoding, Outcome

@@ -1,16 +1,16 @@
-"""Segments of a window: its output tokens parted at the timestamps among them.
-
-A timestamp token is `timestamp_begin + n` and means `n` positions of the encoder from the window's start, each of two
-frames. Two of them in a row end one segment and begin the next (Radford et al. 2022). Positions of audio are counted in
-frames, as in transformers' `_retrieve_segment`, which gives the same segments.
-"""
+"""Segments of a transcription, their live output, and subtitles."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+
+# -- Segments of a window: its output tokens parted at the timestamps among them. A timestamp token is `timestamp_begin
+# + n` and means `n` positions of the encoder from the window's start, each of two frames. Two of them in a row end one
+# segment and begin the next (Radford et al. 2022). Positions of audio are counted in frames, as in transformers'
+# `_retrieve_segment`, which gives the same segments.
 
 FRAMES_PER_POSITION = 2  # the stride of the encoder's second convolution
 
@@ -74,3 +74,71 @@ def compression_ratio(tokens: Sequence[int], vocab_size: int) -> float:
     size = int(math.log2(vocab_size) / 8) + 1
     data = b"".join(token.to_bytes(size, "little") for token in tokens)
     return len(data) / len(zlib.compress(data))
+
+
+# -- Subtitles: SubRip (srt) and WebVTT files of timed texts.
+
+Line = tuple[float, float, str]  # start and end in seconds, text
+
+
+def srt(lines: Iterable[Line]) -> str:
+    """Return a SubRip file."""
+    blocks = (
+        f"{number}\n{_time(start, ',')} --> {_time(end, ',')}\n{_safe(text)}\n"
+        for number, (start, end, text) in enumerate(lines, 1)
+    )
+    return "".join(f"{block}\n" for block in blocks)
+
+
+def vtt(lines: Iterable[Line]) -> str:
+    """Return a WebVTT file."""
+    blocks = (f"{_time(start, '.')} --> {_time(end, '.')}\n{_safe(text)}\n" for start, end, text in lines)
+    return "WEBVTT\n\n" + "".join(f"{block}\n" for block in blocks)
+
+
+def _time(seconds: float, point: str) -> str:
+    """Return HH:MM:SS and milliseconds."""
+    milliseconds = round(max(0.0, seconds) * 1000)
+    minutes, rest = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{rest // 1000:02}{point}{rest % 1000:03}"
+
+
+def _safe(text: str) -> str:
+    """Return a text on one line that ends no cue: no arrow between times."""
+    return " ".join(text.split()).replace("-->", "->")
+
+
+# -- Which tokens of an output that is being generated will be part of the transcription, whatever follows.
+
+
+class LiveText:
+    """Finds the text tokens of a window's output that are certain: those of its first segment at once, of a later one
+    when its end is there, since the next window begins with a segment that has none."""
+
+    def __init__(self, timestamp_begin: int, hidden_ids: Collection[int]) -> None:
+        """`hidden_ids`: special tokens, which are no text."""
+        self._timestamp_begin = timestamp_begin
+        self._hidden = hidden_ids
+        self._held: list[int] = []  # places
+        self._num_tokens = 0
+        self._last_was_stamp = False
+        self._is_first = True  # no segment has ended yet
+        self.num_certain = 0  # text tokens that were returned
+
+    def add(self, token_ids: Sequence[int]) -> list[int]:
+        """Take the next tokens; return the places in the output of the text tokens that have become certain."""
+        certain: list[int] = []
+        for place, token in enumerate(token_ids, self._num_tokens):
+            is_stamp = token >= self._timestamp_begin
+            if is_stamp and self._last_was_stamp:
+                self._is_first = False
+            elif is_stamp:
+                certain += self._held
+                self._held.clear()
+            elif token not in self._hidden:
+                (certain if self._is_first else self._held).append(place)
+            self._last_was_stamp = is_stamp
+        self._num_tokens += len(token_ids)
+        self.num_certain += len(certain)
+        return certain

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from model.api.source import Source, audio_source
+from model.api.request import Source, audio_source
 from model.speech.log_mel import LogMel
 from model.speech.segments import FRAMES_PER_POSITION, Window
 

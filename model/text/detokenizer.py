@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from model.api.request import FinishReason, TokenOutput
 from model.api.sampling_params import SamplingParams
-from model.text.cleanup import StreamCleaner
+from model.text.decoders import StreamCleaner
 from model.text.tokenizer import REPLACEMENT, Tokenizer
 
 _MAX_HELD = 16  # tokens that are held back without emitting part of their text

@@ -15,8 +15,7 @@ import tokenizers
 from model.errors import ConfigError, TokenizerError, TooManyTokensError
 from model.gguf.container import read_gguf
 from model.gguf.paths import gguf_path
-from model.text.cleanup import clean_up
-from model.text.decoders import has_fixed_texts
+from model.text.decoders import clean_up, has_fixed_texts
 from model.text.gguf_tokenizer import GGUFFiles, build_gguf_tokenizer
 from model.text.piece_tokenizers import PieceTokenizer
 from model.text.source_languages import SourceLanguages, source_languages

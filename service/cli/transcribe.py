@@ -8,7 +8,7 @@ from model.errors import ConfigError
 from model.llm import LLM
 from model.speech.driver import Piece, Transcription
 from model.speech.requests import SpeechOptions
-from model.speech.subtitles import srt, vtt
+from model.speech.segments import srt, vtt
 
 
 def run(arguments: argparse.Namespace, sound: bytes, llm: LLM) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from service.core.models import ServedModel
-from service.dialects.huggingface_bodies import GenerateParameters
-from service.dialects.text2text_bodies import GenerationOptions, TranslationParameters
+from service.dialects.huggingface import GenerateParameters
+from service.dialects.text2text import GenerationOptions, TranslationParameters
 
 
 class RootTask(StrEnum):

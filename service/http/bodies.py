@@ -16,7 +16,7 @@ from starlette.types import Receive
 
 from service.core.errors import ApiError, client_gone, invalid
 from service.core.request_context import RequestContext, current
-from service.http.connection_loss import LOSS, ConnectionLoss
+from service.http.connections import LOSS, ConnectionLoss
 from service.http.parsing import one_of, parsed
 from service.lifecycle.state import service_of
 

@@ -22,13 +22,11 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
-from service.http.connection_loss import LOSS, ConnectionLoss
+from service.http.connections import LOSS, ConnectionLoss, HalfClosed, IdleConnections
+from service.http.early_refusal import ImmediateRefusals
 from service.http.guard import AUDIO_PATHS
-from service.http.half_close import HalfClosed
-from service.http.idle_connections import IdleConnections
-from service.http.immediate_refusal import ImmediateRefusals
 from service.http.message_head import check_head, read_target
-from service.http.reply_transport import ReplyTransport, last_if_unread, without_chunks
+from service.http.reply_writing import ReplyTransport, last_if_unread, without_chunks
 from service.settings.service_settings import Limits
 
 # Times `max_header_bytes`. The application refuses headers up to here, with a request id. HAProxy has the same factor.

@@ -13,9 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.core.errors import ANTHROPIC_PATHS, ApiError, internal, log_unexpected, render, request_too_slow
 from service.core.request_context import RequestContext, current, request_id_from, set_current
-from service.http.body_room import FREE_BYTES, BodyRoom, HeldBody
-from service.http.connection_loss import LOSS, ConnectionLoss
-from service.http.guard import AUDIO_PATHS, Guard
+from service.http.connections import LOSS, ConnectionLoss
+from service.http.guard import AUDIO_PATHS, FREE_BYTES, BodyRoom, Guard, HeldBody
 from service.http.headers import all_of, header_of
 from service.observability.logs import access
 from service.observability.metrics import Metrics
@@ -171,3 +170,23 @@ class GuardMiddleware:
                 return await receive()
         except TimeoutError:
             raise request_too_slow(self._limits.receive_s) from None
+
+
+# -- Answers HEAD as GET, without the body (RFC 9110, 9.3.2).
+
+
+class HeadMiddleware:
+    """Is the innermost layer: what is counted and logged is the HEAD."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)

@@ -19,8 +19,7 @@ from service.core.json_depth import BODY_LEVELS, deep_place, too_deep
 from service.core.request_context import current
 from service.core.response_store import json_size
 from service.lifecycle.state import service_of
-from service.schemas.body_counts import check_counts, read_part
-from service.schemas.field_paths import siblings
+from service.schemas.field_paths import check_counts, read_part, siblings
 from service.settings.service_settings import Limits
 
 B = TypeVar("B", bound=BaseModel)

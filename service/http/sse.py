@@ -15,8 +15,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -26,11 +28,68 @@ from service.core.engine_client import GenerationStream, ListenableStream
 from service.core.errors import ApiError, engine_failed, internal, log_unexpected
 from service.core.threads import WriteBatch
 from service.http.bodies import cancel_all, wait_for_disconnect
-from service.http.event_template import EventTemplate, is_plain, marked
 from service.http.json_replies import Generation, Json, Rendering
-from service.http.stream_writer import StreamWriter
+from service.http.reply_writing import StreamWriter
 from service.lifecycle.jobs import Job
 from service.settings.service_settings import Limits
+
+# -- Templates of events: what is the same in all events of a sequence that goes on, as bytes around text and token ids.
+# A template is made of an event that was rendered with marks for both, so that it has the shape of any other event.
+
+_TEXT = "\ue000text\ue000"  # private characters, which no name of ours has
+_ID = 987_654_321_012_345
+_encode = msgspec.json.Encoder().encode
+
+
+def is_plain(output: TokenOutput) -> bool:
+    """Return whether an output has nothing but text and token ids, and does not end its sequence."""
+    return (
+        output.finish_reason is None
+        and output.logprobs is None
+        and output.prompt_logprobs is None
+        and output.score is None
+        and output.stop_reason is None
+        and output.error is None
+        and output.text != ""
+    )
+
+
+def marked(output: TokenOutput) -> TokenOutput:
+    """Return an output of the same sequence that has the marks as its text and token ids."""
+    return TokenOutput(output.request_id, output.index, [_ID], text=_TEXT)
+
+
+@dataclass(frozen=True, slots=True)
+class EventTemplate:
+    """The bytes before, between and after text and token ids; `between` is None for events without ids."""
+
+    before: bytes
+    between: bytes | None
+    after: bytes
+
+    @classmethod
+    def of(cls, shown: bytes) -> EventTemplate | None:
+        """Return the template of an event that shows `marked` output; None if the marks are not found in it."""
+        before, *rest = shown.split(_encode(_TEXT))
+        if len(rest) != 1 or _encode(_ID) in before:
+            return None
+        parts = rest[0].split(_encode([_ID]))
+        if len(parts) == 1:
+            return cls(before, None, parts[0])
+        return cls(before, parts[0], parts[1]) if len(parts) == 2 else None
+
+    def fill(self, output: TokenOutput) -> bytes:
+        """Return the bytes of the event of a plain output."""
+        if self.between is None:
+            return b"%b%b%b" % (self.before, _encode(output.text), self.after)
+        return b"%b%b%b%b%b" % (
+            self.before,
+            _encode(output.text),
+            self.between,
+            _encode(output.token_ids),
+            self.after,
+        )
+
 
 Chunk = tuple[bytes, bool]  # whole frames, and whether more follow
 DIRECT = "triptych.send"  # key of a scope: the server's own `send`, outside all middleware

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.api.request import EncodeOutput, EncodeRequest, Pooling
-from model.api.source import image_source, token_source
+from model.api.request import EncodeOutput, EncodeRequest, Pooling, image_source, token_source
 from model.media.images import ImageError
 from model.text.tokenizer import Encoded
 from service.core.engine_client import EngineClient

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from model.api.request import Request
+from model.api.request import Request, token_source
 from model.api.sampling_defaults import length_of
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 from model.api.stats import ModelInfo
 from service.core.context_bound import context_exceeded
 from service.core.errors import ApiError, invalid

@@ -16,7 +16,7 @@ from service.core.errors import REFUSALS, cancelled, deadline_passed, engine_fai
 from service.core.models import Task
 from service.dialects import huggingface
 from service.dialects.common import naming_errors
-from service.dialects.huggingface_bodies import EmbedBody
+from service.dialects.huggingface import EmbedBody
 from service.http.bodies import (
     cancel_on_disconnect,
     context_of_request,

@@ -16,7 +16,7 @@ from service.core.errors import REFUSALS, deadline_passed, engine_failed, engine
 from service.core.models import Task
 from service.dialects import huggingface
 from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
-from service.dialects.huggingface_bodies import TextGenerationBody
+from service.dialects.huggingface import TextGenerationBody
 from service.http.bodies import (
     cancel_on_disconnect,
     context_of_request,

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from service.core.models import ServedModel
 from service.dialects import huggingface
 from service.dialects.common import naming_errors
-from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
-from service.dialects.pipeline_bodies import (
+from service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
+from service.dialects.pipelines import (
     ClassBody,
     EntityBody,
     FillMaskBody,
@@ -25,9 +25,9 @@ from service.dialects.pipeline_bodies import (
     SimilarityBody,
     ZeroShotBody,
 )
-from service.dialects.ranking_bodies import RankBody
+from service.dialects.ranking import RankBody
 from service.dialects.root_task import RootBody, RootTask, task_of_file
-from service.dialects.text2text_bodies import TranslationBody
+from service.dialects.text2text import TranslationBody
 from service.http.bodies import named_model, raw_body, read_body, read_one_of, with_model
 from service.http.parsing import parsed
 from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies

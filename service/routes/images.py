@@ -12,7 +12,7 @@ from service.core.errors import ApiError, invalid
 from service.core.models import ServedModel
 from service.dialects import pipelines
 from service.dialects.common import naming_errors
-from service.dialects.pipeline_bodies import ImageBody
+from service.dialects.pipelines import ImageBody
 from service.http.bodies import named_model, raw_body, whole_body, with_model
 from service.http.model_use import choose_model
 from service.http.parsing import parsed

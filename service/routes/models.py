@@ -13,7 +13,7 @@ from service.http.bodies import context_of_request, json_response, read_body
 from service.http.route_table import BODY_ERRORS, Reply, Routes, json_body, replies
 from service.lifecycle.fleet import LoadOrder
 from service.lifecycle.state import Service, service_of
-from service.schemas.models import LoadBody, ModelState, ModelStates, UnloadBody
+from service.schemas.replies import LoadBody, ModelState, ModelStates, UnloadBody
 
 routes = Routes()
 

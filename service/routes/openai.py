@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 from service.chat.conversation import take_turn
 from service.core.models import Task
-from service.dialects import embeddings as embedding_dialect
+from service.dialects import cohere as embedding_dialect
 from service.dialects import openai
+from service.dialects.cohere import EmbeddingBody
 from service.dialects.common import naming_errors
-from service.dialects.embedding_bodies import EmbeddingBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody
 from service.dialects.openai_replies import ChatCompletions, Completions
 from service.http.bodies import raw_body, read_body, with_model

@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from service.dialects import pipelines
 from service.dialects.common import names_of, naming_errors
-from service.dialects.huggingface_bodies import EmbedBody
-from service.dialects.pipeline_bodies import (
+from service.dialects.huggingface import EmbedBody
+from service.dialects.pipelines import (
     ClassBody,
     EmbedAllBody,
     EmbedSparseBody,

@@ -11,7 +11,7 @@ from service.core.errors import invalid
 from service.core.models import ServedModel, Task
 from service.dialects import cohere, ranking
 from service.dialects.common import Extended, names_of, naming_errors
-from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
+from service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.http.bodies import read_body
 from service.http.model_use import choose_model, hold_model
 from service.http.route_table import Routes, json_body, replies

@@ -11,9 +11,8 @@ from starlette.responses import Response
 from service.core.models import ServedModel, Task
 from service.dialects import text2text
 from service.dialects.common import naming_errors
-from service.dialects.huggingface_bodies import TextGenerationBody
-from service.dialects.text2text import AnyBody, Options
-from service.dialects.text2text_bodies import Text2TextBody, TranslationBody
+from service.dialects.huggingface import TextGenerationBody
+from service.dialects.text2text import AnyBody, Options, Text2TextBody, TranslationBody
 from service.http.bodies import read_body
 from service.http.model_use import choose_model
 from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies

@@ -20,7 +20,7 @@ from model.system.child_process import ConnectedChild
 from service.app import Application
 from service.http.bodies import cancel_all
 from service.http.bounded_protocol import bounded_protocol
-from service.http.idle_connections import raise_descriptor_limit
+from service.http.connections import raise_descriptor_limit
 from service.lifecycle.state import service_of
 from service.runtimes.assembly import base_url, build_app, exit_code, listening, tune_garbage_collector
 from service.settings.serve_config import OnReady, Ready, ServeConfig

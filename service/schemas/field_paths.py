@@ -1,12 +1,20 @@
-"""The fields of bodies at every depth: their paths, and what is known at a place where an unknown one stands."""
+"""Places of fields in a body, and the bounds on what a body counts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
+
+from model.api.request import PARAMETERS
+from service.core.errors import invalid, path_of, too_large
+from service.core.response_store import json_size
+from service.settings.service_settings import Limits
+
+# -- The fields of bodies at every depth: their paths, and what is known at a place where an unknown one stands.
 
 Location = Sequence[int | str]  # as Pydantic has it: names, indices, and tags of union members such as `<text>`
 
@@ -95,3 +103,147 @@ def _tags(annotation: Any) -> list[str]:
         found += [one.tag for one in metadata if isinstance(one, Tag)]
         annotation = inner
     return found
+
+
+# -- Checks how many entries the lists and objects of a body have, before its model is made of it. Which limit a list
+# has follows from its field's name, in every dialect alike (`MOST`). Only what a model reads is looked at: a JSON
+# schema or the arguments of a call may have any names.
+
+MOST: Final[Mapping[str, str]] = {  # the limit of a field that holds a list, or an object of any names
+    "messages": "max_chat_messages",
+    "content": "max_content_parts",
+    "system": "max_content_parts",
+    "output": "max_content_parts",
+    "summary": "max_content_parts",
+    "tool_calls": "max_content_parts",
+    "tools": "max_tools",
+    **{name: one.row.limit for name, one in PARAMETERS.items() if one.row.limit and not one.is_number},
+    "stop_sequences": "max_stop_strings",
+    "choice": "max_choices",
+    "prompt": "max_prompts",
+    **dict.fromkeys(("input", "inputs", "texts", "documents", "sentences", "text_1", "text_2"), "max_encode_inputs"),
+}
+_OF_MODEL: Final = {
+    ("ResponsesBody", "input"): "max_chat_messages",
+    ("ToolUseBlock", "input"): "",
+    ("TranscribeBody", "suppress_tokens"): "",
+}
+_INPUTS: Final = frozenset({"prompt", "input", "inputs", "text_1", "text_2"})
+_JSON_TEXTS: Final = frozenset({"arguments", "json_schema", "json", "schema", "value"})
+_MOST_UNKNOWN: Final = 32  # fields of an object; each is an error, which the client is told
+
+
+class _Place:
+    """What a model reads at a place of a body: fields by name, or elements of a list."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, _Place] = {}
+        self.items: _Place | None = None
+        self.limit = ""  # of its entries
+        self.has_any_names = False
+        self.holds_inputs = False  # a list here has inputs of a model, or is the ids of one
+        self.is_json = False  # a text here is parsed as JSON
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to check."""
+        inner = self.items is not None and not self.items.is_plain
+        return not (self.fields or self.limit or self.is_json or inner)
+
+    def add(self, annotation: Any) -> None:
+        """Read one more alternative of what stands here."""
+        while get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            for name, field in annotation.model_fields.items():
+                known = field.alias or name
+                place = self.fields.setdefault(known, _Place())
+                place.limit = _OF_MODEL.get((annotation.__name__, known), MOST.get(known, place.limit))
+                place.holds_inputs = known in _INPUTS
+                place.is_json = known in _JSON_TEXTS
+                place.add(field.annotation)
+        elif get_origin(annotation) is list:
+            self.items = self.items or _Place()
+            self.items.add(get_args(annotation)[0])
+        elif annotation is Any or get_origin(annotation) is dict:
+            self.has_any_names = True
+        else:
+            for one in get_args(annotation):
+                self.add(one)
+
+
+@cache
+def _place(model: type[BaseModel]) -> _Place:
+    found = _Place()
+    found.add(model)
+    return found
+
+
+def read_part(place: Sequence[int | str], model: type[BaseModel]) -> Sequence[int | str]:
+    """Return the beginning of a place of a body that its model knows: what follows may have any names."""
+    found = _place(model)
+    for at, part in enumerate(place):
+        inner = found.items if isinstance(part, int) else found.fields.get(part)
+        if inner is None:
+            return place[: at + isinstance(part, str)]
+        found = inner
+    return place
+
+
+def check_counts(value: object, model: type[BaseModel], limits: Limits) -> None:
+    """Raise an `ApiError` that names the first list or object of a parsed body with more entries than its limit.
+
+    Texts that are read as JSON later, such as the arguments of calls, have half of `max_json_values` together.
+    """
+    _Counter(limits).check(value, _place(model))
+
+
+class _Counter:
+    """Goes through one body."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._path: list[int | str] = []
+        self._values = 0  # of JSON within texts
+
+    def check(self, value: object, place: _Place) -> None:
+        if isinstance(value, str):
+            if place.is_json:
+                self._check_text(value)
+        elif isinstance(value, list):
+            if not (place.holds_inputs and value and isinstance(value[0], int | float)):  # ids are one input
+                self._check_number("entries", len(value), place.limit)
+            if place.items is not None and not place.items.is_plain:
+                for at, one in enumerate(value):
+                    self._check_inner(at, one, place.items)
+        elif isinstance(value, dict):
+            if place.has_any_names:
+                self._check_number("entries", len(value), place.limit)
+            elif len(value) > len(place.fields):
+                self._check_number("unknown fields", len(value.keys() - place.fields.keys()), _MOST_UNKNOWN)
+            for name, inner in place.fields.items():
+                if name in value and not inner.is_plain:
+                    self._check_inner(name, value[name], inner)
+
+    def _check_inner(self, key: int | str, value: object, place: _Place) -> None:
+        self._path.append(key)
+        self.check(value, place)
+        self._path.pop()
+
+    def _check_number(self, what: str, found: int, limit: str | int) -> None:
+        most = getattr(self._limits, limit) if isinstance(limit, str) and limit else limit
+        if most and found > most:
+            name = path_of(self._path)
+            message = f"{name or 'the body'} has {found} {what}, more than {most}"
+            if limit == "max_encode_inputs":
+                raise too_large(message, name, "too_many_inputs")
+            raise invalid(message, name or None)
+
+    def _check_text(self, text: str) -> None:
+        most = self._limits.max_json_values // 2  # they are parsed on the event loop
+        size = json_size(text.encode(errors="replace"), most, most)
+        self._values += size.values + size.marks
+        if self._values > most:
+            name = path_of(self._path)
+            message = f"{name}: JSON in texts has more than {most} values, half of max_json_values"
+            raise too_large(message, name, "too_many_values")

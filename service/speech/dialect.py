@@ -13,7 +13,7 @@ from starlette.responses import Response
 from model.api.languages import NAMES
 from model.api.request import TokenLogprob
 from model.speech.driver import Piece, Written
-from model.speech.subtitles import Line, srt, vtt
+from model.speech.segments import Line, srt, vtt
 from service.core.errors import from_validation, invalid
 from service.dialects.common import native
 from service.http.bodies import context_of_request, json_response

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, Tag
 
 from service.dialects.common import DialectBody, Ignored, NotSupported, Refused
-from service.dialects.huggingface_bodies import HuggingFaceBody
+from service.dialects.huggingface import HuggingFaceBody
 from service.schemas.bodies import RequestId
 from service.schemas.types import MAX_INT, ONE_OR_LIST, Body
 

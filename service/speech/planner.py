@@ -28,8 +28,7 @@ from service.planning.requests import cache_salt, engine_id
 from service.planning.tokenization import TokenizerThreads, check_vocabulary
 from service.sandbox.process_pool import WorkerError
 from service.settings.service_settings import Limits
-from service.speech.audio_pool import AudioPool
-from service.speech.audio_room import AudioRoom, HeldAudio
+from service.speech.audio_pool import AudioPool, AudioRoom, HeldAudio
 from service.speech.bodies import TranscribeBody
 
 READS_AUDIO = "transcribes speech"

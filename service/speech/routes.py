@@ -29,8 +29,7 @@ from service.http.sse import EventStream
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
 from service.speech import dialect
-from service.speech.audio_pool import AudioPool
-from service.speech.audio_room import HeldAudio
+from service.speech.audio_pool import AudioPool, HeldAudio
 from service.speech.bodies import TranscribeBody
 from service.speech.dialect_bodies import AudioForm, SpeechBody, TranscriptionForm, TranslationForm
 from service.speech.planner import READS_AUDIO, SpeechPlanner, audio_limits, lacks_for_audio, reads_audio

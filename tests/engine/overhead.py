@@ -14,9 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from model.api.request import Request
+from model.api.request import Request, Source
 from model.api.sampling_params import SamplingParams
-from model.api.source import Source
 from model.config.cache import PoolSize
 from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, pack

@@ -8,9 +8,8 @@ from itertools import accumulate
 from operator import and_, eq
 from zlib import crc32
 
-from model.api.request import FinishReason, Request, TokenOutput
+from model.api.request import FinishReason, Request, Source, TokenOutput, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import Source, token_source
 from model.config.cache import NO_STATE, PoolSize, StateSize
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager

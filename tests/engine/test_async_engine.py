@@ -10,8 +10,7 @@ import pytest
 
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, FinishReason, TokenOutput
-from model.api.source import token_source
+from model.api.request import EncodeRequest, FinishReason, TokenOutput, token_source
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
 from model.engine import builder, network_plan

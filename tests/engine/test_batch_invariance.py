@@ -8,8 +8,7 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, Request
-from model.api.source import token_source
+from model.api.request import EncodeRequest, Request, token_source
 from model.attention import selection
 from model.engine.builder import LoadedModel, load
 from model.errors import ConfigError

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.api.request import FinishReason, Request, TokenOutput
+from model.api.request import FinishReason, Request, TokenOutput, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 from model.engine.scheduling.beam_search import BeamSearch
 from model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence, SchedulerOutput
 from tests.engine.scripted import Harness, Late, ScriptedRunner, expected_tokens, next_token, source_ids

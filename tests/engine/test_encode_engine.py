@@ -18,8 +18,9 @@ from model.api.request import (
     EncodeTask,
     FinishReason,
     Pooling,
+    image_source,
+    token_source,
 )
-from model.api.source import image_source, token_source
 from model.checkpoint.sentence_transformers import SentenceSettings
 from model.engine import encode_engine, output_heads
 from model.engine.builder import load

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from model.api.request import EncodeRequest, FinishReason
-from model.api.source import token_source
+from model.api.request import EncodeRequest, FinishReason, token_source
 from model.client import model_table as admission_module
 from model.client.async_engine import AsyncEngine
 from model.errors import EngineDeadError, QueueFullError

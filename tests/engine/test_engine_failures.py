@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from model.api.messages import Events
-from model.api.request import EncodeRequest, FinishReason
-from model.api.source import token_source
+from model.api.request import EncodeRequest, FinishReason, token_source
 from model.api.stats import Health
 from model.client import async_engine
 from model.engine.loop import MAX_FAULTS

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from model.api.engine_config import EngineConfig
-from model.api.request import FinishReason, TokenOutput
+from model.api.request import FinishReason, TokenOutput, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 from model.checkpoint.folder import read_checkpoint
 from model.llm import LLM
 from tests.model.checkpoints import START, copied, prompt, reference_logits, saved

@@ -19,9 +19,8 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import Events, ModelSpec
-from model.api.request import EncodeRequest, FinishReason, Request
+from model.api.request import EncodeRequest, FinishReason, Request, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport

@@ -17,7 +17,7 @@ from torch import Tensor
 from model.api.request import FinishReason, Request, TokenOutput
 from model.attention import base
 from model.attention.base import AttentionMetadata
-from model.attention.recurrence import Recurrence
+from model.attention.layer_backends import Recurrence
 from model.attention.sdpa import SdpaBackend
 from model.cache.kv_cache import KVCache, StateCache, StateSpan, StateTables
 from model.config.cache import NO_STATE, StateSize

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from model.api.engine_config import EngineConfig
-from model.api.request import Request
+from model.api.request import Request, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 from model.config.cache import PoolSize
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.sequence import SequenceState

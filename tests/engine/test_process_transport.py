@@ -23,8 +23,7 @@ import uvloop
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import Abort, Commands, Events, ModelSpec
-from model.api.request import EncodeRequest, FinishReason
-from model.api.source import SourceKind, audio_source, token_source
+from model.api.request import EncodeRequest, FinishReason, SourceKind, audio_source, token_source
 from model.api.stats import Demand
 from model.client import async_engine
 from model.client.process_transport import ProcessTransport

@@ -18,9 +18,8 @@ import transformers
 from safetensors.torch import save_file
 
 from model.api.engine_config import EngineConfig
-from model.api.request import EncodeRequest, EncodeTask
+from model.api.request import EncodeRequest, EncodeTask, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 from model.errors import ConfigError
 from model.llm import LLM
 from model.text.tokenizer import Tokenizer

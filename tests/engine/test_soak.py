@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from model.api.request import EncodeRequest, FinishReason, Request
-from model.api.source import token_source
+from model.api.request import EncodeRequest, FinishReason, Request, token_source
 from model.client.async_engine import AsyncEngine
 from tests.engine.front import async_test, ends_of, idle, ids_of, served, until
 from tests.engine.support import request

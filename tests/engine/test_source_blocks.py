@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.api.request import Request
+from model.api.request import Request, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 from model.engine.scheduling.source_blocks import SourceBlocks
 from model.network.inputs import StackInput
 from model.network.transformer import Transformer

@@ -16,8 +16,7 @@ from model.api.request import Request, TokenOutput
 from model.config.cache import PoolSize, StateSize
 from model.engine.builder import LoadedModel, load
 from model.engine.scheduling import scheduler
-from model.engine.scheduling.ngram_drafts import NgramDrafts
-from model.engine.scheduling.ngram_index import LENGTHS, KnownText, NgramTables, hash_end
+from model.engine.scheduling.ngram_drafts import LENGTHS, KnownText, NgramDrafts, NgramTables, hash_end
 from model.engine.scheduling.scheduler import MAX_VERIFIED_ROWS
 from tests.engine.scripted import Harness
 from tests.engine.support import request

@@ -12,8 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.api.request import EncodeRequest, EncodeTask, Pooling
-from model.api.source import image_source, token_source
+from model.api.request import EncodeRequest, EncodeTask, Pooling, image_source, token_source
 from model.attention import triton
 from model.attention.triton import TritonBackend
 from model.attention.triton_kernels import INTERPRETED

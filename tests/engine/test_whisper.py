@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from model.api.engine_config import EngineConfig
-from model.api.request import EncodeRequest, EncodeTask, FinishReason
+from model.api.request import EncodeRequest, EncodeTask, FinishReason, Source, audio_source, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import Source, audio_source, token_source
 from model.engine.execution.sources import source_input
 from model.engine.scheduling.scheduled_step import StepBudget
 from model.engine.scheduling.source_blocks import SourcePasses

@@ -14,9 +14,8 @@ from lab.paced_engine import PacedEngine
 from loadtest.errors import UsageError
 from loadtest.records import Record
 from model.api.messages import Abort, Commands, ModelSpec
-from model.api.request import EncodeRequest, FinishReason, Request
+from model.api.request import EncodeRequest, FinishReason, Request, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 
 
 def request(name: str, **params: object) -> Request:

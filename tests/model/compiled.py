@@ -27,7 +27,7 @@ import model.attention.triton as backend
 from model.api.sampling_params import SamplingParams
 from model.attention import triton_delta, triton_heads
 from model.attention.base import HeadNorm, Preparation
-from model.attention.recurrence import Recurrence
+from model.attention.layer_backends import Recurrence
 from model.cache.kv_cache import LayerCache, StateCache, StateSpan, StateTables
 from model.config.cache import NO_STATE
 from model.config.layer import GatedDeltaConfig

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model.api.source import Source
+from model.api.request import Source
 from model.attention.base import AttentionMetadata
 from model.config.model import ImageConfig, ModelConfig
 from model.engine.execution.sources import source_input

@@ -10,7 +10,7 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.checkpoint.folder_files import is_read
+from model.checkpoint.json_files import is_read
 from model.engine.builder import load
 from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from model.api.sampling_params import SamplingParams
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.checkpoint.gguf.blocks import FORMATS
-from model.checkpoint.gguf.rope_factors import llama3_settings
+from model.checkpoint.gguf.metadata import llama3_settings
 from model.checkpoint.tensor_files import TensorReader, TensorSource
 from model.checkpoint.tensor_sources import tensor_sources
 from model.checkpoint.weights_cache import WeightsCache

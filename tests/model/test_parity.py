@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from model.api.source import token_source
+from model.api.request import token_source
 from model.attention.base import AttentionBackend, AttentionMetadata
 from model.attention.native import NativeBackend
 from model.attention.reference import ReferenceBackend

@@ -10,7 +10,7 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.folder_files import is_read
+from model.checkpoint.json_files import is_read
 from model.checkpoint.processors import (
     AUDIO_PARTS,
     AUDIO_SETTINGS,

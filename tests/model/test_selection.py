@@ -11,7 +11,7 @@ import torch
 
 import model.attention.selection as selection
 from model.attention.base import AttentionBackend
-from model.attention.per_layer import PerLayerBackend, backend_of
+from model.attention.layer_backends import PerLayerBackend, backend_of
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection, select_backend, select_layers

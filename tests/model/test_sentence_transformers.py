@@ -16,8 +16,7 @@ from torch import Tensor
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, EncodeTask, Pooling
-from model.api.source import token_source
+from model.api.request import EncodeRequest, EncodeTask, Pooling, token_source
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.sentence_transformers import SpladeSettings
 from model.engine.builder import load

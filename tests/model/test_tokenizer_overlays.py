@@ -19,14 +19,13 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers.models.auto import tokenization_auto
 
 from model.errors import ConfigError, TokenizerError
-from model.text import tokenizer_names
-from model.text.cleanup import StreamCleaner, clean_up
+from model.text import tokenizer_class
+from model.text.decoders import StreamCleaner, clean_up
 from model.text.detokenizer import Detokenizer
 from model.text.tokenizer import Tokenizer
 from model.text.tokenizer_builder import CLASSES
-from model.text.tokenizer_class import HARMLESS, SERVED
+from model.text.tokenizer_class import HARMLESS, SERVED, class_over_json
 from model.text.tokenizer_files import Files
-from model.text.tokenizer_names import class_over_json
 from tests.checkpoints import byte_level_bpe
 from tests.model.tokenizer_folders import strings, write_folder
 
@@ -184,16 +183,16 @@ def test_types_and_classes_are_the_installed_ones() -> None:
     names = tokenization_auto.TOKENIZER_MAPPING_NAMES
     for model_type, name in names.items():
         made = tokenization_auto.tokenizer_class_from_name(name) if name else None
-        known = tokenizer_names._BY_TYPE.get(model_type, "")
+        known = tokenizer_class._BY_TYPE.get(model_type, "")
         if made is transformers.PreTrainedTokenizerFast:
-            assert model_type in tokenizer_names._AS_WRITTEN and not known, model_type
+            assert model_type in tokenizer_class._AS_WRITTEN and not known, model_type
         elif made is not None:
             own = made.__name__.removesuffix("Tokenizer")
-            own = tokenizer_names._ALIASES.get(own, own)
-            assert known == (own if own in tokenizer_names._TYPES else ""), model_type
+            own = tokenizer_class._ALIASES.get(own, own)
+            assert known == (own if own in tokenizer_class._TYPES else ""), model_type
     forced = {name for name in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS if name in names}
-    assert {name for name in forced if name in tokenizer_names._BY_TYPE} == tokenizer_names._FORCED
-    for alias, name in tokenizer_names._ALIASES.items():
+    assert {name for name in forced if name in tokenizer_class._BY_TYPE} == tokenizer_class._FORCED
+    for alias, name in tokenizer_class._ALIASES.items():
         found = tokenization_auto.tokenizer_class_from_name(f"{alias}Tokenizer")
         own = found.__name__.removesuffix("Tokenizer") if found is not None else ""
         assert own in (name, alias), alias

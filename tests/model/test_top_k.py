@@ -8,9 +8,8 @@ from torch import Tensor
 
 from model.api.sampling_params import SamplingParams
 from model.native.library import Library, native
-from model.sampling import top_k
-from model.sampling.sampler import SamplingRow, top_candidates
-from model.sampling.top_k import top_k_logsumexp
+from model.sampling import sampler
+from model.sampling.sampler import SamplingRow, top_candidates, top_k_logsumexp
 
 INF = float("inf")
 
@@ -21,7 +20,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     library = native()
     if request.param == "native" and not isinstance(library, Library):
         pytest.skip(library)
-    monkeypatch.setattr(top_k, "loaded", lambda: library if request.param == "native" else None)
+    monkeypatch.setattr(sampler, "loaded", lambda: library if request.param == "native" else None)
     return str(request.param)
 
 
@@ -80,7 +79,7 @@ def test_what_is_not_a_number_is_ranked_as_torch_does(bad: float, at: int, monke
     logits[1, at] = bad
     native()
     found = top_k_logsumexp(logits, 4)
-    monkeypatch.setattr(top_k, "loaded", lambda: None)
+    monkeypatch.setattr(sampler, "loaded", lambda: None)
     for one, expected in zip(found, top_k_logsumexp(logits, 4), strict=True):
         torch.testing.assert_close(one, expected, equal_nan=True, rtol=0, atol=0)
 

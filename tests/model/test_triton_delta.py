@@ -13,7 +13,7 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
 from model.attention import triton_delta
-from model.attention.recurrence import Recurrence
+from model.attention.layer_backends import Recurrence
 from model.attention.triton import TritonBackend
 from model.cache.kv_cache import StateCache, StateSpan, StateTables, whole_segments
 from model.config.cache import NO_STATE

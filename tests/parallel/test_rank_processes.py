@@ -21,9 +21,9 @@ from model.api.request import (
     FinishReason,
     Request,
     TokenOutput,
+    token_source,
 )
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 from model.client import async_engine
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport

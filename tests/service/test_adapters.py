@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import EncodeOutput, EncodeRequest, EncodeTask
-from model.api.source import token_source
+from model.api.request import EncodeOutput, EncodeRequest, EncodeTask, token_source
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
 from model.engine.scheduling.scheduled_step import UNLIMITED, StepBudget

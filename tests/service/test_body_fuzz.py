@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from service.dialects.embedding_bodies import EmbeddingBody
-from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
+from service.dialects.cohere import EmbeddingBody
+from service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.dialects.messages_bodies import CountBody, MessagesBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody
-from service.dialects.pipeline_bodies import EntityBody, FillMaskBody, QuestionBody, SimilarityBody, ZeroShotBody
-from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
+from service.dialects.pipelines import EntityBody, FillMaskBody, QuestionBody, SimilarityBody, ZeroShotBody
+from service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.dialects.responses_bodies import ResponsesBody
 from service.runtimes.assembly import tune_garbage_collector
 from service.schemas.bodies import DetokenizeBody, GenerateBody, TokenizeBody

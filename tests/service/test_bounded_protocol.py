@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 from service.core.errors import ApiError
 from service.http.bodies import cancel_on_disconnect
 from service.http.bounded_protocol import BoundedProtocol, bounded_protocol
-from service.http.connection_loss import LOSS, ConnectionLoss
+from service.http.connections import LOSS, ConnectionLoss
 from service.settings.service_settings import Limits
 
 _made: list[Connection] = []

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from model.api.messages import ModelSpec
-from service.http.stream_writer import StreamWriter, direct_send
+from service.http.reply_writing import StreamWriter, direct_send
 from service.runtimes.ray_serve import edge, environment
 from service.runtimes.ray_serve.edge import EdgeMiddleware, middlewares
 from service.settings.serve_config import ServeConfig

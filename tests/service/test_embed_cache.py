@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from model.api.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason
-from model.api.source import token_source
+from model.api.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, token_source
 from model.errors import ConfigError
 from service.core.embed_cache import ENTRY_BYTES, CachingClient, Key, ResultStore, _key
 from service.schemas.replies import InfoReply

@@ -19,8 +19,8 @@ from model.text.tokenizer import Tokenizer
 from service.chat.call_grammar import reply_grammar
 from service.chat.call_parsers import DEEPSEEK_MARKS
 from service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, fitting_id
-from service.chat.instructions import plain_messages
 from service.chat.json_text import JsonText
+from service.chat.message_fit import plain_messages
 from service.chat.parts import WholeReply
 from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.tools import Tool, ToolUse

@@ -17,8 +17,8 @@ from model.client.generation_stream import GenerationStream
 from model.errors import EngineDeadError
 from service.core.threads import WriteBatch
 from service.http import sse
-from service.http.event_template import EventTemplate, marked
 from service.http.json_replies import DataEvents
+from service.http.sse import EventTemplate, marked
 from tests.service.support import byte_tokenizer, info, until
 
 STREAMS = 256

@@ -20,9 +20,8 @@ from lab.bench.models import config_of, random_model
 from lab.bench.roofline import Costs, Roofline
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import Pooling, Request, TokenOutput
+from model.api.request import Pooling, Request, Source, TokenOutput, audio_source, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import Source, audio_source, token_source
 from model.api.stats import StepStats
 from model.attention.selection import Selection, select_backend, select_layers
 from model.checkpoint.folder import Checkpoint

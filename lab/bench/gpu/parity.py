@@ -35,9 +35,8 @@ from lab.bench.gpu.machine import Bench
 from lab.bench.gpu.shapes import GPU_MODELS, tiny_shape
 from lab.bench.models import config_of, random_model
 from model.api.engine_config import EngineConfig
-from model.api.request import EncodeRequest, EncodeTask
+from model.api.request import EncodeRequest, EncodeTask, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection, select_backend, select_layers
 from model.config.cache import StateSize, cached_elements, state_bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 from lab.bench.gpu.cases import Case
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench, need_triton
-from model.attention.recurrence import Recurrence
+from model.attention.layer_backends import Recurrence
 from model.cache.kv_cache import StateCache, StateSpan, StateTables
 from model.config.cache import NO_STATE
 from model.config.layer import GatedDeltaConfig

@@ -29,9 +29,8 @@ from lab.bench.gpu.engines import (
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench
 from lab.bench.gpu.shapes import GPU_MODELS, tiny_shape
-from model.api.request import EncodeRequest, FinishReason, Pooling
+from model.api.request import EncodeRequest, FinishReason, Pooling, token_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import token_source
 from model.engine.execution.model_runner import Launched, ModelRunner
 
 _DRAWN = replace(GREEDY, temperature=0.6)

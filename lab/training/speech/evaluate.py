@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from lab.training.speech import clips, recipe, synthesis
 from lab.training.speech.windows import Clip
 from model.api.engine_config import EngineConfig
+from model.api.request import audio_source
 from model.api.sampling_params import SamplingParams
-from model.api.source import audio_source
 from model.llm import LLM
 from model.speech.log_mel import LogMel
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from model.checkpoint.gguf.metadata import layer_types, refuse_other, single
-from model.checkpoint.gguf.rope_factors import read_floats
+from model.checkpoint.gguf.metadata import layer_types, read_floats, refuse_other, single
 from model.checkpoint.gguf.table import (
     ATTENTION,
     GATED,

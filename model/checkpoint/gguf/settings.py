@@ -12,8 +12,7 @@ from typing import Any
 
 from model.api.request import Pooling
 from model.checkpoint.gguf.architectures import ARCHITECTURES, HARMLESS_KEYS, VARIANTS
-from model.checkpoint.gguf.metadata import decimal, head_dim, refuse_other, rows, single
-from model.checkpoint.gguf.rope_factors import llama3_settings, read_floats
+from model.checkpoint.gguf.metadata import decimal, head_dim, llama3_settings, read_floats, refuse_other, rows, single
 from model.checkpoint.gguf.table import Architecture, Rope
 from model.errors import ConfigError
 from model.gguf.container import GGUFModel, shown

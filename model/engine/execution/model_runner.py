@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model.api.request import TokenLogprob
-from model.api.source import Source
+from model.api.request import Source, TokenLogprob
 from model.attention.base import are_uneven
 from model.cache.kv_cache import KVCache, StateSpan
 from model.config.model import GenerationRules

@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model.api.request import Alignment, AlignmentMethod
-from model.api.source import Source, SourceKind, audio_source, image_source, token_source
+from model.api.request import Alignment, AlignmentMethod, Source, SourceKind, audio_source, image_source, token_source
 from model.cache.kv_cache import KVCache
 from model.config.model import ModelConfig, StackConfig
 from model.engine.scheduling.scheduled_step import ScheduledSequence

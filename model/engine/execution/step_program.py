@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.api.source import Source
+from model.api.request import Source
 from model.attention.base import AttentionMetadata, DeviceLengths
 from model.cache.kv_cache import KVCache, StateSpan
 from model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch

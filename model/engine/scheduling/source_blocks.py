@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from model.api.source import Source
+from model.api.request import Source
 from model.engine.scheduling.block_pool import BlockHasher, BlockPool
 from model.engine.scheduling.sequence import SequenceState
 

@@ -21,9 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.core.errors import ApiError, internal, not_found, unavailable
 from service.core.request_context import request_id_from
 from service.http.bounded_protocol import bounded_protocol
-from service.http.connection_loss import LOSS
-from service.http.idle_connections import raise_descriptor_limit
-from service.http.stream_writer import set_outermost_send
+from service.http.connections import LOSS, raise_descriptor_limit
+from service.http.reply_writing import set_outermost_send
 from service.runtimes.ray_serve.environment import EDGE_LIMITS, HA_PROXY
 from service.settings.service_settings import Limits
 

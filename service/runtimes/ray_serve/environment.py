@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from model.errors import ConfigError
-from service.http.idle_connections import raise_descriptor_limit
+from service.http.connections import raise_descriptor_limit
 from service.observability.metric_parts import MULTIPROCESS_FOLDER, make_folder
 from service.runtimes.ray_serve import haproxy
 from service.settings.serve_config import ServeConfig

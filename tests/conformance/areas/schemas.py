@@ -20,7 +20,7 @@ import jsonschema
 
 from model.text.grammar import GrammarError, json_grammar
 from model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
-from model.text.schemas.formats import HELD
+from model.text.schemas.translate import HELD
 from model.text.token_bytes import TokenBytes
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report

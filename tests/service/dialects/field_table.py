@@ -17,12 +17,12 @@ from pydantic.fields import FieldInfo
 
 from model.api.parameters import Beams, Taken
 from model.api.request import PARAMETERS
+from service.dialects.cohere import EmbeddingBody
 from service.dialects.common import Ignored, Refused, Served
-from service.dialects.embedding_bodies import EmbeddingBody
-from service.dialects.huggingface_bodies import EmbedBody, PredictBody, RerankBody, TextGenerationBody
+from service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.dialects.messages_bodies import CountBody, MessagesBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody
-from service.dialects.pipeline_bodies import (
+from service.dialects.pipelines import (
     ClassBody,
     EmbedAllBody,
     EmbedSparseBody,
@@ -33,9 +33,9 @@ from service.dialects.pipeline_bodies import (
     SimilarityBody,
     ZeroShotBody,
 )
-from service.dialects.ranking_bodies import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
+from service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.dialects.responses_bodies import ResponsesBody
-from service.dialects.text2text_bodies import Text2TextBody, TranslationBody
+from service.dialects.text2text import Text2TextBody, TranslationBody
 from service.schemas.field_paths import walk
 from service.speech.dialect_bodies import SpeechBody, TranscriptionForm, TranslationForm
 

@@ -14,7 +14,7 @@ from huggingface_hub.errors import BadRequestError, HfHubHTTPError, TextGenerati
 
 from model.config.model import ClassifierConfig, ClassifierInput
 from service.dialects import huggingface
-from service.dialects.huggingface_bodies import PredictBody, RerankBody
+from service.dialects.huggingface import PredictBody, RerankBody
 from service.dialects.huggingface_info import model_kind
 from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.support import chat_app

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from model.api.request import TokenOutput
-from service.http.event_template import EventTemplate
-from service.http.sse import GenerationEvents
+from service.http.sse import EventTemplate, GenerationEvents
 from service.routes import generate
 from tests.service.dialects.support import CALLS, HARMONY, says, talker
 from tests.service.dialects.test_tools import OTHER, PARAMETERS, SAID, TOOL
