@@ -75,9 +75,9 @@ def _check_size(body: EncodeBody, served: ServedModel, info: ModelInfo) -> None:
 
 def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel) -> str:
     """Return the prompt in front of the texts, empty for none; raises a 400 for one that does not apply."""
-    if "prompt_name" not in OUTPUTS[body.output].fields:
-        return ""
     sentences, name = served.checkpoint.sentences, body.prompt_name
+    if "prompt_name" not in OUTPUTS[body.output].fields:  # a chat template has a reranker's prompt in it
+        return sentences.prompt(None) if _is_scored(body) and served.pairs is None else ""
     _check_task(body, served)
     if served.config.image is not None:
         if name is not None:
@@ -100,6 +100,11 @@ def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel
     return prompt
 
 
+def _is_scored(body: EncodeBody) -> bool:
+    """Return whether a classifier reads the texts: a cross-encoder's prompt stands in front of the first one."""
+    return body.output in ("logits", "scores")
+
+
 def _check_task(body: EncodeBody, served: ServedModel) -> None:
     known = served.checkpoint.sentences.tasks
     if body.task is not None and body.task not in known:
@@ -113,9 +118,9 @@ def _check_task(body: EncodeBody, served: ServedModel) -> None:
 
 def texts_of(checked: CheckedInputs) -> list[tuple[int, EncodeInput]]:
     """Return what the engine reads of each input, by the input's index; raises an `ApiError`."""
-    served, output = checked.served, checked.output
+    output = checked.output
     texts = [
-        (owner, one if output.verbatim else _prepared(one, served, checked.prompt))
+        (owner, one if output.verbatim else _prepared(one, checked))
         for owner, sent in enumerate(checked.inputs)
         for one in ((sent,) if output.readings is None else output.readings(checked, sent))
     ]
@@ -151,11 +156,12 @@ def _check_text(checked: CheckedInputs, one: EncodeInput) -> None:
         raise invalid(f"{one.param}.text_pair: model {served.name} reads one text", f"{one.param}.text_pair")
 
 
-def _prepared(one: EncodeInput, served: ServedModel, prompt: str) -> EncodeInput:
-    prepare = served.checkpoint.sentences.prepare
+def _prepared(one: EncodeInput, checked: CheckedInputs) -> EncodeInput:
+    prepare, prompt = checked.served.checkpoint.sentences.prepare, checked.prompt
     if one.ids is not None or one.image is not None:
         return one
     if one.pair is not None:
-        return msgspec.structs.replace(one, text=prepare(one.text), pair=prepare(one.pair))
+        prompt = prompt if _is_scored(checked.body) else ""
+        return msgspec.structs.replace(one, text=prepare(one.text, prompt), pair=prepare(one.pair))
     text = prepare(one.text, prompt)
     return one if text == one.text else msgspec.structs.replace(one, text=text)

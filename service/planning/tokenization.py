@@ -157,9 +157,12 @@ def _find(ids: tuple[int, ...], part: tuple[int, ...], start: int) -> int | None
 
 
 def _kept_sizes(sizes: list[int], excess: int) -> list[int]:
-    """Reduce one or two sizes by `excess` in total, taking from the larger one while it is larger."""
+    """Reduce one or two sizes by `excess` in total, taking from the larger one while it is larger.
+
+    What is left of both is halved; the larger one, of equal ones the second, gets one more, as in `tokenizers`.
+    """
     if len(sizes) == 1:
         return [max(0, sizes[0] - excess)]
     left = max(0, sum(sizes) - excess)
-    first = min(sizes[0], max(left - sizes[1], (left + 1) // 2))
-    return [first, min(sizes[1], left - first)]
+    short = min(*sizes, left // 2)
+    return [short, left - short] if sizes[0] <= sizes[1] else [left - short, short]

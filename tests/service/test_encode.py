@@ -6,11 +6,15 @@ import asyncio
 import base64
 import json
 import struct
+from itertools import product
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from model.api.request import EncodeTask, Pooling
 from service.http import bodies
@@ -157,6 +161,19 @@ def test_cutting_a_pair_takes_from_the_longer_text(side: Any, limit: int) -> Non
     assert (cut.ids[0], cut.ids[-1], cut.ids.count(2)) == (1, 2, 2)
     sizes = sorted((cut.type_ids.count(0) - 2, cut.type_ids.count(1) - 1))
     assert sizes[1] - sizes[0] <= 1 or sizes == [2, limit - 5]
+
+
+def test_a_pair_is_cut_as_by_the_library() -> None:
+    tokenizer, library = word_tokenizer(), RawTokenizer(WordLevel({"w": 0}, unk_token="w"))
+    library.pre_tokenizer = Whitespace()
+    for first, second in product(range(1, 8), range(1, 8)):
+        texts = " ".join(["w1"] * first), " ".join(["w2"] * second)
+        for left in range(2, first + second):
+            library.enable_truncation(left, strategy="longest_first")
+            sides = library.encode(*texts).sequence_ids
+            cut = truncate_text(tokenizer, *texts, tokenizer.encode(*texts), left + 3, "right")
+            found = cut.type_ids.count(0) - 2, cut.type_ids.count(1) - 1
+            assert found == (sides.count(0), sides.count(1)), (first, second, left)
 
 
 def test_a_cut_below_the_special_tokens_still_fits() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from service.planning.outputs.registry import OUTPUTS
-from tests.model.checkpoints import HEADS, saved
+from tests.model.checkpoints import HEADS, copied, saved
 from tests.service.encode_models import (
     TEXT,
     Client,
@@ -98,6 +98,23 @@ class TestSparse:
         weights = dict(zip(whole["indices"], whole["weights"], strict=True))
         assert few["indices"] == sorted(sorted(weights, key=lambda token: -weights[token])[:5])
         assert few["weights"] == [weights[token] for token in few["indices"]]
+
+
+@pytest.mark.parametrize("default", ["query", None])
+def test_a_cross_encoders_default_prompt_is_before_the_first_text(tmp_path: Path, default: str | None) -> None:
+    """As `CrossEncoder` of sentence-transformers has it."""
+    folder = copied("bert-nli", tmp_path)
+    settings = {"prompts": {"query": "the mat "}, "default_prompt_name": default}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    pair = {"text": "the cat", "text_pair": "a mat"}
+    with client_of(encode_app(ranker=folder)) as client:
+        for body in ({}, {"output": "scores"}):
+            body = {"model": "ranker", "output": "logits", **body}
+            found = client.encode(**body, input=[pair])["data"][0]["scores"]
+            text = "the mat the cat" if default else "the cat"
+            with_prompt = reference_logits("bert-nli", text, "a mat")
+            expected = with_prompt if body["output"] == "logits" else with_prompt.softmax(-1)
+            assert found == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 class TestTokenClassification:
