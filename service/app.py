@@ -114,7 +114,7 @@ def create_app(
     accounts = Accounts(metrics, TABLE.tasks)
     origins = CrossOrigins(settings.cors_origins)
     sites = Sites(origins, settings.allowed_hosts if settings.checks_host else None)
-    guard = Guard(settings.limits, keys, admins, tenants or Tenants(), sites)
+    guard = Guard(TABLE, settings.limits, keys, admins, tenants or Tenants(), sites)
     app = Application(
         lifespan=lifespan,
         middleware=[

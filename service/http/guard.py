@@ -20,15 +20,14 @@ from service.core.errors import (
 )
 from service.core.request_context import current
 from service.http.headers import Headers, all_of, header_of
+from service.http.route_table import RouteTable
 from service.http.sites import Sites
 from service.settings.api_keys import KeyRing, Tenants
 from service.settings.service_settings import Limits
 
-ADMIN_PATHS = frozenset({"/models", "/models/load", "/models/unload"})
 AUDIO_PATHS = frozenset(
     {"/v1/audio/transcriptions", "/v1/audio/translations", "/pipeline/automatic-speech-recognition"}
 )
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 _BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
 
 
@@ -36,9 +35,16 @@ class Guard:
     """Refuses large headers (431), wrong keys (401, 403), pages of other sites (403), large declared bodies (413)."""
 
     def __init__(
-        self, limits: Limits, keys: KeyRing | None, admins: KeyRing | None, tenants: Tenants, sites: Sites
+        self,
+        table: RouteTable,
+        limits: Limits,
+        keys: KeyRing | None,
+        admins: KeyRing | None,
+        tenants: Tenants,
+        sites: Sites,
     ) -> None:
-        """`admins`: the keys of the routes for operators, which are off without any."""
+        """`table` says which routes need no key, and which one of `admins`; these are off without any."""
+        self._open_paths, self._admin_paths = table.open_paths, table.admin_paths
         self._sites = sites
         self._limits = limits
         self._keys = keys
@@ -49,13 +55,13 @@ class Guard:
         """Raise `ApiError` for a request that goes no further; a key's holder becomes its context's tenant."""
         self._check_headers(scope)
         self._check_key(scope)
-        if scope["path"] not in OPEN_PATHS:
+        if scope["path"] not in self._open_paths:
             self._sites.check(scope, is_own_key=self._has_own_key(scope))
         self._check_declared_body(scope)
 
     def knows(self, scope: Scope) -> bool:
         """Whether a request that was checked shows that its client may send requests: the open paths do not."""
-        return self._keys is None or scope["path"] not in OPEN_PATHS
+        return self._keys is None or scope["path"] not in self._open_paths
 
     def max_body_bytes(self, scope: Scope) -> int:
         """Return how many bytes a body may have on this path."""
@@ -67,7 +73,7 @@ class Guard:
 
     def _has_own_key(self, scope: Scope) -> bool:
         """Whether a request whose key was checked has it from its sender: a browser adds a saved password by itself."""
-        needs_key = self._admins if scope["path"] in ADMIN_PATHS else self._keys
+        needs_key = self._admins if scope["path"] in self._admin_paths else self._keys
         scheme = (header_of(scope["headers"], b"authorization") or "").partition(" ")[0]
         return needs_key is not None and scheme.lower() != "basic"
 
@@ -81,10 +87,10 @@ class Guard:
 
     def _check_key(self, scope: Scope) -> None:
         headers = scope["headers"]
-        if scope["path"] in ADMIN_PATHS and self._admins is not None:
+        if scope["path"] in self._admin_paths and self._admins is not None:
             self._check_admin_key(self._admins, headers)
             return
-        if self._keys is not None and scope["path"] not in OPEN_PATHS:
+        if self._keys is not None and scope["path"] not in self._open_paths:
             digest = self._keys.find(_key_in(headers))
             if digest is None:
                 page = "text/html" in (header_of(headers, b"accept") or "")

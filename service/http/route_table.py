@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from service.core.errors import ApiError, not_found, render
 from service.core.request_context import current
 
 Handler = Callable[[Request], Awaitable[Response]]
+Access = Literal["open", "key", "admin"]  # who may call a route: everybody, or a client with one of these keys
 JSON: Final = "application/json"
 BODY_ERRORS: Final = (400, 408, 415)
 WORK_ERRORS: Final = (*BODY_ERRORS, 404, 409, 429, 499, 503, 504)
@@ -69,6 +70,7 @@ class Route:
     replies: Mapping[int, Reply] | None = None  # by status; None: the route is not described
     errors: Sequence[int] = ()  # statuses, beside those of every route
     parameters: Sequence[Parameter] = ()
+    access: Access = "key"
 
 
 def json_body(*models: type[BaseModel], **examples: Any) -> Body:
@@ -105,10 +107,11 @@ MODEL_IN_QUERY: Final = in_query("model", "The model to use, if the body names n
 class Routes:
     """Collects the rows of one module."""
 
-    def __init__(self, task: str | None = None) -> None:
+    def __init__(self, task: str | None = None, access: Access = "key") -> None:
         """`task` is that of the routes with a body that do not say another one."""
         self.rows: list[Route] = []
         self._task = task
+        self._access = access
 
     def post(
         self,
@@ -120,7 +123,7 @@ class Routes:
         errors: Sequence[int] = WORK_ERRORS,
         task: str | None = None,
     ) -> Callable[[Handler], Handler]:
-        return self._add("POST", path, summary, replies, task or self._task, body, errors, parameters)
+        return self._add("POST", path, summary, replies, parameters, errors, task=task or self._task, body=body)
 
     def get(
         self,
@@ -129,13 +132,14 @@ class Routes:
         replies: Mapping[int, Reply] | None,
         *parameters: Parameter,
         errors: Sequence[int] = (),
+        access: Access | None = None,
     ) -> Callable[[Handler], Handler]:
-        return self._add("GET", path, summary, replies, None, None, errors, parameters)
+        return self._add("GET", path, summary, replies, parameters, errors, access=access or self._access)
 
     def delete(
         self, path: str, summary: str, replies: Mapping[int, Reply], *parameters: Parameter, errors: Sequence[int] = ()
     ) -> Callable[[Handler], Handler]:
-        return self._add("DELETE", path, summary, replies, None, None, errors, parameters)
+        return self._add("DELETE", path, summary, replies, parameters, errors)
 
     def _add(
         self,
@@ -143,13 +147,15 @@ class Routes:
         path: str,
         summary: str,
         replies: Mapping[int, Reply] | None,
-        task: str | None,
-        body: Body | None,
-        errors: Sequence[int],
         parameters: Sequence[Parameter],
+        errors: Sequence[int],
+        **others: Any,
     ) -> Callable[[Handler], Handler]:
+        fields = {"access": self._access, **others}
+
         def add(handler: Handler) -> Handler:
-            self.rows.append(Route(method, path, handler, summary, task, body, replies, errors, parameters))
+            row = Route(method, path, handler, summary, replies=replies, parameters=parameters, errors=errors, **fields)
+            self.rows.append(row)
             return handler
 
         return add
@@ -161,6 +167,8 @@ class RouteTable:
     def __init__(self, routes: Iterable[Route]) -> None:
         self.rows = tuple(routes)
         self.tasks = {row.path: row.task for row in self.rows if row.task is not None}
+        self.open_paths = frozenset(row.path for row in self.rows if row.access == "open")
+        self.admin_paths = frozenset(row.path for row in self.rows if row.access == "admin")
         self._fixed: dict[str, dict[str, Route]] = {}
         named: dict[str, dict[str, Route]] = {}
         for row in self.rows:

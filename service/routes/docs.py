@@ -77,7 +77,8 @@ def _document(table: RouteTable, version: str, with_keys: bool) -> Json:
     paths: dict[str, Json] = {}
     for route in described:
         path = re.sub(r":path\}", "}", route.path)
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schemas)
+        open_to_all: Json = {"security": []} if with_keys and route.access == "open" else {}
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schemas) | open_to_all
     found: Json = {
         "openapi": "3.1.0",
         "info": {"title": "triptych", "description": _DESCRIPTION, "version": version},

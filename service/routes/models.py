@@ -15,7 +15,7 @@ from service.lifecycle.fleet import LoadOrder
 from service.lifecycle.state import Service, service_of
 from service.schemas.replies import LoadBody, ModelState, ModelStates, UnloadBody
 
-routes = Routes()
+routes = Routes(access="admin")
 
 _ERRORS = (*BODY_ERRORS, 403, 404, 409, 499, 503)
 

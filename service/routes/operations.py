@@ -24,7 +24,9 @@ from service.schemas.replies import CancelReply, HealthReply, InfoReply, ModelCa
 routes = Routes()
 
 
-@routes.get("/livez", "Is it alive?", replies("The engines' step loop moves.", HealthReply), errors=(503,))
+@routes.get(
+    "/livez", "Is it alive?", replies("The engines' step loop moves.", HealthReply), errors=(503,), access="open"
+)
 async def livez(request: Request) -> Response:
     """Reports whether the engines make progress. Needs no key."""
     service_of(request).check_live()
@@ -34,14 +36,14 @@ async def livez(request: Request) -> Response:
 _READY = replies("Models are loaded and work is taken.", HealthReply)
 
 
-@routes.get("/readyz", "Does it take work?", _READY, errors=(503,))
+@routes.get("/readyz", "Does it take work?", _READY, errors=(503,), access="open")
 async def readyz(request: Request) -> Response:
     """Reports whether new requests are accepted; the error's message is the reason if not. Needs no key."""
     service_of(request).check_ready()
     return json_response({"status": "ok"})
 
 
-@routes.get("/health", "Does it take work, as other servers say it?", _READY, errors=(503,))
+@routes.get("/health", "Does it take work, as other servers say it?", _READY, errors=(503,), access="open")
 async def health(request: Request) -> Response:
     """Is /readyz by the name that clients of other servers ask for. Needs no key."""
     return await readyz(request)

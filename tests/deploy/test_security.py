@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from service.app import TABLE
-from service.http.guard import OPEN_PATHS
 from service.settings.service_settings import Limits
 from tests.deploy.docker import ROOT
 
@@ -41,8 +40,10 @@ def test_every_route_is_in_the_table() -> None:
     assert told == routes()
 
 
-def test_the_open_routes_are_the_ones_without_a_key() -> None:
-    assert {path.strip("`") for path, _, key, _ in table("Who may call what") if key == "no"} == OPEN_PATHS
+def test_each_route_asks_for_the_key_in_the_table() -> None:
+    told = {path.strip("`"): key for path, _, key, _ in table("Who may call what")}
+    access = {"open": "no", "key": "yes", "admin": "admin"}
+    assert told == {route.path: access[route.access] for route in TABLE.rows}
 
 
 def test_every_limit_is_in_the_table_with_its_default() -> None:
