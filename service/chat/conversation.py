@@ -151,13 +151,24 @@ async def _prompt(
     return chat, calls, await _rendered(service, served, chat, conversation, calls)
 
 
-def effort_variables(chat: ChatTemplate | None, effort: str | None, param: str) -> dict[str, tuple[Any, str]]:
-    """Return the template's variables for how much to reason; `none` is also what a template without reasoning does."""
-    if effort is None or chat is None:
-        return {}
-    if effort == "none" and not chat.takes("reasoning_effort"):
-        return {"enable_thinking": (False, param)} if chat.takes("enable_thinking") else {}
-    return {"reasoning_effort": (effort, param)}
+def template_variables(
+    chat: ChatTemplate | None, effort: str | None, param: str, thinks: bool | None, others: Mapping[str, Any] | None
+) -> dict[str, tuple[Any, str]]:
+    """Return the template's variables that a body sets: `effort` in the field `param`, `enable_thinking`, and others.
+
+    The effort `none` is also what a template without reasoning does.
+    """
+    variables: dict[str, tuple[Any, str]] = {}
+    if effort == "none" and chat is not None and not chat.takes("reasoning_effort"):
+        if chat.takes("enable_thinking"):
+            variables["enable_thinking"] = (False, param)
+    elif effort is not None and chat is not None:
+        variables["reasoning_effort"] = (effort, param)
+    if thinks is not None:
+        variables["enable_thinking"] = (thinks, "enable_thinking")
+    for name, value in (others or {}).items():
+        variables[name] = (value, f"chat_template_kwargs.{name[:64]}")
+    return variables
 
 
 def _chosen(service: Service, served: ServedModel, use: ToolUse) -> tuple[ChatTemplate, ToolFormat | None]:

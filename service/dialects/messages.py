@@ -12,7 +12,7 @@ from typing import Any
 
 import pydantic_core
 
-from service.chat.conversation import Conversation, effort_variables
+from service.chat.conversation import Conversation, template_variables
 from service.chat.parts import Arguments, Part
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import Json, Tool, tool_use
@@ -78,12 +78,10 @@ def conversation(body: CountBody, served: ServedModel) -> Conversation:
 def _variables(body: CountBody, served: ServedModel) -> Mapping[str, tuple[Any, str]]:
     """Return the variables of the template; reasoning is off unless it is asked for, where it can be."""
     effort = body.output_config.effort if body.output_config is not None else None
-    variables = effort_variables(served.chat, effort, "output_config.effort")
+    variables = template_variables(served.chat, effort, "output_config.effort", None, body.chat_template_kwargs)
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     if served.chat is not None and served.chat.takes("enable_thinking"):
         variables.setdefault("enable_thinking", (thinks, "thinking"))
-    for name, value in (body.chat_template_kwargs or {}).items():
-        variables[name] = (value, f"chat_template_kwargs.{name[:64]}")
     return variables
 
 

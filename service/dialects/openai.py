@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.chat.conversation import Conversation, effort_variables
+from service.chat.conversation import Conversation, template_variables
 from service.chat.tools import Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import invalid
 from service.core.models import ServedModel
@@ -70,15 +70,11 @@ def conversation(body: ChatBody, served: ServedModel) -> Conversation:
     if body.continue_final_message and body.add_generation_prompt:
         problem = "continue_final_message and add_generation_prompt exclude each other"
         raise invalid(problem, "continue_final_message")
-    variables: dict[str, tuple[Any, str]] = effort_variables(served.chat, body.reasoning_effort, "reasoning_effort")
-    if body.enable_thinking is not None:
-        variables["enable_thinking"] = (body.enable_thinking, "enable_thinking")
-    for name, value in (body.chat_template_kwargs or {}).items():
-        variables[name] = (value, f"chat_template_kwargs.{name[:64]}")
+    effort, others = body.reasoning_effort, body.chat_template_kwargs
     return Conversation(
         [message(one, f"messages[{at}]") for at, one in enumerate(body.messages)],
         _tool_use(body),
-        variables,
+        template_variables(served.chat, effort, "reasoning_effort", body.enable_thinking, others),
         to_speak=body.add_generation_prompt is not False,
         continues=bool(body.continue_final_message),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from service.chat.conversation import Conversation, effort_variables
+from service.chat.conversation import Conversation, template_variables
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import Json, Tool, ToolUse, called_arguments, tool_use
 from service.core.errors import ApiError
@@ -50,11 +50,8 @@ _FAILURES = {
 def conversation(body: ResponsesBody, served: ServedModel, before: Sequence[Mapping[str, Any]]) -> Conversation:
     """Return what a body says beside how to sample; `before` are the messages up to the previous response."""
     effort = body.reasoning.effort if body.reasoning is not None else None
-    variables = effort_variables(served.chat, effort, "reasoning.effort")
-    if body.enable_thinking is not None:
-        variables["enable_thinking"] = (body.enable_thinking, "enable_thinking")
-    for name, value in (body.chat_template_kwargs or {}).items():
-        variables[name] = (value, f"chat_template_kwargs.{name[:64]}")
+    others = body.chat_template_kwargs
+    variables = template_variables(served.chat, effort, "reasoning.effort", body.enable_thinking, others)
     use = _tool_use(body)
     return Conversation(_instructed(body, [*before, *input_messages(body)]), use, variables, param="input")
 
