@@ -17,6 +17,7 @@ from model.config.layer import RotaryConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import FAMILIES
+from model.gguf.container import read_gguf
 from model.network.weights import load_model
 from tests.model.gguf_files import Blocks, conversions, converted, write_gguf
 from tests.model.parity import decoder_logits
@@ -119,3 +120,36 @@ def test_a_width_of_heads_that_a_file_does_not_say_is_the_hidden_size_over_heads
     path = write_gguf(tmp_path / "x.gguf", metadata, {"token_embd.weight": torch.ones(97, 32)})
     config = read_checkpoint(path).config
     assert config.decoder is not None and config.decoder.layers[0].attention.head_dim == 8
+
+
+def test_a_llama_with_biases_of_q_k_and_v_alone_is_read(tmp_path: Path) -> None:
+    """Llama's class has those of the output too, or none."""
+    path = converted("llama-gqa", tmp_path)
+    plain = read_checkpoint(path)
+    sizes = {name: one.shape[0] for name, one in read_gguf(path).tensors.items()}
+    parts = [f"blk.{layer}.attn_{part}" for layer in range(2) for part in "qkv"]
+    biases = {f"{part}.bias": torch.randn(sizes[f"{part}.weight"]) for part in parts}
+    metadata = {key: (kind, one) for key, (kind, one) in conversions()["llama-gqa"]["metadata"].items()}
+    weights = dict[str, Tensor]()
+    converted("llama-gqa", tmp_path, lambda name, one: weights.setdefault(name, one))
+    read = read_checkpoint(write_gguf(tmp_path / "x.gguf", metadata, {**weights, **biases}))
+    assert read.config.decoder is not None and plain.config.decoder is not None
+    mixer = read.config.decoder.layers[0].attention
+    assert (mixer.qkv_bias, mixer.out_bias) == (True, False)
+    found, without = (decoder_logits(load_model(one, SdpaBackend()), [IDS]) for one in (read, plain))
+    assert not torch.allclose(found, without)
+    zeros = {name: torch.zeros_like(one) for name, one in biases.items()}
+    read = read_checkpoint(write_gguf(tmp_path / "y.gguf", metadata, {**weights, **zeros}))
+    assert torch.equal(decoder_logits(load_model(read, SdpaBackend()), [IDS]), without)
+
+
+def test_a_llama_with_biases_of_its_mlp_is_read(tmp_path: Path) -> None:
+    weights = dict[str, Tensor]()
+    path = converted("llama", tmp_path, lambda name, one: weights.setdefault(name, one))
+    sizes = {
+        name: one.shape[0] for name, one in read_gguf(path).tensors.items() if ".ffn_" in name and "norm" not in name
+    }
+    biases = {name.replace("weight", "bias"): torch.randn(size) for name, size in sizes.items()}
+    metadata = {key: (kind, one) for key, (kind, one) in conversions()["llama"]["metadata"].items()}
+    config = read_checkpoint(write_gguf(tmp_path / "x.gguf", metadata, {**weights, **biases})).config
+    assert config.decoder is not None and config.decoder.layers[0].mlp.bias

@@ -20,7 +20,7 @@ from model.api.sampling_params import SamplingParams
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.checkpoint.gguf.blocks import FORMATS
-from model.checkpoint.gguf.metadata import llama3_settings
+from model.checkpoint.gguf.metadata import factor_settings
 from model.checkpoint.tensor_files import TensorReader, TensorSource
 from model.checkpoint.tensor_sources import tensor_sources
 from model.checkpoint.weights_cache import WeightsCache
@@ -241,7 +241,7 @@ def factors(original: float, low: float, high: float, factor: float, theta: floa
     [(8192, 1, 4, 8), (8192, 1, 4, 32), (4096, 1, 8, 4), (2048, 2, 4, 8)],
 )
 def test_settings_of_llama_3_are_found_again(original: int, low: float, high: float, factor: float) -> None:
-    found = llama3_settings(factors(original, low, high, factor, 500_000.0, 128), 500_000.0, 128, "x.gguf")
+    found = factor_settings(factors(original, low, high, factor, 500_000.0, 128), 500_000.0, 128, 8192, "x.gguf")
     assert found["factor"] == pytest.approx(factor)
     ratios = (
         found[name] / found["low_freq_factor"] for name in ("original_max_position_embeddings", "high_freq_factor")
@@ -249,11 +249,21 @@ def test_settings_of_llama_3_are_found_again(original: int, low: float, high: fl
     assert list(ratios) == pytest.approx([original / low, high / low], rel=1e-3)
 
 
-def test_factors_of_another_rule_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rope_freqs has factors that are not those"):
-        llama3_settings([1.0, 2.0, 3.0, 3.5], 10_000.0, 8, "x.gguf")
-    with pytest.raises(ConfigError, match="does not fit heads of 8"):
-        llama3_settings([1.0] * 5, 10_000.0, 8, "x.gguf")
+def test_factors_of_another_rule_are_kept_as_they_are(tmp_path: Path) -> None:
+    found = factor_settings([1.0, 2.0, 3.0, 3.5], 10_000.0, 8, 64, "x.gguf")
+    lists = {"short_factor": [1.0, 2.0, 3.0, 3.5], "long_factor": [1.0, 2.0, 3.0, 3.5]}
+    assert found == {"rope_type": "longrope", **lists, "attention_factor": 1.0, "original_max_position_embeddings": 64}
+    for wrong in ([1.0] * 5, [1.0, 0.0, 1.0, 1.0], [1.0, -1.0, 1.0, 1.0], [math.inf] * 4, [math.nan] * 4):
+        with pytest.raises(ConfigError, match="does not fit heads of 8"):
+            factor_settings(wrong, 10_000.0, 8, 64, "x.gguf")
+    path = converted(
+        "llama-llama3", tmp_path, lambda name, one: torch.tensor([2.0, 0.5, 4.0, 1.0]) if "rope" in name else one
+    )
+    config = read_checkpoint(path).config
+    position = config.decoder.layers[0].attention.position  # type: ignore[union-attr]
+    assert isinstance(position, RotaryConfig) and config.short_context is None
+    plain = rotary_frequencies(RotaryConfig(8, position.theta), CPU)
+    assert torch.allclose(rotary_frequencies(position, CPU), plain / torch.tensor([2.0, 0.5, 4.0, 1.0]))
 
 
 def quantised(into: Path, types: dict[str, str], *, hidden: int = 256, heads: int = 4) -> Path:

@@ -13,7 +13,11 @@ Raw = Mapping[str, Any]
 
 
 def llama(model: GGUFModel, raw: Raw) -> dict[str, Any]:
-    return {"attention_bias": True} if has(model, ".attn_output.bias") else {}
+    """Which projections have biases, by their tensors; those of q, k and v alone are a network of Qwen2."""
+    found: dict[str, Any] = {"mlp_bias": True} if has(model, ".ffn_down.bias") else {}
+    if has(model, ".attn_output.bias"):
+        return {**found, "attention_bias": True}
+    return {"model_type": "qwen2"} if raw["model_type"] == "llama" and has(model, ".attn_q.bias") else found
 
 
 def gemma(model: GGUFModel, raw: Raw) -> dict[str, Any]:

@@ -85,11 +85,14 @@ def read_floats(tensor: GGUFTensor) -> tuple[float, ...]:
     return struct.unpack(f"<{tensor.shape[0]}f", data)
 
 
-def llama3_settings(factors: Sequence[float], theta: float, dim: int, name: str) -> dict[str, Any]:
-    """Return the settings whose factors these are; raises `ConfigError` if they follow another rule."""
-    if len(factors) > dim // 2 or not all(factor >= 1 - _TOLERANCE for factor in factors):
+def factor_settings(factors: Sequence[float], theta: float, dim: int, context: object, name: str) -> dict[str, Any]:
+    """Return the settings whose factors these are: Llama 3's, else LongRoPE with them for every length.
+
+    Raises `ConfigError` for factors that do not fit heads of `dim`.
+    """
+    if len(factors) > dim // 2 or not all(0 < factor < math.inf for factor in factors):
         raise ConfigError(f"{name}: the tensor rope_freqs does not fit heads of {dim}")
-    if max(factors) <= 1 + _TOLERANCE:
+    if all(abs(factor - 1) <= _TOLERANCE for factor in factors):
         return {}
     frequencies = [theta ** (-2 * place / dim) for place in range(len(factors))]
     factor = max(factors)
@@ -103,7 +106,9 @@ def llama3_settings(factors: Sequence[float], theta: float, dim: int, name: str)
                 "low_freq_factor": low,
                 "high_freq_factor": high,
             }
-    raise ConfigError(f"{name}: the tensor rope_freqs has factors that are not those of rope type 'llama3'")
+    same = list(map(decimal, factors))
+    lists = {"short_factor": same, "long_factor": same}
+    return {"rope_type": "longrope", **lists, "attention_factor": 1.0, "original_max_position_embeddings": context}
 
 
 def _candidates(

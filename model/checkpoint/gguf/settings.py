@@ -12,7 +12,7 @@ from typing import Any
 
 from model.api.request import Pooling
 from model.checkpoint.gguf.architectures import ARCHITECTURES, HARMLESS_KEYS, VARIANTS
-from model.checkpoint.gguf.metadata import decimal, head_dim, llama3_settings, read_floats, refuse_other, rows, single
+from model.checkpoint.gguf.metadata import decimal, factor_settings, head_dim, read_floats, refuse_other, rows, single
 from model.checkpoint.gguf.table import Architecture, Rope
 from model.errors import ConfigError
 from model.gguf.container import GGUFModel, shown
@@ -140,7 +140,8 @@ def _scaling(model: GGUFModel, theta: float, dim: int) -> dict[str, Any]:
     if "rope_freqs.weight" in model.tensors:
         if kind != "none":
             raise ConfigError(f"{model.name}: {where}.type {kind!r} with the tensor rope_freqs is not served")
-        return llama3_settings(read_floats(model.tensors["rope_freqs.weight"]), theta, dim, model.name)
+        context = model.integer(f"{model.architecture}.context_length")
+        return factor_settings(read_floats(model.tensors["rope_freqs.weight"]), theta, dim, context, model.name)
     if "rope_factors_long.weight" in model.tensors:
         return _longrope(model, where)
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
