@@ -56,11 +56,13 @@ def bart_tokenizer() -> RawTokenizer:
     return raw
 
 
-def encode_app(*kinds: str, **folders: Path) -> Starlette:
-    """The application over real engines of these kinds, and of models in `folders`, with BERT's tokenizer."""
+def encode_app(*kinds: str, tokenizer: Tokenizer | None = None, **folders: Path) -> Starlette:
+    """The application over real engines of these kinds, and of models in `folders`; BERT's tokenizer by default."""
     paths = {kind: saved(kind).path for kind in kinds} | folders
     config = EngineConfig(kv_cache_memory=1 << 20, device="cpu", dtype="float32")
-    tokenizers = {name: Tokenizer(bart_tokenizer() if name.startswith("bart") else raw_tokenizer()) for name in paths}
+    tokenizers = {
+        name: tokenizer or Tokenizer(bart_tokenizer() if name.startswith("bart") else raw_tokenizer()) for name in paths
+    }
     specs = [ModelSpec(name, str(path), config) for name, path in paths.items()]
     models = Models(ServedModel(name, read_checkpoint(path), tokenizers[name], config) for name, path in paths.items())
     return create_app(AsyncEngine(specs, ThreadTransport, tokenizers), models, ServiceSettings())

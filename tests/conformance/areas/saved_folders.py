@@ -27,11 +27,13 @@ from model.checkpoint.sentence_modules import ACTIVATIONS, REFUSED, SERVED
 from model.errors import ConfigError
 from model.llm import LLM
 from model.network.weights import load_model
+from model.text.tokenizer import Tokenizer
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
-from tests.model.checkpoints import HEADS, KINDS, MPNET, loaded, randomise, saved
+from tests.model.checkpoints import BERT, HEADS, KINDS, MPNET, loaded, randomise, saved
 from tests.model.parity import difference, hidden_states, ours_and_theirs
 from tests.model.tokenizer_folders import write_folder
+from tests.service.encode_models import client_of, encode_app
 
 _CLOSE = 1e-4
 # BART's classifier reads a text with its end of sequence, which the inputs of parity have not.
@@ -54,6 +56,8 @@ def run(report: Report, packages: Packages) -> None:
         plain = _encoder(root / "mpnet")
         for case, make in _combinations(library, plain):
             _guarded(report, case, partial(_sentences, report, case, make, root / "s"))
+        for case, make, body in _scorers_and_sparse(library, root):
+            _guarded(report, case, partial(_replies, report, case, make, body, root / "r"))
         _known_classes(report, library)
         _published(report, packages)
     finally:
@@ -177,6 +181,62 @@ def _sentences(report: Report, case: str, make: Callable[[], Any], folder: Path)
     found, expected = llm.encode(_TEXTS), made.encode(_TEXTS)
     same = found.shape == expected.shape and float(np.abs(found - expected).max()) < _CLOSE
     report.check(case, same, f"vectors differ: {found.shape}, {expected.shape}")
+
+
+def _scorers_and_sparse(library: Any, root: Path) -> Iterator[tuple[str, Callable[[], Any], dict[str, Any]]]:
+    """Yield cross-encoders and sparse encoders: names, functions that make them, and what `/encode` is asked for."""
+    scorer = _bert(root / "scorer", transformers.BertForSequenceClassification, num_labels=1)
+    masked = _bert(root / "masked", transformers.BertForMaskedLM)
+    prompts = {"prompts": {"query": "os os ", "other": "x"}, "default_prompt_name": "query"}
+    activations = [torch.nn.Identity(), torch.nn.Tanh(), None]
+    settings: dict[str, dict[str, Any]] = {str(one): {"activation_fn": one} for one in activations}
+    settings |= {"prompts": prompts, "short": {"max_length": 6}, "long": {"max_length": 9}}
+    for name, options in settings.items():
+        made = partial(library.CrossEncoder, str(scorer), device="cpu", **options)
+        pairs = [{"text": _TEXTS[0], "text_pair": text} for text in _TEXTS]
+        yield f"cross-encoder/{name}", made, {"input": pairs, "output": "scores", "truncate": "right"}
+
+    def sparse(pooling: dict[str, Any], **options: Any) -> Any:
+        parts = library.sparse_encoder.modules
+        first = parts.Transformer(str(masked), transformer_task="fill-mask")
+        return library.SparseEncoder(modules=[first, parts.SpladePooling(**pooling)], device="cpu", **options)
+
+    for strategy, function in itertools.product(("max", "sum"), ("relu", "log1p_relu")):
+        kind = {"pooling_strategy": strategy, "activation_function": function}
+        for name, options in {"": {}, "/few": {"max_active_dims": 5}, "/prompts": prompts}.items():
+            body = {"input": _TEXTS, "output": "sparse"}
+            yield f"sparse/{strategy} of {function}{name}", partial(sparse, kind, **options), body
+
+
+def _bert(folder: Path, architecture: Any, **settings: Any) -> Path:
+    """A tiny BERT with a head and a tokenizer, saved by transformers."""
+    write_folder("bert", folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = architecture(transformers.BertConfig(**{**BERT, "vocab_size": len(tokenizer), **settings}))
+    randomise(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _replies(report: Report, case: str, make: Callable[[], Any], body: dict[str, Any], folder: Path) -> None:
+    """Compare what `/encode` answers for the saved folder with what the library computes."""
+    shutil.rmtree(folder, ignore_errors=True)
+    made = make().eval()
+    made.save_pretrained(str(folder))
+    with client_of(encode_app(tokenizer=Tokenizer.from_folder(folder), saved=folder)) as client:
+        items = client.encode(model="saved", **body)["data"]
+    if body["output"] == "scores":
+        expected = np.asarray(made.predict([(one["text"], one["text_pair"]) for one in body["input"]]))
+        found = np.array([item["scores"][0] for item in items])
+    else:
+        expected = made.encode(body["input"]).to_dense().numpy()
+        found = np.zeros_like(expected)
+        for row, item in zip(found, items, strict=True):
+            row[item["indices"]] = item["weights"]
+    error = float(np.abs(found - expected).max())
+    report.check(case, error < _CLOSE, f"differs by {error:.2g}")
 
 
 def _known_classes(report: Report, library: Any) -> None:
