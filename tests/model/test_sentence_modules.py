@@ -133,7 +133,8 @@ def test_sparse_vectors_keep_as_many_entries_as_the_folder_says(plain: Path, tmp
     nothing: Any = None
     for asked, kept in {None: 7, 3: 3, 90: 90}.items():
         body = EncodeBody.model_validate({"input": "text", "output": "sparse", "top_k": asked})
-        assert sparse_settings(body, served, nothing, nothing, nothing)["top_k"] == kept
+        checked: Any = SimpleNamespace(body=body, served=served)
+        assert sparse_settings(checked, nothing, nothing)["top_k"] == kept
 
 
 def test_a_network_in_a_folder_of_its_own_is_read_with_its_tokenizer(plain: Path, tmp_path: Path) -> None:
