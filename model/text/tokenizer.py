@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Thread, main_thread
 from typing import Any, ParamSpec, TypeVar
 
 import tokenizers
@@ -111,6 +111,8 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        if tokenizer.get_vocab_size() > _LARGE_VOCABULARY:
+            weakref.finalize(self, _free_elsewhere, tokenizer).atexit = False
         self._words = None if self._pieces is not None else WordCache.of(tokenizer)
         self._types_pairs = tokenizer.post_processor is not None  # without one the fast call types them all as 0
         added = tokenizer.get_added_tokens_decoder()  # of Gemma's 6,400 tokens the call takes 10 ms
@@ -122,13 +124,6 @@ class Tokenizer:
         self._token_texts: dict[tuple[int, bool], str] = {}  # cached, since streams decode single tokens constantly
         self._has_fixed_texts = has_fixed_texts(tokenizer.decoder)
         self._fixed_texts = {skip: FixedTexts(self, skip_special_tokens=skip) for skip in (False, True)}
-
-    def __del__(self) -> None:
-        """Free a large vocabulary in a thread, without the interpreter's lock."""
-        tokenizer = getattr(self, "_tokenizer", None)
-        if tokenizer is not None and tokenizer.get_vocab_size() > _LARGE_VOCABULARY:
-            with suppress(RuntimeError):  # the interpreter ends
-                Thread(target=free_vocabulary, args=(tokenizer,), daemon=True).start()
 
     @classmethod
     def from_folder(cls, folder: Path, *, special_tokens: bool = True) -> Tokenizer | None:
@@ -329,6 +324,12 @@ def _item(text: str, pair: str | None) -> Any:
 def _check_number(count: int, most: int | None) -> None:
     if most is not None and count > most:
         raise TooManyTokensError(count)
+
+
+def _free_elsewhere(tokenizer: tokenizers.Tokenizer) -> None:
+    """Free a vocabulary in a thread of its own, unless the process ends, where it could no longer run."""
+    if main_thread().is_alive():
+        Thread(target=free_vocabulary, args=(tokenizer,)).start()
 
 
 def free_vocabulary(tokenizer: tokenizers.Tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -377,6 +378,18 @@ def test_a_large_vocabulary_is_freed_in_a_thread_that_gives_way(monkeypatch: pyt
     while not emptied and time.monotonic() < deadline:
         time.sleep(0.01)
     assert emptied == [0]
+
+
+def test_a_process_ends_while_it_has_a_large_vocabulary() -> None:
+    program = """
+import tokenizers
+from model.text.tokenizer import Tokenizer
+names = {f"<{number}>": number for number in range(60_000)}
+whole = [Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE(names, []))) for _ in range(3)]
+whole.append(whole)  # which only the end of the process frees
+del whole[0]
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
 def test_the_library_is_not_asked_for_all_tokens_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
