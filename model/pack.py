@@ -17,9 +17,10 @@ from functools import partial
 import msgspec
 import torch
 
+from model.api.messages import FailureKind
 from model.checkpoint.folder import errors_about
 from model.engine.network_plan import plan_network
-from model.engine.packing import PackFailure, PackOrder, PackReply, packed_weights
+from model.engine.packing import PackOrder, PackReply, packed_weights
 from model.errors import ConfigError
 from model.network.packed_weights import PackedWeights
 from model.system.child_process import FrameSocket, ignore_signals
@@ -45,12 +46,12 @@ def main() -> None:
         with errors_about(""):
             file = packed.pack(order.threads)
     except ConfigError as error:
-        reply = PackReply(failure=PackFailure.CONFIG, message=str(error))
+        reply = PackReply(failure=FailureKind.CONFIG, message=str(error))
     except MemoryError:
-        reply = PackReply(failure=PackFailure.MEMORY, message="out of memory")
+        reply = PackReply(failure=FailureKind.MEMORY, message="out of memory")
     except Exception as error:
         logger.exception("the weights of %s could not be packed", order.spec.name)
-        reply = PackReply(failure=PackFailure.ERROR, message=f"{type(error).__name__}; the log says why")
+        reply = PackReply(failure=FailureKind.ERROR, message=f"{type(error).__name__}; the log says why")
     else:
         reply = PackReply(packed.outcome)
     with suppress(EOFError, OSError):

@@ -46,7 +46,7 @@ MODEL = """
     engine/execution    : errors config api system media cache attention sampling network parallel engine/scheduling
     engine              : errors config api system text media native checkpoint families families/table linear cache
                           attention sampling network parallel engine/scheduling engine/execution
-    pack                : errors checkpoint system network engine
+    pack                : errors api checkpoint system network engine
     client              : errors api system text
     llm_speech          : errors api text checkpoint speech engine
     llm                 : errors api text media speech/audio_file checkpoint speech network engine llm_speech

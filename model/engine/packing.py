@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 
 from model.api.engine_config import AUTO_CACHE, EngineConfig
-from model.api.messages import ModelSpec
+from model.api.messages import FailureKind, ModelSpec
 from model.checkpoint.weights_cache import WeightsCache
 from model.engine.network_plan import NetworkPlan
 from model.errors import CheckpointError, ConfigError, EngineDeadError
@@ -55,20 +56,12 @@ class PackOrder:
     log_level: int
 
 
-class PackFailure(StrEnum):
-    """Why the child has packed nothing."""
-
-    CONFIG = "config"
-    MEMORY = "memory"
-    ERROR = "error"
-
-
 @dataclass(frozen=True, slots=True)
 class PackReply:
     """What became of an order; the file itself comes with it."""
 
     outcome: str = ""
-    failure: PackFailure | None = None
+    failure: FailureKind | None = None
     message: str = ""
 
 
@@ -106,19 +99,16 @@ def load_packed(packed: PackedWeights, spec: ModelSpec, part: Part, *, idle: boo
 
     Raises `ConfigError`, `MemoryError`, `EngineDeadError`.
     """
-    yield from in_thread(packed.read_ahead, idle=True)
+    yield from in_thread(packed.read_ahead)
     if not packed.is_found and packed.size <= SMALL_BYTES:
         return packed.load()
     if not packed.is_found:
         threads = max(1, torch.get_num_threads() // 2) if idle else torch.get_num_threads()
         order = PackOrder(spec, part, threads, idle, logging.getLogger().getEffectiveLevel())
         child = _Child(order, packed)
-        file, outcome = yield from in_thread(child.run, child.stop, computes=True)
-        try:
-            packed.receive(file, outcome)
-        finally:
-            os.close(file)
-        yield from in_thread(packed.read_ahead, idle=True)
+        yield from in_thread(child.run, child.stop, computes=True)
+        if not packed.is_found:
+            raise CheckpointError("the packed weights cannot be read back")
     return packed.map()
 
 
@@ -132,40 +122,47 @@ class _Child:
 
     def stop(self) -> None:
         """End the child soon, if there is one."""
-        self._connection.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # it has ended
+            self._connection.shutdown(socket.SHUT_RDWR)
 
-    def run(self) -> tuple[int, str]:
-        """Return the file that the child has packed, and what became of the cache."""
+    def run(self) -> None:
+        """Have the weights packed."""
         with self._connection, self._other:
             process = start_child("model.pack", self._other.fileno(), descriptors=[self._other.fileno()])
             try:
                 self._other.close()
-                return self._answer(process)
+                self._receive(process)
             finally:
                 process.kill()
                 process.wait()
                 if self._packed.cache is not None:
                     self._packed.cache.discard_unfinished(process.pid)
 
-    def _answer(self, process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    def _receive(self, process: subprocess.Popen[bytes]) -> None:
         import msgspec  # which a machine that packs nothing need not have
 
-        frames = FrameSocket(self._connection)
+        frames, file = FrameSocket(self._connection), -1
         try:
             frames.send(msgspec.msgpack.encode(self._order))
             reply = msgspec.msgpack.decode(frames.receive(), type=PackReply)
             if reply.failure is None:
                 (file,) = socket.recv_fds(self._connection, 1, 1)[1]
-                return file, reply.outcome
         except (EOFError, OSError, ValueError):
             why = _how_it_ends(process)
             raise EngineDeadError(
                 f"{self._order.spec.name}: the process that packs its weights ended {why}"
                 + (": there may be too little memory" if "SIGKILL" in why else "")
             ) from None
-        if reply.failure is PackFailure.CONFIG:
+        if reply.failure is None:
+            try:
+                self._packed.receive(file, reply.outcome)
+            finally:
+                os.close(file)
+            self._packed.read_ahead()
+            return
+        if reply.failure is FailureKind.CONFIG:
             raise CheckpointError(reply.message)
-        if reply.failure is PackFailure.MEMORY:
+        if reply.failure is FailureKind.MEMORY:
             raise MemoryError(reply.message)
         raise EngineDeadError(f"{self._order.spec.name}: its weights could not be packed: {reply.message}")
 

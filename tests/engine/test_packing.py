@@ -138,6 +138,7 @@ def test_a_load_that_is_given_up_ends_its_child(monkeypatch: pytest.MonkeyPatch)
         child.run()
     assert time.monotonic() - began < 30.0
     assert started[0].poll() == -signal.SIGKILL
+    child.stop()  # again, which does nothing
 
 
 def packing_plan() -> Any:
