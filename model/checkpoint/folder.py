@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from model.api.request import Pooling
-from model.checkpoint.colbert import read_colbert
 from model.checkpoint.folder_kind import describe_folder, describe_path, unfetched_tokenizer_files
 from model.checkpoint.generation_config import (
     GENERATION,
@@ -46,7 +45,7 @@ from model.checkpoint.processors import (
     warnings_of,
 )
 from model.checkpoint.sentence_modules import network_folder
-from model.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
+from model.checkpoint.sentence_transformers import SentenceSettings, read_colbert, read_sentence_settings
 from model.checkpoint.speech import NO_SPEECH_TOKENS, SpeechTokens, read_speech_tokens
 from model.checkpoint.static_embedding import as_static, static_settings
 from model.checkpoint.stored_formats import Quantization, made_for, quantization_of

@@ -132,7 +132,7 @@ def rules(
 
 
 # Of pre-training heads only the one for masked tokens is served; what is left of them is passed over. ColBERT's
-# projection of tokens, `linear`, is no part of the network (model/checkpoint/colbert.py).
+# projection of tokens, `linear`, is no part of the network (model/checkpoint/sentence_transformers.py).
 DROPPED = ("linear.*", "embeddings.position_ids", "cls.*", "lm_head.*", "discriminator_predictions.*", "generator_*")
 _FAMILY = Family(config, rules, "bert.", DROPPED, tables=("embeddings.word_embeddings.weight",), **tied_names("bert"))
 _ROBERTA = replace(_FAMILY, config=roberta, prefix="roberta.", **tied_names("roberta"))

@@ -11,8 +11,8 @@ from model.config.model import AudioConfig, ConvolutionConfig, ImageConfig, Mask
 from model.config.sharding import Range
 from model.linear.base import Linear, LinearSpec, Part
 from model.linear.factory import Collective, LinearFactory
+from model.network.feed_forward import ACTIVATIONS
 from model.network.inputs import StackInput
-from model.network.mlp import ACTIVATIONS
 from model.network.positions import inverse_frequencies
 from model.system.devices import to_device
 

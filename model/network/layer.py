@@ -21,7 +21,7 @@ from model.linear.factory import LinearFactory
 from model.network.attention import CrossAttention, SelfAttention
 from model.network.delta_net import GatedDeltaNet
 from model.network.disentangled import DisentangledBias
-from model.network.experts import build_feed_forward
+from model.network.feed_forward import build_feed_forward
 from model.network.fused_ops import add_norm
 from model.network.inputs import StepContext
 from model.network.layer_embeddings import VectorGate

@@ -9,7 +9,7 @@ from model.config.model import EmbeddingConfig
 from model.linear.base import LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.network.embeddings import token_table
-from model.network.mlp import ACTIVATIONS
+from model.network.feed_forward import ACTIVATIONS
 from model.network.norms import build_norm
 
 

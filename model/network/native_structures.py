@@ -28,8 +28,7 @@ from model.native.structures import (
 )
 from model.network.delta_net import GatedDeltaNet
 from model.network.disentangled import DisentangledBias
-from model.network.experts import Experts
-from model.network.mlp import MLP
+from model.network.feed_forward import MLP, Experts
 
 if TYPE_CHECKING:
     from model.network.layer import Layer

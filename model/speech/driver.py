@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.api.request import FinishReason, Request, Source, TokenLogprob, TokenOutput
-from model.speech.chunks import Chunk, ChunkMerger, ChunkOutput, Merged, Token, cut_chunks
+from model.speech.chunks import Chunk, ChunkMerger, ChunkOutput, Merged, Spectrogram, Token, cut_chunks
 from model.speech.log_mel import LogMel
 from model.speech.requests import Output, RequestMaker, token_times
-from model.speech.segments import LiveText, Window
-from model.speech.spectrogram import Spectrogram
+from model.speech.segments import LiveText, Window, Word, words_of
 from model.speech.transcription import Attempt, Segment, SequentialWindows
-from model.speech.words import Word, words_of
 from model.text.detokenizer import Detokenizer
 from model.text.tokenizer import Tokenizer
 

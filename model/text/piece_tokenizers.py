@@ -9,11 +9,40 @@ from dataclasses import dataclass, replace
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from model.errors import ConfigError
-from model.text.byte_alphabet import byte_alphabet
-from model.text.languages import M2M100_LANGUAGES
 from model.text.sentencepiece_model import SPACE, read_sentencepiece
 from model.text.tokenizer_class import set_template
 from model.text.tokenizer_files import Files
+
+# -- The characters that stand for bytes in byte-level vocabularies.
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character of byte-level vocabularies (Radford et al. 2019)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+# -- The languages of translation models whose published files do not list them, in the order of their token ids.
+
+# `__af__` and so on behind vocab.json (Fan et al. 2020).
+M2M100_LANGUAGES = """
+    af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl gu ha he hi hr ht
+    hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml mn mr ms my ne nl no ns oc or pa pl ps
+    pt ro ru sd si sk sl so sq sr ss su sv sw ta th tl tn tr uk ur uz vi wo xh yi yo zh zu
+""".split()  # noqa: SIM905
+# Behind the pieces (Liu et al. 2020).
+MBART_LANGUAGES = """
+    ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT lv_LV my_MM ne_NP
+    nl_XX ro_RO ru_RU si_LK tr_TR vi_VN zh_CN
+""".split()  # noqa: SIM905
+# Those and more (Tang et al. 2020).
+MBART50_LANGUAGES = """
+    ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT lv_LV my_MM ne_NP
+    nl_XX ro_RO ru_RU si_LK tr_TR vi_VN zh_CN af_ZA az_AZ bn_IN fa_IR he_IL hr_HR id_ID ka_GE km_KH mk_MK ml_IN
+    mn_MN mr_IN pl_PL ps_AF pt_XX sv_SE sw_KE ta_IN te_IN th_TH tl_XX uk_UA ur_PK xh_ZA gl_ES sl_SI
+""".split()  # noqa: SIM905
+
 
 _PART = 16_384  # characters that are split in one call, in about 4 ms
 _AROUND = 64  # characters that are looked at on both sides of a cut

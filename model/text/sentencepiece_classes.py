@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from model.errors import ConfigError
-from model.text.languages import MBART50_LANGUAGES, MBART_LANGUAGES
+from model.text.piece_tokenizers import MBART50_LANGUAGES, MBART_LANGUAGES
 from model.text.sentencepiece_model import SPACE, Algorithm, Piece, PieceKind, SentencePieceModel
 from model.text.special_tokens import Token
 from model.text.tokenizer_class import (

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import tokenizers
 
 from model.errors import ConfigError
-from model.text.languages import M2M100_LANGUAGES, MBART50_LANGUAGES, MBART_LANGUAGES
-from model.text.piece_tokenizers import PieceTokenizer
+from model.text.piece_tokenizers import M2M100_LANGUAGES, MBART50_LANGUAGES, MBART_LANGUAGES, PieceTokenizer
 from model.text.tokenizer_class import set_template
 from model.text.tokenizer_files import Files
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.errors import ConfigError
-from model.text.byte_alphabet import byte_alphabet
+from model.text.piece_tokenizers import byte_alphabet
 from model.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"

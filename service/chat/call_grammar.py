@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.text.grammar import json_rule, rules_grammar, rules_of
-from service.chat.argument_values import is_text, known_texts
+from service.chat.call_texts import is_text, known_texts
 from service.chat.formats import ReasoningFormat
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import ToolUse

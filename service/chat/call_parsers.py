@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from service.chat.argument_values import properties_of, value_json
-from service.chat.json_calls import json_calls, json_value
+from service.chat.call_texts import json_calls, json_value, properties_of, value_json
 from service.chat.parts import PartSink
 from service.chat.reader import Reader, Steps
 from service.chat.tools import Tool

@@ -15,9 +15,9 @@ from functools import lru_cache
 
 from service.chat import call_parsers
 from service.chat.call_parsers import DEEPSEEK_MARKS, CallParser
+from service.chat.call_texts import pythonic
 from service.chat.marked_calls import MarkedCalls
 from service.chat.parts import call_id
-from service.chat.python_calls import pythonic
 from service.core.chat_template import (
     ID,
     INDEX,

@@ -9,10 +9,8 @@ import json
 import re
 from collections.abc import Mapping
 
-from service.chat.argument_values import properties_of, value_json
-from service.chat.json_calls import json_calls
+from service.chat.call_texts import json_calls, properties_of, python_call, value_json
 from service.chat.parts import PartSink
-from service.chat.python_calls import python_call
 from service.chat.reader import Reader, Steps
 from service.chat.tools import Tool
 from service.core.chat_template import INDEX, KIND, VARYING, ArgumentSyntax, CallSyntax

@@ -21,7 +21,7 @@ from service.core.models import ServedModel, Task
 from service.core.request_context import RequestContext, is_request_id
 from service.http.bodies import JSON, context_of_request
 from service.http.guard import Guard
-from service.http.headers import header_of
+from service.http.message_head import header_of
 from service.http.middleware import Accounts, request_id_headers
 from service.http.sites import CrossOrigins
 from service.lifecycle.state import Service, service_of

@@ -19,7 +19,7 @@ from service.core.errors import (
     unsupported_coding,
 )
 from service.core.request_context import current
-from service.http.headers import Headers, all_of, header_of
+from service.http.message_head import Headers, all_of, header_of
 from service.http.route_table import RouteTable
 from service.http.sites import Sites
 from service.settings.api_keys import KeyRing, Tenants

@@ -75,3 +75,19 @@ def _check_coding(coding: bytes, version: str) -> None:
     if b"chunked" not in names and all(re.fullmatch(rb"[a-z0-9!#$%&'*+.^_`|~;= -]+", name) for name in names):
         raise not_implemented("the transfer coding is not supported; send Transfer-Encoding: chunked")
     raise invalid("Transfer-Encoding is not valid; send Transfer-Encoding: chunked", code=_CODE)
+
+
+# -- Headers of a request, as ASGI has them: pairs of bytes, names in lower case.
+
+
+def header_of(headers: Headers, name: bytes) -> str | None:
+    """Return the first header of this name, which is in lower case."""
+    for key, value in headers:
+        if key == name:
+            return value.decode("latin-1")
+    return None
+
+
+def all_of(headers: Headers, name: bytes) -> str:
+    """Return the values of all headers of this name, which is in lower case, as one list; empty if there is none."""
+    return ",".join(value.decode("latin-1") for key, value in headers if key == name)

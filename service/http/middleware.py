@@ -15,7 +15,7 @@ from service.core.errors import ANTHROPIC_PATHS, ApiError, internal, log_unexpec
 from service.core.request_context import RequestContext, current, request_id_from, set_current
 from service.http.connections import LOSS, ConnectionLoss
 from service.http.guard import AUDIO_PATHS, FREE_BYTES, BodyRoom, Guard, HeldBody
-from service.http.headers import all_of, header_of
+from service.http.message_head import all_of, header_of
 from service.observability.logs import access
 from service.observability.metrics import Metrics
 from service.settings.service_settings import Limits

@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.core.errors import ApiError, forbidden
-from service.http.headers import header_of
+from service.http.message_head import header_of
 
 # -- Cross-origin requests: which web pages may call the API from a browser, and read its replies. None may by default:
 # without these headers a browser hides replies, and sends no JSON. Credentials of browsers (cookies, saved passwords)

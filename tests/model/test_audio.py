@@ -20,10 +20,10 @@ from transformers import WhisperFeatureExtractor
 
 from model.errors import ConfigError
 from model.speech.audio_file import AudioError, AudioLimits, decode_audio
+from model.speech.chunks import Spectrogram
 from model.speech.log_mel import LogMel, read_log_mel
 from model.speech.resampling import Resampler, resample
 from model.speech.segments import Window
-from model.speech.spectrogram import Spectrogram
 
 RATE = 16000
 LIMITS = AudioLimits(seconds=20.0, file_bytes=1_000_000)

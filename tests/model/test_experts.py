@@ -23,7 +23,7 @@ from model.linear.base import LinearSpec, Part, Tiles, linears
 from model.linear.factory import LinearFactory
 from model.linear.float import ExpertsLinear
 from model.network.build import build_model
-from model.network.experts import Experts, routes
+from model.network.feed_forward import Experts, routes
 from model.network.inputs import StepContext, packed_input
 from model.system.background_work import finish
 from tests.model.checkpoints import CPU, loaded, saved

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from model.errors import ConfigError
-from model.text.byte_alphabet import byte_alphabet
 from model.text.gguf_pretokenizers import PRE_TOKENIZERS
 from model.text.gguf_tokenizer import gguf_tokenizer_config
+from model.text.piece_tokenizers import byte_alphabet
 from model.text.sentencepiece_model import read_sentencepiece
 from model.text.tokenizer import Tokenizer
 from model.text.tokenizer_files import SENTENCEPIECE_NAMES

@@ -31,7 +31,7 @@ from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 from model.linear import triton_fp8, triton_integers
 from model.linear.factory import LinearFactory
-from model.network import attention, fused_ops, mlp
+from model.network import attention, feed_forward, fused_ops
 from model.network.layer import Layer
 from model.network.transformer import Transformer
 from model.network.weights import load_model
@@ -43,7 +43,12 @@ from tests.model.launches import KERNELS
 
 ALLOCATES = ("empty", "new_empty")
 SUMS = ("_add_rms", "_add_layer", "_add_offset_rms", "_norm_add_norm")
-COMPILED = (*((fused_ops, name) for name in SUMS), (mlp, "gated"), (fused_ops, "_turns"), (attention, "sigmoid_gated"))
+COMPILED = (
+    *((fused_ops, name) for name in SUMS),
+    (feed_forward, "gated"),
+    (fused_ops, "_turns"),
+    (attention, "sigmoid_gated"),
+)
 
 
 class Launches(TorchDispatchMode):

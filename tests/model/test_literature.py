@@ -30,9 +30,9 @@ from model.config.layer import (
 from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
 from model.linear.factory import LinearFactory
 from model.network.embeddings import SinusoidalPositions
+from model.network.feed_forward import MLP
 from model.network.fused_ops import rotary_tables
 from model.network.inputs import StepContext, packed_input
-from model.network.mlp import MLP
 from model.network.positions import AlibiBias, BucketBias, rotate
 from model.network.stack import Stack
 from model.network.transformer import Transformer

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from model.api.engine_config import EngineConfig
 from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.sentence_keys import KEYS, Fate
-from model.checkpoint.sentence_modules import ACTIVATIONS, REFUSED, DenseConfig
+from model.checkpoint.sentence_modules import ACTIVATIONS, KEYS, REFUSED, DenseConfig, Fate
 from model.engine.output_heads import load_step
 from model.errors import ConfigError
 from model.llm import LLM

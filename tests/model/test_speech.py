@@ -12,9 +12,8 @@ from transformers.models.whisper import tokenization_whisper as reference
 
 from model.api.languages import NAMES, language_code
 from model.speech.chunks import ChunkMerger, ChunkOutput, Token, cut_chunks
-from model.speech.segments import Window, compression_ratio, cut_segments, srt, vtt
+from model.speech.segments import Window, compression_ratio, cut_segments, srt, vtt, words_of
 from model.speech.transcription import Attempt, Decoding, Outcome, Segment, SequentialWindows
-from model.speech.words import words_of
 
 # What of transformers takes 2 s to import is imported where it is used: each worker collects this file.
 

@@ -21,10 +21,9 @@ from model.checkpoint.folder import Checkpoint
 from model.checkpoint.speech import SpeechTokens
 from model.config.model import AudioConfig
 from model.speech.audio_file import AudioError
-from model.speech.chunks import cut_chunks
+from model.speech.chunks import Spectrogram, cut_chunks
 from model.speech.log_mel import LogMel
 from model.speech.segments import Window
-from model.speech.spectrogram import Spectrogram
 from model.text.tokenizer import Tokenizer
 from service.core.models import ServedModel
 from service.speech.bodies import TranscribeReply

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from model.api.request import Request
 from model.errors import QueueFullError
+from model.speech.chunks import Spectrogram
 from model.speech.log_mel import LogMel
-from model.speech.spectrogram import Spectrogram
 from service.core.fake_engine import FakeStream
 from service.core.request_context import RequestContext
 from service.lifecycle.jobs import Job

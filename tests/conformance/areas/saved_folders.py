@@ -22,8 +22,7 @@ import transformers
 from model.api.engine_config import EngineConfig
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.sentence_keys import KEYS, MODEL, NETWORK
-from model.checkpoint.sentence_modules import ACTIVATIONS, REFUSED, SERVED
+from model.checkpoint.sentence_modules import ACTIVATIONS, KEYS, MODEL, NETWORK, REFUSED, SERVED
 from model.errors import ConfigError
 from model.llm import LLM
 from model.network.weights import load_model

@@ -1,0 +1,313 @@
+"""Parses calls that are written as JSON or as Python, NAME(KEY=VALUE, ...), and values that stand between marks."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from service.chat.parts import PartSink
+from service.chat.reader import Reader, Steps
+from service.chat.tools import Tool
+
+# -- Tool calls that are written as JSON: {"name": ..., "arguments": {...}}, alone or in an array.
+
+Known = Callable[[str], bool]  # whether a call of this name is one
+
+_NAMES = ("name", "tool_name")
+_ARGUMENTS = ("arguments", "parameters", "args")
+_OTHERS = ("type", "id", "call_id", "tool_call_id", "index", "description")  # keys besides name and arguments
+
+
+def json_calls(reader: Reader, sink: PartSink, known: Known) -> Steps[bool]:
+    """Parse a call, or an array of calls, whose bracket is next; False if it is something else.
+
+    `reader` records; what was recorded is forgotten with the first call, so that the caller can give back what was
+    none.
+    """
+    if (yield from reader.accept("[")) is None:
+        return (yield from _JsonCall(reader, sink, known).parse())
+    found = 0
+    while (following := (yield from reader.skip_spaces())) != "]":
+        if following == "{" and (yield from _JsonCall(reader, sink, known).parse()):
+            found += 1
+        elif found and following == ",":
+            reader.take(1)
+        else:
+            return bool(found)
+    if found:
+        reader.take(1)
+    return bool(found)
+
+
+class _JsonCall:
+    """Parses one call. It becomes one once its name and the beginning of its arguments have come, in either order."""
+
+    def __init__(self, reader: Reader, sink: PartSink, known: Known) -> None:
+        self._reader = reader
+        self._sink = sink
+        self._known = known
+        self._name: str | None = None
+        self._arguments: str | None = None  # that came before the name
+        self._begun = False
+
+    def parse(self) -> Steps[bool]:
+        """Take the object, whose bracket is next; False if it is no call."""
+        reader = self._reader
+        if (yield from reader.accept("{")) is None:
+            return False
+        depth = 1  # 2: within OpenAI's {"function": {...}}
+        while depth:
+            following = yield from reader.skip_spaces()
+            if following == "":
+                return self._begun
+            if following in ",}":
+                reader.take(1)
+                depth -= following == "}"
+                continue
+            key = (yield from reader.string()) if following == '"' else None
+            yield from reader.skip_spaces()
+            if key is None or (yield from reader.accept(":")) is None:
+                return self._begun
+            following = yield from reader.skip_spaces()
+            if key == "function" and following == "{":
+                reader.take(1)
+                depth += 1
+            elif not (yield from self._value(key, following)):
+                return self._begun
+        if self._name is None:
+            return self._begun
+        if not self._begun:
+            self._begin()
+            self._sink.arguments(self._arguments or "{}")
+        return True
+
+    def _value(self, key: str, following: str) -> Steps[bool]:
+        """Take the value of a key, which begins with `following`; False if the object cannot be a call."""
+        if key in _NAMES and self._name is None:
+            self._name = (yield from self._reader.string()) if following == '"' else None
+            return self._name is not None and self._known(self._name)
+        if key in _ARGUMENTS and self._arguments is None:
+            return (yield from self._take_arguments(following))
+        if key not in _OTHERS:
+            return False
+        if following in ("{", "["):
+            return (yield from self._reader.bracketed(_nowhere))
+        if following == '"':
+            return (yield from self._reader.string()) is not None
+        return bool((yield from self._reader.scalar()))
+
+    def _take_arguments(self, following: str) -> Steps[bool]:
+        reader = self._reader
+        if following == "{":
+            self._arguments = ""
+            if self._name is not None:
+                self._begin()
+                return (yield from reader.bracketed(self._sink.arguments))
+            pieces: list[str] = []
+            complete = yield from reader.bracketed(pieces.append)
+            self._arguments = "".join(pieces)
+            return complete
+        if following == '"':
+            self._arguments = _object_in((yield from reader.string()))
+            return self._arguments is not None
+        self._arguments = "{}"
+        return (yield from reader.scalar()) == "null"
+
+    def _begin(self) -> None:
+        assert self._name is not None
+        self._begun = True
+        self._reader.forget()
+        self._sink.call(self._name)
+
+
+def json_value(text: str) -> Any:
+    """Return the value of a JSON text; raises `ValueError`, also for NaN and infinities, which Python takes."""
+    return json.loads(text, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _object_in(text: str | None) -> str | None:
+    """Return the JSON object that a string holds; None if it holds none."""
+    try:
+        return text if text and isinstance(json_value(text), dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _nowhere(text: str) -> None:
+    """Drop the text."""
+
+
+# -- Values of arguments that stand as text between marks, and not in a JSON object.
+
+_NOTES = {"type", "title", "description", "default", "examples", "example", "deprecated", "$comment", "enum", "const"}
+_CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
+_MOST_PYTHON = 1 << 16  # characters of a literal, which is read at once
+_PYTHON = re.compile(r"\s*([\[{(]|(True|False|None)\s*$)")
+
+
+def is_text(schema: object) -> bool:
+    """Return whether a schema is of strings alone that it bounds by nothing, or by a list of them."""
+    return isinstance(schema, Mapping) and schema.get("type") == "string" and schema.keys() <= _NOTES
+
+
+def properties_of(tool: Tool | None) -> Mapping[str, Any]:
+    """Return the schemas of a tool's arguments by name."""
+    found = tool.schema.get("properties") if tool is not None else None
+    return found if isinstance(found, dict) else {}
+
+
+def value_json(text: str, schema: object, *, is_string: bool | None = None) -> str:
+    """Return the JSON of an argument's text, by its schema.
+
+    `is_string`: what the text's marks say; None: they say nothing. Templates of some families write Python's literals
+    in the place of JSON.
+    """
+    if "<![CDATA[" in text:
+        text = _CDATA.sub(lambda found: found[1], text)
+    if is_string or (is_string is None and is_text(schema)):
+        return _string(text)
+    wants_string = isinstance(schema, Mapping) and schema.get("type") == "string"
+    try:
+        value = json_value(text)
+        if isinstance(value, str) or not wants_string:
+            return text.strip()
+    except (ValueError, RecursionError):
+        pass
+    if not wants_string and _PYTHON.match(text):
+        found = python_json(text)
+        if found is not None:
+            return found
+    return _string(text)
+
+
+def python_json(text: str) -> str | None:
+    """Return the JSON of a Python literal; None if it is none, or no value of JSON, or very long."""
+    if len(text) > _MOST_PYTHON:
+        return None
+    try:
+        shown = json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
+        shown.encode()  # raises for half of a surrogate pair
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    return shown
+
+
+def known_texts(schema: object) -> Sequence[str] | None:
+    """Return the texts that `enum` or `const` of a schema of strings allows; None: any."""
+    if not isinstance(schema, Mapping):
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    found = schema.get("enum")
+    return list(found) if isinstance(found, list) else None
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+# -- Parses calls that are written as Python: NAME(KEY=VALUE, ...).
+
+_NAME = re.compile(r"[A-Za-z0-9_.:\-]*")
+_KEY = re.compile(r"\w*")
+_OUTSIDE = re.compile(r"""["'()\[\]{},]""")
+_QUOTED = {quote: re.compile(rf"[{quote}\\]") for quote in ('"', "'")}
+
+
+def pythonic(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
+    """Parse a reply that is nothing but a list of calls, as Llama 4 writes it: [f(a=1), g()]."""
+    reader.record()
+    yield from reader.skip_spaces()
+    if (yield from reader.accept("[")) is not None:
+        calls = 0
+        while True:
+            yield from reader.skip_spaces()
+            name = yield from reader.run_of(_NAME)
+            if name not in tools or not (yield from python_call(reader, sink, name)):
+                break
+            calls += 1
+            reader.record()
+            yield from reader.skip_spaces()
+            if (yield from reader.accept(",", "]")) != ",":
+                break
+        if calls:
+            reader.forget()
+    sink.content(reader.recorded())
+    yield from reader.rest(sink.content)
+
+
+def python_call(reader: Reader, sink: PartSink, name: str) -> Steps[bool]:
+    """Parse the arguments of a call whose name was taken, from bracket to bracket; False if there are none."""
+    yield from reader.skip_spaces()
+    if (yield from reader.accept("(")) is None:
+        return False
+    following = yield from reader.skip_spaces()
+    if following == "{":  # all arguments in one object, which a grammar writes where it cannot write them apart
+        reader.forget()
+        sink.call(name)
+        yield from reader.bracketed(sink.arguments)
+        yield from reader.accept(")")
+        return True
+    found: dict[str, str] = {}
+    while following != ")":
+        key = yield from reader.run_of(_KEY)
+        yield from reader.skip_spaces()
+        if not key or (yield from reader.accept("=")) is None:
+            return False
+        text = yield from _value(reader)
+        if text is None:
+            return False
+        found[key] = text
+        if (yield from reader.accept(",")) is not None:
+            following = yield from reader.skip_spaces()
+        else:
+            following = ")"
+    yield from reader.accept(")")
+    reader.forget()
+    sink.call(name)
+    sink.arguments("{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in found.items()) + "}")
+    return True
+
+
+def _value(reader: Reader) -> Steps[str | None]:
+    """Take a value up to the comma or bracket that ends it, and return its JSON; None if it is no value."""
+    at, depth, quote = 0, 0, ""
+    while True:
+        pattern = _QUOTED[quote] if quote else _OUTSIDE
+        found = pattern.search(reader.text, at)
+        if found is None or (found[0] == "\\" and found.end() == len(reader.text)):
+            if reader.ended:
+                return None
+            at = len(reader.text) if found is None else found.start()
+            yield
+            continue
+        mark, at = found[0], found.end()
+        if mark == "\\":
+            at += 1
+        elif quote:
+            quote = ""
+        elif mark in _QUOTED:
+            quote = mark
+        elif mark in "([{":
+            depth += 1
+        elif depth == 0:
+            return _json(reader.take(found.start()))
+        elif mark != ",":
+            depth -= 1
+
+
+def _json(text: str) -> str | None:
+    """Return the JSON of a value that is a Python literal or JSON; a string may hold line breaks."""
+    text = text.strip()
+    try:
+        json_value(text)
+    except (ValueError, RecursionError):
+        return python_json(text.replace("\n", "\\n") if text[:1] in ('"', "'") else text)
+    return text
