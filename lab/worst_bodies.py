@@ -21,9 +21,9 @@ class Worst(NamedTuple):
     after: bytes
 
     def of_model(self, name: str) -> Worst:
-        """Return the request for a model of another name."""
-        model = b'{"model":"%b"' % name.encode()
-        return self._replace(before=re.sub(rb'^\{"model":"\w+"', model, self.before))
+        """Return the request for the model of this name, also where it names none."""
+        model = b'{"model":"%b",' % name.encode()
+        return self._replace(before=re.sub(rb'^\{("model":"\w+",)?', model, self.before))
 
     def body(self, *, size: int = SIZE, values: int = SIZE) -> bytes:
         """Return a body of at most `size` bytes with about `values` values; numbers are not counted."""
@@ -171,7 +171,7 @@ def many_tokens() -> Iterator[Worst]:
         yield _other("/encode", b'{"model":"enc","truncate":"right","input":[', item, b"]}")
     tool = b'"messages":' + _HI + b',"tools":[{"type":"function","function":{"name":"a","parameters":{"enum":['
     yield _chat(tool, b"257", b"]}}}]", "numbers of a tool")
-    words = b"1 9 " * (SIZE // 4 - 99)
-    yield _generate(b'"prompt":"' + words, b"", b'"', "many words")
-    yield _other("/v1/rerank", b'{"model":"enc","query":"a","max_tokens_per_doc":5,"documents":["' + words, b"", b'"]}')
-    yield _other("/v1/messages/count_tokens", b'{"messages":[{"role":"user","content":"' + words, b"", b'"}]}')
+    words = b"1 9 " * (SIZE // 8 + 99)  # once: a text of a million tokens
+    yield _generate(b'"prompt":"', words, b'"', "many words")
+    yield _other("/v1/rerank", b'{"model":"enc","query":"a","max_tokens_per_doc":5,"documents":["', words, b'"]}')
+    yield _other("/v1/messages/count_tokens", b'{"messages":[{"role":"user","content":"', words, b'"}]}')
