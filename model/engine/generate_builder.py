@@ -214,7 +214,7 @@ def _grammars(checkpoint: Checkpoint) -> Grammars:
     """Return the grammars of a model, whose tokenizer is read for the first of them, wherever the folder has it."""
 
     def tokens() -> TokenBytes:
-        tokenizer = Tokenizer.from_folder(checkpoint.path)
+        tokenizer = Tokenizer.from_folder(checkpoint.network_path)
         if tokenizer is None:
             raise ConfigError(f"{checkpoint.path.name} has no tokenizer: no grammar can be followed")
         return token_bytes(tokenizer, checkpoint.config.embedding.vocab_size)

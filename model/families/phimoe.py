@@ -18,6 +18,7 @@ from model.families.table.helpers import refuse_unless
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
 
+_CONTEXT = "original_max_position_embeddings"
 _TEMPERATURES = ("short_mscale", "long_mscale")
 
 
@@ -56,6 +57,8 @@ def _rotary(raw: Settings, names: Collection[str] | None, norm: NormConfig) -> M
         if isinstance(scaling.get(name), bool) or not isinstance(scaling.get(name), int | float):
             raise ConfigError(f"{key}.{name} of a phimoe must be a number, found {shown(scaling.get(name))}")
     rest = {name: value for name, value in scaling.items() if name not in _TEMPERATURES}
+    if rest.get(_CONTEXT) is not None:  # its class takes this one, unlike others
+        raw = raw.but(**{_CONTEXT: None})
     base = llama.config(raw.but(**{key: rest}), names, norm=norm)
     assert base.decoder is not None
     position = base.decoder.layers[0].attention.position

@@ -44,6 +44,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
         ("ministral3", {"rope_parameters": {**YARN, "rope_type": "default", "llama_4_scaling_beta": 0.5}}),
         ("albert", {"embedding_size": 32}),
         ("rembert", {"input_embedding_size": 32}),
+        ("phimoe", {"original_max_position_embeddings": 32}),
         ("stablelm", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
     ],
 )
