@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,11 @@ def test_a_llama_with_biases_of_its_mlp_is_read(tmp_path: Path) -> None:
     metadata = {key: (kind, one) for key, (kind, one) in conversions()["llama"]["metadata"].items()}
     config = read_checkpoint(write_gguf(tmp_path / "x.gguf", metadata, {**weights, **biases})).config
     assert config.decoder is not None and config.decoder.layers[0].mlp.bias
+
+
+def test_the_docs_have_all_architectures() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| architectures |"))
+    named = set(re.findall(r"[\w-]+", re.sub(r"\(.*?\)", "", row)))
+    assert ARCHITECTURES.keys() <= named
+    assert named - ARCHITECTURES.keys() <= {"architectures", "and", "too", "the", "language", "models", "of"}
