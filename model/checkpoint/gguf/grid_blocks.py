@@ -43,7 +43,7 @@ def _signed(numbers: Tensor, signs: Tensor, group: int) -> Tensor:
 
 
 def _eight_signs(sevens: Tensor) -> Tensor:
-    """7 bits of signs with the eighth, of which an even number is set in all."""
+    """7 bits of signs with an eighth that makes the number of set bits even."""
     ones = sum(sevens >> bit & 1 for bit in range(7))
     return sevens | (ones & 1) << 7
 
