@@ -7,7 +7,7 @@ from typing import Literal
 
 from model.api.engine_config import MAX_SPECULATIVE_TOKENS
 from model.api.parameters import EXTRA, MAX_INT, OWN, Beams, Column, internal, parameter, parameters_of
-from model.api.token_history import TimestampRules
+from model.api.timestamp_rules import TimestampRules
 
 
 @dataclass(frozen=True, slots=True)

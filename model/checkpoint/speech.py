@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from model.api.languages import language_code
-from model.api.token_history import TimestampRules
+from model.api.timestamp_rules import TimestampRules
 from model.checkpoint.json_files import read_json
 from model.config.model import ModelConfig
 from model.errors import ConfigError, listed

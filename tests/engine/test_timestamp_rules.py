@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 
 from model.api.request import Request, TokenOutput, token_source
 from model.api.sampling_params import Probe, SamplingParams
-from model.api.token_history import TimestampRules
+from model.api.timestamp_rules import TimestampRules
 from model.sampling.sampler import SamplingRow, process_logits
 from tests.engine.support import running
 from tests.engine.test_overlap import outputs_of, tokens_of
