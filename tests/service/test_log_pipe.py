@@ -9,14 +9,14 @@ from tests.service.processes import ROOT
 
 
 def test_the_log_pipe_joins_stderr_of_other_processes() -> None:
-    child = "import sys; from pathlib import Path; from service.observability import log_pipe; "
-    child += "log_pipe.adopt(Path(sys.argv[1])); "
+    child = "import sys; from pathlib import Path; from service.observability import logs; "
+    child += "logs.adopt(Path(sys.argv[1])); "
     child += "import os; os.write(2, b'from the child\\n')"
     parent = f"""
 import subprocess, sys, tempfile
 from pathlib import Path
-from service.observability import log_pipe
-with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "log")):
+from service.observability import logs
+with tempfile.TemporaryDirectory() as folder, logs.printing(Path(folder, "log")):
     for _ in range(3):
         subprocess.run([sys.executable, "-c", {child!r}, str(Path(folder, "log"))], check=True)
 """
@@ -28,9 +28,9 @@ def test_the_log_pipe_prints_any_byte_and_ends_while_writers_remain() -> None:
     parent = """
 import os, tempfile
 from pathlib import Path
-from service.observability import log_pipe
+from service.observability import logs
 with tempfile.TemporaryDirectory() as folder:
-    with log_pipe.printing(Path(folder, "log")):
+    with logs.printing(Path(folder, "log")):
         pipe = os.open(Path(folder, "log"), os.O_WRONLY)
         os.write(pipe, b"a\\0b\\n")
         for _ in range(100):
@@ -45,8 +45,8 @@ def test_a_full_disk_for_logs_does_not_block_writers() -> None:
     parent = """
 import os, tempfile
 from pathlib import Path
-from service.observability import log_pipe
-with tempfile.TemporaryDirectory() as folder, log_pipe.printing(Path(folder, "log")):
+from service.observability import logs
+with tempfile.TemporaryDirectory() as folder, logs.printing(Path(folder, "log")):
     pipe = os.open(Path(folder, "log"), os.O_WRONLY)
     for _ in range(1000):
         os.write(pipe, b"a" * 1000)  # together more than a pipe holds
