@@ -94,7 +94,7 @@ def load_adapters(config: ModelConfig, files: Iterable[Path], device: torch.devi
             matrices[rule.target.removesuffix(".weight")] = joined
     left = sorted(name for name in by_name if ".lora_" in name)
     if left:
-        raise CheckpointError(f"adapters of what the network has not: {', '.join(left)}")
+        raise CheckpointError(f"adapters for tensors that are not in the network: {', '.join(left)}")
     return Adapters(adapters, matrices)
 
 

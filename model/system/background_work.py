@@ -29,7 +29,7 @@ class Call(Generic[Result]):
 
     def start(self) -> None:
         """Run it in a thread."""
-        threading.Thread(target=self._run_beside, daemon=True).start()
+        threading.Thread(target=self._run_in_thread, daemon=True).start()
 
     def run(self) -> None:
         try:
@@ -48,7 +48,7 @@ class Call(Generic[Result]):
             raise self._error
         return self._results.pop()
 
-    def _run_beside(self) -> None:
+    def _run_in_thread(self) -> None:
         if self._idle:
             with suppress(OSError):
                 os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))

@@ -13,7 +13,7 @@ from typing import Literal
 from model.errors import GrammarError
 
 MAX_NESTING = 200  # of groups
-LONGEST = 65_536  # characters that counts and lengths allow: each has a state of the lexer, of which there are 100,000
+LONGEST = 65_536  # characters that counts and lengths allow; each takes one of the lexer's 100,000 states
 _MAX_ALTERNATIVES = 256  # into which a pattern with anchors within its groups is divided
 _ANY = "(?s:.*)"
 _DOT = r"[^\n\r\x{2028}\x{2029}]"

@@ -30,7 +30,7 @@ _LARGE_VOCABULARY = 50_000  # tokens; the library frees fewer within some 10 ms
 _MAX_LOCKED = 256  # tokens that are decoded under the interpreter's lock, which takes about 0.1 ms
 _LONG_TEXT = 65_536  # characters; the places of more are found only if they are wanted
 REPLACEMENT = "\ufffd"  # a byte-level decoder's output for an incomplete character
-_MASKS = ("[MASK]", "<mask>")  # where no file beside tokenizer.json names the mask token
+_MASKS = ("[MASK]", "<mask>")  # where no file other than tokenizer.json names the mask token
 _UNKNOWNS = ("[UNK]", "<unk>")
 
 
@@ -63,7 +63,7 @@ class Located(Encoded):
 
 @dataclass(frozen=True, slots=True)
 class FixedText:
-    """The text of a token that does not depend on its neighbours: as the first of a text, and behind others."""
+    """The text of a token that does not depend on its neighbours: as the first of a text, and after others."""
 
     first: str
     later: str

@@ -25,8 +25,8 @@ _PART = 10_000  # entries of a list that are written in one call
 def plain_messages(messages: Sequence[Json], tools: Sequence[Tool]) -> list[Json]:
     """Return the conversation without tool calls and messages of tools, and with a description of the tools.
 
-    The description stands behind the system message, or else before the first message. Results of several calls become
-    one message of the user, since many templates want roles to alternate.
+    The description follows the system message, or without one comes before the first message. Results of several calls
+    become one message of the user, since many templates want roles to alternate.
     """
     found: list[Json] = []
     joined: dict[int, list[str]] = {}  # texts of messages, by place: joined once

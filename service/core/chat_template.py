@@ -106,7 +106,7 @@ class TemplateTraits:
     call_ends: tuple[str, ...] = ()  # special tokens after calls, where a reply ends
     tools_problem: str = ""  # why no call can be read back; empty: it can, or the template reads no tools
     renders_calls: bool = False  # calls of earlier turns reach the prompt
-    text_in_parts: bool = False  # content is a list of parts, of which each has a type
+    text_in_parts: bool = False  # content is a list of parts; each has a type
     calls_apart: bool = False  # calls are left out of a message that has content: they go into one of their own
     calls_in_content: bool = False  # the template leaves tool_calls out: calls go into the content
     empty_content: str | None = ""  # the content of a message that has only calls

@@ -19,7 +19,7 @@ from service.core.errors import ApiError, not_found, render
 from service.core.request_context import current
 
 Handler = Callable[[Request], Awaitable[Response]]
-Access = Literal["open", "key", "admin"]  # who may call a route: everybody, or a client with one of these keys
+Access = Literal["open", "key", "admin"]  # who may call a route: any client, or one with such a key
 JSON: Final = "application/json"
 BODY_ERRORS: Final = (400, 408, 415)
 WORK_ERRORS: Final = (*BODY_ERRORS, 404, 409, 429, 499, 503, 504)
@@ -68,7 +68,7 @@ class Route:
     task: str | None = None
     body: Body | None = None
     replies: Mapping[int, Reply] | None = None  # by status; None: the route is not described
-    errors: Sequence[int] = ()  # statuses, beside those of every route
+    errors: Sequence[int] = ()  # statuses, in addition to those of every route
     parameters: Sequence[Parameter] = ()
     access: Access = "key"
 

@@ -37,7 +37,7 @@ class LoadOrder:
 
     name: str
     path: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # as beside the path of a model in a configuration file
+    settings: Mapping[str, Any] = field(default_factory=dict)  # as a configuration file has them for a model
     pinned: bool = False
 
 
@@ -84,7 +84,7 @@ class ModelOrders:
 
     def _new_spec(self, order: LoadOrder) -> ModelSpec:
         if not valid_name(order.name):
-            raise invalid("name: 1-64 letters, digits and ._-, of which the first is a letter or digit", "name")
+            raise invalid("name: 1-64 letters, digits and ._-, starting with a letter or digit", "name")
         if order.path is None:
             raise invalid("path is required: no model of this name is known", "path", "missing_field")
         return ModelSpec(order.name, self._allowed(order.path), self._engine(order, self._settings.engine))
