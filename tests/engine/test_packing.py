@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,14 @@ def spec(path: Path | None = None, **settings: Any) -> ModelSpec:
     return ModelSpec("m", str(path or saved(KIND).path), replace(CONFIG, **settings))
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def descriptors() -> set[tuple[str, str]]:
+    """Return the open descriptors and their targets."""
+    gc.collect()  # an earlier test's objects may hold some that close at any time
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the folder's own
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
 
 
 def test_a_child_packs_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +64,7 @@ def test_a_child_packs_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyP
         expected = digest(KIND, path, settings)
     before = descriptors()
     assert digest(KIND, path, settings) == digest(KIND, path, cached) == expected
-    assert descriptors() == before
+    assert descriptors() <= before
     (file,) = (tmp_path / "cache").glob("*.weights")
     monkeypatch.setattr(packing, "start_child", lambda *_, **__: pytest.fail("the second start packs"))
     assert digest(KIND, path, cached) == expected
@@ -113,7 +121,7 @@ def test_a_child_that_fails_leaves_nothing(end: str, tmp_path: Path, monkeypatch
     with pytest.raises(EngineDeadError, match=message):
         load(spec(weights_cache=str(cache)))
     assert started[0].poll() is not None
-    assert not list(cache.glob("*.new")) and descriptors() == before
+    assert not list(cache.glob("*.new")) and descriptors() <= before
 
 
 def test_a_file_of_something_else_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
