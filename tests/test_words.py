@@ -20,12 +20,10 @@ WORDS = re.compile(
 PROSE = (".py", ".md", ".c", ".h", ".toml", ".yaml", ".html", ".sh", "Makefile", "Dockerfile")
 UNREAD = (
     "CHANGELOG.md",
-    "SECURITY.md",
     "docs/api.md",
     "docs/architecture.md",
     "docs/archive/",
     "docs/checkpoints.md",
-    "docs/decisions/",
     "docs/fields.md",
     "docs/operations.md",
     "loadtest/workload/prompts.py",  # a list of English words

@@ -36,12 +36,12 @@ def routes() -> dict[str, set[str]]:
 
 
 def test_every_route_is_in_the_table() -> None:
-    told = {path.strip("`"): set(methods.split(", ")) for path, methods, *_ in table("Who may call what")}
+    told = {path.strip("`"): set(methods.split(", ")) for path, methods, *_ in table("Routes")}
     assert told == routes()
 
 
 def test_each_route_asks_for_the_key_in_the_table() -> None:
-    told = {path.strip("`"): key for path, _, key, _ in table("Who may call what")}
+    told = {path.strip("`"): key for path, _, key, _ in table("Routes")}
     access = {"open": "no", "key": "yes", "admin": "admin"}
     assert told == {route.path: access[route.access] for route in TABLE.rows}
 
