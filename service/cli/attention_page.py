@@ -1,4 +1,4 @@
-"""The page of `triptych inspect --attention`: attention weights in one self-contained HTML file."""
+"""The page of `triptych inspect --attention`: attention weights in one HTML file that needs no other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEVELS = 255  # a weight is stored as one byte
 
 
 def attention_page(model: str, text: str, maps: Sequence[AttentionMap]) -> str:
-    """Return the page; the weights are bytes in base64, which a script draws in the browser."""
+    """Return the page. It holds the weights as base64, and a script that draws them in the browser."""
     template = (resources.files("service") / "static" / "attention.html").read_text("utf-8")
     data = {
         "model": model,
@@ -33,7 +33,7 @@ def attention_page(model: str, text: str, maps: Sequence[AttentionMap]) -> str:
             for one in maps
         ],
     }
-    # "</script" inside JSON would end the element, and "<!--<script" would hide its end.
+    # "</script" inside the JSON would end the element, and "<!--<script" would hide its end.
     script = json.dumps(data).replace("<", "\\u003c")
     return template.replace("@@TITLE@@", escape(f"{model}: attention")).replace("@@DATA@@", script)
 

@@ -12,7 +12,7 @@ _ROUTES = (
     "/generate /encode /v1/completions /v1/chat/completions /v1/responses /v1/messages /v1/embeddings /v1/models "
     "/tokenize /detokenize /info /metrics /livez /readyz /health /docs"
 )
-_EXAMPLES = {  # by form: path and body of the example request
+_EXAMPLES = {  # path and body of the example request, by form
     "decoder-only": ("/generate", '{{"model": "{name}", "prompt": "def add(a, b):\\n    ", "max_tokens": 16}}'),
     "encoder-decoder": ("/generate", '{{"model": "{name}", "prompt": "the third of march twenty twenty four"}}'),
     "encoder-only": ("/encode", '{{"model": "{name}", "input": "a cat on a mat"}}'),
@@ -20,7 +20,7 @@ _EXAMPLES = {  # by form: path and body of the example request
 
 
 def banner(ready: Ready, config: ServeConfig, seconds: float) -> str:
-    """Return the text of the banner; `seconds` is how long the start took."""
+    """Return the text of the banner; the start took `seconds`."""
     settings = config.settings
     later = settings.models.models_dir
     versions = next((info.versions for info in ready.models.values()), {})
@@ -30,7 +30,7 @@ def banner(ready: Ready, config: ServeConfig, seconds: float) -> str:
         "",
         *(line for info in ready.models.values() for line in _model_lines(info)),
         "",
-        *([f"  folder  {later}: its models are loaded when they are named"] if later else []),
+        *([f"  folder  {later}: a model in it is loaded when a request names it"] if later else []),
         f"  keys    {'required' if settings.asks_for_key else 'none: open to anyone who reaches this port'}"
         + ("; admin keys load and unload models" if settings.has_admin else ""),
         f"  limits  body {settings.limits.max_body_bytes / 1e6:g} MB, {settings.limits.max_prompts} prompts a request, "
@@ -74,7 +74,7 @@ def _model_lines(info: ModelInfo) -> list[str]:
 
 
 def _cache_lines(info: ModelInfo) -> list[str]:
-    """The pools of KV cache, and how many requests of the whole context they hold."""
+    """Describe the pools of the KV cache, and how many requests of the whole context fit."""
     pools = info.cache_pools or (CachePool(None, 0, info.num_blocks, info.kv_bytes_per_token),)
     whole, source = -(-info.max_model_len // info.block_size), info.form == "encoder-decoder"
     fitting = min(pool.num_blocks // (min(whole, pool.max_sequence_blocks or whole) + whole * source) for pool in pools)

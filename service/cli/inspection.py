@@ -1,4 +1,4 @@
-"""The command `triptych inspect`, which prints a checkpoint's architecture, memory and cost as tables or JSON."""
+"""The command `triptych inspect`: prints a checkpoint's architecture, memory and cost as tables or JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, disse
 from service.chat.abilities import folder_abilities
 
 _DTYPE = "float32"
-_PROMPT = 128  # tokens of the prompt whose cost is shown
+_PROMPT = 128  # tokens of the prompt in the table of costs
 
 
 def show(name: str, path: Path, *, context: int, memory: int) -> None:
@@ -99,7 +99,7 @@ def write_attention(name: str, path: Path, text: str, out: Path) -> None:
 
 
 def _chat(abilities: dict[str, Any]) -> str:
-    """Return a line on conversations."""
+    """Return a line about chat: whether it is served, and the formats of tool calls and reasoning."""
     if not abilities["serves"]:
         return f"chat: no, {abilities['problem']}"
     tools = abilities["tools"] or f"no, {abilities['problem']}"
@@ -142,17 +142,17 @@ def _costs(anatomy: Anatomy, context: int, memory: int) -> Table:
         table.add_row(f"{stack}: FLOPs a token of a prompt of {_PROMPT}", f"{prompt / 1e6:,.1f} M")
         step = anatomy.flops(stack, context)
         table.add_row(f"{stack}: FLOPs a token at context {context}", f"{step.all / 1e6:,.1f} M")
-        table.add_row("  of which attention over the context, O(n d)", f"{step.attention / 1e6:,.1f} M")
-        table.add_row("  of which feed-forward, O(d^2)", f"{step.feed_forward / 1e6:,.1f} M")
+        table.add_row("  attention over the context, O(n d)", f"{step.attention / 1e6:,.1f} M")
+        table.add_row("  feed-forward, O(d^2)", f"{step.feed_forward / 1e6:,.1f} M")
     if anatomy.config.decoder is not None:
         table.add_row(f"KV bytes a token ({_DTYPE})", f"{anatomy.kv_bytes_per_token(_DTYPE):,}")
         for pool in pools_of(paged_specs(anatomy.config.decoder, _DTYPE)):
             if pool.window is not None:
-                kept = f"  of which {len(pool.layers)} layers keep the last {pool.window:,} tokens"
+                kept = f"  {len(pool.layers)} layers with a window of {pool.window:,} tokens"
                 table.add_row(kept, f"{pool.token_bytes:,}")
         if recurrent := state_bytes(anatomy.config.decoder):
             layers = len(anatomy.config.decoder.recurrences)
-            table.add_row(f"bytes of a state, of {layers} recurrent layers (float32)", f"{recurrent:,}")
+            table.add_row(f"bytes of a sequence's state in {layers} recurrent layers (float32)", f"{recurrent:,}")
         fitting = anatomy.sequences_that_fit(memory, context, _DTYPE)
         table.add_row(f"sequences of {context} tokens in {_size(memory)} of KV", f"{fitting:,}")
     return table
@@ -160,17 +160,17 @@ def _costs(anatomy: Anatomy, context: int, memory: int) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Holds a model's memory on a CPU in one number format, in bytes, and the context that it can serve."""
+    """The memory that a model needs on a CPU in one number format, in bytes, and the context that it can serve."""
 
     weights: dict[str, int]  # by part; a tied head is packed a second time
-    buffer: int  # additional, during loading
+    buffer: int  # additional memory during loading
     kv_per_token: int
-    context: int | None  # that fits the given KV memory; None: no KV cache
+    context: int | None  # longest context in the given KV memory; None: no KV cache
     whole_context: int | None  # bytes of KV for the model's longest context; None: unlimited
 
 
 def _plans(checkpoint: Checkpoint, memory: int) -> dict[str, _Plan]:
-    """Plan the memory for each number format from the files' headers, as an engine does before it loads weights."""
+    """Plan the memory for each number format from the headers of the files, as an engine does before loading."""
     formats = cpu_formats(checkpoint.config).items()
     return {name: _plan(checkpoint, plan_weights(checkpoint, kept), kept.dtype, memory) for name, kept in formats}
 
@@ -209,7 +209,7 @@ def _weights_table(plans: dict[str, _Plan]) -> Table:
 
 
 def _kv_table(plans: dict[str, _Plan], memory: int, longest: int | None) -> Table:
-    """A column for each dtype of the network, which alone decides what is kept of a token."""
+    """Return a table with a column for each size of a token in the KV cache."""
     by_size = {plan.kv_per_token: (name, plan) for name, plan in reversed(plans.items())}
     kinds = dict(sorted(by_size.values(), key=lambda kind: -kind[1].kv_per_token))
     table = _columns("KV cache", kinds)

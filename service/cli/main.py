@@ -1,4 +1,4 @@
-"""The command line `triptych`: what its commands do, and how errors end them.
+"""The command line `triptych`: runs its commands, and turns errors into messages and exit codes.
 
 Usage errors print one line and exit 2. Slow imports are inside the commands, so that `--help` answers at once.
 """
@@ -56,18 +56,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _open_standard_files() -> None:
-    """Open /dev/null for each closed standard file: libuv aborts if a socket gets its number."""
+    """Open /dev/null for each closed standard file, because libuv aborts if a socket gets its number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     file = os.environ.get("TRIPTYCH_CONFIG") if arguments.config is None else arguments.config
-    if file is not None and not file.strip():  # the keys may be in it
+    if file is not None and not file.strip():  # an intended file may hold the keys, so do not start without it
         raise ConfigError(
             "--config (TRIPTYCH_CONFIG): found an empty text, expected the path of a file; or leave it out"
         )
@@ -84,7 +84,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     served = models or models_or_embedded(content.models, settings)
     if settings.get("runtime") != "local":
         return _run(served, settings, groups, None)
-    engine = ConnectedChild(ENGINE)  # it imports torch meanwhile
+    engine = ConnectedChild(ENGINE)  # imports torch in the meantime
     try:
         return _run(served, settings, groups, engine)
     finally:
@@ -97,7 +97,7 @@ def _run(
     groups: Mapping[str, sources.FileSettings] | None,
     engine: ConnectedChild | None,
 ) -> int:
-    from service.cli import serve  # takes a second, so after all usage errors
+    from service.cli import serve  # takes a second, so it comes after all usage errors
 
     return serve.serve(models, settings, groups, engine)
 
@@ -184,7 +184,7 @@ def _grammar(arguments: argparse.Namespace) -> str:
 
 
 def _grammar_text(given: str) -> str:
-    """Return the text of a grammar, which is given or in a file."""
+    """Return the text of a grammar, given itself or as a file's path."""
     if "\n" in given or ":" in given:
         return given
     try:
@@ -194,7 +194,7 @@ def _grammar_text(given: str) -> str:
 
 
 def _schema(given: str) -> dict[str, Any]:
-    """Read a JSON schema from its text or from a file."""
+    """Return a JSON schema, given itself or as a file's path."""
     import json
 
     try:
@@ -259,12 +259,12 @@ def _models(arguments: argparse.Namespace) -> int:
 
 
 def _folder(path: str) -> Path:
-    """The folder of a path, or of a model of the Hub after downloading it."""
+    """Return the folder of a path, or of a model of the Hub, which is downloaded."""
     return hub.local_folder(path) if hub.is_hub_name(path) else Path(path)
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Split `[NAME=]PATH`; the default name is the folder's or repository's; an embedded model needs only its name."""
+    """Split `[NAME=]PATH`. The default name is the folder's or repository's; an embedded model needs no path."""
     name, equals, path = text.partition("=")
     if not equals:
         embedded = embedded_model_settings()

@@ -16,7 +16,7 @@ _COLUMNS = ("name", "state", "memory", "replicas", "idle", "from", "reason")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command line says. Raises `ConfigError` for a bad one, `EngineError` for what the service refuses."""
+    """Run the command. Raises `ConfigError` for a usage error, `EngineError` if the service refuses or is down."""
     if arguments.action == "list":
         _print_table(_ask(arguments, "/models", None)["models"])
         return 0
@@ -41,7 +41,7 @@ def _settings(given: list[str]) -> dict[str, str]:
 
 
 def _ask(arguments: argparse.Namespace, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the service's reply to a GET, or to a POST of `body`."""
+    """Send a GET, or a POST of `body`, and return the service's reply."""
     key = arguments.admin_key or os.environ.get("TRIPTYCH_ADMIN_KEYS", "").partition(",")[0].strip()
     if not arguments.url.startswith(("http://", "https://")):
         raise ConfigError(f"--url: expected http://HOST:PORT, found {arguments.url!r}")

@@ -1,4 +1,4 @@
-"""The flags of each command of `triptych`. Reading them imports nothing slow."""
+"""The flags of each command of `triptych`. This module imports nothing slow."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SAMPLING = {name: column for name, column in PARAMETERS.items() if column.row.fl
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports errors as `ConfigError`, in one line."""
+    """A parser that raises errors as `ConfigError`, in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser: what it parses has `command`, the command's name, and `flags`, all flags of that command."""
+    """Build the parser. Its result has `command`, the command's name, and `flags`, all flags of that command."""
     parser = _Parser(prog="triptych", description="Serve decoder-only, encoder-decoder and encoder-only Transformers.")
     _add_verbose(parser, default=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
@@ -47,7 +47,7 @@ def _add_serve(commands: Any) -> None:
         "models",
         nargs="*",
         metavar="[NAME=]PATH",
-        help="checkpoint folders (default: those in the file of --config, else, without --models-dir, the embedded "
+        help="checkpoint folders (default: those in the --config file; else none with --models-dir; else the embedded "
         "models)",
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="file of settings and models (TRIPTYCH_CONFIG)")
@@ -57,7 +57,7 @@ def _add_serve(commands: Any) -> None:
 
 
 def _add_serve_config(commands: Any) -> None:
-    text = "convert a file for `serve --config` for `serve deploy` and KubeRay"
+    text = "convert a file of `triptych serve --config` for Ray's `serve deploy` and KubeRay"
     parser = commands.add_parser("serve-config", help=text, description=text)
     parser.add_argument("file", metavar="FILE.yaml")
     parser.add_argument(
@@ -80,9 +80,7 @@ def _add_generate(commands: Any) -> None:
     parser = commands.add_parser("generate", help="generate text offline, without a server")
     parser.add_argument("model", metavar="[NAME=]PATH", nargs="?", help=f"{_MODEL} (default: code)")
     parser.add_argument("prompt", metavar="PROMPT")
-    text = (
-        "maximum number of tokens to generate (default: the folder's, else until the model ends or its context is full)"
-    )
+    text = "maximum number of tokens to generate (default: the folder's, else until the end or a full context)"
     parser.add_argument("--max-tokens", type=_bounded("max_tokens", int), help=text)
     for name, column in SAMPLING.items():
         default = f"the folder's, else {column.default:g}" if column.row.folder else f"{column.default:g}"
@@ -108,20 +106,20 @@ def _add_generate(commands: Any) -> None:
 
 
 def _add_transcribe(commands: Any) -> None:
-    text = "write down what is said in an audio file, without a server"
+    text = "transcribe an audio file offline, without a server"
     parser = commands.add_parser("transcribe", help=text, description=text)
     parser.add_argument("model", metavar="[NAME=]PATH", help=_MODEL)
     parser.add_argument("file", metavar="FILE", help="WAV, FLAC, MP3 or Ogg; MP4, WebM and AAC with the extra `audio`")
-    parser.add_argument("--language", metavar="CODE", help="what is spoken (default: it is found out)")
+    parser.add_argument("--language", metavar="CODE", help="language of the speech (default: detected)")
     parser.add_argument("--translate", action="store_true", help="translate to English")
     parser.add_argument(
         "--format",
         choices=("text", "srt", "vtt"),
         default="text",
-        help="text (default), as it is decoded, or subtitles",
+        help="text (default), printed while it is decoded, or subtitles",
     )
-    parser.add_argument("--parallel", action="store_true", help="decode all windows at once")
-    parser.add_argument("--prompt", metavar="TEXT", default="", help="a text that comes before the audio")
+    parser.add_argument("--parallel", action="store_true", help="decode all windows of the audio at once")
+    parser.add_argument("--prompt", metavar="TEXT", default="", help="text before the audio, for style and names")
     _add_engine(parser)
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))
@@ -142,7 +140,7 @@ def _bounded(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
         return value
 
-    read.__name__ = parse.__name__  # which argparse shows
+    read.__name__ = parse.__name__  # argparse shows it in errors
     return read
 
 
@@ -182,7 +180,7 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_quantize(commands: Any) -> None:
-    text = "write a folder with a checkpoint's projections as integers, which serves itself on a CPU"
+    text = "write a checkpoint folder with integer weights, to be served on a CPU"
     parser = commands.add_parser("quantize", help=text, description=text)
     parser.add_argument("model", metavar="IN", help=_MODEL)
     parser.add_argument("out", metavar="OUT", help="the new folder")
@@ -190,8 +188,8 @@ def _add_quantize(commands: Any) -> None:
     parser.add_argument(
         "--texts",
         metavar="FILE",
-        help="texts divided by blank lines: scales of 4 bits are searched by what these make of errors (default: by "
-        "errors of weights)",
+        help="calibration texts, separated by blank lines: 4-bit scales then minimize the error of outputs on them "
+        "(default: the error of the weights)",
     )
     sources.add_arguments(parser, (BY_NAME["dtype"],))
     _add_verbose(parser)
@@ -199,7 +197,7 @@ def _add_quantize(commands: Any) -> None:
 
 
 def _add_models(commands: Any) -> None:
-    text = "list, load and unload the models of a running service, as an operator"
+    text = "list, load and unload the models of a running service"
     parser = commands.add_parser("models", help=text, description=text)
     parser.add_argument("action", choices=("list", "load", "unload"))
     parser.add_argument("name", nargs="?", metavar="NAME", help="the model to load or unload")
@@ -213,9 +211,9 @@ def _add_models(commands: Any) -> None:
         metavar="NAME=VALUE",
         help="load: an engine setting of the model, such as dtype=float32 (repeatable)",
     )
-    parser.add_argument("--pin", action="store_true", help="load: keep it when it is idle or memory is needed")
-    parser.add_argument("--drain", type=float, metavar="SECONDS", help="unload: for its running requests")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait until it is done")
+    parser.add_argument("--pin", action="store_true", help="load: keep the model when it is idle or memory is needed")
+    parser.add_argument("--drain", type=float, metavar="SECONDS", help="unload: how long running requests may continue")
+    parser.add_argument("--no-wait", action="store_true", help="return at once, before the model is loaded or unloaded")
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))
 
@@ -225,7 +223,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_verbose(parser: argparse.ArgumentParser, default: Any = argparse.SUPPRESS) -> None:
-    """Add `-v`, which is accepted before and after the command."""
+    """Add `-v`; it is accepted before and after the command."""
     text = "show tracebacks of configuration errors"
     parser.add_argument("-v", "--verbose", action="store_true", default=default, help=text)
 

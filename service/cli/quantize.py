@@ -1,4 +1,4 @@
-"""The command `triptych quantize`: writes a folder whose projections are integers, and says what that costs."""
+"""The command `triptych quantize`: writes a folder with integer weights, and prints its size and errors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from model.quantization.folder import Report, quantize
 
-_PROGRESS_SECONDS = 2.0  # between two words of how far it is
-_WORST = 3  # matrices that are named
+_PROGRESS_SECONDS = 2.0  # between two lines of progress
+_WORST = 3  # matrices listed with the largest errors
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
-    """Do what the command line says. Raises `ConfigError`."""
+    """Run the command. Raises `ConfigError`."""
     out = Path(arguments.out)
-    before = signal.signal(signal.SIGTERM, _end)  # so that what is half written goes
+    before = signal.signal(signal.SIGTERM, _end)  # exits by an exception, which removes half-written files
     try:
         report = quantize(
             folder,
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
             arguments.format,
             texts=None if arguments.texts is None else Path(arguments.texts),
             dtype=arguments.dtype or "auto",
-            progress=_Progress().tell,
+            progress=_Progress().report,
         )
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -38,14 +38,14 @@ def _end(number: int, frame: object) -> None:
 
 
 class _Progress:
-    """Says on standard error from time to time how far it is."""
+    """Prints progress to standard error from time to time."""
 
     def __init__(self) -> None:
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
 
-    def tell(self, share: float, name: str) -> None:
-        if time.monotonic() - self._said >= _PROGRESS_SECONDS:
-            self._said = time.monotonic()
+    def report(self, share: float, name: str) -> None:
+        if time.monotonic() - self._printed >= _PROGRESS_SECONDS:
+            self._printed = time.monotonic()
             print(f"{100 * share:3.0f} %  {name}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The command `triptych serve`: run the configured runtime, and print a banner once the service is ready."""
+"""The command `triptych serve`: runs the configured runtime, and prints a banner once the service is ready."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def serve(
     groups: Mapping[str, FileSettings] | None = None,
     engine: ConnectedChild | None = None,
 ) -> int:
-    """Serve models (name -> `path` and engine settings), and groups of others, until a signal; return the exit code.
+    """Serve models (name -> `path` and engine settings) and groups of models until a signal; return the exit code.
 
-    `engine` is an engine process for the local runtime, which has been started already.
+    `engine` is an engine process for the local runtime that has already been started.
     """
     began = time.monotonic()
     config = resolve_config(models, settings, groups)
@@ -45,7 +45,7 @@ def serve(
 
 
 def run(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = None) -> int:
-    """Serve by the runtime that `config` names, until a signal, and return the exit code.
+    """Serve with the runtime that `config` names until a signal, and return the exit code.
 
     Calls `on_ready` when the first request can be served. Raises `ConfigError`, or `EngineDeadError` if loading fails.
     """
@@ -68,5 +68,5 @@ def run(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = 
 
 
 def _print(text: str) -> None:
-    with suppress(OSError):  # a full disk under stderr must not stop the service
+    with suppress(OSError):  # stderr may be a file on a full disk, which must not stop the service
         print(text, file=sys.stderr, flush=True)

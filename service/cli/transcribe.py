@@ -1,4 +1,4 @@
-"""The command `triptych transcribe`: writes down what is said in audio files, without a server."""
+"""The command `triptych transcribe`: transcribes an audio file without a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model.speech.segments import srt, vtt
 
 
 def run(arguments: argparse.Namespace, sound: bytes, llm: LLM) -> int:
-    """Transcribe `sound` as the command line says."""
+    """Run the command on the bytes of an audio file. Raises `ConfigError`."""
     prompt = arguments.prompt.strip()
     if prompt and llm.tokenizer is None:
         raise ConfigError("--prompt: the model has no tokenizer")

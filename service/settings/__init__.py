@@ -1,1 +1,1 @@
-"""The settings of the service: their table, their sources, and the configuration made of them."""
+"""The settings of the service: their table, their sources, and the configuration built from them."""

@@ -1,4 +1,4 @@
-"""API and admin keys: those of the settings, and those of a file that may change while the service runs."""
+"""API and admin keys, from the settings and from a file that may change while the service runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from model.errors import ConfigError
 from service.settings.service_settings import ServiceSettings, check_key
 
-_CHECK_SECONDS = 1.0  # between two checks of the file
+_CHECK_SECONDS = 1.0  # minimum time between two checks of the file
 _MAX_BYTES = 1 << 20
 _MAX_NAMED = 4_096  # keys whose tenants are remembered
 
@@ -25,7 +25,7 @@ class KeyRing:
     """Checks keys. If the file becomes unreadable or holds no key, the last valid keys stay in force."""
 
     def __init__(self, keys: Iterable[str] = (), file: str = "", setting: str = "api_key_file") -> None:
-        """`setting` names the file in errors. Raises `ConfigError` for one that is missing or has anything but keys."""
+        """`setting` names the file in errors. Raises `ConfigError` for a missing file or an invalid key in it."""
         self._fixed = frozenset(digest(key.encode()) for key in keys)
         self._file = Path(file) if file else None
         self._setting = setting
@@ -49,7 +49,7 @@ class KeyRing:
         return cls(settings.admin_keys, settings.admin_key_file, "admin_key_file")
 
     def find(self, key: bytes) -> bytes | None:
-        """Return the digest of a valid key, else None. Compares with every key, in constant time for each."""
+        """Return the digest of a valid key, else None. Compares it with every key, in constant time for each."""
         self._refresh()
         presented = digest(key)
         known = [hmac.compare_digest(presented, one) for one in (*self._fixed, *self._from_file)]
@@ -69,14 +69,14 @@ class KeyRing:
         except ConfigError as error:
             logger.error("the keys are unchanged: %s", error)
         else:
-            logger.info("read %d keys of %s again", len(self._from_file), self._setting)
+            logger.info("%s has changed: read %d keys", self._setting, len(self._from_file))
 
 
 class Tenants:
-    """Names the holders of keys by hashes with a secret, which tell nothing about the keys."""
+    """Names of the holders of keys: hashes with a secret, which reveal nothing about the keys."""
 
     def __init__(self, secret: bytes = b"") -> None:
-        """Processes with the same `secret` give the same names; without one it is of this process alone."""
+        """Processes with the same `secret` give the same names; by default the secret is random."""
         self._secret = secret or secrets.token_bytes(32)
         self._names: dict[bytes, str] = {}
 
@@ -84,7 +84,7 @@ class Tenants:
         """Return the name of a valid key's holder, by the key's digest."""
         name = self._names.get(key_digest)
         if name is None:
-            if len(self._names) >= _MAX_NAMED:  # the file of keys has changed often
+            if len(self._names) >= _MAX_NAMED:  # the key file has changed often
                 self._names.clear()
             name = self._names[key_digest] = hmac.new(self._secret, key_digest, "sha256").hexdigest()
         return name
@@ -96,7 +96,7 @@ def digest(key: bytes) -> bytes:
 
 
 def _read(file: Path, setting: str) -> frozenset[bytes]:
-    """Read one key a line, skipping empty lines and lines that begin with `#`."""
+    """Return the digests of the keys, one a line; skips empty lines and lines that begin with `#`."""
     try:
         with file.open("rb") as stream:
             content = stream.read(_MAX_BYTES + 1)

@@ -1,4 +1,4 @@
-"""The table of all settings of `triptych serve`: name, parser, default and help of each.
+"""The table of all settings of `triptych serve`: the name, parser, default and help of each.
 
 `service.settings.sources` reads their values from the command line, the environment and configuration files. This
 module imports nothing slow, because `--help` must answer at once.
@@ -43,14 +43,14 @@ PREFIX = "TRIPTYCH_"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Describes one setting: `name` in a file, `--name` on the command line, `TRIPTYCH_NAME` in the environment."""
+    """One setting: `name` in a file, `--name` on the command line, `TRIPTYCH_NAME` in the environment."""
 
     name: str
     parse: Callable[[str], Any]
     default: Any
     help: str
     metavar: str = "N"
-    shown: str = ""  # the default in words, where it is no plain value
+    shown: str = ""  # the default in words, if the value does not explain itself
     per_model: bool = False  # a field of EngineConfig: a file may also set it for one model
 
     @property
@@ -62,7 +62,7 @@ class Option:
         return PREFIX + self.name.upper()
 
     def read(self, value: Any, where: str) -> Any:
-        """Parse a value from any source; raises `ConfigError` that names `where` it was found."""
+        """Parse a value from any source; raises `ConfigError` that names its source, `where`."""
         if value is None:
             raise ConfigError(f"{where}: found nothing; give a value, or leave the setting out")
         if self.is_secret:
@@ -75,11 +75,11 @@ class Option:
 
     @property
     def is_secret(self) -> bool:
-        """Whether the value is shown to nobody."""
+        """Whether the value must never be shown or logged."""
         return self.parse is keys
 
     def _read_secret(self, value: Any, where: str) -> Any:
-        """Parse a text, or a list of texts of which each is one key: YAML reads a number in many ways."""
+        """Parse a text or a list of texts. A number is refused: YAML may read it differently from what was written."""
         texts = value if isinstance(value, list) else [value]
         if not texts or not all(isinstance(text, str) for text in texts):
             what = "an empty list" if not texts else "a key that is no text"
@@ -112,42 +112,38 @@ OPTIONS: tuple[Option, ...] = (
         "scale_target",
         float,
         _SCALING.target,
-        "saturation at which replicas are kept: running and waiting work over capacity",
+        "target load of a replica: running and waiting work over its capacity",
         "SHARE",
     ),
     Option(
         "scale_up_delay",
         float,
         _SCALING.up_delay_s,
-        "how long the load must be higher before replicas are added",
+        "how long the load must stay above the target before replicas are added",
         "SECONDS",
     ),
     Option(
         "scale_down_delay",
         float,
         _SCALING.down_delay_s,
-        "how long the load must be lower before replicas are removed",
+        "how long the load must stay below the target before replicas are removed",
         "SECONDS",
     ),
     Option(
         "surge",
         boolean,
         _SCALING.surge,
-        "start a replica's successor before stopping it in a redeploy: takes the memory, and GPUs, of both",
+        "in a redeploy, start a new replica before stopping the old one; this takes the memory and GPUs of both",
         "BOOL",
         "off",
     ),
-    Option(
-        "api_keys", keys, (), "API keys, one of which a client must send as a bearer token", "KEY[,KEY]", "none: open"
-    ),
-    Option(
-        "api_key_file", key_file, "", "file of more API keys, one a line; read again when it changes", "FILE", "none"
-    ),
+    Option("api_keys", keys, (), "API keys; a client must send one as a bearer token", "KEY[,KEY]", "none: open"),
+    Option("api_key_file", key_file, "", "file of more API keys, one a line; reloaded when it changes", "FILE", "none"),
     Option(
         "admin_keys",
         keys,
         (),
-        "keys of /models, /models/load and /models/unload, which are off without one",
+        "keys for /models, /models/load and /models/unload, which are off without a key",
         "KEY[,KEY]",
         "none: off",
     ),
@@ -155,7 +151,7 @@ OPTIONS: tuple[Option, ...] = (
         "admin_key_file",
         key_file,
         "",
-        "file of more admin keys, one a line; read again when it changes",
+        "file of more admin keys, one a line; reloaded when it changes",
         "FILE",
         "none",
     ),
@@ -171,8 +167,8 @@ OPTIONS: tuple[Option, ...] = (
         "allowed_hosts",
         hosts,
         (),
-        "names besides localhost and addresses by which clients may call the service; checked if any is given, and on "
-        "a loopback address without keys, * for all",
+        "host names that clients may use for this service, in addition to localhost and IP addresses; * for all; "
+        "checked if any is given, and on a loopback address without keys",
         "NAME[,NAME]",
         "none",
     ),
@@ -180,7 +176,7 @@ OPTIONS: tuple[Option, ...] = (
         "models_dir",
         folder,
         _MODELS.models_dir,
-        "folder of models' folders: each is served by its name, and loaded when a request first names it",
+        "folder of model folders: each model is served under its folder's name, and loaded on its first request",
         "DIR",
         "none",
     ),
@@ -188,7 +184,7 @@ OPTIONS: tuple[Option, ...] = (
         "load_from",
         sources,
         _MODELS.load_from,
-        "what /models/load may load: folders below models_dir, models of the Hub, or any folder",
+        "what /models/load may load: folders in models_dir, models of the Hub, or any folder",
         "SOURCE[,SOURCE]",
         ",".join(_MODELS.load_from),
     ),
@@ -196,7 +192,7 @@ OPTIONS: tuple[Option, ...] = (
         "keep_alive",
         float,
         _MODELS.keep_alive_s,
-        "idle time after which a model is unloaded that was loaded while the service ran",
+        "idle time after which a model that was loaded on demand is unloaded",
         "SECONDS",
         "none: it stays",
     ),
@@ -204,7 +200,7 @@ OPTIONS: tuple[Option, ...] = (
         "model_memory",
         byte_size,
         _MODELS.memory,
-        "memory of all models of a replica with their KV caches; the least recently used are unloaded to stay within",
+        "memory for all models of a replica with their KV caches; the least recently used are unloaded to stay below",
         "SIZE",
         "what the machine has",
     ),
@@ -212,7 +208,7 @@ OPTIONS: tuple[Option, ...] = (
         "pin",
         boolean,
         _MODELS.pin,
-        "unload models given at the start, too, when they are idle or their memory is needed",
+        "also unload the models given at the start when they are idle or their memory is needed",
         "BOOL",
         "they stay",
     ),
@@ -220,14 +216,14 @@ OPTIONS: tuple[Option, ...] = (
         "load_timeout",
         float,
         _MODELS.load_timeout_s,
-        "how long loading a model while the service runs may take, with its download",
+        "how long loading a model on demand may take, including its download",
         "SECONDS",
     ),
     Option(
         "max_download",
         byte_size,
         _MODELS.max_download,
-        "largest model of the Hub that is downloaded while the service runs",
+        "largest model of the Hub that is downloaded on demand",
         "SIZE",
         "100GB",
     ),
@@ -246,8 +242,8 @@ OPTIONS: tuple[Option, ...] = (
         "quantization",
         one_of(*QUANTIZATIONS),
         _ENGINE.quantization,
-        "weight matrices in 8 or 4 bits: int8 and int4 (-g: so many inputs share a scale), on a CPU their inputs in 8; "
-        "fp8, their inputs too, on a GPU of compute capability 8.9 and later",
+        "weight matrices in 8 or 4 bits. On a CPU: int8 or int4 (-gN: N inputs share a scale), with activations in 8 "
+        "bits. On a GPU of compute capability 8.9 and later: fp8, with activations in fp8",
         "|".join(QUANTIZATIONS),
         per_model=True,
     ),
@@ -271,14 +267,14 @@ OPTIONS: tuple[Option, ...] = (
         "tensor_parallel_size",
         int,
         _ENGINE.tensor_parallel_size,
-        "number of GPUs, on one machine, that a model's weights are split over",
+        "number of GPUs of one machine that share a model's weights",
         per_model=True,
     ),
     Option(
         "batch_invariant",
         boolean,
         _ENGINE.batch_invariant,
-        "outputs do not depend on the rest of the batch, bit for bit, in any dtype; refused where not possible",
+        "make outputs independent of the rest of the batch, bit for bit; refused where that is not possible",
         "BOOL",
         "off",
         per_model=True,
@@ -322,7 +318,7 @@ OPTIONS: tuple[Option, ...] = (
         "cuda_graphs",
         boolean,
         _ENGINE.cuda_graphs,
-        "on a GPU: do not record decode steps as CUDA graphs, which starts sooner and runs slower",
+        "on a GPU: do not record decode steps as CUDA graphs; the start is faster, decoding slower",
         "BOOL",
         "CUDA graphs are used",
         per_model=True,
@@ -339,16 +335,16 @@ OPTIONS: tuple[Option, ...] = (
         "pickle",
         boolean,
         _ENGINE.pickle,
-        "take weights from safetensors alone, not from pytorch_model.bin (of which nothing is run)",
+        "read weights from safetensors only, not from pytorch_model.bin (whose code is never run)",
         "BOOL",
-        "pytorch_model.bin is read where there are no safetensors",
+        "pytorch_model.bin is read if there are no safetensors",
         per_model=True,
     ),
     Option(
         "weights_cache",
         cache_folder,
         AUTO_CACHE,
-        "folder where packed weights are kept: on a CPU the next start maps them, not packing again; off: nowhere",
+        "folder for packed weights: on a CPU the next start maps them and packs nothing; off: none is kept",
         "DIR",
         "triptych/weights in the user's cache directory",
         per_model=True,
@@ -357,7 +353,7 @@ OPTIONS: tuple[Option, ...] = (
         "weights_cache_size",
         byte_size,
         None,
-        "bytes of all files in the weights cache, the ones used longest ago are removed",
+        "maximum size of the weights cache; the least recently used files are removed",
         "SIZE",
         "32 GiB in the user's cache directory, unlimited elsewhere",
         per_model=True,
@@ -366,7 +362,7 @@ OPTIONS: tuple[Option, ...] = (
         "prefix_caching",
         boolean,
         _ENGINE.prefix_caching,
-        "do not reuse the KV cache of requests with the same beginning",
+        "do not reuse the KV cache of earlier requests that share a prefix",
         "BOOL",
         "prefixes are cached",
         per_model=True,
@@ -375,24 +371,25 @@ OPTIONS: tuple[Option, ...] = (
         "num_speculative_tokens",
         int,
         _ENGINE.num_speculative_tokens,
-        "most tokens that a step drafts where an output repeats its prompt or itself (n-gram speculation), without "
-        "changing it; a request may say otherwise; 0: off",
+        "maximum drafts in a step (speculative decoding): proposed by n-grams where an output repeats its prompt or "
+        "itself; the output stays the same; a request may set its own number; 0: off",
         per_model=True,
     ),
     Option(
         "draft_model",
         folder,
         None,
-        "folder of a small model of their vocabulary that drafts for decoder-only models; see num-speculative-tokens",
+        "folder of a small model that proposes drafts for decoder-only models with the same vocabulary; see "
+        "num-speculative-tokens",
         "DIR",
-        "n-grams alone draft",
+        "n-grams only",
         per_model=True,
     ),
     Option(
         "model_weight",
         float,
         _ENGINE.model_weight,
-        "relative share of compute time that a model gets among the models of its process",
+        "share of compute time, relative to the other models of the process",
         "WEIGHT",
         per_model=True,
     ),
@@ -425,7 +422,7 @@ OPTIONS: tuple[Option, ...] = (
         "stream_interval",
         float,
         _SERVICE.stream_interval_s,
-        "minimum time between a stream's events, each of which then holds several tokens",
+        "minimum time between a stream's events; an event may then hold several tokens",
         "SECONDS",
         "0: each token is sent at once",
     ),
@@ -433,7 +430,7 @@ OPTIONS: tuple[Option, ...] = (
         "embed_cache",
         byte_size,
         _SERVICE.embed_cache_bytes,
-        "memory in which results of /encode are kept, so that the same input of the same key is computed once",
+        "memory for results of /encode: the same input sent with the same key is computed once",
         "SIZE",
         "0: off",
     ),
@@ -441,21 +438,21 @@ OPTIONS: tuple[Option, ...] = (
         "tool_format",
         one_of(*TOOL_FORMATS),
         _SERVICE.tool_format,
-        "how models write their tool calls; auto: as each model's chat template does",
+        "how models write tool calls; auto: as each model's chat template does",
         "FORMAT",
     ),
     Option(
         "reasoning_format",
         one_of(*REASONING_FORMATS),
         _SERVICE.reasoning_format,
-        "how models mark their reasoning; auto: as each model's chat template does; none: it stays in the content",
+        "how models mark reasoning; auto: as each model's chat template does; none: reasoning stays in the content",
         "FORMAT",
     ),
     Option(
         "response_store",
         byte_size,
         _SERVICE.response_store_bytes,
-        "memory of a replica for responses that previous_response_id and GET /v1/responses/ID may name; 0: none",
+        "memory of a replica for stored responses (previous_response_id, GET /v1/responses/ID); 0: none",
         "SIZE",
         "64MiB",
     ),
@@ -464,7 +461,7 @@ OPTIONS: tuple[Option, ...] = (
         "metrics",
         one_of("triptych", "vllm"),
         "triptych",
-        "vllm: export metrics under vLLM's names too",
+        "vllm: also export metrics under vLLM's names",
         "triptych|vllm",
     ),
     Option("otlp_endpoint", str, "", "collector for OpenTelemetry traces (triptych[otel])", "URL", "no traces"),
@@ -479,14 +476,14 @@ OPTIONS: tuple[Option, ...] = (
         "haproxy",
         one_of("auto", "off"),
         "auto",
-        "auto: Ray Serve's HAProxy ingress where installed; off: its own proxy",
+        "auto: Ray Serve's HAProxy ingress if HAProxy is installed; off: Ray Serve's own proxy",
         "auto|off",
     ),
 )
 
 
 def _limit_options() -> Iterable[Option]:
-    """Make an option of each field of `Limits`; its type follows from its name and default."""
+    """Yield an option for each field of `Limits`; its type follows from its name and default."""
     for item in fields(Limits):
         assert isinstance(item.default, (int, float))
         sized, seconds = item.name.endswith("_bytes"), isinstance(item.default, float)
@@ -498,11 +495,11 @@ def _limit_options() -> Iterable[Option]:
 LIMIT_OPTIONS = tuple(_limit_options())
 OPTIONS += LIMIT_OPTIONS
 _SCALING_NAMES = ("replicas", "scale_target", "scale_up_delay", "scale_down_delay", "surge")
-GROUP_OPTIONS = (  # the settings that a group of models may have
+GROUP_OPTIONS = (  # settings of a group of models
     Option("route", route, None, "path prefix of the group's routes", "PATH", "/NAME"),
     *(option for option in OPTIONS if option.per_model or option.name in _SCALING_NAMES),
 )
 BY_NAME = {option.name: option for option in OPTIONS}
 ENGINE_OPTIONS = tuple(option for option in OPTIONS if option.per_model)
-_NOT_BY_REQUEST = ("pickle", "weights_cache", "weights_cache_size", "draft_model")  # what is trusted, read and written
+_NOT_BY_REQUEST = ("pickle", "weights_cache", "weights_cache_size", "draft_model")  # they concern files of the machine
 REQUEST_OPTIONS = tuple(option for option in ENGINE_OPTIONS if option.name not in _NOT_BY_REQUEST)

@@ -1,4 +1,4 @@
-"""Parsers of settings: of a text, from whatever source, to a value; all raise `ValueError` with what is expected."""
+"""Parsers of settings, each from a text to a value. All raise `ValueError` with a text of what is expected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def byte_size(text: str) -> int:
 
 
 def keys(text: str) -> tuple[str, ...]:
-    """Split a list of keys at its commas; raises `ValueError` where one is empty, as no key would mean open."""
+    """Split a list of keys at its commas; raises `ValueError` for an empty key, as no key means open access."""
     found = tuple(key.strip() for key in text.split(","))
     if not all(found):
         raise ValueError("keys with commas between them, none of them empty; leave the setting out for none")
@@ -31,7 +31,7 @@ def keys(text: str) -> tuple[str, ...]:
 
 
 def key_file(text: str) -> str:
-    """Check the path of a file of keys; raises `ValueError` for an empty one, as no file would mean open."""
+    """Check the path of a key file; raises `ValueError` for an empty one, as no file means open access."""
     if not text.strip():
         raise ValueError("the path of a file; leave the setting out for none")
     return text
@@ -46,12 +46,12 @@ def origins(text: str) -> tuple[str, ...]:
 
 
 def hosts(text: str) -> tuple[str, ...]:
-    """Split a list of names of this service at its commas; `ServiceSettings` checks each."""
+    """Split a list of host names at its commas; `ServiceSettings` checks each."""
     return tuple(one.strip() for one in text.split(","))
 
 
 def sources(text: str) -> tuple[str, ...]:
-    """Parse a list of what may be loaded; `ModelSettings` checks the words."""
+    """Parse a list of `LOAD_SOURCES`."""
     found = tuple(word.strip() for word in text.split(","))
     if not set(found) <= set(LOAD_SOURCES):
         raise ValueError(f"some of {', '.join(LOAD_SOURCES)}, with commas between them")
@@ -67,7 +67,7 @@ def replicas(text: str) -> dict[str, int]:
 
 
 def context(text: str) -> int | None:
-    """Parse a number, or `auto` (None: the engine decides)."""
+    """Parse a context length, or `auto` (None: the engine decides)."""
     if text == "auto":
         return None
     try:
@@ -77,14 +77,14 @@ def context(text: str) -> int | None:
 
 
 def folder(text: str) -> str:
-    """Make a folder's path absolute: replicas have other working directories."""
+    """Make a folder's path absolute, because replicas have other working directories."""
     if not text:
         raise ValueError("a folder")
     return str(Path(text).expanduser().absolute())
 
 
 def cache_folder(text: str) -> str | None:
-    """Return a folder as `folder` does, `auto` as it is, and None for `off`."""
+    """Parse a folder's path; return `auto` unchanged, and None for `off`."""
     if text in ("auto", "off"):
         return None if text == "off" else text
     return folder(text)
@@ -106,7 +106,7 @@ def boolean(text: str) -> bool:
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """Return a parser that accepts only these words."""
+    """Return a parser that accepts only these texts."""
 
     def parse(text: str) -> str:
         if text not in choices:

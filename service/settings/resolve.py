@@ -1,4 +1,4 @@
-"""Resolution of parsed settings, by option name, into a `ServeConfig`."""
+"""Builds a `ServeConfig` from parsed settings, which are given by option name."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def resolve_config(
     settings: Mapping[str, Any],
     groups: Mapping[str, FileSettings] | None = None,
 ) -> ServeConfig:
-    """Build the `ServeConfig` of models (name -> `path` and engine settings), settings, and groups of other models.
+    """Build a `ServeConfig` from models (name -> `path` and engine settings), settings, and groups of other models.
 
-    An engine setting of a model wins over its group's, and a group's over the one for all. Raises `ConfigError`.
+    An engine setting of a model wins over its group's, and a group's over the common one. Raises `ConfigError`.
     """
     specs = _model_specs(models, settings)
     later = ModelSettings(engine=_engine_for_all(settings), **_renamed(settings, _MODEL_FIELDS))
@@ -79,22 +79,22 @@ def resolve_config(
 
 
 def models_or_embedded(models: Models, settings: Mapping[str, Any]) -> Models:
-    """Return the models to start with: those given, else none beside a `models_dir`, else the embedded ones."""
+    """Return the models to start with: those given; else none if there is a `models_dir`; else the embedded ones."""
     return models if models or settings.get("models_dir") else embedded_model_settings()
 
 
 def engine_config(settings: Mapping[str, Any], shared: EngineConfig | None = None) -> EngineConfig:
-    """Build the engine settings of a model: its own, else those of `shared`. Raises `ConfigError`."""
+    """Build the engine settings of a model: its own first, then those of `shared`. Raises `ConfigError`."""
     return replace(shared or EngineConfig(), **_engine_settings(settings))
 
 
 def embedded_model_settings() -> dict[str, dict[str, Any]]:
-    """The embedded models as a configuration file would name them: name -> `path`."""
+    """Return the embedded models as a configuration file lists them: name -> `path`."""
     return {name: {"path": str(path)} for name, path in embedded_models().items()}
 
 
 def _group(name: str, group: FileSettings, settings: Mapping[str, Any], service: ServiceSettings) -> ServeConfig:
-    """The application of a group: it inherits engine settings, and has replicas of its own."""
+    """Build the application of a group: it inherits engine settings, and has its own replicas."""
     if not group.models:
         raise ConfigError(f"groups.{name}: there is no model to serve")
     own = {**settings, **group.settings}
@@ -109,7 +109,7 @@ def _group(name: str, group: FileSettings, settings: Mapping[str, Any], service:
 
 
 def _engine_for_all(settings: Mapping[str, Any]) -> EngineConfig:
-    """The engine settings of a model without any of its own: it shares the draft model, if there is one."""
+    """Build the engine settings of a model that sets none itself; it shares the common draft model, if any."""
     engine = engine_config(settings)
     return replace(engine, draft_model_shared=engine.draft_model is not None)
 

@@ -12,19 +12,19 @@ from model.api.stats import ModelInfo
 from model.errors import ConfigError
 from service.settings.service_settings import ServiceSettings
 
-# -- The number of replicas that the service may have under Ray Serve, and how fast it changes.
+# -- The number of replicas under Ray Serve, and how fast it changes.
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Bounds the number of replicas; between the bounds the autoscaler keeps their mean saturation near `target`."""
+    """Bounds of the number of replicas; between them the autoscaler keeps the mean load near `target`."""
 
     min_replicas: int = 1
     max_replicas: int = 1
-    target: float = 0.7  # saturation: what runs and waits over what a replica can run at once
-    up_delay_s: float = 5.0  # the load must ask for more replicas for so long
-    down_delay_s: float = 120.0  # and for fewer
-    surge: bool = False  # a redeploy starts a replica's successor before it stops the replica
+    target: float = 0.7  # running and waiting work of a replica, over what it can run at once
+    up_delay_s: float = 5.0  # how long more replicas must be needed before any is added
+    down_delay_s: float = 120.0  # how long fewer must be needed before any is removed
+    surge: bool = False  # whether a redeploy starts a new replica before it stops the old one
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
@@ -36,21 +36,21 @@ class Scaling:
             raise ConfigError("scale_up_delay and scale_down_delay must be finite and not negative")
 
 
-_PROXY_TIMEOUT_MARGIN = 60.0  # seconds by which proxies in front wait longer than the service itself
+_PROXY_TIMEOUT_MARGIN = 60.0  # seconds that a reverse proxy waits longer than the service itself
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Says what is served and how. It is sent to Ray's replicas as it is. Raises `ConfigError`."""
+    """The whole configuration of a service, which Ray's replicas receive unchanged. Raises `ConfigError`."""
 
     models: tuple[ModelSpec, ...]
     settings: ServiceSettings = field(default_factory=ServiceSettings)
     runtime: Literal["ray", "local"] = "ray"
     scaling: Scaling = field(default_factory=Scaling)
     name: str = "triptych"  # of the Ray Serve application
-    route: str = "/"  # the path prefix of all routes
-    groups: tuple[ServeConfig, ...] = ()  # further applications, each with models and replicas of its own
-    haproxy: bool = True  # under Ray: use Serve's HAProxy ingress where its binary is found, else Serve's own proxy
+    route: str = "/"  # path prefix of all routes
+    groups: tuple[ServeConfig, ...] = ()  # further applications, each with its own models and replicas
+    haproxy: bool = True  # under Ray: use Serve's HAProxy ingress if the binary is found, else Serve's own proxy
 
     def __post_init__(self) -> None:
         if not self.models and not self.settings.models.models_dir:
@@ -69,26 +69,26 @@ class ServeConfig:
 
     @property
     def applications(self) -> tuple[ServeConfig, ...]:
-        """This application and those of its groups."""
+        """This application, then those of its groups."""
         return self, *self.groups
 
     @property
     def models_elsewhere(self) -> dict[str, str]:
-        """Models of the other applications, with the routes that serve them."""
+        """The route of each model that another application serves."""
         return {model.name: group.route for group in self.groups for model in group.models}
 
     @property
     def proxy_timeout_s(self) -> float:
-        """Seconds after which proxies in front give up on a request: later than the service ends it."""
+        """Seconds after which reverse proxies give up on a request: later than the service itself does."""
         return self.settings.limits.request_timeout_s + _PROXY_TIMEOUT_MARGIN
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Describes a service that has just become able to answer its first request."""
+    """A service that has become ready to answer requests."""
 
     url: str
-    ingress: str  # the HTTP server, in words
+    ingress: str  # the HTTP server, for the banner
     models: Mapping[str, ModelInfo]
 
 

@@ -1,7 +1,7 @@
 """Limits and settings of the HTTP service, as frozen and checked data.
 
-`GET /info` reports every number of `Limits` under its own name, and each is enforced before any work is done. Limits of
-a model (context, batch, queue) are in its `EngineConfig` and `ModelInfo` instead.
+`GET /info` reports every field of `Limits` under its own name. Limits of a model (context, batch, queue) are in its
+`EngineConfig` and `ModelInfo`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from model.api.engine_config import EngineConfig
 from model.api.request import MIN_PRIORITY
 from model.errors import ConfigError
 
-# -- Settings of models that are loaded while the service runs: from where, in how much memory, for how long.
+# -- Settings of models that are loaded on demand: their sources, their memory, and when they are unloaded.
 
 LOAD_SOURCES = ("models-dir", "hub", "any")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Says which models may be loaded while the service runs, and when they are unloaded. Raises `ConfigError`."""
+    """Settings of loading models on demand and unloading them. Raises `ConfigError`."""
 
-    models_dir: str = ""  # a folder of models' folders, each of which is served by its name; empty: none
-    load_from: tuple[str, ...] = ("models-dir", "hub")  # what POST /models/load may name; any: every folder
-    keep_alive_s: float = math.inf  # how long a model that is not pinned may be idle before it is unloaded
-    memory: int | None = None  # bytes of all models of a replica, with their KV caches; None: what the machine has
-    pin: bool = True  # models given at the start are neither unloaded when idle nor evicted
-    load_timeout_s: float = 1800.0  # of one load, its download included
+    models_dir: str = ""  # a folder of model folders, each served under its name; empty: none
+    load_from: tuple[str, ...] = ("models-dir", "hub")  # sources of POST /models/load; any: every folder
+    keep_alive_s: float = math.inf  # idle time after which a model that is not pinned is unloaded
+    memory: int | None = None  # bytes for all models of a replica, with their KV caches; None: what the machine has
+    pin: bool = True  # whether models given at the start stay loaded, idle or not
+    load_timeout_s: float = 1800.0  # of one load, with its download
     max_download: int = 100 * 10**9  # bytes of one model of the Hub
-    engine: EngineConfig = field(default_factory=EngineConfig)  # of a model without settings of its own
+    engine: EngineConfig = field(default_factory=EngineConfig)  # of a model without its own settings
 
     def __post_init__(self) -> None:
         for source in self.load_from:
@@ -67,36 +67,36 @@ def _limit(default: Any, meaning: str, minimum: float | None = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits one HTTP request; each field is a setting of the same name. Raises `ConfigError`."""
+    """Limits of HTTP requests; each field is a setting of the same name. Raises `ConfigError`."""
 
     max_body_bytes: int = _limit(2_000_000, "maximum bytes of a body (413)")
     max_json_values: int = _limit(50_000, "maximum number of names, texts, lists and objects in a body (413)")
     max_json_numbers: int = _limit(500_000, "maximum number of numbers, and of escapes in texts, in a body (413)")
     max_held_body_bytes: int = _limit(
-        256 << 20, "maximum bytes of all bodies above 64 KiB that are read or wait for their replies (429)"
+        256 << 20, "maximum bytes of all bodies above 64 KiB that are being read or answered (429)"
     )
-    max_audio_bytes: int = _limit(26_214_400, "maximum bytes of a body of the routes that take an audio file (413)")
+    max_audio_bytes: int = _limit(26_214_400, "maximum bytes of a body with an audio file (413)")
     max_audio_seconds: float = _limit(3600.0, "maximum length of an audio file, in seconds")
-    max_audio_requests: int = _limit(16, "maximum number of audio files that are transcribed at a time (429)")
+    max_audio_requests: int = _limit(16, "maximum number of audio files that are transcribed at once (429)")
     max_audio_held_bytes: int = _limit(
-        1 << 30, "maximum bytes of all audio that is held: files as they come, then samples (429)"
+        1 << 30, "maximum bytes of all audio in memory: files while they are received, then samples (429)"
     )
     max_audio_windows: int = _limit(
-        8, "maximum windows of an audio that are computed at a time, with chunking: parallel"
+        8, "maximum windows of an audio file that are computed at once, with chunking: parallel"
     )
     audio_decode_s: float = _limit(30.0, "seconds for decoding an audio file")
     max_image_pixels: int = _limit(
-        64_000_000, "maximum pixels of all images of a request, as their files have them; a file has 32,000,000 at most"
+        64_000_000, "maximum pixels of all images of a request before resizing; a file has 32,000,000 at most"
     )
     image_decode_s: float = _limit(10.0, "seconds for decoding an image file")
     max_header_bytes: int = _limit(16 * 1024, "maximum bytes of all header names and values (431)")
     max_header_fields: int = _limit(100, "maximum number of header fields (431)")
     max_idle_connections: int = _limit(
         1_024,
-        "maximum number of connections without a request whose client has had none accepted; the oldest are closed",
+        "maximum number of connections on which no request has been accepted yet; the oldest are closed",
     )
     idle_connection_s: int = _limit(120, "seconds after which a connection without a request is closed")
-    receive_s: float = _limit(60.0, "seconds for receiving the headers, and again for the body (408)")
+    receive_s: float = _limit(60.0, "seconds for receiving the headers, and as long for the body (408)")
     max_prompts: int = _limit(32, "maximum number of prompts in a request")
     max_n: int = _limit(8, "maximum number of choices for a prompt")
     max_beams: int = _limit(8, "maximum number of beams")
@@ -116,18 +116,18 @@ class Limits:
     max_encode_inputs: int = _limit(2_048, "maximum number of inputs to encode (413)")
     max_encode_tokens: int = _limit(300_000, "maximum tokens of all inputs to encode (413)")
     max_detailed_inputs: int = _limit(
-        256, "maximum number of inputs that are images, or whose output has something for each token (413)"
+        256, "maximum number of inputs that are images, or whose output has a part for each token (413)"
     )
     max_detailed_tokens: int = _limit(16_384, "maximum tokens of all such inputs (413)")
     max_top_k: int = _limit(100, "maximum number of candidates for a mask, and of answers")
-    max_candidates: int = _limit(1_000, "maximum of masks x top_k of an input, and of targets")
+    max_candidates: int = _limit(1_000, "maximum of masks x top_k of an input, and maximum number of targets")
     prompt_characters_per_token: int = _limit(
-        16, "a text with more characters than this x max_model_len is refused before tokenising"
+        16, "a text with more characters than this x max_model_len is refused before it is tokenized"
     )
     default_max_tokens: int = _limit(256, "max_tokens of /generate if neither the client nor the checkpoint sets it")
     request_timeout_s: float = _limit(600.0, "default and maximum of timeout_s, in seconds")
     stream_stall_s: float = _limit(
-        30.0, "seconds without progress after which a reply that the client does not read is aborted"
+        30.0, "seconds without progress after which a reply that its client does not read is aborted"
     )
     stream_unread_bytes: int = _limit(1 << 20, "unread bytes after which a stream is aborted")
     stream_keepalive_s: float = _limit(15.0, "seconds without an event after which a keep-alive comment is sent")
@@ -152,35 +152,35 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """Sets the address, API keys, logging, draining and monitoring of the service. Raises `ConfigError`."""
+    """Settings of the HTTP service: address, keys, logs, draining, monitoring. Raises `ConfigError`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: str = ""  # more keys, one a line, read again when it changes; without any key, requests need none
-    admin_keys: tuple[str, ...] = field(default=(), repr=False)  # of the routes that load and unload models
-    admin_key_file: str = ""  # more of them; without any, these routes are off
-    cors_origins: tuple[str, ...] = ()  # whose pages may call the API from a browser; *: all
-    allowed_hosts: tuple[str, ...] = ()  # names of this service besides localhost and addresses; *: any
+    api_key_file: str = ""  # more keys, one a line, reloaded when it changes; without any key, access is open
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)  # for the routes that load and unload models
+    admin_key_file: str = ""  # more admin keys; without any, these routes are off
+    cors_origins: tuple[str, ...] = ()  # sites whose pages may call the API from a browser; *: all
+    allowed_hosts: tuple[str, ...] = ()  # host names of this service, in addition to localhost and IPs; *: any
     limits: Limits = field(default_factory=Limits)
     models: ModelSettings = field(default_factory=ModelSettings)
-    drain_timeout_s: float = 30.0  # how long running requests may continue after `begin_drain`
+    drain_timeout_s: float = 30.0  # how long running requests may continue at shutdown
     tokenizer_threads: int = 2
     log_format: LogFormat = "auto"  # plain lines on a terminal, JSON lines otherwise
-    stall_timeout_s: float = 30.0  # without progress of the step loop, after which the engine is restarted
+    stall_timeout_s: float = 30.0  # without a finished step, after which an engine is restarted
     stream_interval_s: float = 0.0  # minimum time between a stream's events; 0: each token is sent at once
-    tool_format: str = "auto"  # how models write tool calls (`service.chat.formats`); auto: as their chat template says
-    reasoning_format: str = "auto"  # how they mark reasoning; none: it is part of the content
-    embed_cache_bytes: int = 0  # results of /encode that are kept, of all models together; 0: none
-    response_store_bytes: int = 64 << 20  # conversations that `previous_response_id` may name; 0: none are kept
-    vllm_metrics: bool = False  # export metrics under vLLM's names too
-    otlp_endpoint: str = ""  # of a collector of OpenTelemetry traces; empty: no traces
+    tool_format: str = "auto"  # how models write tool calls (`service.chat.formats`); auto: as their chat template does
+    reasoning_format: str = "auto"  # how models mark reasoning; none: it is part of the content
+    embed_cache_bytes: int = 0  # cached results of /encode, of all models together; 0: none
+    response_store_bytes: int = 64 << 20  # stored responses, which `previous_response_id` may name; 0: none
+    vllm_metrics: bool = False  # whether metrics are also exported under vLLM's names
+    otlp_endpoint: str = ""  # collector of OpenTelemetry traces; empty: no traces
 
     def __post_init__(self) -> None:
         for name, known in (("tool_format", TOOL_FORMATS), ("reasoning_format", REASONING_FORMATS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, found {getattr(self, name)!r}")
-        if not self.host.strip():  # the system would listen on every interface
+        if not self.host.strip():  # an empty address means every interface
             raise ConfigError("host must be an address, found none; 0.0.0.0 is every interface")
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"port must be 0 to 65535, found {self.port}")
@@ -213,12 +213,12 @@ class ServiceSettings:
 
     @property
     def asks_for_key(self) -> bool:
-        """Whether requests need a key: true if there is a key file, whatever it contains at the moment."""
+        """Whether requests need a key: true if there is a key file, whatever it contains now."""
         return bool(self.api_keys or self.api_key_file)
 
     @property
     def checks_host(self) -> bool:
-        """Whether a request must name this service: if names are given, and where only this machine may ask freely."""
+        """Whether the `Host` header is checked: with allowed names, or without keys on a loopback address."""
         return bool(self.allowed_hosts) or (not self.asks_for_key and is_loopback(self.host))
 
     @property
@@ -228,7 +228,7 @@ class ServiceSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is reached from this machine alone."""
+    """Whether an address to listen on can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -236,13 +236,13 @@ def is_loopback(host: str) -> bool:
 
 
 def check_origin(origin: str) -> None:
-    """Raise `ConfigError` for what no browser sends as `Origin`, and for `null`, which any page can have."""
+    """Raise `ConfigError` for an invalid origin, and for `null`, which any page can have."""
     if origin != "*" and _ORIGIN.fullmatch(origin) is None:
         message = "cors_origins: expected scheme://host or scheme://host:port, without a path, or *"
         raise ConfigError(f"{message}; found {origin!r}"[:300])
 
 
 def check_key(key: str, where: str) -> None:
-    """Raise `ConfigError` for a key that cannot be sent in a header, without showing it."""
+    """Raise `ConfigError` for a key that cannot be sent in a header; the message does not show it."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{where} must be printable ASCII without spaces and not empty")

@@ -1,7 +1,7 @@
-"""Reading of settings: from the command line, from `TRIPTYCH_*` variables, and from YAML configuration files.
+"""Reads settings from the command line, from `TRIPTYCH_*` variables, and from YAML configuration files.
 
-The command line wins over the environment, and the environment over the file. An unknown key anywhere is an error that
-names it and the most similar known one.
+The command line wins over the environment, and the environment over the file. An unknown key is an error that names the
+most similar known key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG", "TRIPTYCH_DUMP_ACTIVATIONS", "T
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Add a flag for each option; `--api-key` and others are repeated where the variable has a list."""
+    """Add a flag for each option. A list is given by repeating its flag, such as `--api-key`."""
     limits = parser.add_argument_group("limits of one request")
     for option in options:
         group = limits if option in LIMIT_OPTIONS else parser
@@ -69,7 +69,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def forget_secrets(environment: MutableMapping[str, str]) -> None:
-    """Remove what has been read and is shown to nobody, so that no process that is started later inherits it."""
+    """Remove secrets from the environment, so that no child process inherits them."""
     for option in OPTIONS:
         if option.is_secret:
             environment.pop(option.variable, None)
@@ -77,25 +77,24 @@ def forget_secrets(environment: MutableMapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileSettings:
-    """Holds the content of a configuration file: settings by option name, models by name (`path` and engine settings),
-    and groups of models with settings of their own."""
+    """The content of a configuration file."""
 
-    settings: dict[str, Any] = field(default_factory=dict)
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: dict[str, FileSettings] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # by option name
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: `path` and engine settings
+    groups: dict[str, FileSettings] = field(default_factory=dict)  # by name: models with their own settings
 
 
 def from_file(path: Path) -> FileSettings:
-    """Read a YAML file, whose keys have dashes or underscores; raises `ConfigError`."""
+    """Read a YAML file; its keys may have dashes or underscores. Raises `ConfigError`."""
     return from_mapping(read_yaml(path), str(path))
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a file; raises `ConfigError`, also for one without content."""
+    """Parse a YAML file; raises `ConfigError`, also for an empty file."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Refuses duplicate keys; PyYAML's own loader silently keeps the last."""
+        """A loader that refuses duplicate keys; PyYAML's own keeps the last silently."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             names = [str(key.value) for key, _ in node.value]
@@ -111,12 +110,12 @@ def read_yaml(path: Path) -> Any:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
-        raise ConfigError(f"{path} holds no setting: give some, or leave the file out")
+        raise ConfigError(f"{path} is empty: add settings, or leave the file out")
     return content
 
 
 def from_mapping(content: Any, where: str, known: Iterable[Option] = OPTIONS) -> FileSettings:
-    """Check and parse the content of a file; `where` names it in errors."""
+    """Check and parse the content of a file; `where` names the file in errors."""
     settings = _mapping(content, where)
     models = _named(settings.pop("models", {}), f"{where}: models")
     groups = _named(settings.pop("groups", {}), f"{where}: groups") if known is OPTIONS else {}
@@ -128,7 +127,7 @@ def from_mapping(content: Any, where: str, known: Iterable[Option] = OPTIONS) ->
 
 
 def _file_model(value: Any, where: str) -> dict[str, Any]:
-    """Read a model of a file: its path alone, or a mapping of `path` and engine settings."""
+    """Parse a model of a file: its path, or a mapping of `path` and engine settings."""
     if isinstance(value, str):
         return {"path": value}
     settings = _mapping(value, where)
@@ -139,7 +138,7 @@ def _file_model(value: Any, where: str) -> dict[str, Any]:
 
 
 def requested_settings(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check and parse the engine settings of a model that is loaded by request, as a file has them for a model."""
+    """Check and parse the engine settings of a model that a request loads."""
     return _read_keys(_mapping(settings, where), REQUEST_OPTIONS, where)
 
 
@@ -166,7 +165,7 @@ def _refuse_unknown(found: Iterable[str], known: Iterable[str], what: str) -> No
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error text: the most similar known name, or all known names."""
+    """Return the end of an error message: the most similar known name, or all known names."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
