@@ -25,7 +25,6 @@ UNREAD = (
     "docs/archive/",
     "docs/checkpoints.md",
     "docs/fields.md",
-    "docs/operations.md",
     "loadtest/workload/prompts.py",  # a list of English words
     "model/checkpoint/weights_cache.py",
     "model/config/formats.py",
