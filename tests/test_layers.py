@@ -40,6 +40,7 @@ NO_TORCH = (
     "model.engine.scheduling.sequence",
     "model.engine.scheduling.block_manager",
     "model.engine.scheduling.scheduler",
+    "model.client.admission",
     "model.client.model_table",
     "model.client.async_engine",
     "model.client.process_transport",

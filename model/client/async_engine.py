@@ -23,7 +23,7 @@ from typing import Protocol
 from model.api.messages import Abort, Commands, Events, ModelSpec
 from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
 from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
-from model.client.encoding import Encoding
+from model.client.admission import Encoding
 from model.client.generation_stream import Delivery, GenerationStream
 from model.client.model_table import FrontModel, ModelTable
 from model.errors import ConfigError, EngineDeadError, EngineGoneError
@@ -83,7 +83,6 @@ class AsyncEngine:
         self._pending = Commands()
         self._unready_reason = "not started"  # empty when ready
         self._started: asyncio.Future[None] | None = None
-        self._started_with: set[str] = set()  # names of models
         self._start_seconds = 0.0  # of the slowest start
         self._last_events_time = time.monotonic()
         self._kill_reason = ""  # why the loop was killed; empty once it is gone
@@ -318,8 +317,7 @@ class AsyncEngine:
     def _finish_start(self, events: Events) -> None:
         if events.failure is None:
             self._unready_reason = ""
-            # Models that were to be unloaded while the engine loaded them.
-            self._next_commands().unload.extend(sorted(self._started_with - self._table.served.keys()))
+            self._next_commands().unload.extend(self._table.left_while_started())
             if self._started is not None and not self._started.done():
                 self._started.set_result(None)
             return
@@ -360,10 +358,7 @@ class AsyncEngine:
         self._transport = self._new_transport()
         try:
             await self._transport.start(self._on_events, self._on_lost)
-            specs = list(self._table.specs())
-            self._started_with = {spec.name for spec, _ in specs}
-            optional = [spec.name for spec, optional in specs if optional]
-            self._transport.send(Commands(start=[spec for spec, _ in specs], optional=optional))
+            self._transport.send(self._table.start_commands())
             await self._started
             self._start_seconds = max(self._start_seconds, time.monotonic() - began)
         except Exception as error:  # also OSError: no descriptors or memory for a process

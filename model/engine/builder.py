@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,10 +45,14 @@ from model.network.weights import load_model
 from model.parallel.rank0 import load_rank0, rank_processes_of
 from model.system import fallbacks
 from model.system.background_work import Work, finish, in_thread
+from model.system.fallbacks import FaultLimit
 from model.system.host_memory import available_memory
 
 if TYPE_CHECKING:
     from model.parallel.rank_processes import RankProcesses
+
+MAX_FAULTS = 3  # of one model within `FAULT_SECONDS`
+FAULT_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +66,11 @@ class LoadedModel:
     generate: GenerateEngine | None
     rank_processes: RankProcesses | None = None  # the processes of the model's other ranks
     weight: float = 1.0  # its share of compute time, relative to other models
+    faults: FaultLimit = field(default_factory=lambda: FaultLimit(MAX_FAULTS, FAULT_SECONDS))
+
+    @property
+    def name(self) -> str:
+        return self.info.name
 
     def check(self) -> None:
         """Raise `EngineDeadError` if another rank is gone: what was computed since is worth nothing."""

@@ -2,12 +2,11 @@
 
 `StepPacer` chooses the engine and its budget. The loop runs in a thread or as the main loop of a child process; it
 handles neither text nor sockets. State that may be corrupt is not used again: an exception in one model's engine ends
-that model's sequences and resets the engine. A model with more than `MAX_FAULTS` of them, or one that fails its
+that model's sequences and resets the engine. A model with too many of them (`MAX_FAULTS`), or one that fails its
 smallest forward pass, is lost: it is served no more if another model still computes. Else the loop ends with a
 `failure` frame.
 
-Models come and go while others are served: `background_jobs` loads and frees them, in parts between rounds of steps.
-A model that is loaded joins the others between two steps; one that cannot be changes nothing.
+Models come and go while others are served (`model.engine.models`).
 """
 
 from __future__ import annotations
@@ -21,18 +20,16 @@ from typing import Protocol
 from model.api.messages import Abort, Channel, Commands, Events, FailureKind, LoadFailure, ModelSpec
 from model.api.request import EncodeOutput, FinishReason, TokenOutput
 from model.api.stats import EngineStats, StepStats
-from model.engine.background_jobs import BackgroundJobs, FreeJob, Job, LoadJob, load_failure
-from model.engine.builder import LoadedModel, load
+from model.engine.background_jobs import load_failure
+from model.engine.builder import LoadedModel
+from model.engine.models import EngineModels
 from model.engine.scheduling.scheduled_step import StepBudget, StepDemand
 from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, EngineKey, StepPacer, StepWork
 from model.errors import ConfigError, EngineDeadError
-from model.system.fallbacks import FaultLimit
 
 HEARTBEAT_SECONDS = 1.0
 GRAMMAR_POLL_SECONDS = 0.002  # while all requests wait for grammars to be compiled
 DEADLINE_CHECK_SECONDS = 0.02  # between checks of the engines whose turn it is not
-MAX_FAULTS = 3  # of one model within `FAULT_SECONDS`
-FAULT_SECONDS = 60.0
 
 Outputs = Sequence[TokenOutput | EncodeOutput]
 
@@ -74,10 +71,8 @@ class EngineLoop:
         """`on_loaded` is called when the models of the start are loaded, before the front is told."""
         self.channel = channel
         self._on_loaded = on_loaded
-        self.models: dict[str, LoadedModel] = {}
-        self._faults: dict[str, FaultLimit] = {}
+        self.models = EngineModels()
         self._engines: dict[EngineKey, Engine] = {}
-        self._jobs = BackgroundJobs()
         self._pacer = StepPacer()
         self._last_engine: EngineKey | None = None  # which computed the last step
         self._last_deadline_check = 0.0
@@ -98,15 +93,15 @@ class EngineLoop:
             logger.exception("the engine loop broke")
             self._fail(f"{type(error).__name__} in the engine", invalid=False)
         finally:
-            self._jobs.close()
-            for model in self.models.values():
-                model.close()
+            self.models.close()
 
     def _serve(self) -> None:
         while True:
-            seconds = self._round(self._jobs.timeout(HEARTBEAT_SECONDS))
-            for job in self._jobs.run(seconds):
-                self._finish(job)
+            seconds = self._round(self.models.timeout(HEARTBEAT_SECONDS))
+            for model, events in self.models.work(seconds):
+                if model is not None:
+                    self._add(model)
+                self._send(events)
 
     def _round(self, timeout: float) -> float | None:
         """Take commands, step an engine and send what came of it; return the seconds of the step.
@@ -128,14 +123,14 @@ class EngineLoop:
         began = time.monotonic()
         self._step(events)
         seconds = time.monotonic() - began
-        for model in list(self.models.values()):
+        for model in self.models:
             with self._isolate_faults(model, events):
                 model.check()
         self._send(events)
         return seconds
 
     def _send(self, events: Events) -> None:
-        events.stats = [self._stats(model) for model in self.models.values()]
+        events.stats = [self._stats(model) for model in self.models]
         self.channel.send(events)
         self._last_sent = time.monotonic()
 
@@ -175,44 +170,34 @@ class EngineLoop:
         for name in commands.unload:
             self._unload(name, events)
         for spec in commands.load:
-            self._jobs.add(LoadJob(spec))
+            self.models.begin_load(spec)
 
     def _start(self, specs: Iterable[ModelSpec], optional: set[str], events: Events) -> None:
         """Load models before any is served; raises what prevents it, but for those that the front can do without."""
         for spec in specs:
             try:
-                self._add(load(spec))
+                model = self.models.load_now(spec)
             except Exception as error:
                 if spec.name not in optional:
                     raise
                 events.load_failures.append(load_failure(spec.name, error))
             else:
-                self.channel.send(Events(loaded=[self.models[spec.name].info]))
+                self._add(model)
+                self.channel.send(Events(loaded=[model.info]))
         self._on_loaded()
         events.ready = True
 
     def _add(self, model: LoadedModel) -> None:
-        name = model.info.name
-        self.models[name] = model
+        """Let a loaded model compute."""
+        name = model.name
         self._engines[name, "encode"] = model.encode
         if model.generate is not None:
             self._engines[name, "generate"] = model.generate
         self._pacer.add(name, model.weight, MIN_TOKENS if model.info.device == "cpu" else MIN_GPU_TOKENS)
 
-    def _finish(self, job: Job) -> None:
-        """Serve a model that was loaded, or tell why it was not; or tell that one is freed."""
-        result = job.take_result() if isinstance(job, LoadJob) else None
-        if isinstance(result, LoadedModel):
-            self._add(result)
-            self._send(Events(loaded=[result.info]))
-        elif result is not None:
-            self._send(Events(load_failures=[result]))
-        else:
-            self._send(Events(unloaded=[job.name]))
-
     def _unload(self, name: str, events: Events) -> None:
         """End what a model still computes and free it, or stop loading it; an unknown name counts as unloaded."""
-        if self._jobs.give_up(name):
+        if self.models.give_up(name):
             return
         model = self.models.get(name)
         if model is None:
@@ -220,22 +205,18 @@ class EngineLoop:
             return
         if self._last_engine is not None and self._last_engine[0] == name:
             self._run(self._last_engine, lambda engine: engine.finish_pending(), events)
-        if name in self.models:  # not lost with its last step
+        if self.models.get(name) is model:  # not lost with its last step
             self._remove(model)
 
     def _remove(self, model: LoadedModel) -> None:
         """Compute nothing more for a model, and free it."""
-        name = model.info.name
+        name = model.name
         if self._last_engine is not None and self._last_engine[0] == name:
             self._last_engine = None
         for key in [key for key in self._engines if key[0] == name]:
             del self._engines[key]
-        del self.models[name]
         self._pacer.remove(name)
-        self._faults.pop(name, None)
-        if (library := model.encode.model.linear.library) is not None:
-            library.release_scratch()  # of this thread, as large as its largest step
-        self._jobs.add(FreeJob(model))
+        self.models.free(model)
 
     def _abort(self, aborts: Iterable[Abort], events: Events) -> None:
         for abort in aborts:
@@ -285,27 +266,26 @@ class EngineLoop:
         try:
             yield
         except Exception as error:
-            name = model.info.name
-            logger.exception("the engine of %s broke; its requests end, and it is reset", name)
+            logger.exception("the engine of %s broke; its requests end, and it is reset", model.name)
             if model.generate is not None:
                 events.tokens += model.generate.recover()
             events.encoded += model.encode.recover()
-            too_often = self._faults.setdefault(name, _new_fault_limit()).record_fault()
+            too_often = model.faults.record_fault()
             if too_often or isinstance(error, EngineDeadError) or not _computes(model):
                 self._lose(model, error, events)
 
     def _lose(self, model: LoadedModel, error: Exception, events: Events) -> None:
         """Serve a broken model no more; raises `error` if no other model computes, so that the process is replaced."""
-        others = [one for one in self.models.values() if one is not model]
+        others = [one for one in self.models if one is not model]
         if not any(map(_computes, others)):
             raise error
         reason = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__} in its engine"
-        logger.error("%s is lost (%s); other models go on", model.info.name, reason)
-        events.load_failures.append(LoadFailure(model.info.name, FailureKind.ERROR, reason))
+        logger.error("%s is lost (%s); other models go on", model.name, reason)
+        events.load_failures.append(LoadFailure(model.name, FailureKind.ERROR, reason))
         self._remove(model)
 
     def _stats(self, model: LoadedModel) -> EngineStats:
-        stats = model.generate.stats() if model.generate is not None else EngineStats(model.info.name)
+        stats = model.generate.stats() if model.generate is not None else EngineStats(model.name)
         stats.waiting += model.encode.num_waiting
         return stats
 
@@ -315,7 +295,7 @@ class EngineLoop:
         This runs after a heartbeat without commands: it takes a millisecond or more, which would delay a last token or
         the next request.
         """
-        for model in list(self.models.values()):
+        for model in self.models:
             if model.generate is not None:
                 with self._isolate_faults(model, events):
                     model.generate.check_invariants()
@@ -333,10 +313,6 @@ def _computes(model: LoadedModel) -> bool:
         model.check()
         model.encode.probe()
     except Exception:
-        logger.exception("the smallest forward pass of %s fails", model.info.name)
+        logger.exception("the smallest forward pass of %s fails", model.name)
         return False
     return True
-
-
-def _new_fault_limit() -> FaultLimit:
-    return FaultLimit(MAX_FAULTS, FAULT_SECONDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from model.api.engine_config import BatchLimits, EngineConfig
-from model.client.model_table import Admission
+from model.client.admission import Admission
 from model.errors import ConfigError, QueueFullError
 
 
@@ -106,7 +106,7 @@ def test_release_ignores_unknown_requests() -> None:
 
 def test_retry_after_follows_the_rate_at_which_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("model.client.model_table.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("model.client.admission.time.monotonic", lambda: now[0])
     bound = admission(seqs=1, requests=9)
     for i in range(10):
         bound.admit({f"r{i}": 1})

@@ -14,7 +14,7 @@ from model.api.messages import Events
 from model.api.request import EncodeRequest, FinishReason, token_source
 from model.api.stats import Health
 from model.client import async_engine
-from model.engine.loop import MAX_FAULTS
+from model.engine.builder import MAX_FAULTS
 from model.engine.scheduling.scheduled_step import SchedulerOutput
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.thread_transport import ThreadTransport

@@ -9,7 +9,7 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.api.stats import EngineStats
-from model.client.model_table import Admission
+from model.client.admission import Admission
 from model.errors import ConfigError
 from service.runtimes.ray_serve.replica_scaling import SATURATION, SaturationPolicy
 from service.settings import option_table, sources

@@ -1,0 +1,84 @@
+"""Owns the models of one engine process: loads them, holds them, and frees them.
+
+A model is loaded and freed in parts between the steps of others (`background_jobs`). One that is loaded joins the
+others between two steps; one that cannot be loaded changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from model.api.messages import Events, ModelSpec
+from model.engine.background_jobs import BackgroundJobs, FreeJob, LoadJob
+from model.engine.builder import LoadedModel, load
+
+
+class EngineModels:
+    """Holds the models that are loaded, those that are being loaded, and those that are being freed."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, LoadedModel] = {}
+        self._jobs = BackgroundJobs()
+
+    def __iter__(self) -> Iterator[LoadedModel]:
+        """Iterate over the loaded models; they may go meanwhile."""
+        return iter(list(self._loaded.values()))
+
+    def __getitem__(self, name: str) -> LoadedModel:
+        return self._loaded[name]
+
+    def get(self, name: str) -> LoadedModel | None:
+        """Return a loaded model."""
+        return self._loaded.get(name)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the loaded models."""
+        return list(self._loaded)
+
+    def load_now(self, spec: ModelSpec) -> LoadedModel:
+        """Load a model before any is served; raises what prevents it."""
+        model = load(spec)
+        self._loaded[model.name] = model
+        return model
+
+    def begin_load(self, spec: ModelSpec) -> None:
+        """Load a model between steps, after those that wait already."""
+        self._jobs.add(LoadJob(spec))
+
+    def give_up(self, name: str) -> bool:
+        """Stop loading a model; False if it is neither loaded nor waits to be."""
+        return self._jobs.give_up(name)
+
+    def free(self, model: LoadedModel) -> None:
+        """Hold a model no more, and free it between steps."""
+        del self._loaded[model.name]
+        if (library := model.encode.model.linear.library) is not None:
+            library.release_scratch()  # of this thread, as large as its largest step
+        self._jobs.add(FreeJob(model))
+
+    def timeout(self, most: float) -> float:
+        """Return the seconds that the loop may wait for commands before a job needs it, `most` at most."""
+        return self._jobs.timeout(most)
+
+    def work(self, seconds: float | None) -> Iterator[tuple[LoadedModel | None, Events]]:
+        """Load and free after a round with `seconds` of steps, None: without any.
+
+        Yield what to tell the front about each model that has come, failed to come, or gone; with the model that has
+        come.
+        """
+        for job in self._jobs.run(seconds):
+            result = job.take_result() if isinstance(job, LoadJob) else None
+            if isinstance(result, LoadedModel):
+                self._loaded[result.name] = result
+                yield result, Events(loaded=[result.info])
+            elif result is not None:
+                yield None, Events(load_failures=[result])
+            else:
+                yield None, Events(unloaded=[job.name])
+
+    def close(self) -> None:
+        """End what is being loaded, and free all models."""
+        self._jobs.close()
+        for model in self._loaded.values():
+            model.close()
