@@ -1,4 +1,4 @@
-"""A checkpoint folder and settings become running engines: device, dtype and pool size are decided here, once."""
+"""Loads a model: from a checkpoint folder and settings to running engines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to work; `generate` is None where it cannot."""
+    """The engines of a loaded model; `generate` is None if it does not generate."""
 
     info: ModelInfo
     encode: EncodeEngine
@@ -73,15 +73,15 @@ class LoadedModel:
         return self.info.name
 
     def check(self) -> None:
-        """Raise `EngineDeadError` if another rank is gone: what was computed since is worth nothing."""
+        """Raise `EngineDeadError` if another rank has ended: results since then are invalid."""
         if self.rank_processes is not None:
             self.rank_processes.check()
 
     def close(self) -> None:
-        """End what was started for it, and break reference cycles, so that its memory is free with the last reference.
+        """End the model's processes and break its reference cycles, so the last reference frees its memory.
 
-        The model computes nothing any more then. The garbage collector need not find its cycles: it looks at nothing
-        that is there when the engine process has started.
+        The model cannot compute afterwards. The garbage collector would not find the cycles: it skips objects that
+        existed when the engine process had started.
         """
         _close(self.encode.model)
         runner = self.generate.runner if self.generate is not None else None
@@ -90,12 +90,12 @@ class LoadedModel:
 
 
 def load(spec: ModelSpec) -> LoadedModel:
-    """Read the folder and build its engines; raises `ConfigError`, which names the model, if it cannot."""
+    """Read the folder and build its engines; raises `ConfigError`, which names the model."""
     return finish(loading(spec))
 
 
 def loading(spec: ModelSpec, *, idle: bool = False) -> Work[LoadedModel]:
-    """Load as `load` does, in parts; `idle`: other models that are served go first."""
+    """Load in parts, between steps of other models; with `idle` packing has the lowest priority."""
     with errors_about(spec.name):
         return (yield from _loading(spec, idle))
 
@@ -136,7 +136,7 @@ def _loading(asked: ModelSpec, idle: bool) -> Work[LoadedModel]:
 
 
 def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, selection: Selection) -> LoadedModel:
-    """Build the engines of a network that has its weights."""
+    """Build the engines of a network whose weights are loaded."""
     return finish(assembling(spec, checkpoint, model, selection))
 
 
@@ -149,7 +149,7 @@ def assembling(
     drafting: Drafting | None = None,
     draft: DraftPlan | None = None,
 ) -> Work[LoadedModel]:
-    """Build as `assemble` does, in parts; `pool` bytes of each rank are KV, None: by what is free."""
+    """Build the engines in parts; `pool` is the KV cache of each rank in bytes, None: by free memory."""
     device = next(model.parameters()).device
     limits = batch_limits(spec.engine, device)
     context = max_context(spec.engine, checkpoint.config, limits)
@@ -195,8 +195,10 @@ def assembling(
 
 
 def slow_ways(engine: EngineConfig, selection: Selection, unrecorded: str, device: torch.device) -> tuple[str, ...]:
-    """What was to run faster on this GPU than it does, and why; what was asked for is no such thing. `unrecorded`: why
-    decode steps are no CUDA graphs, if they should be."""
+    """Return what runs slower on this GPU than it could, with the reason; choices of the settings do not count.
+
+    `unrecorded` says why decode steps are not CUDA graphs, if they should be.
+    """
     if device.type != "cuda":
         return ()
     slow = list(fallbacks.found())
@@ -213,16 +215,16 @@ def _check_fallbacks(engine: EngineConfig, slow: tuple[str, ...]) -> None:
 
 
 def _plan_for_cpu(plan: NetworkPlan, packed: PackedWeights | None) -> tuple[int, int]:
-    """Bytes of each rank's KV pool, and of scratch; raises `ConfigError` where the model does not fit."""
+    """Return the bytes of each rank's KV pool and of scratch; raises `ConfigError` if the model does not fit."""
     scratch, config, linear, limits, draft = 0, plan.checkpoint.config, plan.linear, plan.limits, plan.draft
     if linear.library is not None:
-        source = config.source_positions or 0  # which one step encodes, however many tokens a step takes
+        source = config.source_positions or 0  # one step encodes a whole source, whatever its bound of tokens
         rows, dtype = max(limits.max_num_batched_tokens, source), linear.dtype
         scratch = planned_scratch(
             linear.library, config, dtype, linear.quantization, rows=rows, context=max(plan.context, source)
         )
     resident, others = (packed.resident, packed.others_in_use) if packed is not None else (0, 0)
-    available = available_memory(mapped=resident + others) + resident  # what is there need not be found room for
+    available = available_memory(mapped=resident + others) + resident  # mapped already
     if plan.spec.memory is not None:
         available = min(available, plan.spec.memory)
     drafts = (draft.memory, draft.token_bytes) if draft is not None else (0, 0)
@@ -240,7 +242,7 @@ def _plan_for_cpu(plan: NetworkPlan, packed: PackedWeights | None) -> tuple[int,
 
 
 def _read_model(plan: NetworkPlan) -> Transformer:
-    """The network with its weights, or rank 0 of it with the other ranks' processes."""
+    """Load the network, or rank 0 of it with the processes of the other ranks."""
     spec, backend = plan.spec, plan.selection.backend
     if plan.linear.collective is None:
         return load_model(plan.checkpoint, backend, plan.linear)
@@ -280,6 +282,6 @@ def _on_stream(device: torch.device, load: Callable[[], Transformer]) -> Transfo
 def _close(model: Transformer) -> None:
     for stack in (model.encoder, model.decoder):
         if stack is not None:
-            stack.runner = None  # which refers to the stack
+            stack.runner = None  # it refers to the stack
     if (rank_processes := rank_processes_of(model)) is not None:
         rank_processes.close()

@@ -1,18 +1,17 @@
-"""How many blocks of KV cache the pools of a model get, and the context that they hold. Without tensors.
+"""The division of the KV cache into pools, and the context that they hold. No tensors.
 
-A layer without a window keeps the keys and values of a token until the sequence ends, one with a window only while
-later tokens read them. So pools differ in what a sequence takes of them, and memory is divided in advance:
+A layer without a window keeps the keys and values of a token until the sequence ends. A layer with a window keeps them
+while later tokens read them. So a sequence takes a different number of blocks from each pool:
 
-    blocks of a sequence of c tokens = c / block_size                                 where there is no window
-                                     = window / block_size + 1, + those of one step   where that is less
+    blocks of a sequence of c tokens = c / block_size                                 without a window
+                                     = window / block_size + 1, + those of one step   with a window, if that is less
 
-The division is that of as many sequences of a quarter of the context as memory holds: traffic is seldom as long as the
-context allows, and shorter sequences need more of the windowed pools. A pool never gets less than one sequence of the
-whole context takes, nor more than the most sequences take.
+Memory is divided for sequences of a quarter of the context, as many as it holds: few requests use the whole context,
+and shorter sequences need more of the windowed pools. A pool has at least the blocks of one sequence of the whole
+context, and at most those of `max_num_seqs` such sequences.
 
-A sequence of a model with recurrent layers takes slots for their states beside that (`StateSize`), whatever its length.
-They decide how many sequences run at a time, where memory holds fewer than were asked for; the context, where nobody
-says how long, leaves room for a few.
+A sequence of a model with recurrent layers also takes slots for their states (`StateSize`), independent of its length.
+If memory holds few slots, fewer sequences run at a time. A context of `auto` leaves room for the slots of a few.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.errors import ConfigError
 
-MIN_CONTEXT = 256  # what `auto` will go down to; less is served where it was asked for
-_TYPICAL_SHARE = 4  # of the context is the length that memory is divided for
-_SNAPSHOTS = 2  # of a sequence's states that others may begin with: behind its prompt, and where it parts from others'
+MIN_CONTEXT = 256  # tokens; the shortest context that `auto` chooses. An explicit context may be shorter
+_TYPICAL_SHARE = 4  # memory is divided for sequences of this fraction of the context
+_SNAPSHOTS = 2  # states of a sequence kept for others: after its prompt, and where its prompt leaves a known one
 _UNBOUNDED = 1 << 32  # blocks: more than any memory holds
 
 
@@ -46,16 +45,16 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What sequences take of the KV cache of one rank."""
+    """The sizes that decide how much KV cache a sequence takes on one rank."""
 
     block_size: int  # tokens
     pools: tuple[PoolSpec, ...]
-    has_source: bool  # each sequence may have one, as long as itself if `source_positions` does not say how long
-    step_tokens: int  # the most of one step
-    state_bytes: int = 0  # of a slot for the states of all recurrent layers
-    snapshots: int = 0  # slots of each sequence beside those that it runs with
-    max_num_seqs: int = 1  # that are to run at a time, where there are states
-    source_positions: int | None = None  # of every source, where they are equally long
+    has_source: bool  # encoder-decoder; a source is as long as its sequence unless `source_positions` is set
+    step_tokens: int  # the largest step
+    state_bytes: int = 0  # one slot, with the states of all recurrent layers
+    snapshots: int = 0  # slots for snapshots of each sequence
+    max_num_seqs: int = 1  # sequences that run at a time
+    source_positions: int | None = None  # the length of every source, if they are equally long
 
     @classmethod
     def of(
@@ -66,8 +65,10 @@ class KVLayout:
         limits: BatchLimits,
         draft_token_bytes: int = 0,
     ) -> KVLayout:
-        """`dtype` is the network's. A draft model has pages for the blocks of the first pool: `draft_token_bytes` are
-        its bytes of a token."""
+        """Return the layout of a model that computes in `dtype`.
+
+        A draft model uses the block numbers of the first pool; `draft_token_bytes` is the size of its token there.
+        """
         decoder = Shard(0, engine.tensor_parallel_size).config(config).decoder
         assert decoder is not None
         pools = pools_of(paged_specs(decoder, str(kv_dtype(engine, dtype)).removeprefix("torch.")))
@@ -82,15 +83,15 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token that all layers keep."""
+        """The bytes of a token that all layers keep."""
         return sum(pool.token_bytes for pool in self.pools)
 
     def window_blocks(self, pool: PoolSpec) -> int:
-        """The most blocks that a sequence keeps from step to step."""
+        """Return the most blocks that a sequence keeps from step to step."""
         return _UNBOUNDED if pool.window is None else self._blocks(pool.window - 1) + 1
 
     def blocks_for(self, pool: PoolSpec, context: int, sequences: int = 1) -> int:
-        """Of a pool for so many sequences of `context` tokens, each with a source, of as many if that is not fixed."""
+        """Return the blocks that `sequences` of `context` tokens, and their sources, take from a pool."""
         all_blocks = self._blocks(context)
         kept = min(all_blocks, self.window_blocks(pool))
         filled = min(all_blocks - kept, self._blocks(self.step_tokens))
@@ -98,7 +99,7 @@ class KVLayout:
         return sequences * (kept + source) + filled
 
     def bytes_for(self, context: int, sequences: int = 1) -> int:
-        """Of blocks and of states."""
+        """Return the bytes of the blocks and states of `sequences` of `context` tokens."""
         blocks = [self.blocks_for(pool, context, sequences) for pool in self.pools]
         return self._bytes_of(blocks) + self._state_bytes(sequences)
 
@@ -106,8 +107,10 @@ class KVLayout:
         return StateSize(sequences, sequences * self.snapshots)
 
     def sequences_in(self, memory: int, context: int, max_num_seqs: int) -> int:
-        """How many can run at a time: `max_num_seqs`, or as many as have room for their states beside the pools that
-        `divide` makes for them; one at least."""
+        """Return how many sequences can run at a time.
+
+        It is `max_num_seqs`, or the number whose states and pools (`divide`) fit into `memory`; at least 1.
+        """
         if not self.state_bytes:
             return max_num_seqs
 
@@ -117,19 +120,21 @@ class KVLayout:
         return max(1, bisect_right(range(1, max_num_seqs + 1), memory, key=taken))
 
     def context_in(self, memory: int) -> int:
-        """The longest that one sequence may have."""
+        """Return the longest context that one sequence can have in `memory`."""
         blocks = bisect_right(range(_UNBOUNDED), memory, key=lambda count: self.bytes_for(count * self.block_size))
         return max(0, blocks - 1) * self.block_size
 
     def shared_context_in(self, memory: int) -> int:
-        """The longest that one may have beside the states of four, or of as many as take half of the memory."""
+        """Return the longest context that leaves room for the states of four sequences, within half of `memory`."""
         counts = range(2, min(self.max_num_seqs, _TYPICAL_SHARE) + 1)
         others = bisect_right(counts, memory // 2, key=self._state_bytes)
         return self.context_in(memory - self._state_bytes(others))
 
     def divide(self, memory: int, context: int, max_num_seqs: int) -> tuple[PoolSize, ...]:
-        """The pools that `memory` bytes make beside `max_num_seqs` states, for sequences of up to `context` tokens,
-        of which one at least fits."""
+        """Divide `memory`, less the states of `max_num_seqs` sequences, among the pools.
+
+        At least one sequence of `context` tokens must fit.
+        """
         memory -= self._state_bytes(max_num_seqs)
         most = [self.blocks_for(pool, context, max_num_seqs) for pool in self.pools]
 
@@ -149,7 +154,7 @@ class KVLayout:
         return tuple(PoolSize(count, pool.window) for pool, count in zip(self.pools, found, strict=True))
 
     def describe(self, sizes: tuple[PoolSize, ...]) -> tuple[CachePool, ...]:
-        """The pools for `/info`."""
+        """Return the pools as `/info` shows them."""
         return tuple(
             CachePool(
                 window=pool.window,
@@ -162,12 +167,12 @@ class KVLayout:
         )
 
     def _wanted(self, context: int, sequences: int) -> list[int]:
-        """Blocks of each pool for so many sequences of a quarter of the context, and for one of all of it."""
+        """Return the blocks of each pool for `sequences` of a quarter of the context, and for one of all of it."""
         typical = -(-context // _TYPICAL_SHARE)
         return [max(self.blocks_for(pool, context), self.blocks_for(pool, typical, sequences)) for pool in self.pools]
 
     def _bytes_of(self, blocks: Sequence[int]) -> int:
-        """Of so many blocks of each pool."""
+        """Return the bytes of this number of blocks of each pool."""
         return sum(self._bytes(pool, count) for pool, count in zip(self.pools, blocks, strict=True))
 
     def _state_bytes(self, sequences: int) -> int:
@@ -181,12 +186,12 @@ class KVLayout:
 
 
 def kv_dtype(engine: EngineConfig, weights: torch.dtype) -> torch.dtype:
-    """The dtype of the pages, where the network computes in that of `weights`."""
+    """Return the dtype of the pages of a network that computes in `weights`."""
     return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(engine.kv_cache_dtype, weights)
 
 
 def kv_bytes_per_token(engine: EngineConfig, config: ModelConfig, weights: torch.dtype) -> int:
-    """Of the self attention of all layers, on one rank; 0 where there is no decoder."""
+    """Return the bytes of a token in the self-attention cache of all layers on one rank; 0 without a decoder."""
     own = Shard(0, engine.tensor_parallel_size).config(config)
     if own.decoder is None:
         return 0
@@ -195,7 +200,10 @@ def kv_bytes_per_token(engine: EngineConfig, config: ModelConfig, weights: torch
 
 
 def max_context(engine: EngineConfig, config: ModelConfig, limits: BatchLimits) -> Context:
-    """What is asked for, within what the positions allow; or, where memory is to decide, what they allow."""
+    """Return the context of the settings, or for `auto` the longest that the model's positions allow.
+
+    Raises `ConfigError` if the settings exceed the positions.
+    """
     if engine.max_model_len is None:
         if config.max_positions is None:
             return Context(limits.max_num_batched_tokens, "the tokens of a step; the model has no limit")
@@ -207,14 +215,14 @@ def max_context(engine: EngineConfig, config: ModelConfig, limits: BatchLimits) 
 
 
 def least_context(engine: EngineConfig, most: Context) -> int:
-    """The tokens that the pools must hold at least."""
+    """Return the tokens that the pools must hold at least."""
     return most.tokens if engine.max_model_len is not None else min(MIN_CONTEXT, most.tokens)
 
 
 def fit_context(engine: EngineConfig, most: Context, kv: KVLayout, memory: int) -> Context:
-    """The context that pools of `memory` bytes serve: `most`, or less where it is not said how much.
+    """Return the context that pools of `memory` bytes serve: `most`, or for `auto` what fits.
 
-    Raises `ConfigError` where a request of the context that was asked for, or of `MIN_CONTEXT`, has no room.
+    Raises `ConfigError` if there is no room for one request of an explicit context, or of `MIN_CONTEXT`.
     """
     fits, least = kv.context_in(memory), least_context(engine, most)
     if engine.max_model_len is None:

@@ -1,4 +1,4 @@
-"""Sequences whose grammars are being compiled. They wait in the scheduler until they have their matchers. No torch."""
+"""Sequences whose grammars are being compiled; the scheduler skips them until they have a matcher. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CompilingGrammars:
 
     @property
     def any_done(self) -> bool:
-        """Whether a grammar is compiled and its sequences have not got it yet."""
+        """Whether a compiled grammar has not been given to its sequences yet."""
         return any(future.done() for future, _ in self._pending)
 
     def begin(self, grammar: str, sequences: list[SequenceState]) -> None:
@@ -34,13 +34,14 @@ class CompilingGrammars:
         self._pending.append((self.grammars.compile(grammar), sequences))
 
     def wait(self, seconds: float) -> None:
-        """Wait for the next compiled grammar, at most so long."""
+        """Wait for the next compiled grammar, at most `seconds`."""
         if self._pending:
             wait([future for future, _ in self._pending], seconds, "FIRST_COMPLETED")
 
     def attach(self) -> Iterator[tuple[list[SequenceState], str | None]]:
-        """Give unfinished sequences their compiled grammars; yield those whose grammar failed to compile, and why where
-        that is the grammar's fault.
+        """Give unfinished sequences their compiled grammars; yield those whose grammar failed to compile.
+
+        The second value is the error's text if the grammar is at fault, else None.
         """
         done = [entry for entry in self._pending if entry[0].done()]
         self._pending = [entry for entry in self._pending if entry not in done]

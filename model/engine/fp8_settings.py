@@ -1,4 +1,4 @@
-"""Where the settings for fp8 can be had: of weights and of the KV cache."""
+"""Checks of the fp8 settings, for weights and for the KV cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model.linear.fp8 import unsupported
 
 
 def fp8_projections(engine: EngineConfig, config: ModelConfig, device: torch.device) -> tuple[str, ...] | None:
-    """Patterns of the projections that are quantised to fp8; None where what is stored so cannot stay so either."""
+    """Return patterns of the projections to quantise to fp8; None if stored fp8 must be converted too."""
     missing = _without_fp8(engine, device)
     if engine.quantization != "fp8":
         return None if missing is not None else ()
@@ -25,7 +25,7 @@ def fp8_projections(engine: EngineConfig, config: ModelConfig, device: torch.dev
 
 
 def refuse_experts(engine: EngineConfig, config: ModelConfig) -> None:
-    """Raise `ConfigError` for a model with experts, which no kernel of a GPU multiplies in fewer bits."""
+    """Raise `ConfigError` for a model with experts: no GPU kernel here multiplies quantised experts."""
     if config.has_experts:
         raise ConfigError(
             f"quantization {engine.quantization}: a GPU multiplies the experts of {config.model_type} in floats alone; "
@@ -34,14 +34,14 @@ def refuse_experts(engine: EngineConfig, config: ModelConfig) -> None:
 
 
 def _without_fp8(engine: EngineConfig, device: torch.device) -> str | None:
-    """Why fp8 is not computed with here; None: it is, on a CPU in Triton's interpreter where that was asked for."""
+    """Return why fp8 cannot be computed here, else None; a CPU computes it in Triton's interpreter alone."""
     if device.type == "cpu" and engine.attention_backend != "triton":
         return "a CPU does not multiply fp8"
     return unsupported(device)
 
 
 def check_kv_dtype(engine: EngineConfig, device: torch.device) -> None:
-    """Raise `ConfigError` where pages of the KV cache cannot have the dtype that was asked for."""
+    """Raise `ConfigError` if the device cannot use the KV cache's dtype."""
     if engine.kv_cache_dtype == "fp8" and (missing := _without_fp8(engine, device)) is not None:
         raise ConfigError(
             f"kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or later and Triton: {missing}; int8 is served"

@@ -1,5 +1,4 @@
-"""Builds the engine that generates, of a network that has its weights: how its cache is divided, then cache, graphs and
-scheduler."""
+"""Builds the generate engine of a loaded network: the plan of its cache, then cache, CUDA graphs and scheduler."""
 
 from __future__ import annotations
 
@@ -42,13 +41,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """How the bytes of a rank's KV pool are divided, and what sequences they hold."""
+    """The division of a rank's KV cache, and the sequences that it holds."""
 
     limits: BatchLimits
     context: Context
     pools: tuple[PoolSize, ...]
-    states: StateSize | None  # of recurrent layers; None: there are none
-    described: tuple[CachePool, ...]  # for people
+    states: StateSize | None  # of recurrent layers, if there are any
+    described: tuple[CachePool, ...]  # for `/info`
 
 
 def plan_cache(
@@ -59,8 +58,10 @@ def plan_cache(
     memory: int,
     draft_token_bytes: int = 0,
 ) -> CachePlan:
-    """Divide `memory` bytes of each rank; `dtype` is the network's. Raises `ConfigError` where the context that is
-    asked for has no room."""
+    """Divide `memory` bytes of each rank; `dtype` is the network's.
+
+    Raises `ConfigError` if there is no room for the context of the settings.
+    """
     kv = KVLayout.of(spec.engine, config, dtype, limits, draft_token_bytes)
     context = fit_context(spec.engine, max_context(spec.engine, config, limits), kv, memory)
     fitting = kv.sequences_in(memory, context.tokens, limits.max_num_seqs)
@@ -79,8 +80,10 @@ def plan_cache(
 def measure_pool(
     engine: EngineConfig, model: Transformer, limits: BatchLimits, max_model_len: int, device: torch.device
 ) -> int:
-    """Bytes of the KV pool of each rank: what was asked for, what the fullest GPU has left, or its part of what all
-    ranks share."""
+    """Return the bytes of each rank's KV pool.
+
+    They come from the settings, else from the GPU with the least free memory, else from the CPU's memory.
+    """
     if engine.kv_cache_memory is not None:
         return engine.kv_cache_memory
     if device.type == "cuda":
@@ -101,7 +104,7 @@ class Drafting:
     """A draft model whose weights are loaded."""
 
     model: Transformer
-    context: int  # tokens up to which it proposes some
+    context: int  # the length of a sequence up to which it proposes tokens
 
 
 def build_generate_engine(
@@ -111,7 +114,7 @@ def build_generate_engine(
     plan: CachePlan,
     drafting: Drafting | None = None,
 ) -> Work[GenerateEngine]:
-    """Build the engine of a model that generates, with its caches and, on a GPU, its decode steps recorded."""
+    """Build the generate engine with its caches and, on a GPU, its recorded decode steps."""
     config, device = checkpoint.config, next(model.parameters()).device
     block_manager = BlockManager(
         plan.pools,
@@ -123,7 +126,7 @@ def build_generate_engine(
     num_states = plan.states.num_slots if plan.states is not None else 0
     cache = _cache(model, spec.engine, [pool.num_pages for pool in plan.pools], num_states, device)
     overlap, encoder = _overlaps(config, device), config.encoder
-    # Where steps are launched ahead, on a GPU, a source takes about as long as a step.
+    # A GPU encodes a whole source at once: that takes about as long as a step.
     parts = encoder.num_layers if encoder is not None and model.can_pause and not overlap else 1
     scheduler = Scheduler(block_manager, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens, parts)
     graphs, stack = None, model.decoder.config if model.decoder is not None else None
@@ -148,7 +151,7 @@ def build_generate_engine(
 
 
 def _draft_model(engine: EngineConfig, model: Transformer, served: Transformer, cache: KVCache) -> DraftModel:
-    """Return a draft model with its own cache: it has pages for each block of the served model's first pool."""
+    """Return a draft model with its own cache, which has a page for each block of the served model's first pool."""
     assert model.decoder is not None
     pages = [cache.num_pages[0]] * len(pools_of(paged_specs(model.decoder.config, "float32")))
     own = KVCache(model.decoder.config, pages, engine.block_size, kv_dtype(engine, model.dtype), cache.device)
@@ -159,7 +162,7 @@ def _draft_model(engine: EngineConfig, model: Transformer, served: Transformer, 
 def _recorded(
     model: Transformer, cache: KVCache, max_num_seqs: int, max_model_len: int
 ) -> Work[tuple[DecodeGraphs | None, str]]:
-    """The recorded decode steps, on all ranks at the same time; None and the reason where one of them cannot."""
+    """Record decode steps on all ranks at once; return them, or None and why a rank could not."""
     ranks = rank_processes_of(model)
     record = CudaRecorder(cache.device, collective=ranks is not None)
     graphs = DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=record)
@@ -172,7 +175,7 @@ def _recorded(
 def _cache(
     model: Transformer, engine: EngineConfig, num_pages: Sequence[int], num_states: int, device: torch.device
 ) -> KVCache:
-    """The caches of all layers, of the heads that this rank has."""
+    """Return the caches of all layers, for the heads of this rank."""
     assert model.decoder is not None
     rank_processes, dtype = rank_processes_of(model), kv_dtype(engine, model.dtype)
     cache = KVCache(model.decoder.config, num_pages, engine.block_size, dtype, device, num_states)
@@ -182,12 +185,12 @@ def _cache(
 
 
 def _overlaps(config: ModelConfig, device: torch.device) -> bool:
-    """Whether a step is launched before the last one's tokens are known; a CPU computes where it would be prepared."""
+    """Whether a step is launched before the last one's tokens are known; on a CPU that gains nothing."""
     return device.type == "cuda" and not config.generation.reads_output
 
 
 def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:
-    """Whether decode steps run from graphs, for which the attention and recurrence of every layer must be fit."""
+    """Whether decode steps run from CUDA graphs; every layer's attention and recurrence must allow it."""
     decoder = model.decoder.config if model.decoder is not None else None
     fit = model.backend.graph_safe and not unrecordable(engine, decoder, model.backend, model.dtype, device)
     return device.type == "cuda" and engine.cuda_graphs and fit
@@ -200,18 +203,20 @@ def unrecordable(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str:
-    """Why decode steps that should be CUDA graphs cannot be, which is known before weights are read; empty: they can,
-    or attention is the reason already."""
+    """Return why decode steps cannot be CUDA graphs, as far as it is known before weights are read.
+
+    Empty: they can be, they need not be, or attention is the reason, which is reported elsewhere.
+    """
     if device.type != "cuda" or not engine.cuda_graphs or not backend.graph_safe or decoder is None:
         return ""
     if dump_folder() is not None:
         return f"{VARIABLE} is set"
     torchs = any(recurrent_backend(backend, one, dtype) is None for one in decoder.recurrences.values())
-    return "recurrent layers are torch's" if torchs else ""  # which launches what a step's spans are
+    return "recurrent layers are torch's" if torchs else ""  # its launches depend on the step's lengths
 
 
 def _grammars(checkpoint: Checkpoint) -> Grammars:
-    """Return the grammars of a model, whose tokenizer is read for the first of them, wherever the folder has it."""
+    """Return the grammars of a model; its tokenizer is read for the first one."""
 
     def tokens() -> TokenBytes:
         tokenizer = Tokenizer.from_folder(checkpoint.network_path)

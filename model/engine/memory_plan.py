@@ -1,10 +1,10 @@
-"""What a model will take of a CPU's memory, from config.json and the headers of its files: before a weight is read.
+"""The CPU memory that a model needs, planned from config.json and the headers of its files before a weight is read.
 
-    while it is loaded:  weights in their final form + one buffer          (`WeightPlan`)
-    while it serves:     weights + scratch of the C stacks + KV pool       (`plan_memory`)
+    while it loads:   weights in their final form + one buffer          (`WeightPlan`)
+    while it serves:  weights + scratch of the C stacks + KV pool       (`plan_memory`)
 
-The pool of KV is what `kv_cache_memory` says, else a quarter of what the weights will leave, 1 GiB at most. The context
-is what was asked for, or the longest that the pool holds. What does not fit is a `ConfigError` that names what would.
+The KV pool has `kv_cache_memory` bytes, else a quarter of what the weights leave, at most 1 GiB. The context is that of
+the settings, else the longest that the pool holds. A model that does not fit is a `ConfigError` that says what would.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from model.network.parameter_counts import part_of
 from model.network.weights import TOKEN_TABLES, kept_table_dtype, largest_in_flight, plan_tensors
 from model.system.devices import has_fast_bf16
 
-DEFAULT_POOL = 1 << 30  # bytes, where memory allows
-_POOL_SHARE = 4  # of what the weights leave; so a model that is loaded later finds memory too
+DEFAULT_POOL = 1 << 30  # bytes
+_POOL_SHARE = 4  # the pool takes this fraction of what the weights leave, so models loaded later find memory too
 _PLANNED = tuple(name for name, one in FORMATS.items() if one.is_planned)
 _NATIVE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 1 << 30
@@ -41,10 +41,10 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Bytes of one rank."""
+    """The weights of one rank, in bytes."""
 
     parts: dict[str, int]  # in their final form
-    buffer: int  # what is read before it is converted
+    buffer: int  # tensors that are read before they are converted
 
     @property
     def total(self) -> int:
@@ -52,9 +52,9 @@ class WeightPlan:
 
 
 def plan_weights(checkpoint: Checkpoint, linear: LinearFactory) -> WeightPlan:
-    """What the weights of a network, or of one rank of it, will take with the projections that `linear` makes.
+    """Plan the weights of a network, or of one rank, with the projections that `linear` makes.
 
-    Raises `CheckpointError` where the files' tensors are not the network's.
+    Raises `CheckpointError` if the tensors of the files do not match the network.
     """
     config, backend = checkpoint.config, ReferenceBackend()
     model = whole = build_model(config, backend, replace(linear, collective=None))
@@ -67,13 +67,13 @@ def plan_weights(checkpoint: Checkpoint, linear: LinearFactory) -> WeightPlan:
     for name, parameter in plain_parameters(model).items():
         dtype = table if name in TOKEN_TABLES else linear.dtype
         parts[part_of(name)] += parameter.numel() * dtype.itemsize
-    for projection in linears(model):  # a tied head has its own copy of the table where it is packed
+    for projection in linears(model):  # a packed tied head is a copy of the table
         parts[part_of(projection.spec.name)] += projection.nbytes
     return WeightPlan({part: size for part, size in parts.items() if size}, largest_in_flight(stored, plan))
 
 
 def plan_pool(engine: EngineConfig, left: int) -> int:
-    """Bytes of each rank's KV pool where the weights of all of them leave `left` of a CPU's memory."""
+    """Return the bytes of each rank's KV pool if the weights of all ranks leave `left` of a CPU's memory."""
     if engine.kv_cache_memory is not None:
         return engine.kv_cache_memory
     return max(0, min(DEFAULT_POOL, left // _POOL_SHARE)) // engine.tensor_parallel_size
@@ -89,11 +89,11 @@ def plan_memory(
     scratch: int = 0,
     draft_token_bytes: int = 0,
 ) -> int:
-    """Bytes of each rank's KV pool on a CPU with `available` bytes; raises `ConfigError` unless all of it fits.
+    """Return the bytes of each rank's KV pool on a CPU with `available` bytes.
 
-    `scratch` bytes are what the largest step takes beside weights and KV (`model.network.native_scratch`), with what a
-    draft model takes beside its KV, of `draft_token_bytes` a token. What more memory would mend is a
-    `MemoryShortageError`.
+    `scratch`: the other memory of the largest step (`model.network.native_scratch`), with a draft model's weights.
+    `draft_token_bytes`: a token in the draft model's KV cache.
+    Raises `ConfigError` if the model does not fit: a `MemoryShortageError` if more memory would help.
     """
     config, ranks = checkpoint.config, engine.tensor_parallel_size
     weights = plan_weights(checkpoint, linear)
@@ -121,7 +121,7 @@ def plan_memory(
     used = ranks * min(pool, kv.bytes_for(context.tokens, limits.max_num_seqs))
     if used > left:
         raise MemoryShortageError(
-            f"{name}: a KV pool of {gib(used)} does not fit beside weights of {gib(ranks * weights.total)}: "
+            f"{name}: a KV pool of {gib(used)} does not fit with weights of {gib(ranks * weights.total)}: "
             f"{gib(left)} are left, for a context of {kv.context_in(left // ranks)} at most; lower kv_cache_memory",
             max(loading, serving + used),
             available,
@@ -130,8 +130,7 @@ def plan_memory(
 
 
 def plan_share(spec: ModelSpec, checkpoint: Checkpoint, linear: LinearFactory, draft_weights: int = 0) -> None:
-    """Raise `MemoryShortageError` where the weights alone, with those of a draft model, take more than `spec.memory` of
-    the GPUs."""
+    """Raise `MemoryShortageError` if the weights, with a draft model's, exceed `spec.memory` of the GPUs."""
     needed = spec.engine.tensor_parallel_size * plan_weights(checkpoint, linear).total + draft_weights
     if spec.memory is not None and needed > spec.memory:
         raise MemoryShortageError(
@@ -142,7 +141,7 @@ def plan_share(spec: ModelSpec, checkpoint: Checkpoint, linear: LinearFactory, d
 
 
 def _formats_that_fit(checkpoint: Checkpoint, linear: LinearFactory, available: int) -> str:
-    """Other ways to keep the weights, for the end of an error; what this machine cannot do is not among them."""
+    """Return the number formats that would fit, for the end of an error; only those that this machine computes."""
     others = [replace(linear, dtype=torch.bfloat16)]
     if linear.native:
         others = [native_linears(checkpoint.config, torch.bfloat16, linear.library)]
@@ -158,7 +157,7 @@ def _formats_that_fit(checkpoint: Checkpoint, linear: LinearFactory, available: 
 
 
 def cpu_formats(config: ModelConfig) -> dict[str, LinearFactory]:
-    """The number formats in which the native stacks compute a model, to plan with, by name."""
+    """Return the number formats in which the C stacks compute a model, by name."""
     formats = {name: native_linears(config, dtype, None) for name, dtype in _NATIVE_DTYPES.items()}
     if can_quantise(config):
         own = choose_dtype("auto", config, torch.device("cpu")).dtype
@@ -168,7 +167,7 @@ def cpu_formats(config: ModelConfig) -> dict[str, LinearFactory]:
 
 
 def can_quantise(config: ModelConfig) -> bool:
-    """Whether the C stacks compute all of it: what they do not keeps its matrices as they are."""
+    """Whether the C stacks compute the whole model; other matrices cannot be quantised."""
     return all(NativeStack.unsupported(stack) is None for stack in config.stacks.values())
 
 

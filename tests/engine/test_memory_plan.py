@@ -138,7 +138,7 @@ def test_a_pool_is_made_of_what_the_weights_will_leave(large: Large) -> None:
         ("8B", PACKED_INT8, 5, {}, r"as quantization int8, .* no number format fits, quantization int4 takes 5\.\d+"),
         ("4B", PACKED_INT8, 24, {"max_model_len": 40_960}, r"m: the KV pool has room for 455 blocks, but one request "
          r"of max_model_len 40960 needs 2560 \(5760 MiB\): raise kv_cache_memory or lower max_model_len, 7280 fits"),
-        ("4B", PACKED_INT8, 6, {"kv_cache_memory": 2 * GIB}, r"m: a KV pool of 2\.00 GiB does not fit beside weights "
+        ("4B", PACKED_INT8, 6, {"kv_cache_memory": 2 * GIB}, r"m: a KV pool of 2\.00 GiB does not fit with weights "
          r"of 4\.48 GiB: 1\.\d+ GiB are left, for a context of \d{4} at most; lower kv_cache_memory"),
         ("4B", PACKED_INT8, 4.85, {}, r"one request of max_model_len 256 needs 16 .* lower max_model_len, 64 fits"),
     ],
