@@ -1,1 +1,1 @@
-"""The state of a running service: accepted requests, readiness, draining."""
+"""The state of a running service: its models, accepted requests, readiness and draining."""

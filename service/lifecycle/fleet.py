@@ -26,23 +26,22 @@ from service.settings import sources
 from service.settings.resolve import engine_config
 from service.settings.service_settings import ModelSettings
 
-# -- Orders of operators: which model to load from where, checked against what the settings allow. An order names a
-# model that is known, or a new one by a path: a folder below `models_dir`, a model of the Hub, or, where `load_from`
-# says `any`, every folder of the machine.
+# -- Orders of operators to load models, checked against the settings. An order names a known model, or a new one with a
+# path: a folder in `models_dir`, a model of the Hub, or, if `load_from` lists `any`, any folder of the machine.
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Asks for a model: as it is known, or from a path with settings of its own."""
+    """An operator's order to load a model: a known one, or a new one from a path."""
 
     name: str
     path: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # as a configuration file has them for a model
+    settings: Mapping[str, Any] = field(default_factory=dict)  # engine settings, as in a configuration file
     pinned: bool = False
 
 
 class ModelOrders:
-    """Turns orders into loads."""
+    """Checks orders and starts their loads."""
 
     def __init__(
         self, models: Models, loader: ModelLoader, settings: ModelSettings, folder: ModelsFolder | None
@@ -57,7 +56,7 @@ class ModelOrders:
         self._resolve(order)
 
     def load(self, order: LoadOrder) -> asyncio.Task[None] | None:
-        """Start loading what is ordered; None if it is loaded already. Raises `ApiError`."""
+        """Start loading the ordered model; return None if it is already loaded. Raises `ApiError`."""
         model, spec = self._resolve(order)
         if model is None:
             return self._loader.begin_load(self._loader.add(spec, order.path, pinned=order.pinned))
@@ -68,7 +67,7 @@ class ModelOrders:
         return self._loader.begin_load(model)
 
     def _resolve(self, order: LoadOrder) -> tuple[Model | None, ModelSpec]:
-        """Return the known model, None for a new one, and what to load."""
+        """Return the known model, or None for a new one, and the specification to load."""
         if order.name in self._models.elsewhere:
             raise conflict(f"name: {order.name} is a model of another group", "model_exists", "name")
         model = self._models.get(order.name)
@@ -90,7 +89,7 @@ class ModelOrders:
         return ModelSpec(order.name, self._allowed(order.path), self._engine(order, self._settings.engine))
 
     def _spec_of_known(self, order: LoadOrder, model: Model) -> ModelSpec:
-        """Return what is ordered of a known model: by default what it was before."""
+        """Return the specification of a known model: by default its last one."""
         if order.path not in (None, model.given_path) and self._allowed(order.path) != model.spec.path:
             message = f"name: {order.name} is known from another path; take another name"
             raise conflict(message, "model_exists", "name")
@@ -105,7 +104,7 @@ class ModelOrders:
             raise invalid(scrub(str(error)), "settings") from None
 
     def _allowed(self, path: str) -> str:
-        """Return the path to load from; raises a 403 for a place that `load_from` does not list, 400 for a bad path."""
+        """Return the path to load from; raises a 403 if `load_from` does not allow it, a 400 if it is bad."""
         sources_allowed = self._settings.load_from
         if hub.is_hub_name(path):
             if "hub" not in sources_allowed and "any" not in sources_allowed:
@@ -145,7 +144,7 @@ def _not_allowed(what: str) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """Describes a model to operators, as one replica sees it or all of them together."""
+    """A model as operators see it, on one replica or on all of them together."""
 
     name: str
     state: str
@@ -162,39 +161,39 @@ class ModelEntry:
 
 
 class Fleet(Protocol):
-    """Does on every replica what an operator asks for."""
+    """Loads and unloads models on every replica."""
 
     def begin_load(self, order: LoadOrder) -> asyncio.Task[None]:
-        """Start loading a model everywhere; raises `ApiError` for what is refused, as the task does if it fails.
+        """Start loading a model on all replicas; raises `ApiError` if the order is refused.
 
-        The task goes on if nobody waits for it.
+        The task raises `ApiError` if loading fails. It goes on if the caller is cancelled.
         """
 
     def begin_unload(self, name: str, drain_s: float | None) -> asyncio.Task[None]:
-        """Start unloading a model everywhere, with `drain_s` seconds for its requests; raises as `begin_load` does."""
+        """Start unloading a model on all replicas, after `drain_s` for its requests; errors as in `begin_load`."""
 
     async def entries(self) -> list[ModelEntry]:
         """Describe all known models."""
 
     async def start(self) -> None:
-        """Load what the fleet wants beside the models of the start, which are loaded."""
+        """Load the models that operators have ordered in addition to those of the start."""
 
     def stop(self) -> None:
-        """Load and unload nothing more of the fleet's own accord: the service drains."""
+        """Stop following the orders of other replicas, because the service drains."""
 
 
 class Replicas(Protocol):
-    """Reaches the other replicas of the application, in a runtime that has any."""
+    """The other replicas of the application, in a runtime that has any."""
 
     def fleet(self, local: LocalFleet) -> Fleet:
-        """Return what loads and unloads models on all replicas; `local` does it on this one."""
+        """Return the fleet of all replicas; `local` loads and unloads models on this one."""
 
     async def cancel(self, request_id: str) -> int:
-        """Cancel a request on the others, and return how many ended; `TimeoutError`: one may have missed it."""
+        """Cancel a request on the other replicas, and return how many ended; `TimeoutError` if one did not answer."""
 
 
 class LocalFleet:
-    """The models of this process alone."""
+    """A fleet of one replica: this process."""
 
     def __init__(self, client: EngineClient, models: Models, loader: ModelLoader, orders: ModelOrders) -> None:
         self.models = models
@@ -204,10 +203,10 @@ class LocalFleet:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Nothing is wanted beside the models of the start."""
+        """Do nothing: there are no other replicas to follow."""
 
     def stop(self) -> None:
-        """Nothing is loaded of its own accord."""
+        """Do nothing, as `start` does."""
 
     def check(self, order: LoadOrder) -> None:
         """Raise the `ApiError` with which `begin_load` would refuse the order."""
@@ -225,7 +224,7 @@ class LocalFleet:
         return merged([self.own_entries()])
 
     def own_entries(self) -> list[ModelEntry]:
-        """Describe the models as this process has them."""
+        """Describe the models of this process."""
         return [self._entry(model) for model in self.models]
 
     def _entry(self, model: Model) -> ModelEntry:
@@ -253,12 +252,12 @@ class LocalFleet:
 
 
 async def wait_for(work: asyncio.Task[None]) -> None:
-    """Return when `work` has ended; it goes on if this is cancelled."""
+    """Wait until `work` has ended; cancelling the wait does not cancel it."""
     await asyncio.wait({work})
 
 
 def keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Start a task that goes on if nobody waits for it; its exception is then not reported."""
+    """Start a task and keep it in `tasks` until it ends; an exception that is not awaited is not reported."""
     task = asyncio.create_task(work)
     tasks.add(task)
 
@@ -275,9 +274,9 @@ _ORDER = (State.LOADED, State.UNLOADING, State.LOADING, State.AVAILABLE, State.U
 
 
 def merged(replicas: Sequence[Iterable[ModelEntry]]) -> list[ModelEntry]:
-    """Describe each model by what the replicas say together.
+    """Merge the replicas' descriptions of each model.
 
-    It is loading while a replica loads it, and loaded if a replica has it; `replicas` tells how many.
+    A model is loaded if a replica has loaded it, else loading while a replica loads it; `replicas` counts the states.
     """
     by_name: dict[str, list[ModelEntry]] = {}
     for entries in replicas:

@@ -1,4 +1,4 @@
-"""Keeps the known models in step with the folder of `--models-dir`: adds new ones, and marks those that are gone."""
+"""Watches the folder of `--models-dir`: adds new models to the known ones, and marks those that are gone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from service.core.models_folder import FoundModel, ModelsFolder
 from service.settings.service_settings import ModelSettings
 
 SCAN_SECONDS = 5.0
-_MIN_SECONDS = 1.0  # between scans that requests for unknown models cause
+_MIN_SECONDS = 1.0  # between two scans that requests for unknown models cause
 
 logger = logging.getLogger("triptych.models")
 
 
 class FolderWatch:
-    """Offers each model of the folder, and withdraws those whose folder is gone."""
+    """Adds each model of the folder to the known models, and removes those whose folder is gone."""
 
     def __init__(self, folder: ModelsFolder, models: Models, settings: ModelSettings) -> None:
         self._folder = folder
@@ -28,10 +28,10 @@ class FolderWatch:
         self._settings = settings
         self._scanning = asyncio.Lock()
         self._last_scan = 0.0
-        self._taken: set[str] = set()  # names of the folder that other models have
+        self._duplicates: set[str] = set()  # names of folders that another model already has
 
     async def scan(self, min_seconds: float = 0.0) -> None:
-        """Look at the folder, unless that was done within the last `min_seconds`."""
+        """Scan the folder, unless that was done within the last `min_seconds`."""
         async with self._scanning:
             if self._last_scan and time.monotonic() - self._last_scan < min_seconds:
                 return
@@ -44,14 +44,14 @@ class FolderWatch:
             self._withdraw(found.keys())
 
     async def find_new(self) -> None:
-        """Look at the folder for a request that names an unknown model."""
+        """Scan the folder because a request names an unknown model."""
         await self.scan(_MIN_SECONDS)
 
     def _offer(self, found: FoundModel) -> None:
         model = self._models.get(found.name)
         if model is not None and model.origin is not Origin.MODELS_DIR:
-            if found.name not in self._taken:
-                self._taken.add(found.name)
+            if found.name not in self._duplicates:
+                self._duplicates.add(found.name)
                 logger.warning("models_dir: %s is not served: another model has its name", found.name)
             return
         if found.name in self._models.elsewhere:
@@ -75,7 +75,7 @@ class FolderWatch:
         model.offer(found.checkpoint)
 
     def _withdraw(self, found: Collection[str]) -> None:
-        """Forget the models that are gone. `ModelLoader` unloads those that are loaded, after two scans."""
+        """Remove the models that are gone. `ModelLoader` unloads those that are loaded, after two scans."""
         for model in self._models:
             if model.origin is not Origin.MODELS_DIR or model.name in found:
                 continue

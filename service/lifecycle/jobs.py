@@ -1,7 +1,7 @@
 """Jobs: requests that an engine has accepted. Each ends exactly once, and can be cancelled by id.
 
-A `Job` is opened when the engine accepts a request, and closed in one `finally`. It then has one outcome, and its
-resources in the engine are released. A drain waits for all jobs, and for requests that are still being planned.
+A `Job` is opened when the engine accepts a request, and closed in one `finally`. Closing it sets its outcome and
+releases its resources in the engine. A drain waits for all jobs, and for requests that are still being planned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BY_SEVERITY = (
 
 
 class Closable(Protocol):
-    """What a job has of the engine."""
+    """A stream of an engine, which the job closes."""
 
     async def aclose(self) -> None: ...
 
@@ -39,7 +39,7 @@ def combined_outcome(reasons: list[FinishReason]) -> FinishReason:
 
 
 class Job:
-    """Follows one accepted HTTP request. Times are of `time.monotonic()`."""
+    """One accepted HTTP request. Times are of `time.monotonic()`."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Job:
         self.engine_ids = engine_ids
         self.created = int(time.time())
         self.outcome: FinishReason | None = None
-        self.goes_on = False  # with further requests to the engine, until it has an outcome
-        self.is_cancelled = False  # no further ones then
+        self.goes_on = False  # whether more requests to the engine follow, until there is an outcome
+        self.is_cancelled = False  # whether no more requests may follow
         self.context = context
         self._on_close = on_close
         self._stream = stream
@@ -61,10 +61,10 @@ class Job:
         self._scheduled: float | None = None
         self._first: float | None = None
         self._ended: float | None = None
-        self._timings: Timings | None = None  # once it has ended
+        self._timings: Timings | None = None  # None until the job has ended
 
     def observe(self, scheduled: float | None, now: float) -> None:
-        """Record an output; the first ones determine when computation began and when its first result came."""
+        """Record an output. Prefill lasts from the earliest time in `scheduled` to the first output."""
         if scheduled is not None:
             self._scheduled = scheduled if self._scheduled is None else min(self._scheduled, scheduled)
         if self._first is None:
@@ -77,7 +77,7 @@ class Job:
             self._ended = time.monotonic()
 
     async def aclose(self) -> None:
-        """Release the engine's resources and count the request; one without an outcome is cancelled. Idempotent."""
+        """Release the engine's resources and count the request; without an outcome it is cancelled. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -89,7 +89,7 @@ class Job:
             self._on_close(self)
 
     def timings(self) -> Timings:
-        """Divide the time until now, or until the end, into queue, prefill and decode; no part is negative."""
+        """Divide the time until the end, or until now, into queue, prefill and decode; no part is negative."""
         if self._timings is not None:
             return self._timings
         arrival, now = self.context.started, self._ended or time.monotonic()
@@ -112,20 +112,20 @@ class Job:
 
 
 class Jobs:
-    """Holds all accepted requests that have not ended, and counts those that are being planned."""
+    """All accepted requests that have not ended, and the number of requests in progress."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, tracer: Tracer | None = None) -> None:
         self._client = client
         self._metrics = metrics
         self._tracer = tracer
         self._running: dict[Job, None] = {}
-        self._in_progress = 0  # requests being handled, with a job or not yet
+        self._in_progress = 0  # requests being handled, with or without a job
         self._given_up = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     def in_progress(self) -> AbstractContextManager[None]:
-        """Handle a request inside the block: `wait_idle` waits for it, since planning may take seconds."""
+        """Return a block in which a request is handled: `wait_idle` waits for its end."""
         return _InProgress(self)
 
     def begin(self) -> None:
@@ -134,7 +134,7 @@ class Jobs:
         self._idle.clear()
 
     def finish(self) -> None:
-        """Count it no longer."""
+        """Count a request that is no longer being handled."""
         self._in_progress -= 1
         self._set_idle_if_done()
 
@@ -144,19 +144,19 @@ class Jobs:
         return self._given_up
 
     def open(self, context: RequestContext, engine_ids: tuple[str, ...], stream: Closable | None = None) -> Job:
-        """Open a job for a request that an engine has, or is about to get. The caller closes it."""
+        """Open a job for a request that an engine has or will get. The caller closes it."""
         job = Job(context, engine_ids, self._close, stream)
         self._running[job] = None
         self._idle.clear()
         return job
 
     def accept(self, job: Job) -> None:
-        """Record that the engine has accepted the request, which can no longer be rejected."""
+        """Record that the engine has accepted the request, so that it can no longer be rejected."""
         job.context.accepted = True
         self._metrics.accepted(job.context)
 
     def cancel(self, request_id: str) -> int:
-        """Cancel the running requests with this public id and return how many there were."""
+        """Cancel the running requests with this public id and return their number."""
         found = [job for job in self._running if job.request_id == request_id]
         return sum(self._cancel(job) for job in found)
 
@@ -168,7 +168,7 @@ class Jobs:
         self._set_idle_if_done()
 
     def _cancel(self, job: Job) -> bool:
-        """Cancel a job in the engine; return whether it goes on there, or would have."""
+        """Cancel a job in the engine; return whether it was running, or would have gone on."""
         ended = any([self._client.cancel(engine) for engine in job.engine_ids])
         if job.goes_on and job.outcome is None:
             ended = job.is_cancelled = True
@@ -197,7 +197,7 @@ class Jobs:
 
 
 class _InProgress(AbstractContextManager[None]):
-    """A request that is being handled; no generator, through which the exceptions of refusals would have to pass."""
+    """A block in which a request is handled. As a class it passes exceptions faster than a generator does."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs

@@ -1,8 +1,8 @@
 """Loads and unloads models while the service runs, and lets requests wait for them.
 
-One load runs at a time, while other models serve. All requests for a model wait for the same load, which goes on when
-they are gone. Nothing is unloaded for another model before it is known that this makes enough room, and never a model
-that a request holds. The models themselves are in `service.core.models.Models`.
+One load runs at a time, while other models serve. All requests for a model wait for the same load, which goes on even
+if they are cancelled. A model is evicted for another one only if that frees enough memory and no request uses it. The
+models themselves are in `service.core.models.Models`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from service.lifecycle.folder_watch import SCAN_SECONDS, FolderWatch
 from service.observability.metrics import Metrics
 from service.settings.service_settings import ServiceSettings
 
-_RETRY_SECONDS = 30.0  # before a model that failed is loaded again for a request
-_SHORTAGE_RETRY_SECONDS = 5.0  # the same where memory was short: other models may be idle by then
-_MAX_NAMES = 1_000  # of models that were loaded by request: each leaves counters in the metrics
-_MISSED_SCANS = 2  # after which a loaded model's folder counts as gone
-_MAX_FAILED = 100  # models listed as failed that nothing but a request ever named
+_RETRY_SECONDS = 30.0  # until a request may load a failed model again
+_SHORTAGE_RETRY_SECONDS = 5.0  # the same after a lack of memory: other models may be idle by then
+_MAX_NAMES = 1_000  # of models that operators loaded: each name leaves counters in the metrics
+_MISSED_SCANS = 2  # scans without a loaded model's folder, after which it is unloaded
+_MAX_FAILED = 100  # failed models that operators named, kept in the list
 
 logger = logging.getLogger("triptych.models")
 
 
 class ModelLoader:
-    """Loads and unloads the models of one process, for requests that name them and for operators."""
+    """Loads and unloads the models of one process, for requests and for operators."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ModelLoader:
         version: str,
         watch: FolderWatch | None = None,
     ) -> None:
-        """Without a `reader` only the present `models` are served. `watch` finds more in a folder."""
+        """Without a `reader` only the given `models` are served. `watch` finds more in a folder."""
         self._client = client
         self._models = models
         self._reader = reader
@@ -70,7 +70,7 @@ class ModelLoader:
         self._names: set[str] = set()
 
     async def start(self) -> None:
-        """Load the models of the start, and find those of the folder; raises as `EngineClient.start`."""
+        """Load the models given at the start, and find those of the folder; raises what `EngineClient.start` does."""
         await self._client.start()
         for served in self._models.loaded:
             self._models[served.name].pinned = self._settings.pin
@@ -79,14 +79,14 @@ class ModelLoader:
             await self._watch.scan()
 
     async def close(self) -> None:
-        """Give up the loads in progress."""
+        """Cancel the loads in progress."""
         tasks = [model.task for model in self._models if model.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def look_after(self) -> None:
-        """Notice new folders and lost models, and unload what is idle or gone."""
+        """Notice new folders and lost models, and unload models that are idle or whose folder is gone."""
         self.notice_lost()
         self.unload_unneeded()
         if self._watch is not None:
@@ -95,10 +95,10 @@ class ModelLoader:
     # -- requests
 
     async def hold(self, name: str | None, task: Task, context: RequestContext, deadline: float) -> None:
-        """Make the request hold the model that it names, or the only one for the task, and load it first if need be.
+        """Reserve a model for a request: the named one, or the only one for the task. Load it first if necessary.
 
-        Waits at most until `deadline`, by `time.monotonic()`. Raises `ApiError`: as `Models.choose` does, 504 at the
-        deadline, 429 where too many requests wait, 503 if the model cannot be loaded.
+        Waits at most until `deadline`, by `time.monotonic()`. Raises `ApiError`: what `Models.choose` raises, 504 at
+        the deadline, 429 if too many requests wait, or why the model cannot be loaded.
         """
         while True:
             model = self._models[await self._choose(name, task)]
@@ -117,7 +117,7 @@ class ModelLoader:
     async def _choose(self, name: str | None, task: Task) -> str:
         loading = self._models.get(name) if name is not None else None
         if loading is not None and loading.state is State.LOADING:
-            return loading.name  # whether it can do the task is known later
+            return loading.name  # its tasks are known once it is loaded
         try:
             return self._models.choose(name, task)
         except ApiError as error:
@@ -127,7 +127,7 @@ class ModelLoader:
         return self._models.choose(name, task)
 
     async def _wait(self, work: asyncio.Task[None], deadline: float) -> None:
-        """Wait for a load or an unload, which goes on when this wait ends early."""
+        """Wait for a load or an unload; it goes on if the wait ends early."""
         if self._waiting >= self._max_waiting:
             raise ApiError(
                 429,
@@ -148,7 +148,7 @@ class ModelLoader:
     # -- loading
 
     def add(self, spec: ModelSpec, given_path: str | None, *, pinned: bool) -> Model:
-        """Make a model of a request known, in place of one of its name; raises a 409 for too many names."""
+        """Add a model that an operator names, replacing one of the same name; raises a 409 for too many names."""
         if spec.name not in self._names and len(self._names) >= _MAX_NAMES:
             raise conflict(f"{_MAX_NAMES} names have been used since the start; use one of them", "too_many_names")
         self._names.add(spec.name)
@@ -157,7 +157,7 @@ class ModelLoader:
         return model
 
     def begin_load(self, model: Model) -> asyncio.Task[None]:
-        """Start loading a model; the task ends without an exception, and leaves it loaded or failed."""
+        """Start loading a model; the task never raises, and leaves the model loaded or failed."""
         model.state, model.reason, model.error = State.LOADING, "", None
         model.task = asyncio.create_task(self._load(model))
         return model.task
@@ -179,7 +179,7 @@ class ModelLoader:
         except ConfigError as error:
             model.fail(invalid(scrub(str(error)), None, "load_failed"), _RETRY_SECONDS)
         except EngineDeadError:
-            model.fail(unavailable("the engine failed meanwhile", "engine_dead"), _SHORTAGE_RETRY_SECONDS)
+            model.fail(unavailable("the engine failed while loading", "engine_dead"), _SHORTAGE_RETRY_SECONDS)
         except EngineError as error:
             model.fail(internal(scrub(str(error)), "load_failed"), _RETRY_SECONDS)
         except Exception as error:
@@ -214,15 +214,15 @@ class ModelLoader:
 
     @property
     def memory_used(self) -> int:
-        """Bytes of all loaded models."""
+        """The bytes of all loaded models."""
         return sum(info.memory_bytes for info in self._client.models.values())
 
     def _shortage(self, error: MemoryShortageError) -> str:
-        needed = f"it needs {error.needed_bytes / 1e6:.0f} MB, of {error.available_bytes / 1e6:.0f} MB that are left"
+        needed = f"it needs {error.needed_bytes / 1e6:.0f} MB, and {error.available_bytes / 1e6:.0f} MB are free"
         if self._settings.memory is None:
             return f"{needed}; models that could be unloaded are in use or take too little"
-        used = f"{self.memory_used / 1e6:.0f} MB are of models that are in use, pinned or too small"
-        return f"{needed} by model_memory, {self._settings.memory / 1e6:.0f} MB; {used}"
+        used = f"loaded models take {self.memory_used / 1e6:.0f} MB, and are in use, pinned or too small"
+        return f"{needed} below model_memory, {self._settings.memory / 1e6:.0f} MB; {used}"
 
     def _announce(self, served: ServedModel) -> None:
         tasks = [task for task in (Task.GENERATE, Task.ENCODE) if served.serves(task)]
@@ -231,7 +231,7 @@ class ModelLoader:
             self._metrics.transcribes(served.name)
 
     def _limit_failed(self) -> None:
-        """Forget the oldest failed models that nothing but a request ever named."""
+        """Remove the oldest failed models that operators named."""
         failed = [model for model in self._models if model.state is State.FAILED and model.origin is Origin.REQUEST]
         for model in failed[: max(0, len(failed) - _MAX_FAILED)]:
             self._models.forget(model)
@@ -239,8 +239,11 @@ class ModelLoader:
     # -- unloading
 
     async def _evict(self, needed: int) -> bool:
-        """Unload the least recently used models that free as many bytes together; none, and False, if they do not."""
-        self.notice_lost()  # what the engine lost frees nothing
+        """Unload the least recently used models until `needed` bytes are free.
+
+        If all of them together do not free as much, unload none and return False.
+        """
+        self.notice_lost()  # a model that the engine has lost frees nothing
         chosen, freed = [], 0
         for model in sorted((one for one in self._models if one.is_evictable), key=lambda one: one.used_at):
             if freed >= needed:
@@ -250,12 +253,12 @@ class ModelLoader:
         if freed < needed or not chosen:
             return False
         for model in chosen:
-            if model.is_evictable:  # a request may have come while another one was unloaded
+            if model.is_evictable:  # a request may have reserved it while another one was unloaded
                 await asyncio.shield(self.begin_unload(model, "evicted"))
         return True
 
     def notice_lost(self) -> None:
-        """Notice models that the engine has lost; the next request for one loads it again."""
+        """Mark models that the engine has lost; the next request for one loads it again."""
         if not self._client.health().ready:
             return
         served = self._client.models
@@ -266,7 +269,7 @@ class ModelLoader:
                 self._metrics.unloaded(model.name, "lost")
 
     def unload_unneeded(self) -> None:
-        """Begin to unload models that no request has held for `keep_alive`, and those whose folder is gone."""
+        """Start unloading models that no request has used for `keep_alive`, and those whose folder is gone."""
         limit = time.monotonic() - self._settings.keep_alive_s
         for model in self._models:
             if model.state is State.LOADED and model.missed >= _MISSED_SCANS:
@@ -275,7 +278,7 @@ class ModelLoader:
                 self.begin_unload(model, "idle")
 
     def unload(self, name: str, drain_s: float | None) -> asyncio.Task[None]:
-        """Begin to unload a model, or give up loading it, for an operator; raises a 404 or 409."""
+        """Start unloading a model, or cancel its load, for an operator; raises a 404 or 409."""
         model = self._models.get(name)
         if model is None:
             raise self._models.unknown(name)
@@ -291,9 +294,9 @@ class ModelLoader:
         return self.begin_unload(model, "request", self._drain_s if drain_s is None else drain_s)
 
     def begin_unload(self, model: Model, reason: str, drain_s: float = 0.0) -> asyncio.Task[None]:
-        """Start unloading a loaded model: requests that hold it may go on for `drain_s`, and new ones are refused.
+        """Start unloading a loaded model; requests that use it may go on for `drain_s`.
 
-        Unless an operator asked for it, new requests wait, and load it again.
+        If an operator asked for it (`reason` "request"), new requests are refused. Else they wait, and load it again.
         """
         served = model.served
         assert served is not None
@@ -315,7 +318,7 @@ class ModelLoader:
             await self._client.unload(model.name)
         except ModelNotLoadedError:
             pass  # the engine was lost, and the model with it
-        except Exception as error:  # it takes no requests in any case
+        except Exception as error:  # the model takes no requests in any case
             log_unexpected(error)
         model.task = None
         self._metrics.unloaded(model.name, reason)

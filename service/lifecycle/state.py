@@ -1,4 +1,4 @@
-"""The state of an application: its parts, which routes use, and whether it accepts new work."""
+"""The state of an application: the parts that its routes use, and whether it accepts new work."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from service.settings.service_settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-_MODELS_SECONDS = 1.0  # between looks for idle models
+_MODELS_SECONDS = 1.0  # between two checks for idle models
 
 
 class Service:
-    """Holds everything that routes need; `create_app` stores it as `app.state.service`."""
+    """Everything that routes need; `create_app` stores it as `app.state.service`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Service:
         reader: ModelReader | None = None,
         replicas: Replicas | None = None,
     ) -> None:
-        """Without a `reader` no models can be loaded later. `replicas` reaches the others, if there are any.
+        """Without a `reader` no models can be loaded later. `replicas` reaches the other replicas, if there are any.
 
         Raises `ConfigError`.
         """
@@ -64,10 +64,10 @@ class Service:
         self.metrics = metrics
         self.version = version()
         self.tracer = Tracer.to(settings.otlp_endpoint, self.version) if settings.otlp_endpoint else None
-        self.writes = WriteBatch()  # of all streams
+        self.writes = WriteBatch()  # shared by all streams
         self.jobs = Jobs(client, metrics, self.tracer)
         self.threads = TokenizerThreads(settings.tokenizer_threads, metrics.tokenized)
-        self.body_threads = Threads(1, "triptych-bodies")  # parsing lets few other threads run: more would not help
+        self.body_threads = Threads(1, "triptych-bodies")  # parsing holds the GIL, so more threads would not help
         self.confinement = confinement.support()
         self.renderers = RenderPool(self.limits.chat_template_s)
         self.grammars = GrammarChecker(self.limits)
@@ -87,10 +87,10 @@ class Service:
         self._draining = False
 
     async def start(self) -> None:
-        """Load the models; raises as `EngineClient.start`."""
+        """Load the models; raises what `EngineClient.start` raises."""
         if self.confinement.missing:
             logger.warning(
-                "templates, grammars, images and audio files are processed without %s: this kernel has none",
+                "templates, grammars, images and audio files are processed without %s: this kernel does not have it",
                 " and ".join(self.confinement.missing),
             )
         self.client.on_step(self.metrics.step)
@@ -98,7 +98,7 @@ class Service:
         await self.fleet.start()
 
     async def look_after_models(self) -> None:
-        """Notice new folders and lost models, and unload idle ones, forever; cancelled at shutdown."""
+        """Notice new folders and lost models, and unload idle models, until cancelled at shutdown."""
         while True:
             await asyncio.sleep(_MODELS_SECONDS)
             await self.loader.look_after()
@@ -117,7 +117,7 @@ class Service:
             await asyncio.to_thread(self.tracer.close)
 
     def begin_drain(self) -> None:
-        """Refuse new requests from now on, also by /readyz; requests in progress continue."""
+        """Refuse new requests from now on, and fail /readyz; requests in progress continue."""
         self._draining = True
         self.fleet.stop()
 
@@ -132,7 +132,7 @@ class Service:
             await self.jobs.wait_idle()
 
     async def cancel(self, request_id: str) -> int:
-        """Cancel a request on all replicas and return how many ended; raises a 503 if a replica did not answer."""
+        """Cancel a request on all replicas; return how many ended. 503 if none did and a replica did not answer."""
         ended = self.jobs.cancel(request_id)
         if self._replicas is not None:
             try:
@@ -143,14 +143,14 @@ class Service:
         return ended
 
     def model_info(self, name: str) -> ModelInfo:
-        """Return what the engine knows of a served model; raises a 503 while it is not loaded."""
+        """Return the engine's description of a served model; raises a 503 while it is not loaded."""
         info = self.client.models.get(name)
         if info is None:
             raise unavailable(f"model {name} is not loaded yet", "not_ready")
         return info
 
     def handling(self) -> AbstractContextManager[None]:
-        """Check readiness, then handle a request inside the block; a drain that begins meanwhile waits for it."""
+        """Check readiness and return a block in which a request is handled; a drain waits for its end."""
         self.check_ready()
         return self.jobs.in_progress()
 
@@ -171,7 +171,7 @@ class Service:
             raise draining()
 
     def check_not_given_up(self) -> None:
-        """Raise a 503 if a drain's time ran out before the request reached an engine."""
+        """Raise a 503 if the time of a drain ran out before the request reached an engine."""
         if self.jobs.given_up:
             raise draining()
 
