@@ -1,1 +1,1 @@
-"""Processes that can be killed, for chat templates and for grammars of clients."""
+"""Confined processes, which can be killed, for chat templates, grammars of clients, images and audio files."""

@@ -2,11 +2,11 @@
 
 A template is a program. Neither Jinja's sandbox nor a tracing function limits its cost: one operation such as
 `9**9**9` or `'x' * 10**10` does not return to the interpreter. So it runs in a process that
-`service.sandbox.worker_main` confines and the kernel ends in time. Templates are compiled here too, because the
-compiler evaluates constants. The process is kept for the next conversation, as compiling takes longer than rendering.
+`service.sandbox.worker_main` confines and the kernel kills at the time limit. Templates are compiled here too, because
+the compiler evaluates constants. The process is kept for the next request, as compiling takes longer than rendering.
 
-A request `{template, variables, limit, seconds}` gets one reply, `{"text"}` or `{"error", "message"}`; without
-`variables` the reply is `{"names"}`, those of the variables that the template takes from outside.
+A request `{template, variables, limit, seconds}` gets one reply, `{"text"}` or `{"error", "message"}`. Without
+`variables` the reply is `{"names"}`: the variables that the template reads and does not define.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _MESSAGE = 300
 
 
 class _Raised(TemplateError):
-    """Is raised by the template itself, by `raise_exception`."""
+    """An error that the template itself raises, with `raise_exception`."""
 
 
 class _Generation(Extension):
-    """Renders the content of `{% generation %}...{% endgeneration %}`, which marks assistant messages, in a scope."""
+    """Renders `{% generation %}...{% endgeneration %}`, which marks assistant messages, as its content in a scope."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -49,14 +49,14 @@ class _Generation(Extension):
 
 
 class _Dictionaries:
-    """Provides `dict(...)` without giving access to the type."""
+    """The function `dict(...)` of templates, which gives no access to the type."""
 
     def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
         return dict(*values, **named)
 
 
 class _Namespace(Namespace):
-    """Provides `namespace` and refuses names with a leading underscore."""
+    """The function `namespace` of templates, which refuses names with a leading underscore."""
 
     def __init__(*args: Any, **named: Any) -> None:
         for name in dict(*args[1:], **named):
@@ -80,7 +80,7 @@ def _raise(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return plain JSON, which templates of checkpoints expect; Jinja's own filter escapes HTML."""
+    """Return plain JSON, as templates expect; Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -143,7 +143,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_all() -> None:
-    """Load what Jinja and the clock load at first use, as no file can be opened later."""
+    """Import what Jinja and the clock import at first use, because no file can be opened later."""
     for module in ("html", "jinja2.debug", "pprint", "textwrap", "urllib.parse"):
         importlib.import_module(module)
     for encoding in ("unicode_escape", "ascii", "latin-1", "utf-16", "utf-32", "idna"):

@@ -1,8 +1,8 @@
-"""Confines a process by the kernel: no files, no sockets, no programs, no other processes, limited memory.
+"""Confines a process: no files, no sockets, no programs, no other processes, limited memory. The kernel enforces it.
 
-Limits of resources hold everywhere: with `RLIMIT_NOFILE` 0 nothing can be opened. Where the kernel has them, Landlock
-closes all files, TCP ports and signals, and a seccomp filter leaves only the system calls that computing and answering
-need. `support` tells what this kernel has; `confine` raises where something that it has does not take hold.
+Resource limits work on every kernel: with `RLIMIT_NOFILE` 0 nothing can be opened. If the kernel has them, Landlock
+denies files, TCP ports and signals, and a seccomp filter allows only the system calls that computing and answering
+need. `support` returns what this kernel has; `confine` raises if one of its means fails.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import resource
 import struct
 from dataclasses import dataclass
 
-_DUMPABLE, _PARENT_DEATH_SIGNAL, _SECCOMP, _NO_NEW_PRIVILEGES = 4, 1, 22, 38  # of prctl
+_DUMPABLE, _PARENT_DEATH_SIGNAL, _SECCOMP, _NO_NEW_PRIVILEGES = 4, 1, 22, 38  # options of prctl
 _FILTER = 2  # the mode of `_SECCOMP`
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # Landlock's system calls, the same on every machine
 _ASK_VERSION = 1
 
-# By machine: the name of its calls in seccomp, and the numbers of those that are allowed: read write
-# close fstat lseek mmap mprotect munmap mremap madvise brk, sendto recvfrom, exit exit_group, rt_sigaction
-# rt_sigprocmask rt_sigreturn sigaltstack setitimer, futex sched_yield sched_getaffinity getcpu membarrier rseq
-# set_robust_list restart_syscall, clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday times getrusage,
-# getpid gettid getrandom sysinfo; x86-64 has `time` as well.
+# By architecture: its id in seccomp, and the numbers of the allowed system calls: read write close fstat lseek mmap
+# mprotect munmap mremap madvise brk, sendto recvfrom, exit exit_group, rt_sigaction rt_sigprocmask rt_sigreturn
+# sigaltstack setitimer, futex sched_yield sched_getaffinity getcpu membarrier rseq set_robust_list restart_syscall,
+# clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday times getrusage, getpid gettid getrandom sysinfo;
+# x86-64 has `time` as well.
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ALLOWED = {
     "x86_64": """0 1 3 5 8 9 10 11 25 28 12  44 45  60 231  13 14 15 131 38  202 24 204 309 324 334
@@ -31,50 +31,50 @@ _ALLOWED = {
     "aarch64": """63 64 57 80 62 222 226 215 216 233 214  206 207  93 94  134 135 139 132 103  98 124 123 168 283 293
         99 128  113 114 115 101 169 153 165  172 178 278 179""",
 }
-_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # of the filter's machine: a word, a jump if equal, a result
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # refused calls fail with EPERM
-_CALL, _MACHINE = 0, 4  # places in what a filter is given
+_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF instructions: load a word, jump if equal, return
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # results of a filter; a refused call fails with EPERM
+_CALL, _MACHINE = 0, 4  # offsets in the filter's input: number of the call, architecture
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Tells what this kernel confines processes with."""
+    """The means of confinement that this kernel has."""
 
     landlock: int  # its version; 0: none
     seccomp: bool
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Return the names of what this kernel, or the container, does not have."""
+        """The names of the means that this kernel, or the container, lacks."""
         return (*(() if self.landlock else ("Landlock",)), *(() if self.seccomp else ("seccomp",)))
 
 
 def support() -> Support:
-    """Ask the kernel; changes nothing."""
+    """Return the kernel's means of confinement; changes nothing."""
     landlock = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _ASK_VERSION)
-    _libc.prctl(_SECCOMP, _FILTER, None)  # a kernel that has filters finds no filter there
+    _libc.prctl(_SECCOMP, _FILTER, None)  # a kernel with seccomp filters fails to read a filter at address 0
     has_filters = ctypes.get_errno() == 14  # EFAULT
     return Support(max(int(landlock), 0), has_filters and platform.machine() in _ALLOWED)
 
 
 def hide_process() -> None:
-    """Close the memory and environment of this process to others of the same user; core dumps end too."""
+    """Hide memory and environment of this process from other processes of the user; also disables core dumps."""
     _prctl(_DUMPABLE, 0)
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel end this process when `parent`, which has forked it, ends."""
+    """Make the kernel kill this process when `parent`, which has forked it, ends."""
     _prctl(_PARENT_DEATH_SIGNAL, 9)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def confine(memory: int) -> None:
-    """Confine this process, for good, with `memory` bytes of address space; raises `OSError`.
+    """Confine this process irreversibly, with `memory` bytes of address space; raises `OSError`.
 
-    Descriptors that are open stay usable. The process must have one thread.
+    Open descriptors stay usable. The process must have one thread.
     """
     hide_process()
     _prctl(_NO_NEW_PRIVILEGES, 1)
@@ -94,7 +94,7 @@ def confine(memory: int) -> None:
 
 
 def _close_files(version: int) -> None:
-    """Take every right that this version of Landlock handles, and give none back."""
+    """Deny every right that this version of Landlock handles."""
     files = (1 << 13) - 1 | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
     ports, outside = (3 if version >= 4 else 0), (3 if version >= 6 else 0)  # TCP; signals and abstract sockets
     size = 8 * (1 + (version >= 4) + (version >= 6))
@@ -112,7 +112,7 @@ def _filter_calls() -> None:
 
 
 def filter_program(machine: str) -> bytes:
-    """Return the filter: another machine's calls kill, those that are not listed fail."""
+    """Return the seccomp filter: calls of another architecture kill the process, calls that are not listed fail."""
     name, calls = _MACHINES[machine], [int(number) for number in _ALLOWED[machine].split()]
     steps = [(_LOAD, 0, 0, _MACHINE), (_EQUAL, 1, 0, name), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _CALL)]
     steps += [(_EQUAL, len(calls) - place, 0, call) for place, call in enumerate(calls)]

@@ -1,8 +1,8 @@
 """The process that test-compiles grammars: `python -m service.sandbox.grammar_main`.
 
 The grammar library limits most of a grammar's cost, but not all: `multipleOf: 1000003` takes seconds and hundreds of
-megabytes. So each grammar gets a process of its own, which `service.sandbox.worker_main` confines and the kernel ends
-in time. A grammar that compiles is then matched against a few random one-byte tokens, so that most grammars that are
+megabytes. So each grammar gets its own process, which `service.sandbox.worker_main` confines and the kernel kills at
+the time limit. A grammar that compiles is then matched against a few random one-byte tokens. So most grammars that are
 too expensive to match are refused before a request is accepted.
 
 A request `{grammar, seconds}` gets one reply, `{}` or `{"error", "message"}`.
@@ -23,11 +23,11 @@ _MEMORY = 512 << 20
 _TRIAL_TOKENS = 64
 _TRIALS = 4
 _MESSAGE = 480
-_SPECIAL, _ANY_SPECIAL = re.compile(r"<\[\d+\]>"), 256  # a special token by its id
+_SPECIAL, _ANY_SPECIAL = re.compile(r"<\[\d+\]>"), 256  # a special token; the id that stands for all of them
 
 
 def try_grammar(grammar: str, vocabulary: Vocabulary) -> dict[str, str]:
-    """Return an empty dictionary, or an `error` (refused) with its reason."""
+    """Compile and match a grammar; return an empty dictionary, or `error` (refused) and `message`."""
     try:
         start = compile_grammar(grammar, vocabulary)
         for trial in range(_TRIALS):
@@ -45,9 +45,9 @@ def try_grammar(grammar: str, vocabulary: Vocabulary) -> dict[str, str]:
 
 def main() -> None:
     """Answer requests until the other side closes."""
-    single = (*(bytes([byte]) for byte in range(256)), b"")  # the last stands for all special tokens
+    single = (*(bytes([byte]) for byte in range(256)), b"")  # the last token stands for all special tokens
     vocabulary = Vocabulary(TokenBytes(single, single))
-    try_grammar('start: "a"', vocabulary)  # what the library loads at first use is loaded before it is confined
+    try_grammar('start: "a"', vocabulary)  # makes the library load its files before the process is confined
 
     def answer(request: dict[str, Any], _: bytes) -> tuple[dict[str, Any], bytes]:
         return dict(try_grammar(_SPECIAL.sub(f"<[{_ANY_SPECIAL}]>", request["grammar"]), vocabulary)), b""

@@ -1,10 +1,10 @@
 """The process that decodes image files, which its parent can kill: `python -m service.sandbox.image_main`.
 
-A decoder is a program in C that reads bytes of a stranger, and a file of 100 KB may have 32 million pixels. So each
-file gets a process of its own, which `service.sandbox.worker_main` confines and the kernel ends in time.
+A decoder is a C program that reads untrusted bytes, and a file of 100 KB may have 32 million pixels. So each file gets
+its own process, which `service.sandbox.worker_main` confines and the kernel kills at the time limit.
 
-A request `{processing, most_pixels, all_pixels, seconds}` with a file gets `{"pixels"}`, how many it has, and those
-that the model reads; or `{"error", "message"}` without bytes, the error being refused or memory.
+A request `{processing, most_pixels, all_pixels, seconds}` with a file gets `{"pixels"}`, the number of its pixels, and
+the pixels that the model reads. Otherwise it gets `{"error", "message"}`; the error is `refused` or `memory`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from PIL import Image
 from model.media.images import MAX_PIXELS, ImageError, ImageProcessing, num_pixels
 from service.sandbox import worker_main
 
-_MEMORY = (1 << 30) + 16 * MAX_PIXELS  # address space: libraries, most of which is never used, and two copies or three
+_MEMORY = (1 << 30) + 16 * MAX_PIXELS  # address space: the libraries, and two or three copies of the pixels
 
 
 def answer(request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return a reply and the pixels."""
+    """Return the reply and the pixels that the model reads."""
     try:
         found = num_pixels(data)
         if found > request["most_pixels"]:
@@ -36,7 +36,7 @@ def answer(request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]
 
 def main() -> None:
     """Answer requests until the other side closes."""
-    Image.init()  # before files may no longer be opened
+    Image.init()  # now, because no file can be opened later
     for module in ("ExifTags", "ImageCms", "ImageOps", "ImagePalette", "ImageSequence"):
         importlib.import_module(f"PIL.{module}")
     worker_main.serve_forking(answer, lambda _: _MEMORY)

@@ -1,4 +1,4 @@
-"""Pools of sandboxed processes: they decode images, and render chat templates."""
+"""Pools of confined processes that decode images and render chat templates."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from model.media.images import ImageError, ImageProcessing
 from service.sandbox.process_pool import ForkingWorker, Worker, WorkerError, WorkerPool
 
-# -- Worker processes that decode image files of strangers; `service.sandbox.image_main` says why they are processes.
+# -- Worker processes that decode untrusted image files (see `service.sandbox.image_main`).
 
 _IMAGE_WORKERS = 2
 
 
 class ImageWorker(ForkingWorker):
-    """Runs one process, started on first use, with a process of its own for each file. Not thread-safe."""
+    """One process, started on first use, that forks for each file. Not thread-safe."""
 
     def __init__(self, seconds: float, all_pixels: int) -> None:
         variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -23,9 +23,9 @@ class ImageWorker(ForkingWorker):
         self._all_pixels = all_pixels
 
     def prepare(self, data: bytes, processing: ImageProcessing, most_pixels: int) -> tuple[bytes, int]:
-        """Return what the model reads of a file, and how many pixels that has.
+        """Decode a file; return the pixels that the model reads, and the number of the file's pixels.
 
-        Raises `ImageError` for what the file is to blame for, else `WorkerError`.
+        Raises `ImageError` if the file is at fault, else `WorkerError`.
         """
         request = {"processing": asdict(processing), "most_pixels": most_pixels, "all_pixels": self._all_pixels}
         try:
@@ -42,14 +42,14 @@ class ImageWorker(ForkingWorker):
 
 
 class ImagePool:
-    """Decodes two files at a time outside the event loop, each within `seconds`, and `all_pixels` of a request."""
+    """Decodes two files at once outside the event loop, each within `seconds`; a request has `all_pixels` at most."""
 
     def __init__(self, seconds: float, all_pixels: int, workers: int = _IMAGE_WORKERS) -> None:
         self._all_pixels = all_pixels
         self._pool = WorkerPool(lambda: ImageWorker(seconds, all_pixels), seconds, workers, "triptych-image")
 
     def request(self, processing: ImageProcessing) -> RequestImages:
-        """Return what decodes the files of one request."""
+        """Return a decoder for the files of one request."""
         return RequestImages(self._pool, processing, self._all_pixels)
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class ImagePool:
 
 
 class RequestImages:
-    """Decodes the files of one request, one after the other, until their pixels are too many."""
+    """Decodes the files of one request, one after the other, until they have too many pixels."""
 
     def __init__(self, pool: WorkerPool[ImageWorker], processing: ImageProcessing, most_pixels: int) -> None:
         self._pool = pool
@@ -66,46 +66,46 @@ class RequestImages:
         self._left = most_pixels
 
     async def prepare(self, data: bytes) -> bytes:
-        """Return what the model reads of the next file (`ImageProcessing.prepare`).
+        """Decode the next file and return the pixels that the model reads (`ImageProcessing.prepare`).
 
-        Raises `ImageError` for a file that is not taken, `WorkerError` where no process starts or becomes free.
+        Raises `ImageError` for a file that is refused, `WorkerError` if no process starts or becomes free.
         """
         pixels, found = await self._pool.run(lambda worker: worker.prepare(data, self._processing, self._left))
         self._left -= found
         return pixels
 
 
-# -- Worker processes that render chat templates; `service.sandbox.chat_main` says why they are processes.
+# -- Worker processes that render chat templates (see `service.sandbox.chat_main`).
 
 _CHAT_WORKERS = 4
 
-# A template gave no text. `kind`: raised (by the template itself), syntax, failed, memory, length, or any worker's.
+# A template was not rendered. `kind`: raised (by the template itself), syntax, failed, memory, length, or any worker's.
 RenderError = WorkerError
 
 
 class RenderWorker(Worker):
-    """Runs one process with an empty environment, started on first use. Not thread-safe."""
+    """One process with an empty environment, started on first use. Not thread-safe."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds, "service.sandbox.chat_main")
 
     def render(self, template: str, variables: Mapping[str, Any], limit: int) -> str:
-        """Return the text, of at most `limit` characters; raises `RenderError`."""
+        """Render a template to at most `limit` characters; raises `RenderError`."""
         return str(self.ask({"template": template, "variables": variables, "limit": limit})["text"])
 
     def names(self, template: str) -> frozenset[str]:
-        """Return the names of the variables that the template takes from outside; raises `RenderError`."""
+        """Return the variables that a template reads and does not define; raises `RenderError`."""
         return frozenset(self.ask({"template": template})["names"])
 
 
 class RenderPool:
-    """Renders several templates at a time outside the event loop, each within `seconds`."""
+    """Renders several templates at once outside the event loop, each within `seconds`."""
 
     def __init__(self, seconds: float, workers: int = _CHAT_WORKERS) -> None:
         self._pool = WorkerPool(lambda: RenderWorker(seconds), seconds, workers, "triptych-chat")
 
     async def render(self, template: str, variables: Mapping[str, Any], limit: int) -> str:
-        """Return the text, of at most `limit` characters; raises `RenderError`, `busy` if no worker became free."""
+        """Render a template to at most `limit` characters; raises `RenderError`, `busy` if no worker became free."""
         return await self._pool.run(lambda worker: worker.render(template, variables, limit))
 
     def close(self) -> None:

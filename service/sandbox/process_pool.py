@@ -1,7 +1,7 @@
 """A pool of processes for tasks that a client can make expensive; a process that takes too long is killed.
 
-Each process works on one task at a time, and `service.sandbox.worker_main` says what it may do and how messages look.
-The next task replaces a process that was killed. What a process answers is checked like anything from outside.
+Each process works on one task at a time. `service.sandbox.worker_main` confines it and describes its messages. The next
+task starts a new process in place of a killed one. Replies of a process are checked like any untrusted input.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ T = TypeVar("T")
 W = TypeVar("W", bound="Worker")
 
 NO_VARIABLES: Final[Mapping[str, str]] = MappingProxyType({})
-_BYTES_FOLLOW = b"\0"  # which JSON never contains
+_BYTES_FOLLOW = b"\0"  # separates JSON, which never contains it, from bytes
 _PART = 1 << 20  # bytes received at a time
 _START_SECONDS = 20.0
-_REPLY_BYTES = 64 << 20  # of a reply, at most
-_GRACE_SECONDS = 0.5  # beyond the time limit, until a worker that has not ended by its alarm is killed
-_QUEUE_SECONDS = 5.0  # for a worker to become free
+_REPLY_BYTES = 64 << 20  # maximum of a reply
+_GRACE_SECONDS = 0.5  # after the time limit, until a worker that its alarm has not ended is killed
+_QUEUE_SECONDS = 5.0  # maximum wait for a free worker
 
 
 class WorkerError(Exception):
-    """Says that a task has no result. `kind`: the worker's own word, or start, time, busy or crashed."""
+    """A task has no result. `kind` is the `error` of the worker's reply, or start, time, busy or crashed."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """Runs one process, started on first use. Not thread-safe."""
+    """One process, started on first use. Not thread-safe."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Worker:
         *arguments: str,
         variables: Mapping[str, str] = NO_VARIABLES,
     ) -> None:
-        """`module` is run with nothing in its environment but its import path and these `variables`."""
+        """Run `module` with only its import path and `variables` in its environment."""
         self._seconds = seconds
         self._command = python_child.command(module, *arguments)
         self._environment = {**python_child.import_path(), **variables}
@@ -65,7 +65,7 @@ class Worker:
         return self._reply(self._exchange(self._request(request)))
 
     def ask_with_bytes(self, request: Mapping[str, Any], data: bytes, most: int = 0) -> tuple[Any, memoryview]:
-        """Send a request with bytes and return the reply and its bytes, of which `most` may follow a usual reply.
+        """Send a request with bytes, and return the reply with its bytes, at most about `most`.
 
         Raises `WorkerError`.
         """
@@ -84,7 +84,7 @@ class Worker:
         self._channel = self._process = None
 
     def _request(self, request: Mapping[str, Any]) -> bytes:
-        # Of many numbers json.dumps takes eight times as long, and no other thread runs meanwhile.
+        # For many numbers json.dumps takes eight times as long, and holds the GIL.
         return pydantic_core.to_json({**request, "seconds": self._seconds}, inf_nan_mode="constants")
 
     def _reply(self, answer: bytes) -> dict[str, Any]:
@@ -108,11 +108,11 @@ class Worker:
         end = time.monotonic() + self._seconds + _GRACE_SECONDS
         try:
             return self._answer(channel, request, end, most)
-        except OSError as error:  # a timeout is one
+        except OSError as error:  # includes TimeoutError
             raise self._failure(timed_out=isinstance(error, TimeoutError)) from None
 
     def _failure(self, *, timed_out: bool) -> WorkerError:
-        """End the process and return the reason why it gave no answer."""
+        """Kill the process, and return the error that explains its missing answer."""
         timed_out = timed_out or self._ended_by_alarm()
         self.close()
         return self._slow() if timed_out else WorkerError("crashed", "its process ended")
@@ -125,10 +125,10 @@ class Worker:
         channel.settimeout(self._seconds + _GRACE_SECONDS)
         channel.sendall(LENGTH.pack(len(request)))
         channel.sendall(request)
-        size = LENGTH.unpack(_take(channel, LENGTH.size, end))[0]
+        size = LENGTH.unpack(_receive(channel, LENGTH.size, end))[0]
         if size > most:
             raise ConnectionResetError
-        return _take(channel, size, end)
+        return _receive(channel, size, end)
 
     def _ended_by_alarm(self) -> bool:
         try:
@@ -155,12 +155,12 @@ class Worker:
                 cwd="/",
                 env=self._environment,
             )
-        _take(self._channel, 1, time.monotonic() + _START_SECONDS)
+        _receive(self._channel, 1, time.monotonic() + _START_SECONDS)
         return self._channel
 
 
 class ForkingWorker(Worker):
-    """Runs a process that answers each request in a new process of its own, over a socket of its own."""
+    """A process that forks for each request, and answers it over a new socket."""
 
     def _answer(self, channel: socket.socket, request: bytes, end: float, most: int) -> bytes:
         mine, theirs = socket.socketpair()
@@ -169,27 +169,27 @@ class ForkingWorker(Worker):
                 channel.settimeout(_GRACE_SECONDS)
                 socket.send_fds(channel, [b"T"], [theirs.fileno()])
             answer = super()._answer(mine, request, end, most)
-        self._take_status(end)
+        self._receive_status(end)
         return answer
 
     def _failure(self, *, timed_out: bool) -> WorkerError:
-        """Return the reason why there is no answer, and end the process only if the one for the request goes on."""
+        """Return the error that explains the missing answer; kill the process only if its fork has not ended."""
         try:
-            status = None if timed_out else self._take_status(time.monotonic() + _GRACE_SECONDS)
+            status = None if timed_out else self._receive_status(time.monotonic() + _GRACE_SECONDS)
         except OSError:
             status = None
         if status is None:
             return super()._failure(timed_out=timed_out)
         return self._slow() if status == -signal.SIGALRM else WorkerError("crashed", "its process ended")
 
-    def _take_status(self, end: float) -> int:
-        """Return how the process of the last request ended; raises `OSError`."""
+    def _receive_status(self, end: float) -> int:
+        """Receive how the process of the last request ended; raises `OSError`."""
         assert self._channel is not None
-        return int(STATUS.unpack(_take(self._channel, STATUS.size, end))[0])
+        return int(STATUS.unpack(_receive(self._channel, STATUS.size, end))[0])
 
 
 def _has_more(channel: socket.socket) -> bool:
-    """Tell whether a process has sent what nobody asked for, or has closed."""
+    """Whether a process has sent something unrequested, or has closed its side."""
     channel.settimeout(0.0)
     try:
         channel.recv(1, socket.MSG_PEEK)
@@ -200,7 +200,7 @@ def _has_more(channel: socket.socket) -> bool:
     return True
 
 
-def _take(channel: socket.socket, size: int, end: float) -> bytes:
+def _receive(channel: socket.socket, size: int, end: float) -> bytes:
     """Receive `size` bytes until the time `end`; raises `OSError`."""
     data = bytearray()
     while len(data) < size:
@@ -213,7 +213,7 @@ def _take(channel: socket.socket, size: int, end: float) -> bytes:
 
 
 class WorkerPool(Generic[W]):
-    """Runs several tasks at a time outside the event loop, each within `seconds`."""
+    """Runs several tasks at once outside the event loop, each within `seconds`."""
 
     def __init__(self, make: Callable[[], W], seconds: float, workers: int, name: str) -> None:
         self._seconds = seconds
@@ -225,7 +225,7 @@ class WorkerPool(Generic[W]):
             self._workers.put(make())
 
     async def run(self, task: Callable[[W], T]) -> T:
-        """Return the result of `task` with a worker; raises `WorkerError`, `busy` if none became free."""
+        """Run `task` with a free worker and return its result; raises `WorkerError`, `busy` if none became free."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._size, thread_name_prefix=self._name)
         work = self._threads.submit(self._run, task)

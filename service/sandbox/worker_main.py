@@ -1,9 +1,9 @@
-"""The loop of a worker process: takes requests from its parent, and answers them confined.
+"""The loop of a worker process: receives requests from its parent, and answers them in a confined process.
 
-Messages are a length of 4 bytes (big-endian) and content: JSON, and where both sides agree a NUL and bytes. The
-standard input is a socket. A lasting worker confines itself and answers there. A worker that forks confines a copy of
-itself for each request, which comes over a socket of its own and whose process ends with it, so nothing that a request
-does reaches the next one; on standard input it takes these sockets and tells how each process ended.
+A message is a length of 4 bytes (big-endian), then JSON, then optionally a NUL and bytes. Standard input is a socket.
+A lasting worker (`serve`) confines itself and answers on this socket. A forking worker (`serve_forking`) confines a
+forked copy of itself for each request, so that no request affects the next one. Each request has its own socket: the
+worker receives it on standard input, and sends back how the process of the request ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATUS = struct.Struct(">i")  # an exit code, or the negative number of a signal
 _TRIAL_MEMORY = 1 << 32
 _PART = 1 << 20  # bytes received at a time
 
-# From a request and what follows it to a reply and what follows that.
+# From a request and its bytes to a reply and its bytes.
 Answer = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]
 
 
@@ -41,13 +41,12 @@ def serve(answer: Answer, memory: int) -> None:
 
 
 def serve_forking(answer: Answer, memory: Callable[[dict[str, Any]], int]) -> None:
-    """Answer each request in a process of its own, confined to `memory(request)` bytes, until the parent closes."""
+    """Answer each request in its own process, confined to `memory(request)` bytes, until the parent closes."""
     print_stacks_on_signal()
     channel = socket.socket(fileno=0)
     gc.freeze()
-    if _wait(
-        _fork(channel, None, answer, lambda _: _TRIAL_MEMORY)
-    ):  # where a process cannot be confined, none is offered
+    trial = _fork(channel, None, answer, lambda _: _TRIAL_MEMORY)
+    if _wait(trial):  # a process cannot be confined here, so answer nothing
         return
     channel.sendall(READY)
     while True:
@@ -60,7 +59,7 @@ def serve_forking(answer: Answer, memory: Callable[[dict[str, Any]], int]) -> No
 
 
 def _fork(channel: socket.socket, request: int | None, answer: Answer, memory: Callable[[dict[str, Any]], int]) -> int:
-    """Start a process that answers what comes over the descriptor `request`; without one it only confines itself."""
+    """Fork a process that answers the request on the socket `request`; without one it only confines itself."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -71,9 +70,9 @@ def _fork(channel: socket.socket, request: int | None, answer: Answer, memory: C
         if request is None:
             confinement.confine(memory({}))
         else:
-            os.dup2(request, channel.fileno())  # in the place of the parent's
+            os.dup2(request, channel.fileno())  # replaces the socket to the parent
             os.close(request)
-            _serve_one(channel, answer, lambda taken: confinement.confine(memory(taken)))
+            _serve_one(channel, answer, lambda received: confinement.confine(memory(received)))
         code = 0
     finally:
         os._exit(code)
@@ -86,11 +85,11 @@ def _wait(child: int) -> int:
 def _serve_one(
     channel: socket.socket, answer: Answer, prepare: Callable[[dict[str, Any]], None] = lambda _: None
 ) -> bool:
-    """Answer a request after `prepare`, and return True, or False if there is none; nothing of it is kept."""
-    header = _take(channel, LENGTH.size)
+    """Receive a request, call `prepare`, and answer; return False if the other side has closed."""
+    header = _receive(channel, LENGTH.size)
     if len(header) < LENGTH.size:
         return False
-    message, _, data = _take(channel, LENGTH.unpack(header)[0]).partition(b"\0")
+    message, _, data = _receive(channel, LENGTH.unpack(header)[0]).partition(b"\0")
     request = json.loads(message)
     prepare(request)
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # without a handler, the signal ends the process
@@ -102,7 +101,7 @@ def _serve_one(
     return True
 
 
-def _take(channel: socket.socket, size: int) -> bytes:
+def _receive(channel: socket.socket, size: int) -> bytes:
     """Receive `size` bytes, or fewer if the other side has closed."""
     data = bytearray()
     while len(data) < size and (part := channel.recv(min(size - len(data), _PART))):
