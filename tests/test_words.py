@@ -39,7 +39,6 @@ UNREAD = (
     "service/core/",
     "service/dialects/",
     "service/http/",
-    "service/observability/",
     "service/planning/",
     "service/planning/outputs/",
     "service/routes/",

@@ -1,1 +1,1 @@
-"""Metrics, traces and logs."""
+"""Metrics, traces and logs of the service."""

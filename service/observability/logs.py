@@ -1,7 +1,7 @@
 """The logging configuration: plain lines on a terminal, JSON lines otherwise, each with the request's id.
 
-`access` writes one line for each HTTP request. No line contains prompts, outputs or keys: of an exception only the type
-and the frames are logged, because its text may quote a client's data.
+`access` writes one line for each HTTP request. No line contains prompts, outputs or keys. Exceptions are logged as type
+and frames without their text, which may quote a client's data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tup
 
 
 def setup(log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbose: bool = False) -> None:
-    """Send all logging to `stream` (stderr) in one format, and disable uvicorn's own access log."""
+    """Send all log lines to `stream` (stderr) in one format, and disable uvicorn's own access log."""
     stream = stream or sys.stderr
     as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
     handler = logging.StreamHandler(stream)
@@ -44,12 +44,12 @@ def setup(log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbo
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
     logging.getLogger("uvicorn.access").disabled = True
-    # What no line shows need not be looked up for each.
+    # No line shows these, so do not look them up.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 def access(context: RequestContext, method: str, path: str) -> None:
-    """Log one request. The path comes from the client, so it is shortened, and quoted if it is not printable ASCII."""
+    """Log one request. The path is the client's: it is shortened, and quoted if it is not printable ASCII."""
     level = logging.DEBUG if path in _QUIET and context.status < 400 else logging.INFO
     if not _access.isEnabledFor(level):
         return
@@ -61,7 +61,7 @@ def access(context: RequestContext, method: str, path: str) -> None:
     text = f"{method} {shown} {context.status} {milliseconds} ms"
     if context.model:
         text += f" {context.model} {context.tokens_in} in {context.tokens_out} out {outcome}"
-    record = logging.LogRecord(_access.name, level, __file__, 0, text, (), None)  # without a search for the caller
+    record = logging.LogRecord(_access.name, level, __file__, 0, text, (), None)  # faster: finds no caller
     record.fields = {
         "method": method,
         "path": shown,
@@ -84,7 +84,7 @@ class _SafeFormatter(logging.Formatter):
 
 
 class PlainFormatter(_SafeFormatter):
-    """Formats lines such as `12:00:00 INFO triptych.access [id] POST /generate 200 12.3 ms`."""
+    """Formats a record as a line such as `12:00:00 INFO triptych.access [id] POST /generate 200 12.3 ms`."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(request)s%(message)s", "%H:%M:%S")
@@ -96,7 +96,7 @@ class PlainFormatter(_SafeFormatter):
 
 
 class JsonFormatter(_SafeFormatter):
-    """Formats a record as one JSON object: ts, level, logger, message, request_id and the record's `fields`."""
+    """Formats a record as a JSON object: ts, level, logger, message, request_id and the record's `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         context = current()
@@ -114,18 +114,18 @@ class JsonFormatter(_SafeFormatter):
         return msgspec.json.encode(line).decode()
 
 
-# -- A named pipe that carries the stderr of Ray's workers to this process, which prints it. Ray writes its workers'
-# output to files, and prints it only with a prefix on every line, which is then not JSON. Lines of up to 4096 bytes
-# arrive whole even if several processes write.
+# -- A named pipe that carries the stderr of Ray's workers to this process, which prints it. Ray itself prints its
+# workers' output only with a prefix on every line, which is then not JSON. Lines of up to 4096 bytes arrive whole even
+# if several processes write.
 
 _STDERR = 2
 
 
 @contextmanager
 def printing(path: Path) -> Iterator[None]:
-    """Create the pipe at `path` and copy what is written to it to this process's stderr until the block ends."""
+    """Create the pipe at `path`, and copy its content to this process's stderr until the block ends."""
     os.mkfifo(path, 0o600)
-    # Opened for writing too, so that the pipe does not end when a writer closes it.
+    # Also opened for writing, so that the pipe does not end when a writer closes it.
     pipe = os.open(path, os.O_RDWR)
     ended, end = os.pipe()  # signals the end; the log pipe cannot, as any byte may be written to it
     thread = threading.Thread(target=_copy, args=(pipe, ended), name="log-pipe", daemon=True)
@@ -140,7 +140,7 @@ def printing(path: Path) -> Iterator[None]:
 
 
 def adopt(path: Path) -> None:
-    """Make the pipe at `path` the stderr of this process and of those that it starts."""
+    """Make the pipe at `path` the stderr of this process and of its children."""
     pipe = os.open(path, os.O_WRONLY)
     os.dup2(pipe, _STDERR)
     os.close(pipe)
@@ -155,14 +155,14 @@ def _copy(pipe: int, ended: int) -> None:
     while True:
         ready = {descriptor for descriptor, _ in either.poll()}
         data = os.read(pipe, 1 << 16) if pipe in ready else b""  # the capacity of a pipe
-        with suppress(OSError):  # with a full disk, lines are lost; a full pipe would block all writers
+        with suppress(OSError):  # on a full disk lines are lost; a full pipe would block all writers
             while data:
                 data = data[os.write(_STDERR, data) :]
         if ended in ready:
             return
 
 
-# -- A log line every ten seconds while the engines work; none while they are idle.
+# -- A log line of activity every ten seconds while the engines work; none while they are idle.
 
 INTERVAL_S = 10.0
 
@@ -170,7 +170,7 @@ logger = logging.getLogger(__name__)
 
 
 class ActivityLog:
-    """Logs what the engines have done since its last line."""
+    """Logs the work of the engines since its last line."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -182,7 +182,7 @@ class ActivityLog:
         self._tokens[step.model] += step.num_tokens
 
     async def report(self) -> None:
-        """Log forever; cancelled at shutdown."""
+        """Log every `INTERVAL_S` until cancelled at shutdown."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             if line := self.line(time.monotonic()):

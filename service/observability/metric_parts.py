@@ -1,4 +1,4 @@
-"""Parts of the metrics: a tally of tokens, the folder that processes share, and the metrics under vLLM's names."""
+"""Parts of the metrics: the metrics under vLLM's names, a tally of tokens, and the folder that processes share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from prometheus_client.core import GaugeMetricFamily
 from model.api.stats import ModelInfo
 from model.errors import ConfigError
 
-# -- The metrics under vLLM's names, for gateways, autoscalers and load generators that scrape those. Only metrics with
+# -- The metrics under vLLM's names, for gateways, autoscalers and load generators that read those. Only metrics with
 # the same meaning are exported; the label `model` becomes `model_name`. Source: `docs.vllm.ai`, "Production Metrics".
 
-_NAMES = {  # ours without prefix: theirs
+_NAMES = {  # our name without its prefix: vLLM's names
     "requests_running": ("num_requests_running",),
     "requests_waiting": ("num_requests_waiting",),
     "kv_cache_usage_ratio": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),  # also between 0 and 1
@@ -65,7 +65,7 @@ def _renamed(family: Metric, name: str) -> Metric:
 
 
 def _successes(family: Metric) -> Metric:
-    """Count generations that ended by vLLM's reasons, of which one may stand for several outcomes."""
+    """Count ended generations by vLLM's reasons; one reason may stand for several of our outcomes."""
     counts: dict[tuple[str, str], float] = {}
     for sample in family.samples:
         if sample.name.endswith("_total") and sample.labels["task"] == "generate":
@@ -77,22 +77,22 @@ def _successes(family: Metric) -> Metric:
     return found
 
 
-# -- A tally of generated tokens, which are counted one by one and added to Prometheus' metrics from time to time.
+# -- A tally of generated tokens, which is added to Prometheus' metrics from time to time.
 
-_MOST_KEPT = 128  # tokens, which are lost with a process that is killed
+_MAX_TALLY = 128  # tokens; a process that is killed loses its tally
 
 
 class TokenTally:
     """Counts the tokens of one model and their inter-token latencies; `flush` adds them to the metrics.
 
-    A counter and a histogram of prometheus_client cost 3 us a token, and more where processes share them by files. So
-    tokens are added together: at each `flush`, and as soon as there are `_MOST_KEPT`.
+    A counter and a histogram of prometheus_client cost 3 us a token, and more if processes share them in files. So
+    tokens are added in bulk: at each `flush`, and as soon as there are `_MAX_TALLY`.
     """
 
     def __init__(self, tokens: Any, gaps: Any) -> None:
         """`tokens` is a counter, `gaps` a histogram of seconds, both with their labels."""
         self._counter, self._histogram = tokens, gaps
-        self._bounds: list[float] = list(gaps._upper_bounds)  # the last is infinite
+        self._bounds: list[float] = list(gaps._upper_bounds)  # the last one is infinite
         self._tokens = 0
         self._seconds = 0.0
         self._buckets = [0] * len(self._bounds)
@@ -103,24 +103,24 @@ class TokenTally:
         if seconds_each is not None:
             self._buckets[bisect.bisect_left(self._bounds, seconds_each)] += tokens
             self._seconds += tokens * seconds_each
-        if self._tokens >= _MOST_KEPT:
+        if self._tokens >= _MAX_TALLY:
             self.flush()
 
     def flush(self) -> None:
-        """Add what was counted since the last call to the metrics."""
+        """Add the tally since the last call to the metrics."""
         if not self._tokens:
             return
         self._counter.inc(self._tokens)
         for place, count in enumerate(self._buckets):
             if count:
-                self._histogram._buckets[place].inc(count)  # as `observe` does, which counts one value a call
+                self._histogram._buckets[place].inc(count)  # `observe` would add only one value a call
                 self._buckets[place] = 0
         self._histogram._sum.inc(self._seconds)
         self._tokens, self._seconds = 0, 0.0
 
 
-# -- The folder in which several processes share their metrics (`service.observability.metrics`). Imports nothing slow.
-# prometheus_client reads its name from the environment when it is imported.
+# -- The folder in which several processes share their metrics (`service.observability.metrics`). prometheus_client
+# reads its name from the environment when it is imported.
 
 MULTIPROCESS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
 

@@ -1,10 +1,10 @@
 """Prometheus metrics. Each application has one `Metrics` object with its own registry.
 
 If `PROMETHEUS_MULTIPROC_DIR` is set (`service.runtimes.ray_serve.environment` sets it for replicas), every process
-writes its values to files in that folder, and each process reports the values of all: counters and histograms summed,
-also those of ended processes, since a counter must not fall; gauges only of running processes.
+writes its values to files in that folder, and each process reports the values of all. Counters and histograms are
+summed; they include ended processes, because a counter must not decrease. Gauges include running processes only.
 
-Invariants: every request to a model's route counts once as received, then once as rejected (by reason) or accepted; an
+Invariants: every request to a model's route counts once as received, then once as rejected (by reason) or accepted. An
 accepted request counts once in `triptych_requests_total`, by its outcome. Labels are names of loaded models and fixed
 words, never a prompt, an id or a key. A request that is rejected before its model is known has the model "".
 """
@@ -38,7 +38,7 @@ from service.core.models import Task
 from service.core.request_context import RequestContext
 from service.observability.metric_parts import MULTIPROCESS_FOLDER, TokenTally, make_folder, vllm_families
 
-disable_created_metrics()  # a fifth of all series, with times that nobody reads
+disable_created_metrics()  # these times would be a fifth of all series, and have no use
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -57,10 +57,10 @@ F = TypeVar("F", Counter, Histogram)
 
 
 class Metrics:
-    """Holds counters and histograms that the application and the engines update, and gauges read at each scrape."""
+    """Counters and histograms that the application and the engines update, and gauges that are set at each scrape."""
 
     def __init__(self, *, vllm_names: bool = False) -> None:
-        """`vllm_names`: export the metrics under vLLM's names too. Raises `ConfigError`."""
+        """`vllm_names`: also export the metrics under vLLM's names. Raises `ConfigError`."""
         make_folder()
         self.registry = CollectorRegistry()
         self._vllm_names = vllm_names
@@ -87,7 +87,7 @@ class Metrics:
         self._prompt_tokens.labels(context.model).inc(context.tokens_in)
 
     def ended(self, context: RequestContext, outcome: FinishReason, timings: Timings, has_output: bool) -> None:
-        """Count an accepted request that ended; `has_output`: it had a first output, so its times are meaningful."""
+        """Count an accepted request that ended. Without an output its queue and prefill times have no meaning."""
         model = context.model
         if model in self._tallies:
             self._tallies[model].flush()
@@ -102,29 +102,29 @@ class Metrics:
             self._decode.labels(model).observe(timings.decode_ms / 1000)
 
     def generated(self, model: str) -> TokenTally:
-        """Return the tally of the tokens that `model` generates; it is flushed when a request ends, and at a scrape."""
+        """Return the tally of the tokens that `model` generates; it is flushed at a request's end and at a scrape."""
         if model not in self._tallies:
             self._tallies[model] = TokenTally(self._generation_tokens.labels(model), self._inter_token.labels(model))
         return self._tallies[model]
 
     def transcribed(self, model: str, audio_seconds: float, seconds: float) -> None:
-        """Count an audio that took so many `seconds`."""
+        """Count a transcription that took `seconds` for `audio_seconds` of audio."""
         self._audio_seconds.labels(model).inc(audio_seconds)
         self._real_time.labels(model).observe(seconds / audio_seconds)
 
     def windows(self, model: str, *, spoken: int, silent: int, repeated: int) -> None:
-        """Count windows of audio by what came of their outputs."""
+        """Count windows of audio by outcome: text, silence, or decoded again."""
         for outcome, count in zip(_WINDOW_OUTCOMES, (spoken, silent, repeated), strict=True):
             self._audio_windows.labels(model, outcome).inc(count)
 
     def tokenized(self, model: str, seconds: float) -> None:
-        """Record the time that tokenising took."""
+        """Record the time that tokenisation took."""
         self._tokenize.labels(model).observe(seconds)
 
     # The engines
 
     def loaded(self, info: ModelInfo, version: str, tasks: Iterable[Task], restarts: int) -> None:
-        """Set what does not change while a loaded model runs; `restarts` of the engine were before its time."""
+        """Set the gauges of a loaded model that do not change; earlier `restarts` of the engine do not count for it."""
         self._replicas.labels(info.name).set(1)
         self._load_seconds.labels(info.name).set(info.load_seconds)
         self._memory.labels(info.name).set(info.memory_bytes)
@@ -133,20 +133,20 @@ class Metrics:
         self._initialize_counters(info.name, tasks)
 
     def transcribes(self, model: str) -> None:
-        """Export the counters of speech as 0 for a loaded model that transcribes: they tell it from others."""
+        """Export the counters of speech as 0 for a loaded model that transcribes."""
         self._audio_seconds.labels(model)
         self._real_time.labels(model)
         for outcome in _WINDOW_OUTCOMES:
             self._audio_windows.labels(model, outcome)
 
     def load_ended(self, model: str, outcome: Literal["loaded", "failed", "cancelled"], seconds: float) -> None:
-        """Count a load while the service runs; `seconds` since it was asked for, with its wait for other loads."""
+        """Count a load on demand; `seconds` since the order, including the wait for other loads."""
         self._loads.labels(model, outcome).inc()
         if outcome == "loaded":
             self._load_times.labels(model).observe(seconds)
 
     def unloaded(self, model: str, reason: str) -> None:
-        """Count the end of a model, and set its gauges to 0; `render` leaves them out while no process serves it."""
+        """Count an unload, and set the model's gauges to 0; `render` omits them while no process serves the model."""
         self._unloads.labels(model, reason).inc()
         for gauge in self._gauges:
             for sample in next(iter(gauge.collect())).samples:
@@ -158,19 +158,19 @@ class Metrics:
     # The cache of results
 
     def cache_lookups(self, model: str, *, kept: int, in_flight: int, computed: int) -> None:
-        """Count the inputs of a request by where their results come from."""
+        """Count the inputs of a request by the source of their results."""
         for source, count in (("kept", kept), ("in_flight", in_flight), ("computed", computed)):
             self._cache_lookups.labels(model, source).inc(count)
 
     def cache_size(self, model: str, size: int) -> None:
-        """Set the bytes of a model's results that are kept."""
+        """Set the bytes of a model's cached results."""
         self._cache_bytes.labels(model).set(size)
 
     def _initialize_counters(self, model: str, tasks: Iterable[Task]) -> None:
         """Export the counters of the service level objectives as 0, for each task of a model.
 
-        Prometheus' `rate()` misses an increase before a series' first scrape: the requests that fail with the first
-        lost engine would not consume the error budget.
+        Prometheus' `rate()` misses increases before the first scrape of a series, so the first failures of an engine
+        would not count against the error budget.
         """
         for reason in SERVER_FAULTS:
             self._rejections.labels("", reason)
@@ -194,7 +194,7 @@ class Metrics:
     def render(self, client: EngineClient) -> bytes:
         """Return the text for a scrape, with the current state of the engines."""
         self.update_engines(client)
-        # Ray may write metrics of its own into the shared folder; they are left out.
+        # Ray may write its own metrics into the shared folder; they are omitted.
         families = [one for one in self._collector().collect() if one.name.startswith("triptych_")]
         _drop_unloaded(families)
         if self._vllm_names:
@@ -202,7 +202,7 @@ class Metrics:
         return generate_latest(_Families(families))
 
     async def update_forever(self, client: EngineClient) -> None:
-        """Update the gauges every second, forever, if other processes may be scraped for this one's values."""
+        """Update the gauges every second if other processes report this one's values."""
         while MULTIPROCESS_FOLDER in os.environ:
             self.update_engines(client)
             await asyncio.sleep(_UPDATE_SECONDS)
@@ -254,7 +254,7 @@ class Metrics:
         self._add(self._model_accepted_tokens, stats.model, "model_accepted_tokens", stats.model_accepted_tokens)
 
     def _add(self, counter: _Labelled[Counter], model: str, name: str, value: int) -> None:
-        """Add what an engine has counted since the last update; a new engine counts from 0."""
+        """Add the increase of an engine's counter since the last update; a new engine counts from 0."""
         seen = self._seen.get((model, name), 0)
         counter.labels(model).inc(value - seen if value >= seen else value)
         self._seen[model, name] = value
@@ -294,17 +294,17 @@ class Metrics:
             "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "model"
         )
         self._drafts = self._counter(
-            "spec_decode_num_drafts_total", "Steps of a sequence that verified drafts of its next tokens.", "model"
+            "spec_decode_num_drafts_total", "Steps of a sequence that verified draft tokens.", "model"
         )
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens_total", "Tokens drafted.", "model")
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens_total", "Draft tokens proposed.", "model")
         self._accepted_tokens = self._counter(
-            "spec_decode_num_accepted_tokens_total", "Drafted tokens that were right.", "model"
+            "spec_decode_num_accepted_tokens_total", "Draft tokens accepted.", "model"
         )
         self._model_draft_tokens = self._counter(
-            "spec_decode_num_model_draft_tokens_total", "Of the tokens drafted, those of a draft model.", "model"
+            "spec_decode_num_model_draft_tokens_total", "Draft tokens proposed by a draft model.", "model"
         )
         self._model_accepted_tokens = self._counter(
-            "spec_decode_num_model_accepted_tokens_total", "Of those, tokens that were right.", "model"
+            "spec_decode_num_model_accepted_tokens_total", "Draft tokens of a draft model that were accepted.", "model"
         )
         self._preemptions = self._counter(
             "preemptions_total", "Sequences preempted because no KV block was free.", "model"
@@ -312,18 +312,16 @@ class Metrics:
         self._restarts = self._counter("engine_restarts_total", "Restarts of failed engines.", "model")
         self._cache_lookups = self._counter(
             "embed_cache_inputs_total",
-            "Inputs of /encode by where their results come from: kept, in_flight (an equal input's), computed.",
+            "Inputs of /encode by the source of their results: kept, in_flight (an equal input's), computed.",
             *("model", "source"),
         )
         self._audio_seconds = self._counter("audio_seconds_total", "Seconds of audio that were transcribed.", "model")
         self._audio_windows = self._counter(
             "audio_windows_total",
-            "Outputs for windows of audio: text, silence, or repeated at the next temperature since they had failed.",
+            "Outputs for windows of audio: text, silence, or repeated (decoded again at the next temperature).",
             *("model", "outcome"),
         )
-        self._loads = self._counter(
-            "model_loads_total", "Loads of models while the service ran, by outcome.", "model", "outcome"
-        )
+        self._loads = self._counter("model_loads_total", "Loads of models on demand, by outcome.", "model", "outcome")
         self._unloads = self._counter(
             "model_unloads_total",
             "Unloads of models: by request, when idle, evicted for another model, or because the folder is gone.",
@@ -340,10 +338,10 @@ class Metrics:
             "request_queue_time_seconds", "Seconds from a request's arrival until it was first scheduled."
         )
         self._load_times = self._histogram(
-            "model_load_time_seconds", "Seconds from asking for a model, while the service ran, until it was loaded."
+            "model_load_time_seconds", "Seconds from the order to load a model on demand until it was loaded."
         )
         self._real_time = self._histogram(
-            "audio_real_time_factor", "Seconds that a transcription took over those of its audio.", buckets=_FACTORS
+            "audio_real_time_factor", "Seconds of a transcription over seconds of its audio.", buckets=_FACTORS
         )
         self._tokenize = self._histogram("tokenize_seconds", "Seconds spent on tokenising a request's texts.")
         self._prefill = self._histogram("prefill_seconds", "Seconds from first being scheduled to the first output.")
@@ -382,10 +380,10 @@ class Metrics:
         self._replicas = self._gauge("replicas", "Replicas that serve the model.")
         self._ready = self._gauge("engine_ready", "Engines that accept requests.")
         self._live = self._gauge(
-            "engine_live", "Engines that run or are being restarted, without hung and abandoned ones."
+            "engine_live", "Engines that run or are being restarted; hung and abandoned ones do not count."
         )
         self._load_seconds = self._gauge("model_load_seconds", "Seconds that loading took.", over_replicas="max")
-        self._cache_bytes = self._gauge("embed_cache_bytes", "Bytes of results that are kept.")
+        self._cache_bytes = self._gauge("embed_cache_bytes", "Bytes of cached results of /encode.")
         self._memory = self._gauge("model_memory_bytes", "Bytes of a model's weights and KV cache.")
         labels = ("version", "form", "dtype", "attention")
         self._build_info = self._gauge(
@@ -394,7 +392,7 @@ class Metrics:
 
 
 def _drop_unloaded(families: Iterable[Metric]) -> None:
-    """Remove the gauges of models that no process serves any more; counters and histograms must not vanish."""
+    """Remove the gauges of models that no process serves; counters and histograms must not disappear."""
     families = list(families)
     replicas = [sample for one in families if one.name == "triptych_replicas" for sample in one.samples]
     served = {sample.labels["model"] for sample in replicas if sample.value}
@@ -404,14 +402,14 @@ def _drop_unloaded(families: Iterable[Metric]) -> None:
 
 
 class _Labelled(Generic[F]):
-    """Remembers a family's metric for each combination of labels: the library looks one up under a lock."""
+    """A metric family that caches its metric for each combination of labels: the library's look-up takes a lock."""
 
     def __init__(self, family: F) -> None:
         self.labels: Callable[..., F] = cache(family.labels)
 
 
 class _Families(Collector):
-    """Wraps metric families for `generate_latest`, which takes a collector."""
+    """A collector of given metric families, as `generate_latest` expects it."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families

@@ -1,10 +1,10 @@
-"""OpenTelemetry spans of accepted requests: one for the request, and below it one each for queue, prefill and decode.
+"""OpenTelemetry spans of accepted requests: one for the request, with child spans for queue, prefill and decode.
 
     triptych serve --otlp-endpoint http://collector:4318     (pip install 'triptych[otel]')
 
-Spans are made when a request has ended, from times that are recorded anyway, so tracing costs nothing while tokens are
-generated. Names and attributes follow OpenTelemetry's semantic conventions for generative AI. A client's `traceparent`
-(W3C Trace Context) is the parent, and its `tracestate` is kept. Spans contain no prompt, output or key.
+Spans are created when a request has ended, from times that are recorded anyway, so tracing does not slow decoding down.
+Names and attributes follow OpenTelemetry's semantic conventions for generative AI. A client's `traceparent` (W3C Trace
+Context) is the parent, and its `tracestate` is kept. Spans contain no prompt, output or key.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from service.core.request_context import RequestContext
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-_OPERATIONS = {"generate": "text_completion", "encode": "embeddings"}  # the nearest term for scores and labels too
+_OPERATIONS = {"generate": "text_completion", "encode": "embeddings"}  # the convention has no term for scores or labels
 _CHAT = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 
 
 class Tracer:
-    """Exports the spans of one application in batches, from its own thread."""
+    """Exports the spans of one application in batches, from a separate thread."""
 
     def __init__(self, exporter: SpanExporter, version: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -38,7 +38,7 @@ class Tracer:
 
     @classmethod
     def to(cls, endpoint: str, version: str) -> Tracer:
-        """Create a tracer that sends spans by OTLP over HTTP; raises `ConfigError` if the extra is not installed."""
+        """Create a tracer that sends spans as OTLP over HTTP; raises `ConfigError` if the extra is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError:
@@ -46,7 +46,7 @@ class Tracer:
         return cls(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces"), version)
 
     def ended(self, context: RequestContext, outcome: FinishReason, timings: Timings, has_output: bool) -> None:
-        """Export the spans of an accepted request that has just ended, once the status of its reply is known."""
+        """Export the spans of an accepted request that has ended, once the status of its reply is known."""
         end = time.time_ns()
         context.at_end(lambda: self._export(context, outcome, timings, has_output, end))
 
@@ -79,7 +79,7 @@ class Tracer:
                 "url.scheme": context.scheme,
             },
         )
-        if context.status:  # else the client left before the reply began
+        if context.status:  # 0 if the client disconnected before the reply began
             span.set_attribute("http.response.status_code", context.status)
         if outcome is FinishReason.ERROR:
             span.set_attribute("error.type", "engine_failed")

@@ -122,7 +122,7 @@ class Limits:
     max_top_k: int = _limit(100, "maximum number of candidates for a mask, and of answers")
     max_candidates: int = _limit(1_000, "maximum of masks x top_k of an input, and maximum number of targets")
     prompt_characters_per_token: int = _limit(
-        16, "a text with more characters than this x max_model_len is refused before it is tokenized"
+        16, "a text with more characters than this x max_model_len is refused before it is tokenised"
     )
     default_max_tokens: int = _limit(256, "max_tokens of /generate if neither the client nor the checkpoint sets it")
     request_timeout_s: float = _limit(600.0, "default and maximum of timeout_s, in seconds")
