@@ -26,12 +26,7 @@ UNREAD = (
     "docs/checkpoints.md",
     "docs/fields.md",
     "loadtest/workload/prompts.py",  # a list of English words
-    "model/checkpoint/weights_cache.py",
-    "model/config/formats.py",
-    "model/engine/",
-    "model/network/packed_weights.py",
     "model/pretrained/checkpoints/assistant/",
-    "model/system/",
     "model/text/",
     "model/text/schemas/",
     "service/",

@@ -1,12 +1,12 @@
 """A folder of packed weights, shared by the processes of one user.
 
-    LAYOUT-CONTENT.weights   packed weights: how they are packed, and the digest of the checkpoint that they are of
-    SIGNS.content            the digest of files with these signs, so that they need not be read to be known
+    LAYOUT-CONTENT.weights   packed weights, named by the digests of their layout and of the checkpoint's bytes
+    SIGNS.content            the content digest of files with these signs (path, size, times ...), which saves hashing
     lock                     held by the process that packs
-    *.new                    being written; what a crash leaves is removed by the next process that packs
+    *.new                    files being written; the next process that packs removes those of a crash
 
-Nobody but its owner may write there: what is mapped is not checked byte for byte. A file that is mapped is locked
-(shared) as long as it is, so that it is not removed to make room. Stdlib only.
+Only the owner may write there, because mapped bytes are not all checked. A mapped file has a shared lock, so it is not
+removed to make room. Stdlib only.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from model.checkpoint.content import Signs
 from model.checkpoint.packed_file import ArraySpec, PackedFileError, PackedFileWriter, Table, read_table
 from model.errors import ConfigError
 
-_LOCK_SECONDS = 900.0  # for another process to pack a model; then this one packs for itself
+_LOCK_SECONDS = 900.0  # to wait for another process that packs; then this one packs for itself
 _POLL_SECONDS = 0.1
-_DIGEST = 32  # characters of each in a file's name
+_DIGEST = 32  # characters of each digest in a file's name
 _CONTENT = re.compile(r"[0-9a-f]{64}")
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file of packed weights, open and locked within a `with`; a mapping of it keeps it so."""
+    """An open and locked file of packed weights; a `with` closes it, and a mapping keeps the lock."""
 
     name: str
     file: int
@@ -51,7 +51,7 @@ class PackedFile:
 
 
 class WeightsCache:
-    """The folder, of at most `max_bytes`; raises `ConfigError` if others could write there."""
+    """The folder, bounded to `max_bytes`; raises `ConfigError` if others can write there."""
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         self.folder = folder
@@ -73,21 +73,21 @@ class WeightsCache:
         return found if _CONTENT.fullmatch(found) else None
 
     def remember(self, signs: Signs, content: str) -> None:
-        """Keep the digest of files with these signs, unless they were written a moment ago."""
+        """Store the digest of files with these signs, unless the files are younger than two seconds."""
         if not signs.settled:
             return
         path = self.folder / f"{signs.digest}.content"
         new = path.with_suffix(f".{os.getpid()}.new")
-        with suppress(OSError):  # the digest is computed again then
+        with suppress(OSError):  # then the digest is computed again
             new.write_text(content)
             new.replace(path)
 
     def has(self, layout: str) -> bool:
-        """Whether any weights are there that are packed so."""
+        """Whether there are weights of this layout."""
         return any(self.folder.glob(f"{layout[:_DIGEST]}-*.weights"))
 
     def open(self, layout: str, content: str) -> PackedFile | None:
-        """Open and lock the weights of a content; None if they are not there, or damaged, which removes them."""
+        """Open and lock packed weights; None if they are missing, or damaged, which removes them."""
         path = self._path(layout, content)
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -108,8 +108,8 @@ class WeightsCache:
             os.close(file)
             self.discard(path.name, str(error))
             return None
-        with suppress(OSError):  # of a file system that is read-only
-            os.utime(path)  # used now
+        with suppress(OSError):  # a read-only file system
+            os.utime(path)  # the last use
         return PackedFile(path.name, file, table)
 
     def discard(self, name: str, reason: str) -> None:
@@ -119,13 +119,13 @@ class WeightsCache:
             (self.folder / name).unlink()
 
     def discard_unfinished(self, process: int) -> None:
-        """Remove the file that a process was writing when it was ended."""
+        """Remove the file that an ended process was writing."""
         for left in self.folder.glob(f"*.{process}.new"):
             left.unlink(missing_ok=True)
 
     @contextmanager
     def locked(self) -> Iterator[bool]:
-        """Wait until no other process packs; whether this one may write, which it may not to a folder to read only."""
+        """Wait until no other process packs; yield whether this one can write, which a read-only folder prevents."""
         try:
             file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -143,7 +143,7 @@ class WeightsCache:
 
     @contextmanager
     def new_file(self, layout: str, content: str, arrays: Mapping[str, ArraySpec]) -> Iterator[NewFile]:
-        """Write a file under the lock: once the block ends it has its name. Raises `OSError` where there is no room."""
+        """Write a file under the lock; it gets its name when the block ends. Raises `OSError` if there is no room."""
         path = self.folder / f"{layout[:_DIGEST]}.{os.getpid()}.new"
         table = Table.of(_identity(layout, content), arrays)
         self._make_room(table.size)
@@ -151,7 +151,7 @@ class WeightsCache:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             with suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_SH)  # mapped from now on
+                fcntl.flock(file, fcntl.LOCK_SH)  # it is about to be mapped
             yield NewFile(file, PackedFileWriter(file, table))
             path.replace(self._path(layout, content))
         except BaseException:
@@ -160,13 +160,13 @@ class WeightsCache:
         finally:
             os.close(file)
 
-    def in_use(self, besides: str | None = None) -> int:
-        """Return the bytes of the files that processes have mapped, `besides` that of a name."""
-        files = [(path, found) for path, found in self._files() if path.name != besides]
+    def in_use(self, other_than: str | None = None) -> int:
+        """Return the bytes of the files that processes have mapped, without the file of this name."""
+        files = [(path, found) for path, found in self._files() if path.name != other_than]
         return sum(found.st_size for path, found in files if _is_locked(path))
 
     def _make_room(self, size: int) -> None:
-        """Remove what was used longest ago for `size` bytes more; raises `OSError` where that is not enough."""
+        """Remove the least recently used files to make room for `size` bytes; raises `OSError` if that fails."""
         kept = self._files()
         if self.max_bytes is not None:
             if size > self.max_bytes:
@@ -181,7 +181,7 @@ class WeightsCache:
                 raise OSError(errno.EFBIG, "the files that are in use leave no room within weights_cache_size")
 
     def _forget(self, contents: Collection[str]) -> None:
-        """Remove the records of other contents than these."""
+        """Remove the records of contents that are not among these."""
         for record in self.folder.glob("*.content"):
             with suppress(OSError, UnicodeDecodeError):
                 if record.read_text()[:_DIGEST] not in contents:
@@ -200,7 +200,7 @@ class WeightsCache:
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A file that is being written, and can be mapped."""
+    """A file that is being written, and can already be mapped."""
 
     file: int
     writer: PackedFileWriter
@@ -211,7 +211,7 @@ def _identity(layout: str, content: str) -> dict[str, str]:
 
 
 def _untrusted(found: os.stat_result, kind: Callable[[int], bool]) -> str:
-    """Say why somebody else could have written a file or folder; empty: nobody could."""
+    """Return why another user could have written a file or folder; empty if none could."""
     if not kind(found.st_mode):
         return "is of another kind than expected"
     if found.st_uid not in (0, os.geteuid()):
@@ -220,7 +220,7 @@ def _untrusted(found: os.stat_result, kind: Callable[[int], bool]) -> str:
 
 
 def _wait_for(file: int) -> bool:
-    """Take the lock, unless somebody holds it for too long."""
+    """Take the lock; return False if another process holds it for too long."""
     until, told = time.monotonic() + _LOCK_SECONDS, False
     while True:
         try:

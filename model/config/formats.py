@@ -22,7 +22,7 @@ class NumberKind(StrEnum):
         return {"float32": 32, "bfloat16": 16, "float16": 16, "int4": 4}.get(self, 8)
 
 
-STORED_BYTES = {  # of a number, by the names that safetensors has for dtypes
+STORED_BYTES = {  # bytes of a number, by safetensors' names of dtypes
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
@@ -32,24 +32,24 @@ STORED_BYTES = {  # of a number, by the names that safetensors has for dtypes
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How a checkpoint stores the matrix of a projection: as floats, or as numbers times scales, maybe plus offsets.
+    """How a checkpoint stores the matrix of a projection: floats, or numbers * scales + offsets.
 
-    One scale is for a block of `block` outputs and inputs; 0 means all of them. So is one offset, where there are any.
+    A block of `block` outputs and inputs has one scale, and one offset if there are offsets; 0 means all of them.
     """
 
-    name: str  # for people
+    name: str  # for messages
     numbers: NumberKind | None = None  # of the tensor "weight"; None: floating-point numbers of any kind
-    scale: str | None = None  # the tensor beside it
+    scale: str | None = None  # the tensor of scales
     block: tuple[int, int] = (1, 0)
-    passed_over: tuple[str, ...] = ()  # tensors that are not needed, as patterns: scales of activations
-    offset: str | None = None  # the tensor that is added to numbers times scales
-    bits: int = 8  # of a number: integers of 4 bits, -8 to 7, are read as INT8 too
-    # Bits and group that C keeps floats in which stand for fewer bits, unless another format is asked for.
+    passed_over: tuple[str, ...] = ()  # patterns of tensors that are not needed: scales of activations
+    offset: str | None = None  # the tensor of offsets
+    bits: int = 8  # of a number; integers of 4 bits, -8 to 7, are read as INT8 too
+    # Bits and group in which C keeps numbers that it cannot keep as stored, unless the settings name a format.
     nearest: tuple[int, int] | None = None
 
     @property
     def tensors(self) -> dict[str, NumberKind | None]:
-        """What is stored beside a bias; scales come first, so that rows are multiplied as they are read."""
+        """The tensors of the matrix; scales come first, so that rows are multiplied while they are read."""
         return dict.fromkeys(self.factors) | {"weight": self.numbers}
 
     @property
@@ -58,26 +58,26 @@ class Storage:
         return tuple(name for name in (self.scale, self.offset) if name is not None)
 
     def scales_of(self, inputs: int) -> int:
-        """Scales of one output."""
+        """Return the number of scales of one output."""
         return -(-inputs // self.block[1]) if self.block[1] else 1
 
 
 FLOAT = Storage("floats")
 INT8_ROWS = Storage("int8 by row", NumberKind.INT8, "weight_scale")  # symmetric: compressed-tensors' "int-quantized"
-GROUPS = (32, 64, 128)  # inputs that may share a scale in C
+GROUPS = (32, 64, 128)  # numbers of inputs that can share a scale in C
 
 
 def integers_in_groups(bits: int, group: int, *, offsets: bool) -> Storage:
-    """Integers of 4 or 8 bits, of which `group` inputs share a scale: weight = integer * scale + offset."""
+    """Return the storage of integers of 4 or 8 bits whose scale `group` inputs share: integer * scale + offset."""
     name = f"int{bits} in groups of {group}" + (" with offsets" if offsets else "")
     offset = "weight_offset" if offsets else None
     return Storage(name, NumberKind.INT8, "weight_scale", (1, group), offset=offset, bits=bits)
 
 
 def joined(storages: Collection[Storage]) -> Storage | None:
-    """What holds integers that are stored in any of these ways, exactly: for projections that are fused into one.
+    """Return the storage that holds all of these exactly, for projections that are fused into one.
 
-    None if there is none, as some are not integers in groups.
+    None if there is none, because some are not integers in groups.
     """
     first, *others = dict.fromkeys(storages)
     if not others:
@@ -95,10 +95,9 @@ def joined(storages: Collection[Storage]) -> Storage | None:
 class NumberFormat:
     """How a matrix is stored in the checkpoint, kept in memory and multiplied.
 
-    INT8 weights have a scale for each row, INT8 activations one for each token, computed as they come; both are
-    symmetric about zero. With a `group`, as INT4 weights always, so many inputs share a scale, of a row and of a token.
-    What is stored as floats is converted while it is read, and so is what is stored in another format than it is kept
-    in.
+    INT8 weights have a scale for each row, INT8 activations one for each token, computed in the step; both are
+    symmetric about zero. With a `group`, which INT4 weights always have, `group` inputs of a row or token share a
+    scale. Floats, and numbers in another format, are converted while they are read.
     """
 
     weight: NumberKind
@@ -108,7 +107,7 @@ class NumberFormat:
 
 
 def kept_as_stored(storage: Storage) -> NumberFormat | None:
-    """How C keeps and multiplies what is stored so without a change; None: it cannot."""
+    """Return how C keeps and multiplies numbers as they are stored; None if it cannot."""
     if storage == INT8_ROWS:
         return NumberFormat(NumberKind.INT8, NumberKind.INT8, storage)
     if storage.numbers is not NumberKind.INT8 or storage.block[0] != 1 or storage.block[1] not in GROUPS:
@@ -118,7 +117,7 @@ def kept_as_stored(storage: Storage) -> NumberFormat | None:
 
 
 def nearest_kept(storage: Storage) -> NumberFormat | None:
-    """What C keeps by itself of numbers that it cannot keep as they are stored; None: the network's floats."""
+    """Return the default format of numbers that C cannot keep as they are stored; None: the network's floats."""
     if storage.nearest is None:
         return None
     bits, group = storage.nearest
@@ -126,18 +125,18 @@ def nearest_kept(storage: Storage) -> NumberFormat | None:
 
 
 def integers(weight: NumberKind, group: int = 0) -> NumberFormat:
-    """Weights in these integers, multiplied with activations of 8 bits."""
+    """Return the format of weights in these integers, multiplied with activations of 8 bits."""
     return NumberFormat(weight, NumberKind.INT8, group=group)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """What a value of `--quantization` keeps the matrices of layers in, and the head."""
+    """A value of `--quantization`: the formats of the layers' matrices and of the head."""
 
     layers: NumberFormat
     head: NumberFormat | None  # None: the network's floats
-    loss: str  # of the weights, for people
-    is_planned: bool = False  # `inspect` and errors about memory say what a model takes in it
+    loss: str  # the rounding of the weights, for messages
+    is_planned: bool = False  # `inspect` and errors about memory list the model's size in it
 
     @property
     def bits(self) -> float:

@@ -21,12 +21,12 @@ from model.errors import ConfigError, EngineDeadError, MemoryShortageError
 from model.system.background_work import Call, Work, in_thread
 from model.system.host_memory import return_free_memory
 
-SHARE = 0.1  # of the seconds of steps, which parts of a job may take between them
-_IDLE_SECONDS = 5e-3  # of a job's turn while there are no steps
-PACKING_SHARE = 0.2  # of the seconds of steps, for which the processors are left to a process that packs
+SHARE = 0.1  # the time of a job's parts, relative to that of the steps between them
+_IDLE_SECONDS = 5e-3  # a job's turn while there are no steps
+PACKING_SHARE = 0.2  # the time that is left to a packing process, relative to that of the steps
 _MAX_PAUSE = 0.5  # seconds between two parts of a job
 _MAX_SLEEP = 0.05
-_WAIT_SECONDS = 2e-3  # between looks whether what a job waits for has come
+_WAIT_SECONDS = 2e-3  # between checks of a call that a job waits for
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class LoadJob:
         self._result: LoadedModel | LoadFailure | None = None
 
     def take_result(self) -> LoadedModel | LoadFailure | None:
-        """Return what came of it, once; None: it was given up. The job does not keep it."""
+        """Return the result and drop it; None: the load was given up."""
         result, self._result = self._result, None
         if self.given_up and isinstance(result, LoadedModel):
             result.close()
@@ -59,7 +59,7 @@ class LoadJob:
 
 
 class FreeJob:
-    """Ends what was started for a model, and frees it."""
+    """Ends a model's processes and frees its memory."""
 
     def __init__(self, model: LoadedModel) -> None:
         self.name = model.info.name
@@ -89,15 +89,15 @@ class BackgroundJobs:
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
         self._parts: Work[None] | None = None
-        self._call: Call[Any] | None = None  # which the running job waits for
-        self._credit = 0.0  # seconds that parts may take
+        self._call: Call[Any] | None = None  # the call that the running job waits for
+        self._credit = 0.0  # seconds that parts may use
         self._last_part = 0.0
 
     def add(self, job: Job) -> None:
         self._waiting.append(job)
 
     def give_up(self, name: str) -> bool:
-        """Stop loading a model; False if it is neither loaded nor waits. Its job ends as others do."""
+        """Stop loading a model; return False if no job loads it."""
         jobs = self._waiting if self._running is None else (self._running, *self._waiting)
         for job in jobs:
             if isinstance(job, LoadJob) and job.name == name and not job.given_up:
@@ -135,7 +135,7 @@ class BackgroundJobs:
                 return
 
     def close(self) -> None:
-        """End what runs, and free what waits for it."""
+        """End the running job, and free the models that wait for it."""
         if self._call is not None:
             self._call.stop()
         for job in self._waiting:
@@ -167,7 +167,7 @@ class BackgroundJobs:
 
 
 def load_failure(name: str, error: Exception) -> LoadFailure:
-    """Say why a model was not loaded; what an unexpected exception says is for the log only."""
+    """Return why a model was not loaded; the text of an unexpected exception is only logged."""
     if isinstance(error, MemoryShortageError):
         return LoadFailure(name, FailureKind.MEMORY, str(error), error.needed_bytes, error.available_bytes)
     if isinstance(error, ConfigError):

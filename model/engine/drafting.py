@@ -1,7 +1,7 @@
-"""The draft model of a served one: which it may be, and what it takes of memory. Nothing here reads a weight.
+"""Checks and plans the draft model of a served model, before a weight is read.
 
-It says tokens of the same vocabulary, over the same tokens, in pages numbered like those of the served model's first
-pool (`model.engine.execution.draft_model`). So that pool must keep all tokens.
+A draft model proposes tokens of the same vocabulary. It uses the block numbers of the served model's first pool
+(`model.engine.execution.draft_model`), so that pool must keep all tokens.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from model.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """A draft model that fits its served model, and how it is to be computed."""
+    """A draft model that fits its served model, and what computes it."""
 
     checkpoint: Checkpoint
     selection: Selection
     linear: LinearFactory
-    context: int  # the most tokens that it takes
-    token_bytes: int  # of its keys and values
+    context: int  # tokens
+    token_bytes: int  # keys and values of a token
     scratch: int  # bytes of the C stacks
 
     @property
     def memory(self) -> int:
-        """Bytes beside those of the cache, while it is loaded and later."""
+        """The bytes of weights, load buffer and scratch."""
         weights = plan_weights(self.checkpoint, self.linear)
         return weights.total + weights.buffer + self.scratch
 
@@ -47,7 +47,7 @@ class DraftPlan:
 def plan_draft(
     name: str, engine: EngineConfig, served: Checkpoint, device: torch.device, limits: BatchLimits, context: int
 ) -> DraftPlan | None:
-    """The draft model that is asked for of the served model `name`, in the number format that is asked for."""
+    """Plan the draft model of the served model `name`; None without one."""
     found = draft_checkpoint(name, engine, served, context)
     if found is None:
         return None
@@ -71,10 +71,10 @@ def plan_draft(
 def draft_checkpoint(
     name: str, engine: EngineConfig, served: Checkpoint, context: int
 ) -> tuple[Checkpoint, int] | None:
-    """Return the draft model that is asked for, with the tokens up to which it says some, `context` at most; None where
-    there is none. Raises `ConfigError` where it cannot be that of the served model `name`.
+    """Return the draft model of the settings and the sequence length up to which it proposes; None without one.
 
-    One that all models share is left out where a model has no use for it: it drafts nothing, or is not decoder-only.
+    A draft model for all models is left out for a model that does not use speculation or is not decoder-only. Raises
+    `ConfigError` if it does not fit the served model `name`.
     """
     if engine.draft_model is None:
         return None
@@ -97,8 +97,8 @@ def _draft_checkpoint(
     found = read_checkpoint(path, pickle=engine.pickle)
     if _decoder(found.config, path.name).recurrences:
         raise ConfigError(
-            f"draft_model: {path.name} ({found.config.model_type}) has recurrent layers, whose states are not kept "
-            "beside the pages of the served model"
+            f"draft_model: {path.name} ({found.config.model_type}) has recurrent layers; their states cannot follow "
+            "the pages of the served model"
         )
     if (window := pools_of(paged_specs(target, "float32"))[0].window) is not None:
         raise ConfigError(f"draft_model: no layer of the served model keeps more than {window} tokens to draft from")
@@ -109,19 +109,19 @@ def _draft_checkpoint(
 
 
 def _drafts_for(config: ModelConfig) -> bool:
-    """Whether a model of this kind may draft, and be drafted for: it generates, without an encoder."""
+    """Whether a model can be a draft model or have one: it is decoder-only and generates."""
     return config.can_generate and config.encoder is None
 
 
 def _decoder(config: ModelConfig, name: str) -> StackConfig:
-    """Return the decoder of a model that has nothing else."""
+    """Return the decoder of a decoder-only model; raises `ConfigError` for others."""
     if config.decoder is None or not _drafts_for(config):
         raise ConfigError(f"draft_model: {name} is {config.form}; served and draft model must be decoder-only")
     return config.decoder
 
 
 def _check_vocabulary(served: Checkpoint, found: Checkpoint) -> None:
-    """Refuse another vocabulary. Of the same one tables may be padded to different sizes."""
+    """Raise `ConfigError` for another vocabulary. Tables of the same one may be padded to different sizes."""
     ours, theirs = served.config.embedding.vocab_size, found.config.embedding.vocab_size
     known = [path / "tokenizer.json" for path in (served.path, found.path)]
     if all(path.is_file() for path in known) and known[0].read_bytes() == known[1].read_bytes():

@@ -3,7 +3,7 @@
 The tokens of an input are never split, since attention is bidirectional. A batch takes inputs from the front of the
 queue until the budget is used; no input overtakes another. An input longer than the budget is computed alone, some
 layers a step. The vectors are the last hidden states of the encoder, or of the decoder in a decoder-only model. No KV
-cache is used. `SentenceHead` and `VocabularyHead` turn hidden states into what is asked for.
+cache is used. `SentenceHead` and `VocabularyHead` turn hidden states into results.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _OF_LABELS = (EncodeTask.LOGITS, EncodeTask.SCORES)
 
 @dataclass(slots=True)
 class _PausedInput:
-    """An input of which some layers are computed."""
+    """An input that pauses between two layers."""
 
     request: EncodeRequest
     stack_pass: StackPass
     began: float
-    decodes: bool = False  # the layers are the decoder's, behind the encoder's
+    decodes: bool = False  # the encoder is done, the layers are the decoder's
 
 
 class EncodeEngine:
@@ -263,7 +263,7 @@ class EncodeEngine:
         return self._results([paused.request], [hidden])
 
     def _decoded(self, batch: Sequence[EncodeRequest], hidden: list[Tensor]) -> list[Tensor]:
-        """Replace the encoder's states of inputs of which the decoder's are read, which reads the input once more."""
+        """Replace the encoder's states by the decoder's where a classifier reads those; the decoder reads the input."""
         at = [index for index, request in enumerate(batch) if self._reads_decoder(request)]
         if at:
             requests = [batch[index] for index in at]
@@ -281,7 +281,7 @@ class EncodeEngine:
     def _decoder_input(
         self, requests: Sequence[EncodeRequest], hidden: Sequence[Tensor]
     ) -> tuple[StackInput, CrossInput]:
-        """Return the inputs behind the decoder's start token, without their last tokens, and the encoder's states."""
+        """Return the decoder's start token and the inputs without their last tokens, and the encoder's states."""
         start = self.model.config.decoder_start_token_id
         assert start is not None
         shifted = [(start, *request.source.token_ids[:-1]) for request in requests]
@@ -350,7 +350,7 @@ def _path(request: EncodeRequest) -> tuple[bool, bool]:
 
 
 def _behind_end(ids: Sequence[int], ends: Sequence[int]) -> int:
-    """Return the place behind the last end of sequence; without one behind the last token."""
+    """Return the index after the last end-of-sequence token; without one, that after the last token."""
     return next((at for at in range(len(ids), 0, -1) if ids[at - 1] in ends), len(ids))
 
 

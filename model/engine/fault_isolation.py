@@ -28,7 +28,7 @@ def run_isolated(
 ) -> list[tuple[Sequence[Part], Result | None]]:
     """Return `execute(parts)`, or, if that raises, the result of each part alone; None for a part that raises.
 
-    Raises what `probe` raises, if every part raised.
+    If every part raised, `probe` is called; its exception is raised.
     """
     try:
         return [(parts, execute(parts))]

@@ -203,7 +203,7 @@ def unrecordable(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str:
-    """Return why decode steps cannot be CUDA graphs, as far as it is known before weights are read.
+    """Return why decode steps cannot be CUDA graphs, if that is known before weights are read.
 
     Empty: they can be, they need not be, or attention is the reason, which is reported elsewhere.
     """

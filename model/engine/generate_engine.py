@@ -300,7 +300,7 @@ class GenerateEngine:
         block_size = self.block_manager.block_size
         for step, token in zip(steps, sampled, strict=True):
             sequence, beams = step.sequence, step.sequence.beams
-            # Placeholders behind this token's position are of steps that were launched ahead.
+            # Placeholders after this token's position belong to steps that were launched ahead.
             ahead = sequence.drop_placeholders(step.stop) if token is not None else 0
             if sequence.num_computed_tokens // block_size > sequence.num_offered_blocks:
                 self.block_manager.prefixes.cache_full_blocks(sequence)
@@ -355,7 +355,7 @@ class GenerateEngine:
             self.scheduler.finish(sequence, reason or FinishReason.STOP)
 
     def _append_run(self, step: ScheduledSequence, token: SampledToken) -> None:
-        """Append a token that has drafts behind it, and what was sampled behind those that are right."""
+        """Append a token, and the tokens sampled after each of its accepted drafts."""
         sequence = step.sequence
         is_computed = sequence.num_computed_tokens == step.stop  # else it was preempted while the step was pending
         by_model = self.speculation.verified(sequence, len(step.drafts), len(token.later))

@@ -119,14 +119,14 @@ def pool_memory(
     """Measure the largest step and return the bytes of the KV pool of a model whose weights are on the device.
 
     `others`: the GPUs of the other ranks, which take part in the step and need as much memory for it as this one.
-    Raises `ConfigError` if the step does not fit beside the weights.
+    Raises `ConfigError` if there is no memory for the step.
     """
     try:
         peak = measure_peak(lambda: largest_step(model, limits, max_model_len), memory)
     except torch.OutOfMemoryError:
         tokens = limits.max_num_batched_tokens
         raise ConfigError(
-            f"a step of max_num_batched_tokens {tokens} does not fit beside the weights: lower it"
+            f"a step of max_num_batched_tokens {tokens} does not fit with the weights: lower it"
         ) from None
     gathered = 0.0
     if model.backend.gathers_pages and model.decoder is not None:

@@ -20,7 +20,7 @@ from model.network.native_stack import NativeStack, native_linears
 from model.parallel.group import Group
 from model.system.devices import has_fast_bf16
 
-# -- Where weights in integers can be had without C: on a GPU, by Triton.
+# -- Integer weights on a GPU, multiplied by Triton.
 
 
 def integer_projections(
@@ -45,12 +45,12 @@ def integer_projections(
     return (*((f"{stack}.layers.*", in_layers) for stack in config.stacks), ("head", in_head))
 
 
-# -- Which kernels compute a model: the attention of each layer and the projections. What is asked for and cannot be had
-# here is refused with a `ConfigError`, before a weight is read.
+# -- The kernels of a model: the attention of each layer and the projections. A setting that this machine cannot follow
+# is a `ConfigError`, before a weight is read.
 
 
 def select_kernels(engine: EngineConfig, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Selection:
-    """The backend of each layer; stacks in C have no sums over ranks in them."""
+    """Return the attention backend of each layer; C stacks cannot be split over ranks."""
     if engine.tensor_parallel_size == 1 or device.type != "cpu":
         found = select_backend(device, dtype, engine.attention_backend)
         own = Shard(0, engine.tensor_parallel_size).config(config)
@@ -62,7 +62,7 @@ def select_kernels(engine: EngineConfig, config: ModelConfig, device: torch.devi
 
 
 def check_kernels(engine: EngineConfig, config: ModelConfig, selection: Selection) -> None:
-    """Refuse what only the native kernels can do where they are not, or do not compute the model."""
+    """Raise `ConfigError` for settings that need the C kernels, if those do not compute the model."""
     if engine.quantization == "fp8" and selection.library is not None:
         raise ConfigError(
             "quantization fp8 is for GPUs of compute capability 8.9 and later; a CPU serves int8 and int4"
@@ -90,7 +90,7 @@ def check_kernels(engine: EngineConfig, config: ModelConfig, selection: Selectio
 def linears_of(
     engine: EngineConfig, config: ModelConfig, selection: Selection, dtype: torch.dtype, device: torch.device
 ) -> LinearFactory:
-    """What makes the projections of a model here: in which number format, in C or by torch, over how many ranks."""
+    """Return the factory of a model's projections, which decides number format, C or torch, and ranks."""
     if selection.library is not None:
         return native_linears(
             config,

@@ -1,4 +1,4 @@
-"""What a loaded model is and takes, for people and for budgets."""
+"""The description of a loaded model: for `/info`, the banner and the memory budget."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from model.network.transformer import Transformer
 
 
 def weight_bytes(model: Transformer) -> int:
-    """What the model takes, packed matrices as they are and a tied table twice where the head has a packed copy."""
+    """Return the bytes of the weights; a tied table counts twice if the head has a packed copy."""
     plain = sum(parameter.nbytes for parameter in plain_parameters(model).values())
     return plain + sum(linear.nbytes for linear in linears(model))
 
@@ -45,7 +45,7 @@ def describe_model(
     context: Context,
     generate: GenerateEngine | None,
 ) -> ModelInfo:
-    """What `/info` shows of a model that is loaded; how long that took is filled in by who loaded it."""
+    """Return the description of a loaded model; the caller fills in `load_seconds`."""
     config = checkpoint.config
     device = next(model.parameters()).device
     dtype, reason = str(model.dtype).removeprefix("torch."), choose_dtype(spec.engine.dtype, config, device).reason
@@ -95,7 +95,7 @@ def describe_model(
 
 
 def _kept(config: ModelConfig, keep: Callable[[Storage], NumberFormat | None]) -> str | None:
-    """The integers that C keeps of most projections that are stored otherwise than as floats; None: of none of them."""
+    """Return the integer format in which most of the quantised projections are kept; None without any."""
     kept = Counter(one.weight for one in map(keep, config.stored_as.values()) if one is not None)
     return str(kept.most_common(1)[0][0]) if kept else None
 
@@ -105,7 +105,7 @@ def _names(config: ModelConfig) -> str:
 
 
 def _memory_bytes(engine: EngineConfig, model: Transformer, generate: GenerateEngine | None) -> int:
-    """Weights and KV caches of all ranks, and of a draft model."""
+    """Return the bytes of the weights and KV caches of all ranks, and of a draft model."""
     runner = generate.runner if generate is not None else None
     if not isinstance(runner, ModelRunner):
         return engine.tensor_parallel_size * weight_bytes(model)
@@ -115,7 +115,7 @@ def _memory_bytes(engine: EngineConfig, model: Transformer, generate: GenerateEn
 
 
 def _draft_model(engine: EngineConfig, generate: GenerateEngine | None) -> str:
-    """The name of the folder of a model's draft model; empty where it has none."""
+    """Return the folder's name of a model's draft model; empty without one."""
     runner = generate.runner if generate is not None else None
     drafts = isinstance(runner, ModelRunner) and runner.draft_model is not None
     return Path(engine.draft_model).name if drafts and engine.draft_model is not None else ""

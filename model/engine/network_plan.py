@@ -24,9 +24,9 @@ from model.system.devices import resolve_device
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
-    """A checkpoint, and what computes it here. Processes of one machine that plan the same spec get the same plan."""
+    """A checkpoint, and what computes it. All processes of a machine make the same plan of a spec."""
 
-    spec: ModelSpec  # with the number format that the checkpoint is stored in, where none is asked for
+    spec: ModelSpec  # with the checkpoint's number format, if the settings name none
     checkpoint: Checkpoint
     device: torch.device
     limits: BatchLimits
@@ -57,13 +57,13 @@ def plan_network(spec: ModelSpec) -> NetworkPlan:
 
 
 def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
-    """Return the limits on this device: what is not set follows from a GPU's memory."""
+    """Return the limits on this device; unset ones follow from a GPU's memory."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return engine.limits(memory)
 
 
 def _check_ranks(engine: EngineConfig, config: ModelConfig, device: torch.device) -> None:
-    """Refuse what cannot be split, before anything is read or started."""
+    """Raise `ConfigError` for a model that cannot be split over the ranks."""
     size = engine.tensor_parallel_size
     Shard(0, size).check(config)
     if size > 1 and config.adapters is not None:

@@ -19,14 +19,14 @@ from model.checkpoint.tensor_files import TensorReader, read_headers
 from model.errors import CheckpointError
 from model.network.transformer import Transformer
 
-# -- The way from an input's hidden states to its vector: pooling, the modules after it, truncation.
+# -- From an input's hidden states to its vector: pooling, the modules after it, truncation.
 
 _RESIDUAL = "residual.weight"
 _TOGETHER = frozenset({Pooling.MEAN, Pooling.LAST, Pooling.CLS, Pooling.MAX, Pooling.MEAN_SQRT_LEN})
 
 
 class SentenceHead:
-    """Computes one model's vectors in float32, by its settings and by what a request asks for instead."""
+    """Computes one model's vectors in float32, by its settings and those of a request."""
 
     def __init__(self, model: Transformer, settings: SentenceSettings, device: torch.device) -> None:
         """Load the modules after the pooling; raises `CheckpointError` if their tensors do not fit."""
@@ -51,7 +51,7 @@ class SentenceHead:
         return self._finished(request, vectors)
 
     def can_pool_together(self, requests: Sequence[EncodeRequest]) -> bool:
-        """Whether the inputs get one vector each in the same way, without a product, whose bits depend on its rows."""
+        """Whether the inputs get one vector each in the same way, without a product: its bits depend on the rows."""
         first = requests[0]
         if first.task is not EncodeTask.EMBEDDING or any(_settings(one) != _settings(first) for one in requests):
             return False
@@ -82,7 +82,7 @@ class SentenceHead:
         cut = self.settings.truncate_dim if own else None
         default = self.settings.normalize and request.task is EncodeTask.EMBEDDING
         if cut is not None and request.dimensions is None and request.normalize is None:
-            # As sentence-transformers has it: what a module normalised is cut, and is shorter then.
+            # As in sentence-transformers: cut after the normalisation, so vectors are shorter than 1.
             whole = nn.functional.normalize(vectors, dim=-1) if default else vectors
             return whole[..., :cut]
         vectors = vectors[..., : request.dimensions or cut]
@@ -91,13 +91,13 @@ class SentenceHead:
         return vectors
 
     def _vector(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
-        if request.pooling is not None:  # the projections were trained behind the model's own pooling
+        if request.pooling is not None:  # the projections were trained for the model's own pooling
             return self._pool(hidden, request.pooling, 0)
         vector = torch.cat([self._pool(hidden, mode, request.prompt_tokens) for mode in self.settings.pooling])
         return _stepped(vector, self._steps)
 
     def _pool(self, hidden: Tensor, mode: Pooling, skipped: int) -> Tensor:
-        """Combine the tokens behind the first `skipped` ones, whose places still count in a weighted mean."""
+        """Combine the tokens after the first `skipped` ones; in a weighted mean they keep their positions."""
         tokens = hidden[skipped:]
         if mode in _TOGETHER:
             return _pool_rows(tokens[None], mode)[0]
@@ -108,7 +108,7 @@ class SentenceHead:
 
 
 def _settings(request: EncodeRequest) -> Hashable:
-    """Return what of a request decides how its hidden states become a vector."""
+    """Return the fields of a request that decide how its hidden states become a vector."""
     wanted = (request.task, request.pooling, request.prompt_tokens, request.spans)
     return *wanted, request.normalize, request.dimensions, request.unread
 
@@ -164,7 +164,7 @@ class Projection:
 
 
 def projected(config: DenseConfig) -> bool:
-    """Return whether what is added has a matrix of its own, because the width changes."""
+    """Whether the residual has a matrix of its own, because the width changes."""
     return config.residual and config.inputs != config.outputs
 
 
@@ -205,24 +205,24 @@ def _loaded(
     return values
 
 
-# -- The way from hidden states to results over the vocabulary: candidates for masked tokens, and sparse vectors.
+# -- From hidden states to results over the vocabulary: candidates for masked tokens, and sparse vectors.
 
-_CPU_ROWS = 32  # of every product with the vocabulary, so that a row's result does not depend on its neighbours
+_CPU_ROWS = 32  # rows of every product with the vocabulary, so that a row's bits do not depend on its neighbours
 _GPU_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeResult:
-    """What the engine computed for one input: numbers, and the token ids that they belong to, if they do."""
+    """The numbers of one input, and the token ids that they belong to, if there are any."""
 
     values: Tensor
-    indices: Tensor | None = None  # of the same shape
+    indices: Tensor | None = None  # same shape
 
 
 class VocabularyHead:
     """Computes one model's results over the vocabulary, by its masked-language-model head, in blocks of rows.
 
-    A block's logits `[rows, V]` are the largest thing that is kept, however many inputs there are.
+    The largest tensor is a block's logits `[rows, V]`, whatever the number of inputs.
     """
 
     def __init__(self, model: Transformer, sentences: SentenceSettings, device: torch.device) -> None:

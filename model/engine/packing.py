@@ -1,4 +1,4 @@
-"""Gives networks on a CPU their packed weights: maps them, and has a process of its own pack them first if need be.
+"""Maps the packed weights of networks on a CPU; a child process packs them first if the cache lacks them.
 
     engine process                                   python -m model.pack
     plan_network, PackedWeights -- PackOrder ---->   plan_network, PackedWeights.pack
@@ -31,7 +31,7 @@ from model.network.transformer import Transformer
 from model.system.background_work import Work, in_thread
 from model.system.child_process import FrameSocket, describe_exit, start_child
 
-SMALL_BYTES = 16 << 20  # of weights that the engine process packs itself
+SMALL_BYTES = 16 << 20  # weights up to this size are packed in the engine process
 AUTO_CACHE_BYTES = 32 << 30  # of all files in the user's cache
 _END_SECONDS = 1.0  # for a child to end by itself
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Part(StrEnum):
-    """Which network of a spec."""
+    """A network of a spec."""
 
     MODEL = "model"
     DRAFT = "draft"
@@ -47,7 +47,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PackOrder:
-    """What the child packs, and how."""
+    """The message to the child: the weights to pack, and how."""
 
     spec: ModelSpec
     part: Part
@@ -58,7 +58,7 @@ class PackOrder:
 
 @dataclass(frozen=True, slots=True)
 class PackReply:
-    """What became of an order; the file itself comes with it."""
+    """The child's reply to an order; the descriptor of the file comes with it."""
 
     outcome: str = ""
     failure: FailureKind | None = None
@@ -66,9 +66,9 @@ class PackReply:
 
 
 def packed_weights(plan: NetworkPlan, part: Part) -> PackedWeights | None:
-    """Plan the weights of a network that is packed; None: it is not on a CPU, or split over ranks.
+    """Plan the packed weights of a network; None if it is not on a CPU, or split over ranks.
 
-    Raises `ConfigError` for a cache that others may write to.
+    Raises `ConfigError` if others can write to the cache.
     """
     engine = plan.spec.engine
     if plan.device.type != "cpu" or engine.tensor_parallel_size > 1:
@@ -80,7 +80,7 @@ def packed_weights(plan: NetworkPlan, part: Part) -> PackedWeights | None:
 
 
 def open_cache(engine: EngineConfig) -> WeightsCache | None:
-    """Return the weights cache of the settings; None: there is none, or the user's cache cannot be used."""
+    """Return the weights cache of the settings; None if there is none or the user's cache cannot be used."""
     if engine.weights_cache is None:
         return None
     if engine.weights_cache != AUTO_CACHE:
@@ -89,13 +89,13 @@ def open_cache(engine: EngineConfig) -> WeightsCache | None:
     try:
         folder = Path(base).expanduser() / "triptych" / "weights"
         return WeightsCache(folder, engine.weights_cache_size or AUTO_CACHE_BYTES)
-    except (ConfigError, RuntimeError) as error:  # the latter: there is no home
+    except (ConfigError, RuntimeError) as error:  # RuntimeError: there is no home directory
         logger.info("packed weights are not kept: %s", error)
         return None
 
 
 def load_packed(packed: PackedWeights, spec: ModelSpec, part: Part, *, idle: bool) -> Work[Transformer]:
-    """Return a network with its weights; `idle`: others that are served go first.
+    """Return a network with its weights; with `idle` they are packed at the lowest priority.
 
     Raises `ConfigError`, `MemoryError`, `EngineDeadError`.
     """
@@ -121,7 +121,7 @@ class _Child:
         self._connection, self._other = socket.socketpair()
 
     def stop(self) -> None:
-        """End the child soon, if there is one."""
+        """Make a running child end soon."""
         with suppress(OSError):  # it has ended
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -139,7 +139,7 @@ class _Child:
                     self._packed.cache.discard_unfinished(process.pid)
 
     def _receive(self, process: subprocess.Popen[bytes]) -> None:
-        import msgspec  # which a machine that packs nothing need not have
+        import msgspec  # not needed on a machine that packs nothing
 
         frames, file = FrameSocket(self._connection), -1
         try:
@@ -175,7 +175,7 @@ def _how_it_ends(process: subprocess.Popen[bytes]) -> str:
 
 
 def weights_cache_use(plan: NetworkPlan, packed: PackedWeights | None) -> str:
-    """Say what became of the weights cache; empty: there is none."""
+    """Return how the weights cache was used; empty without a cache."""
     if packed is not None:
         return packed.outcome
     if plan.spec.engine.weights_cache in (None, AUTO_CACHE):

@@ -1,9 +1,9 @@
 """The process of a rank from 1 on: it holds its shard of one model, and runs rank 0's steps and calls with it.
 
-A step comes as one message with its integers, of which each rank builds the same inputs, or replays the same graph; the
-host does not wait for its device. Rank 0 starts `python -m model.engine.rank_main SOCKET RENDEZVOUS RANK SIZE`. The
-process ends when its socket closes, so it never outlives rank 0, even within a collective operation. On an exception it
-ends, which rank 0 detects.
+A step is one message of integers. Each rank builds the same inputs from it, or replays the same graph; the host does
+not wait for its device. Rank 0 starts `python -m model.engine.rank_main SOCKET RENDEZVOUS RANK SIZE`. The process ends
+when its socket closes, so it never outlives rank 0, even within a collective operation. It ends on an exception too,
+which rank 0 detects.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RankWorker:
         self._answer()
 
     def _record(self, sizes: Record) -> None:
-        """Record decode steps; without them where a rank cannot, which rank 0 decides upon the answers."""
+        """Record decode steps and answer whether it worked; rank 0 uses them if all ranks could."""
         assert self._model is not None and self._cache is not None and self._program is not None
         graphs = DecodeGraphs(
             self._model,
@@ -129,7 +129,7 @@ class RankWorker:
         plan = StepPlan.of(step, pinned=self._group.device.type == "cuda")
         hidden, _ = self._program.run(plan, None)
         for _ in self._program.prompt_logits(plan, hidden):
-            pass  # rank 0 scores the prompts; this rank has part of the vocabulary
+            pass  # rank 0 scores the prompts; this rank computes its part of the vocabulary
 
     @torch.inference_mode()
     def _call(self, call: Call) -> None:
@@ -154,7 +154,7 @@ class RankWorker:
 
 
 def _exit_on_close(connection: socket.socket) -> None:
-    """Wait until the other end of the socket is closed, then end this process, whatever its main thread does."""
+    """Wait until the other end of the socket is closed, then end this process at once."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()
@@ -162,7 +162,7 @@ def _exit_on_close(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Run the rank. The process exits without cleanup, which unfinished collectives would make hang or abort."""
+    """Run the rank. The process exits without cleanup: with unfinished collectives that would hang or abort."""
     ignore_signals()
     print_stacks_on_signal()
     descriptor, rendezvous, rank, size = map(int, sys.argv[1:])

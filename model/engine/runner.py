@@ -27,13 +27,13 @@ class Runner(Protocol):
         """Start a step; the tokens of the previous launch, `before`, may not have arrived yet."""
 
     def encode_ahead(self, source: Source, layers: int) -> None:
-        """Compute the next so many layers of the encoder, of a source that a later step encodes: that goes on there."""
+        """Compute the next `layers` of the encoder for a source; the step that encodes it continues from there."""
 
     def forget_ahead(self) -> None:
-        """Forget the source that was begun so."""
+        """Drop the source that `encode_ahead` began."""
 
     def draft(self, runs: Sequence[DraftRun]) -> list[tuple[int, ...]]:
-        """Return what a draft model says behind the tokens of each run; only where there is one."""
+        """Return the tokens that the draft model proposes after each run; only if there is a draft model."""
 
     def probe(self) -> None:
         """Run the smallest possible forward pass; raises if even that fails."""

@@ -19,7 +19,7 @@ from model.engine.scheduling.scheduled_step import SchedulerOutput
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.scheduling.sequence import SequenceState
 
-PREDICTED_TOKENS = 8  # most drafts of a step for a request with a prediction, where nobody says how many
+PREDICTED_TOKENS = 8  # drafts of a step for a request with a prediction, if no setting says how many
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Speculation:
             scheduler.draft_pages.clear()
             return
         self._seconds = time.monotonic() - began
-        if max(run.num_tokens for run in runs) <= 2:  # as it goes on behind drafts
+        if max(run.num_tokens for run in runs) <= 2:  # the usual pass: the model has computed all earlier tokens
             self._odds.measured(pass_seconds=self._seconds / max(1, *(run.num_drafts for run in runs)))
 
     def measured(self, step_seconds: float) -> None:

@@ -41,7 +41,7 @@ MIN_GPU_TOKENS = 256  # the same on a GPU, where fewer take as long
 _WAITING_PER_SLOWDOWN = 8  # waiting sequences that raise the slowdown by 1
 _MAX_DEBT = 0.25  # seconds; the bound on negative credit after a step that was costlier than expected
 _MIN_CHARGE = 1e-4  # seconds
-_MIN_ENCODE_SECONDS = 0.004  # of texts encoded together, if so many wait: one at a time costs more
+_MIN_ENCODE_SECONDS = 0.004  # of texts encoded together, if enough wait: one at a time costs more
 _MAX_PAUSE = 1.1  # background work between two decode steps, as a multiple of the credit of one
 
 EngineKey = tuple[str, str]  # model, task ("generate" or "encode")

@@ -1,4 +1,4 @@
-"""What becomes of weights that a checkpoint does not store as floats, for people."""
+"""Describes how weights are served that a checkpoint stores quantised."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NEAREST = {
 
 
 def stored_formats(config: ModelConfig) -> tuple[Storage, ...]:
-    """The formats in which a checkpoint has projections, beside floats."""
+    """Return the quantised formats of a checkpoint's projections."""
     return tuple(dict.fromkeys(config.stored_as.values()))
 
 
 def conversions(config: ModelConfig, linear: LinearFactory) -> list[str]:
-    """How stored formats are served that `linear` does not keep as they are."""
+    """Return a sentence for each stored format that `linear` converts."""
     found = []
     for storage in stored_formats(config):
         in_integers = bool(linear.native) or linear.integers is not None

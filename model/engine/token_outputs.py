@@ -1,4 +1,4 @@
-"""What is said of a sequence's new token, and of a beam search at its end. No torch."""
+"""The outputs of a sequence's new token, and of a finished beam search. No torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from model.engine.scheduling.sequence import Beams, SequenceState
 
 
 def token_output(sequence: SequenceState, token: SampledToken) -> TokenOutput:
-    """The output of a token that was just appended to its sequence; the first one also says what is known of the
-    prompt."""
+    """Return the output of a token that was just appended; the first one has the figures of the prompt."""
     output = TokenOutput(
         request_id=sequence.request.request_id,
         index=sequence.index,
@@ -32,9 +31,9 @@ def token_output(sequence: SequenceState, token: SampledToken) -> TokenOutput:
 
 
 def search_outputs(beams: Beams, reason: FinishReason | None, error: str | None = None) -> list[TokenOutput]:
-    """The n best hypotheses of a search that ends; `reason` is None if it is done.
+    """Return the n best hypotheses of a search that ends; `reason` is None if it is done.
 
-    A search that is done may have fewer, where few tokens may come: the outputs of the others say so, and stand first.
+    If few tokens are allowed, a finished search may have fewer than n: outputs marked as missing come first.
     """
     first = beams.members[0]
     best = beams.search.best([sequence.output_token_ids for sequence in beams.members])

@@ -1,8 +1,8 @@
-"""What a GPU does for the first time takes seconds: kernels are compiled, handles made. So it does it at start.
+"""Warms a GPU up when a model is loaded: compiles its kernels and makes the libraries' handles, which takes seconds.
 
-Kernels of attention are compiled by kind of launch, and which kinds there are is known (`CompiledBackend`): each is
-launched over a token or two that see nothing; so is each kind of product in fp8 and in integers. A few requests then
-meet the rest: other products, small fused steps, sampling.
+Attention kernels are compiled once for each kind of launch (`CompiledBackend`). Each kind is launched over one or two
+tokens, and so is each kind of product in fp8 and in integers. A few requests then run the rest: other products, fused
+operations, sampling.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len: int) -> Work[None]:
-    """Compile every kernel of attention that a request can need, then run some requests; nothing of them is left."""
+    """Compile every attention kernel that a request can need, then run some requests and forget them."""
     began = time.monotonic()
     cache = generate.runner.cache if generate is not None and isinstance(generate.runner, ModelRunner) else None
     most_queries = min(max_model_len, encode.max_num_batched_tokens)
@@ -71,7 +71,7 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
 
 
 def _compile_draft_model(generate: GenerateEngine) -> Work[int]:
-    """Compile what a draft model launches, if there is one: the requests of warm-up end before it would be asked."""
+    """Compile the kernels of a draft model: the requests of the warm-up end before it would propose tokens."""
     draft = generate.runner.draft_model if isinstance(generate.runner, ModelRunner) else None
     if draft is None or generate.speculation.draft_context is None:
         return 0
@@ -81,10 +81,10 @@ def _compile_draft_model(generate: GenerateEngine) -> Work[int]:
 
 
 def compile_attention(model: Transformer, cache: KVCache | None, most_queries: int, most_keys: int) -> Work[int]:
-    """Launch attention for each kind of launch; how many kinds that were. `cache`: the pool of a model that generates.
+    """Launch attention for each kind of launch; return the number of kinds. `cache`: that of a model that generates.
 
-    Once with one token and once with two: a tensor of one row says nothing of the distance between rows, which a
-    kernel is compiled for. Nothing is written: the tokens' slots are nobody's, and they see no key of the pool.
+    Each is launched with one token and with two: Triton compiles for the distance between rows, which a tensor of one
+    row does not have. Nothing is written or read: the tokens have no slot and see no key.
     """
     launches = 0
     encoder, decoder = model.encoder, model.decoder
@@ -114,9 +114,9 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
 
 
 def compile_products(model: Transformer) -> Work[int]:
-    """Multiply by projections in fp8, in integers and of experts, one of each kind, in each kind of launch; how many.
+    """Multiply by one projection of each kind, in each kind of launch; return the number of launches.
 
-    Projections are of a kind if they share compiled kernels.
+    The kinds are fp8, integers and experts; projections of a kind share compiled kernels.
     """
     products = (linear.product if isinstance(linear, ParallelLinear) else linear for linear in linears(model))
     kinds = {one.compiled_for: one for one in products if isinstance(one, CompiledLinear)}
@@ -139,7 +139,7 @@ def compile_products(model: Transformer) -> Work[int]:
 
 @torch.inference_mode()
 def compile_sampling(model: Transformer) -> None:
-    """Draw from logits as the network gives them, and as penalties and grammars leave them."""
+    """Sample from logits in the network's dtype, and in float32, which penalties and grammars return."""
     device, vocabulary = next(model.parameters()).device, model.config.embedding.vocab_size
     rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, (0,), 1)] * 2
     for dtype in dict.fromkeys((model.dtype, torch.float32)):
@@ -155,7 +155,7 @@ def _bounds(
     *,
     cross: bool = False,
 ) -> Iterator[tuple[int, int]]:
-    """Bounds of the launches of all layers' attention, the one to their own rows or the `cross` one."""
+    """Yield the bounds of the launches of all layers' self-attention, or of their cross-attention."""
     found = (layer.cross if cross else layer.mixer for layer in stack.config.layers)
     for attention in dict.fromkeys(found):
         if not isinstance(attention, AttentionConfig):
@@ -175,7 +175,7 @@ def _bounds(
 
 @torch.inference_mode()
 def _encode_blank(model: Transformer, length: int, bounds: tuple[int, int]) -> None:
-    """An image or a window of sound."""
+    """Encode a blank image or window of audio."""
     image, audio, device = model.config.image, model.config.audio, next(model.parameters()).device
     inputs = _packed(length, [length], bounds, device, causal=False)
     if image is not None:
@@ -187,7 +187,7 @@ def _encode_blank(model: Transformer, length: int, bounds: tuple[int, int]) -> N
 
 @torch.inference_mode()
 def _encode_tokens(model: Transformer, stack: Stack, bounds: tuple[int, int]) -> None:
-    """Without a cache: each a text of its own where the bounds are a single query's, else one of two."""
+    """Encode tokens without a cache: separate texts if the bounds are those of single queries, else one text."""
     device = next(model.parameters()).device
     for tokens in (1, 2):
         lengths = [1] * tokens if bounds[0] == 1 else [tokens]
@@ -208,7 +208,7 @@ def _packed(tokens: int, lens: list[int], bounds: tuple[int, int], device: torch
 
 @torch.inference_mode()
 def _decode_tokens(model: Transformer, cache: KVCache, bounds: tuple[int, int]) -> None:
-    """Over the pool, each a sequence of its own where the bounds are a single query's."""
+    """Decode over the cache: separate sequences if the bounds are those of single queries, else one sequence."""
     device = cache.device
     for tokens in (1, 2):
         lens = (1,) * tokens if bounds[0] == 1 else (tokens,)

@@ -41,7 +41,7 @@ from model.network.transformer import Transformer
 from model.network.weights import TOKEN_TABLES, WeightSources, adopt_parameters, fill_weights, plan_sources
 from model.system.mapped_file import MappedFile
 
-_CODE = ("checkpoint", "config", "families", "linear", "network", "system")  # what weights pass through, besides C
+_CODE = ("checkpoint", "config", "families", "linear", "network", "system")  # the Python that weights pass through
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +321,7 @@ def _bytes(array: Tensor) -> memoryview:
 
 
 def _layout(network: Transformer, sources: WeightSources, specs: Mapping[str, ArraySpec]) -> str:
-    """A digest of what the bytes depend on besides those of the checkpoint."""
+    """Return a digest of everything that the packed bytes depend on, except the checkpoint."""
     linear, state = network.linear, sha256()
     library = linear.library.identity if linear.library is not None else "no library"
     state.update(f"{torch.__version__} {library} {_code()} {linear.dtype} {sources.table_dtype}\n".encode())

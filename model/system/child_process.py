@@ -29,7 +29,7 @@ class FrameSocket:
         return self.connection.fileno()
 
     def limit_sends(self, seconds: float) -> None:
-        """From now on raise `TimeoutError` if the other end takes nothing of a frame for so long."""
+        """Make `send` raise `TimeoutError` if the other end reads nothing for `seconds`."""
         whole = int(seconds)
         limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))  # a timeval
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

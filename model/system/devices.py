@@ -33,7 +33,7 @@ def has_fast_bf16() -> bool:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return the number of a GPU's streaming multiprocessors; of a CPU, whose interpreter plays an H200, 132."""
+    """Return the number of a GPU's streaming multiprocessors; 132 for a CPU, which plays an H200 in tests."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from model.errors import ConfigError
 
-MOST_BYTES = 128 << 20  # of a file that is read whole; the largest published tokenizer.json has 33 MB
+MOST_BYTES = 128 << 20  # the largest file that is read whole; the largest published tokenizer.json has 33 MB
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -40,7 +40,7 @@ def has_file(path: Path) -> bool:
 
 
 def read_file(path: Path, *, may_be_empty: bool = False) -> bytes:
-    """Return what a file holds; raises `ConfigError` for an empty one, and for a huge one, which is not read."""
+    """Return a file's bytes; raises `ConfigError` for an empty file, and for a huge one, which is not read."""
     size = path.stat().st_size
     if not size and not may_be_empty:
         raise ConfigError(f"{_name(path)} is empty: copy or download it again")

@@ -21,7 +21,7 @@ _CGROUP_FILES = (  # limit, usage, statistics and its field of file cache, for c
 def available_memory(root: Path = Path("/"), *, mapped: int = 0) -> int:
     """Return the available bytes of the machine or, if less, of the container; file cache counts as available.
 
-    Of the file cache, `mapped` bytes are in use and stay.
+    `mapped` bytes of the file cache are in use and do not count.
     """
     of_groups = [left for files in _CGROUP_FILES if (left := _left_to_cgroup(root, mapped, *files)) is not None]
     machine = _read_fields(root / "proc/meminfo").get("MemAvailable:")  # in KiB
@@ -31,7 +31,7 @@ def available_memory(root: Path = Path("/"), *, mapped: int = 0) -> int:
 
 
 def return_free_memory() -> None:
-    """Return freed memory to the system that the C library would keep for later, where it is glibc."""
+    """Return freed memory to the system, which glibc would keep for later."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""A file that is mapped into memory to be read, which all processes that map it share."""
+"""A file mapped into memory for reading; all processes that map it share its pages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class MappedFile:
     """
 
     def __init__(self, file: int, size: int) -> None:
-        """Raise `OSError` where the file cannot be mapped."""
-        self.file = os.dup(file)  # open as long as this object is there
+        """Map the file; raises `OSError`."""
+        self.file = os.dup(file)  # open as long as this object exists
         weakref.finalize(self, os.close, self.file)
         self._memory = mmap.mmap(file, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         with suppress(OSError, AttributeError):  # a kernel without huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch's, that nobody must write here
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that the buffer is read-only
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def tensor(self, offset: int, size: int) -> Tensor:
@@ -42,7 +42,7 @@ class MappedFile:
     def read_ahead(self, sparse: Iterable[range] = ()) -> None:
         """Read what is not in memory, and enter it in the page tables; raises `OSError` if that fails.
 
-        Of the bytes `sparse` few will be used: they are read, but enter this process's memory as they are used.
+        The bytes `sparse` are read, but enter this process's memory only when they are used.
         """
         done = 0
         for part in sorted(sparse, key=lambda part: part.start):
@@ -60,7 +60,7 @@ class MappedFile:
         address, size = ctypes.c_void_p(self._bytes.data_ptr() + first), ctypes.c_size_t(last - first)
         if _libc().madvise(address, size, ctypes.c_int(_MADV_POPULATE_READ)) and ctypes.get_errno() != errno.EINVAL:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        # EINVAL: an older kernel, where pages are read as they are needed
+        # EINVAL: an older kernel, which reads pages when they are used
 
     @property
     def _address(self) -> ctypes.c_void_p:
@@ -68,7 +68,7 @@ class MappedFile:
 
     @property
     def resident(self) -> int:
-        """Bytes that are in memory now, for this process or others."""
+        """Return the bytes of the file that are in memory now, for this process or others."""
         pages = -(-len(self._bytes) // _PAGE)
         found = (ctypes.c_ubyte * pages)()
         if _libc().mincore(self._address, ctypes.c_size_t(len(self._bytes)), found):
@@ -77,5 +77,5 @@ class MappedFile:
 
 
 def _libc() -> ctypes.CDLL:
-    """The C library; unlike those of Python's mmap, its calls let other threads run."""
+    """Return the C library; unlike Python's mmap, its calls let other threads run."""
     return ctypes.CDLL(None, use_errno=True)

@@ -1,7 +1,6 @@
-"""How a child process of Python is started: with this process's import path, never with the working directory.
+"""Starts Python in a child process with this process's import path, without the working directory.
 
-`python -m` searches the working directory first. A folder of a user may hold a `model.py` or a `json.py`, which is
-none of ours.
+`python -m` would search the working directory first, which may contain a user's `model.py` or `json.py`.
 """
 
 from __future__ import annotations

@@ -141,5 +141,5 @@ def test_step_that_does_not_fit_is_a_clear_error(monkeypatch: pytest.MonkeyPatch
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     Counted(monkeypatch, then=full)
-    with pytest.raises(ConfigError, match="a step of max_num_batched_tokens 50 does not fit beside the weights"):
+    with pytest.raises(ConfigError, match="a step of max_num_batched_tokens 50 does not fit with the weights"):
         pool_memory(loaded("llama"), LIMITS, 64, 0.9, FakeMemory(GIB, GIB, 0))
