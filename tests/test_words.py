@@ -27,8 +27,6 @@ UNREAD = (
     "docs/fields.md",
     "loadtest/workload/prompts.py",  # a list of English words
     "model/pretrained/checkpoints/assistant/",
-    "model/text/",
-    "model/text/schemas/",
     "service/",
     "service/chat/",
     "service/core/",

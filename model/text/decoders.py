@@ -11,16 +11,16 @@ _OF_TOKENS = frozenset({"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "
 
 
 def has_fixed_texts(decoder: Any) -> bool:
-    """Return whether every token of whole characters has one text behind others, whatever they are.
+    """Whether the text of each token of whole characters is the same after any other tokens.
 
-    Its text at the beginning may be another. `decoder` is the one of a `tokenizers.Tokenizer`; None joins tokens by
+    At the beginning of a text it may be another. `decoder` is that of a `tokenizers.Tokenizer`; None joins tokens by
     spaces.
     """
     return decoder is None or _is_fixed(json.loads(decoder.__getstate__()))
 
 
 def _is_fixed(decoder: dict[str, Any]) -> bool:
-    """Look at each step of a decoder; a step behind `Fuse` sees the whole text at once."""
+    """Look at each step of a decoder; a step after `Fuse` sees the whole text at once."""
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     fused = False
     for step in steps:
@@ -45,7 +45,7 @@ _PAIRS = (
 
 
 def clean_up(text: str) -> str:
-    """Return the text without those spaces, as `transformers` does it."""
+    """Return the text without spaces before punctuation, as `transformers` does."""
     for found, shown in _PAIRS:
         text = text.replace(found, shown)
     return text

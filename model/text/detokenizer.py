@@ -111,7 +111,7 @@ class Detokenizer:
         return text
 
     def _fixed_text(self, ids: Sequence[int]) -> str | None:
-        """Return the text of `ids` behind the context from a table, if they all have such a text; else None."""
+        """Return the text of `ids` after the context from a table; None if some of them have no fixed text."""
         text, found = "", None
         for token in ids:
             found = self._fixed_texts[token]

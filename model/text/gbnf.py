@@ -288,7 +288,7 @@ class _Writer:
                 raise AssertionError("the lexer finds where a string ends")
 
     def _sequence(self, parts: tuple[Node, ...], follow: int) -> str:
-        """Return parts of which neighbours are one lexeme as far as the lexer finds where that ends."""
+        """Return the parts, with neighbours joined to one lexeme while the lexer can find its end."""
         found, end = list[str](), len(parts)
         while end:
             begin = end

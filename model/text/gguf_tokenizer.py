@@ -195,7 +195,7 @@ def _gpt2(files: GGUFFiles) -> Tokenizer:
         name = "default"
     if name not in PRE_TOKENIZERS:
         raise ConfigError(
-            f"{files.model.name}: {_PREFIX}.pre {name!r} is not served; put the model's tokenizer.json beside it; "
+            f"{files.model.name}: {_PREFIX}.pre {name!r} is not served; put the model's tokenizer.json in its folder; "
             f"served are {', '.join(PRE_TOKENIZERS)}"[:600]
         )
     rule = PRE_TOKENIZERS[name]

@@ -74,7 +74,7 @@ _RULES = _Kept()
 
 
 def rules_grammar(rules: Mapping[str, str]) -> str:
-    """Return the grammar of these rules, right sides by name, of which `start` is the first."""
+    """Return the grammar of these rules, given as right sides by name; `start` is the first rule."""
     return _HEADER + "".join(f"{name}: {right}\n" for name, right in rules.items())
 
 

@@ -268,7 +268,7 @@ def compile_grammar(grammar: str, vocabulary: Vocabulary) -> Matcher:
 _OF_SCHEMAS = {
     "patternProperty regexes": "patternProperties whose patterns may match the same name are not served",
     "Unsatisfiable schema": "no value is accepted by the schema",
-    "circular references with sibling keys": "$ref that leads back to itself is not served beside other keywords",
+    "circular references with sibling keys": "$ref that leads back to itself is not served next to other keywords",
     "Schema intersection stack": "allOf, anyOf and $ref are nested too deeply within each other",
     "schema too large": "allOf, anyOf and $ref make the schema too large",
     "Unable to determine if regex is empty": "pattern, format and lengths of a string take too much together",

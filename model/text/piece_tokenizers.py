@@ -25,7 +25,7 @@ def byte_alphabet() -> dict[str, int]:
 
 # -- The languages of translation models whose published files do not list them, in the order of their token ids.
 
-# `__af__` and so on behind vocab.json (Fan et al. 2020).
+# `__af__` and so on, after the entries of vocab.json (Fan et al. 2020).
 M2M100_LANGUAGES = """
     af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl gu ha he hi hr ht
     hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml mn mr ms my ne nl no ns oc or pa pl ps
@@ -94,7 +94,7 @@ class PieceTokenizer:
 
 
 def _byt5(files: Files) -> Tokenizer:
-    """ByT5: the bytes of UTF-8 behind three special tokens, and sentinels; bytes that are no character are left out."""
+    """ByT5: three special tokens, the bytes of UTF-8, and sentinels; invalid bytes are left out of texts."""
     flags = {"special": True, "normalized": False}
     names = {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
     specials = [files.special(f"{name}_token", text) for name, text in names.items()]
@@ -166,7 +166,7 @@ def _marian(files: Files) -> PieceTokenizer:
 
 
 def _m2m100(files: Files) -> PieceTokenizer:
-    """M2M-100: `__LANGUAGE__ A </s>`, the languages behind vocab.json."""
+    """M2M-100: `__LANGUAGE__ A </s>`; the ids of languages follow those of vocab.json."""
     ids = files.json_vocabulary()
     languages = [f"__{code}__" for code in M2M100_LANGUAGES]
     ids |= {language: len(ids) + place for place, language in enumerate(languages)}

@@ -1,4 +1,4 @@
-"""The token beside every source of a translation model that says in which language it is.
+"""Language tokens of translation models: each source is marked with the token of its language.
 
 mBART, mBART-50, NLLB and M2M-100 have such tokens. A folder names one of them, and a request may name another.
 """
@@ -21,7 +21,7 @@ _NLLB_LANGUAGE = re.compile(r"[a-z]{3}_[A-Z][a-z]{3}")
 
 @dataclass(frozen=True, slots=True)
 class SourceLanguages:
-    """The languages of a tokenizer, and whether a source's stands in front of its text or behind it."""
+    """The languages of a tokenizer, and whether the token stands before or after the text."""
 
     tokens: dict[str, int]  # their ids, by the tokens' texts
     in_front: bool
@@ -41,9 +41,10 @@ class SourceLanguages:
 
 
 def source_languages(tokenizer: tokenizers.Tokenizer | PieceTokenizer, files: Files) -> SourceLanguages | None:
-    """Put the folder's language beside every text, as its tokenizer's class does; None for a class without languages.
+    """Let the tokenizer mark every text with the folder's language; None for a class without languages.
 
-    The class decides also where tokenizer.json has a template of its own, as in `transformers`. Raises `ConfigError`.
+    The tokenizer's class decides, even if tokenizer.json has its own template, as in `transformers`. Raises
+    `ConfigError`.
     """
     if isinstance(tokenizer, PieceTokenizer):  # has its own already
         texts = (f"__{code}__" for code in M2M100_LANGUAGES)

@@ -285,7 +285,7 @@ class Tokenizer:
         return text
 
     def fixed_texts(self, *, skip_special_tokens: bool) -> Mapping[int, FixedText | None]:
-        """Return the texts of the tokens of which it does not depend on their neighbours; of others None."""
+        """Return the text of each token, None if it depends on the token's neighbours."""
         return self._fixed_texts[skip_special_tokens]
 
     def find_fixed_text(self, token_id: int, *, skip_special_tokens: bool) -> FixedText | None:
@@ -360,6 +360,6 @@ def _pair_of_languages(files: Files) -> tuple[str, str] | None:
 
 
 def _special_names(files: Files) -> dict[str, str]:
-    """Return the special tokens that the folder's files beside tokenizer.json name, by what they are for."""
+    """Return the special tokens that the folder's other files name, by their purpose."""
     found = {name: files.special(name, "") for name in ("mask_token", "unk_token")}
     return {name: text for name, text in found.items() if text}

@@ -30,7 +30,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """The special tokens before, between and behind one or two texts, and the type ids of each part, in that order."""
+    """The special tokens before, between and after one or two texts, and the type ids of each part, in that order."""
 
     special: tuple[Ids, ...]
     special_types: tuple[Ids, ...]
@@ -63,7 +63,7 @@ class WordCache:
         return None if single is None or pair is None else cls(tokenizer, single, pair)
 
     def encode(self, text: str, pair: str | None = None) -> tuple[Ids, Ids] | None:
-        """Return the ids and type ids with special tokens; None if too many words are new, some of which are learnt."""
+        """Return the ids and type ids with special tokens; None if too many words are new (some are added then)."""
         texts = (text,) if pair is None else (text, pair)
         found = []
         for one in texts:

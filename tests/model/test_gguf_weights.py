@@ -520,7 +520,7 @@ def test_ranks_read_their_parts(name: str, tmp_path: Path) -> None:
 
 
 def test_a_file_generates_as_its_folder(tmp_path: Path) -> None:
-    """The embedded `code` in float32, with tokenizer.json beside it; the metadata's own begin and end tokens."""
+    """The embedded `code` in float32, with tokenizer.json in its folder; the metadata's own begin and end tokens."""
     folder = Path(embedded_models()["code"])
     raw, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     tensors = {gguf_name(name): in_turns(name, one, raw) for name, one in stored.items()}

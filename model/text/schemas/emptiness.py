@@ -44,7 +44,7 @@ class _Search:
             grows = bool(new)
 
     def accepts(self, schema: Schema) -> bool:
-        """Whether a schema accepts something, as far as references say."""
+        """Whether a schema accepts a value, judged by its references alone."""
         self._steps -= 1
         if isinstance(schema, bool) or self._steps < 0:
             return schema is not False

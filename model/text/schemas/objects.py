@@ -41,7 +41,7 @@ class ObjectKeywords:
             rest = self._unevaluated(place, applied)
         if value.get("propertyNames", True) not in _ANY_NAME:
             if patterns:
-                raise place.refused("propertyNames", "is not served beside patternProperties")
+                raise place.refused("propertyNames", "is not served next to patternProperties")
             rest = self._limit_names(place, properties, patterns, required, rest)
         if properties:
             found["properties"] = properties
@@ -72,7 +72,7 @@ class ObjectKeywords:
         if given in (True, {}):
             return True
         if any(keyword in place.value for keyword in applied):
-            raise place.refused("unevaluatedProperties", "is not served beside schemas for the same object")
+            raise place.refused("unevaluatedProperties", "is not served next to schemas for the same object")
         return self._schema(place.at("unevaluatedProperties"))
 
     def _limit_names(
@@ -101,7 +101,7 @@ class ObjectKeywords:
                 "propertyNames", f"is served with enum, const, a pattern or lengths; found {shown(names.value)}"
             )
         if properties or required or ("pattern" in known and len(known) > 1):
-            raise place.refused("propertyNames", "is not served beside properties, nor with a pattern and lengths")
+            raise place.refused("propertyNames", "is not served next to properties, nor with a pattern and lengths")
         if rest is not False:
             patterns[_names_pattern(names)] = rest
         return False
@@ -133,7 +133,7 @@ class ObjectKeywords:
                 self._at_least_one(found, optional, is_closed=is_closed)
                 return
             keyword = "maxProperties" if most is not None else "minProperties"
-            raise place.refused(keyword, "is not served beside properties that may be left out")
+            raise place.refused(keyword, "is not served next to optional properties")
         if least:
             found["minProperties"] = least
         if most is not None:

@@ -218,7 +218,7 @@ class _Translator:
         first, rest = ("prefixItems", "items") if "prefixItems" in value else ("items", "additionalItems")
         if isinstance(value.get(first), list):
             found["prefixItems"] = [self.schema(place.at(first, at)) for at in range(len(value[first]))]
-            # Of the latest draft `additionalItems` says nothing; whoever writes it means the items that follow.
+            # The latest draft ignores `additionalItems`; its authors mean the items that follow.
             rest = rest if rest in value else "additionalItems"
         elif "prefixItems" in value:
             raise place.refused("prefixItems", f"must be a list, found {shown(value['prefixItems'])}")
