@@ -32,8 +32,6 @@ UNREAD = (
     "service/core/",
     "service/dialects/",
     "service/http/",
-    "service/planning/",
-    "service/planning/outputs/",
     "service/routes/",
     "service/runtimes/ray_serve/",
     "service/schemas/",

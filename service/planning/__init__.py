@@ -1,1 +1,1 @@
-"""Conversion of request bodies to engine requests; a body that cannot be served is refused here."""
+"""Converts request bodies to engine requests, and refuses bodies that cannot be served."""

@@ -1,4 +1,4 @@
-"""What every planner asks first: whether the engine has the model and room, and what a request may want."""
+"""The first checks of every planner: model and room in the engine, timeout and priority of the request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.settings.service_settings import Limits
 
 
 def check_room(client: EngineClient, served: ServedModel, sequences: int = 1) -> None:
-    """Raise the error of a full or failed engine before a request is rendered, tokenised or compiled for it."""
+    """Raise the error of a full or failed engine before any work is done for the request."""
     context = current()
     if context is not None:
         context.model = served.name
@@ -23,7 +23,7 @@ def check_room(client: EngineClient, served: ServedModel, sequences: int = 1) ->
 
 
 def loaded_info(client: EngineClient, served: ServedModel) -> ModelInfo:
-    """Return what the engine knows of a model; raises a 503 if it has been unloaded meanwhile."""
+    """Return the engine's description of a model; raises a 503 if the model has just been unloaded."""
     info = client.models.get(served.name)
     if info is None:
         raise engine_refusal(ModelNotLoadedError(served.name))
@@ -31,9 +31,9 @@ def loaded_info(client: EngineClient, served: ServedModel) -> ModelInfo:
 
 
 def check_request(timeout_s: float | None, priority: int, limits: Limits) -> None:
-    """Refuse a request that wants more time, or to come before more others, than it may."""
+    """Raise an `ApiError` for a timeout above the limit, or a priority below it (lower is served first)."""
     check_timeout(timeout_s, limits)
-    if priority < limits.min_priority:  # worded to be true for a dialect with negated priorities too
+    if priority < limits.min_priority:  # the message must also be true for a dialect with negated priorities
         message = f"priority asks to be served before others, more than min_priority ({limits.min_priority}) allows"
         raise invalid(message, "priority")
 

@@ -1,6 +1,6 @@
-"""The first pass over a body of /generate: whatever can be refused before a text is tokenised.
+"""The first pass over a body of /generate: all checks that need no tokens.
 
-What remains are the engine's parameters and the inputs to tokenise. Lengths are checked once tokens are known
+It returns the engine's parameters and the inputs to tokenise. Lengths are checked once tokens are known
 (`service.planning.requests`).
 """
 
@@ -33,16 +33,16 @@ _TOKENS = [column for column in _SENT.values() if column.is_tokens]
 _NOT_WITH_BEAMS = [name for name, column in _SENT.items() if column.row.beams in (Beams.NEVER, Beams.UNREAD)]
 _ONLY_WITH_BEAMS = [name for name, column in _SENT.items() if column.row.beams is Beams.ONLY]
 _LENGTHS = ("max_tokens", "min_tokens")
-_SHOWN = 6  # languages in an error
-_PREDICTED = 4  # characters of a prediction for each token of the context; what follows is not read
+_SHOWN = 6  # languages listed in an error
+_PREDICTED = 4  # characters of a prediction that are read, for each token of the context
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """Says what a dialect wants of its output that a native body cannot say.
+    """Settings of an output that a dialect needs and a native body does not have.
 
     Without `max_tokens` the output goes on until the model ends it or the context is full. `constrain` makes the
-    constraint of the reply from the body's own.
+    constraint of the dialect's reply from that of the body.
     """
 
     constrain: Constrain | None = None
@@ -50,32 +50,32 @@ class ReplyShape:
     stop_token_ids: tuple[int, ...] = ()
 
     def put_on(self, sampling: dict[str, Any], body: GenerateBody) -> None:
-        """Add the tokens that are shown and that end the output to the fields of `SamplingParams`."""
+        """Add the special tokens to show and the stop tokens to the fields of `SamplingParams`."""
         sampling["stop_token_ids"] = tuple(dict.fromkeys((*body.stop_token_ids, *self.stop_token_ids)))
         if body.skip_special_tokens:
             sampling["shown_special_ids"] = self.shown_special_ids
 
 
 class CheckedPrompts(NamedTuple):
-    """A body that was checked, in the engine's terms; `sampling` has all fields of `SamplingParams` but the lengths."""
+    """A checked body of /generate; `sampling` has all fields of `SamplingParams` except lengths."""
 
     body: GenerateBody
     served: ServedModel
     info: ModelInfo
     sampling: Mapping[str, Any]
     num_beams: int
-    inputs: list[PromptInput]  # everything to tokenise: the prompts, then what else there is
+    inputs: list[PromptInput]  # everything to tokenise: the prompts, then the other inputs
     prompts: list[PromptInput]
     decoder_prompt: PromptInput | None
     prediction: PromptInput | None
-    target_language: tuple[int, ...]  # the token that an output begins after
-    fills_context: bool  # where neither the client nor the folder says how long an output may be
+    target_language: tuple[int, ...]  # first token of the output; empty: none
+    fills_context: bool  # whether an output may fill the context if client and checkpoint set no length
 
 
 def check_body(
     body: GenerateBody, served: ServedModel, info: ModelInfo, limits: Limits, shape: ReplyShape | None
 ) -> CheckedPrompts:
-    """Return what a body asks for; raises an `ApiError` that names the first field that cannot be served."""
+    """Check a body; raises an `ApiError` that names the first field that cannot be served."""
     _check_limits(body, limits)
     prompts = _with_prefix(_prompts(body, source_language(body, served), info.max_model_len), body, served)
     sampling = sampling_fields(body, served)
@@ -108,7 +108,7 @@ def check_body(
 
 
 def with_constraint(checked: CheckedPrompts, constraint: OutputConstraint) -> CheckedPrompts:
-    """Return the body with a constraint of its output; refuses what has no meaning with one."""
+    """Add a constraint of the output; raises an `ApiError` for fields that have no meaning with it."""
     field, body, served = constraint.field, checked.body, checked.served
     if body.ignore_eos:
         message = f"ignore_eos has no meaning with {field}, which says where the output ends"
@@ -123,7 +123,7 @@ def with_constraint(checked: CheckedPrompts, constraint: OutputConstraint) -> Ch
 
 
 def _prompts(body: GenerateBody, language: int | None, most: int) -> list[PromptInput]:
-    """Return the prompts, each with the name of its place in the body."""
+    """Return the prompts, each with its path in the body."""
     value = body.prompt
     if isinstance(value, str) or isinstance(value[0], int):
         return [PromptInput(value, "prompt", language=language, most=most)]
@@ -132,7 +132,7 @@ def _prompts(body: GenerateBody, language: int | None, most: int) -> list[Prompt
 
 
 def sampling_fields(body: GenerateBody, served: ServedModel) -> dict[str, Any]:
-    """Return fields of `SamplingParams`: the client's, else the folder's, without lengths."""
+    """Return fields of `SamplingParams` without lengths: the client's values, else the checkpoint's."""
     defaults = served.checkpoint.sampling_defaults
     check_beams(body, beams_of(defaults, body.num_beams, body.temperature))
     values = vars(body)
@@ -150,7 +150,7 @@ def sampling_fields(body: GenerateBody, served: ServedModel) -> dict[str, Any]:
 
 
 def check_beams(body: GenerateBody, beams: int) -> None:
-    """Refuse what has no meaning with so many beams."""
+    """Raise an `ApiError` for a field that has no meaning with this number of beams."""
     if beams == 1:
         given = [name for name in _ONLY_WITH_BEAMS if getattr(body, name) is not None]
         if given:
@@ -190,7 +190,7 @@ def _check_entries(name: str, value: Sequence[Any] | Mapping[Any, Any], most: in
 
 
 def _check_tokens(body: GenerateBody, vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary, and a choice of none of it."""
+    """Raise an `ApiError` for ids outside the vocabulary, or if no token may be generated."""
     for column in _TOKENS:
         value = getattr(body, column.name) or ()
         if max(value, default=0) >= vocab_size:
@@ -202,7 +202,7 @@ def _check_tokens(body: GenerateBody, vocab_size: int) -> None:
 
 
 def _with_prefix(prompts: list[PromptInput], body: GenerateBody, served: ServedModel) -> list[PromptInput]:
-    """Return the prompts after the prefix of `task`; refuses token ids where it has one."""
+    """Put the prefix of `task` before the prompts; raises an `ApiError` for token ids if there is a prefix."""
     prefix = "" if body.task is None else served.checkpoint.tasks[body.task].prefix
     if not prefix:
         return prompts
@@ -221,7 +221,7 @@ def _decoder_prompt(body: GenerateBody, served: ServedModel, info: ModelInfo) ->
 
 
 def source_language(body: GenerateBody, served: ServedModel) -> int | None:
-    """Return the token of `source_language`, which marks the sources; None if it is not given."""
+    """Return the token of `source_language`, which is added to the sources; None if it is not given."""
     code = body.source_language
     if code is None:
         return None
@@ -238,7 +238,7 @@ def source_language(body: GenerateBody, served: ServedModel) -> int | None:
 
 
 def target_language(body: GenerateBody, served: ServedModel) -> tuple[int, ...]:
-    """Return the token of `target_language`, which the decoder then starts with; none if it is not given."""
+    """Return the token of `target_language`, with which the output starts; empty if it is not given."""
     code = body.target_language
     if code is None:
         return ()

@@ -1,9 +1,9 @@
 """Planning of /encode: a body becomes `EncodeRequest`s that can be served, or is refused before any work.
 
 An input must fit one engine step (its attention is bidirectional, so it is never split), the model's context, and the
-length that the checkpoint was trained for. A longer input is refused or, if the client allows it, truncated; outputs
-with places in the text divide it into windows. Only the size of the body limits a text that may be truncated. What each
-output needs and reads is in `service.planning.outputs`.
+length that the checkpoint was trained for. A longer input is refused or, if the client allows it, truncated. Outputs
+with positions in the text divide it into windows. Only the size of the body limits a text that may be truncated.
+What each output needs and reads is in `service.planning.outputs`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.core.models import Models, ServedModel, Task
 from service.planning.admission import check_room, check_timeout, loaded_info
 from service.planning.encode_checks import check_inputs, texts_of
 from service.planning.encode_tokens import Reading, read
-from service.planning.outputs.base import CheckedInputs, EncodeInput, Found, Json, Output, Part
+from service.planning.outputs.base import CheckedInputs, EncodeInput, InputResult, Json, Output, Part
 from service.planning.requests import engine_id
 from service.planning.tokenization import TokenizerThreads
 from service.sandbox.pools import ImagePool, RequestImages
@@ -30,12 +30,12 @@ from service.sandbox.process_pool import WorkerError
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
 
-_INLINE_IDS = 4_096  # more token ids are checked in a thread
+_INLINE_IDS = 4_096  # token ids that are checked on the event loop; more are checked in a thread
 
 
 @dataclass(frozen=True, slots=True)
 class EncodePlan:
-    """Holds the `EncodeRequest`s of a body, and how their outputs become an item for each of its inputs."""
+    """The `EncodeRequest`s of a body, and how their outputs become an item for each of its inputs."""
 
     checked: CheckedInputs
     readings: tuple[Reading, ...]
@@ -55,7 +55,7 @@ class EncodePlan:
         return sum(request.source.num_positions for request in self.requests)
 
     def items(self, outputs: Sequence[EncodeOutput]) -> list[Json]:
-        """Return the item of each input; every request must have its output."""
+        """Return the item of each input; `outputs` has one output for each request."""
         body, inputs = self.checked.body, self.checked.inputs
         parts: list[list[Part]] = [[] for _ in inputs]
         cut = [False] * len(inputs)
@@ -64,7 +64,7 @@ class EncodePlan:
             cut[reading.owner] |= reading.cut
         items = []
         for index, (sent, of_input) in enumerate(zip(inputs, parts, strict=True)):
-            item = {"index": index, **self.output.item(Found(body, self.served, sent, of_input))}
+            item = {"index": index, **self.output.item(InputResult(body, self.served, sent, of_input))}
             if cut[index]:
                 item["truncated"] = True
             if (self.output.windows or body.split is not None) and len(of_input) > 1:
@@ -74,7 +74,7 @@ class EncodePlan:
 
 
 class EncodePlanner:
-    """Makes plans of bodies, for the loaded models."""
+    """Plans bodies of /encode for the loaded models."""
 
     def __init__(
         self, models: Models, client: EngineClient, limits: Limits, threads: TokenizerThreads, images: ImagePool
@@ -88,7 +88,7 @@ class EncodePlanner:
     async def plan(self, body: EncodeBody, request_id: str, arrival: float, uncounted: int = 0) -> EncodePlan:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served.
 
-        `uncounted` of its inputs are no inputs of the client: what the others are compared with.
+        `uncounted` of its inputs are not the client's (a query, with which the others are compared).
         """
         served = self._models.resolve(body.model, Task.ENCODE)
         if served.config.audio is not None:
@@ -96,11 +96,11 @@ class EncodePlanner:
         info = loaded_info(self._client, served)
         check_timeout(body.timeout_s, self._limits)
         checked = check_inputs(body, served, info, self._limits, uncounted)
-        check_room(self._client, served)  # all are admitted where one is
+        check_room(self._client, served)  # if there is room for one, all are admitted
         if served.config.image is not None:
             return await self._plan_images(checked, request_id, arrival)
 
-        def work() -> EncodePlan:  # of thousands of inputs it takes as long as many steps of the event loop
+        def work() -> EncodePlan:  # takes long for thousands of inputs
             readings = read(checked, texts_of(checked))
             return EncodePlan(checked, tuple(readings), self._requests(checked, readings, request_id, arrival))
 
@@ -140,7 +140,7 @@ class EncodePlanner:
     def _requests(
         self, checked: CheckedInputs, readings: Sequence[Reading], request_id: str, arrival: float
     ) -> tuple[EncodeRequest, ...]:
-        """Return a request for each reading; tokens of a prompt in front may not be pooled."""
+        """Return a request for each reading; tokens of the prompt may be excluded from pooling."""
         served, settings = checked.served, checked.output.settings
         base, skipped = self._base(checked, arrival), 0
         if checked.prompt:

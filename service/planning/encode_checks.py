@@ -1,4 +1,4 @@
-"""The first pass over a body of /encode: whatever can be refused before a text is tokenised."""
+"""The first pass over a body of /encode: all checks that need no tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.settings.service_settings import Limits
 def check_inputs(
     body: EncodeBody, served: ServedModel, info: ModelInfo, limits: Limits, uncounted: int
 ) -> CheckedInputs:
-    """Return what a body asks for; raises an `ApiError` that names the first field that cannot be served."""
+    """Check a body; raises an `ApiError` that names the first field that cannot be served."""
     count = len(body.input) if isinstance(body.input, list) and not isinstance(body.input[0], int) else 1
     if OUTPUTS[body.output].detailed or served.config.image is not None:  # results for each token, or images
         bounds = EncodeBounds(limits.max_detailed_inputs, limits.max_detailed_tokens, uncounted)
@@ -45,7 +45,7 @@ def _at_most(name: str, count: int, bound: int) -> None:
 
 
 def inputs_of(body: EncodeBody) -> list[EncodeInput]:
-    """Return the inputs in order, each with the name of its place in the body."""
+    """Return the inputs in order, each with its path in the body."""
     value = body.input
     if isinstance(value, str):
         return [EncodeInput("input", text=value)]
@@ -74,9 +74,9 @@ def _check_size(body: EncodeBody, served: ServedModel, info: ModelInfo) -> None:
 
 
 def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel) -> str:
-    """Return the prompt in front of the texts, empty for none; raises a 400 for one that does not apply."""
+    """Return the prompt before the texts, empty for none; raises a 400 for a prompt that does not apply."""
     sentences, name = served.checkpoint.sentences, body.prompt_name
-    if "prompt_name" not in OUTPUTS[body.output].fields:  # a chat template has a reranker's prompt in it
+    if "prompt_name" not in OUTPUTS[body.output].fields:  # the chat template of a reranker contains its prompt
         return sentences.prompt(None) if _is_scored(body) and served.pairs is None else ""
     _check_task(body, served)
     if served.config.image is not None:
@@ -89,7 +89,7 @@ def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel
     single = not any(one.pair is not None or one.ids for one in inputs)
     if name is not None and not single:
         raise invalid("prompt_name: only vectors of single texts have prompts", "prompt_name")
-    if body.task is not None and sentences.adapter(body.task) is None:  # it is a prompt, and nothing else
+    if body.task is not None and sentences.adapter(body.task) is None:  # then `task` names a prompt
         if not single:
             raise invalid("task: only vectors of single texts have prompts", "task")
         if name not in (None, body.task):
@@ -101,7 +101,7 @@ def _prompt(inputs: Sequence[EncodeInput], body: EncodeBody, served: ServedModel
 
 
 def _is_scored(body: EncodeBody) -> bool:
-    """Return whether a classifier reads the texts: a cross-encoder's prompt stands in front of the first one."""
+    """Whether a classifier reads the texts; a cross-encoder's prompt is then put before the first text."""
     return body.output in ("logits", "scores")
 
 
@@ -117,7 +117,7 @@ def _check_task(body: EncodeBody, served: ServedModel) -> None:
 
 
 def texts_of(checked: CheckedInputs) -> list[tuple[int, EncodeInput]]:
-    """Return what the engine reads of each input, by the input's index; raises an `ApiError`."""
+    """Return the texts that the engine reads, each with the index of its input; raises an `ApiError`."""
     output = checked.output
     texts = [
         (owner, one if output.verbatim else _prepared(one, checked))
@@ -141,7 +141,7 @@ def texts_of(checked: CheckedInputs) -> list[tuple[int, EncodeInput]]:
 
 
 def _check_text(checked: CheckedInputs, one: EncodeInput) -> None:
-    """Refuse what the model or the output cannot read."""
+    """Raise an `ApiError` for an input that the model or the output cannot read."""
     served, output = checked.served, checked.output
     if one.image is not None:
         raise invalid(f"{one.param}: model {served.name} reads text, not images", one.param)

@@ -1,4 +1,4 @@
-"""The second pass over a body of /encode: texts become tokens, truncated or in windows where that is allowed."""
+"""The second pass over a body of /encode: tokenises texts, and truncates or divides them where that is allowed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from service.core.models import ServedModel
 from service.planning.outputs.base import CheckedInputs, EncodeInput
 from service.planning.tokenization import Side, check_vocabulary, truncate_ids, truncate_text
 
-_DEFAULT_STRIDE = 128  # tokens that two windows of a long text have in common
+_DEFAULT_STRIDE = 128  # tokens that two adjacent windows of a long text share
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What one input of the engine is made of: the input's index, its text as the engine reads it, its tokens."""
+    """One input of the engine."""
 
-    owner: int
-    sent: EncodeInput
+    owner: int  # index of the body's input that it belongs to
+    sent: EncodeInput  # its text as the engine reads it
     encoded: Encoded
-    cut: bool = False
+    cut: bool = False  # whether it is truncated
 
 
 def read(checked: CheckedInputs, texts: Sequence[tuple[int, EncodeInput]]) -> list[Reading]:
-    """Tokenise each text, and truncate it or divide it into windows; raises an `ApiError` for one that is too long."""
+    """Tokenise each text, and truncate or divide it; raises an `ApiError` for a text that is too long."""
     body, served, output, bounds = checked.body, checked.served, checked.output, checked.bounds
     most = [checked.info.max_model_len, checked.info.max_num_batched_tokens, served.checkpoint.sentences.max_tokens]
     most.append(None if output.room is None else output.room(checked))
@@ -61,7 +61,7 @@ def _fit_one(one: EncodeInput, served: ServedModel, limit: int, side: Side | Non
     check_vocabulary(encoded.ids, served.source_vocab_size, one.param)
     if len(encoded.ids) <= limit:
         return encoded, False
-    if side is None:  # ids of the client
+    if side is None:  # token ids from the client; texts were checked above
         raise context_exceeded(limit, f"{one.param} has {len(encoded.ids)} tokens", one.param)
     if pairs is not None:
         if side == "left":
@@ -82,7 +82,7 @@ def _encode(one: EncodeInput, served: ServedModel, most: int | None) -> Encoded:
 
 
 def _whole(one: EncodeInput, served: ServedModel, limit: int) -> Located:
-    """Return the tokens of a text with their places; raises a 400 if there are too many."""
+    """Return the tokens of a text with their positions in it; raises a 400 if there are too many."""
     try:
         located = served.require_tokenizer(one.param).locate(one.text, most=limit)
     except TooManyTokensError as error:
@@ -92,9 +92,9 @@ def _whole(one: EncodeInput, served: ServedModel, limit: int) -> Located:
 
 
 def _windows(checked: CheckedInputs, one: EncodeInput, limit: int) -> Iterator[Located]:
-    """Yield the tokens of a text, in windows of `limit` tokens that have `stride` of them in common.
+    """Yield the tokens of a text in windows of `limit` tokens; adjacent windows share `stride` tokens.
 
-    Of a pair the second text is divided; special tokens and the first text are in every window.
+    In a pair the second text is divided; every window has the first text and the special tokens.
     """
     served, bounds, stride = checked.served, checked.bounds, checked.body.stride
     try:

@@ -1,8 +1,8 @@
 """Planning of /generate: a body becomes `Request`s that can be served, or is refused before any work.
 
-There are three passes. Everything is checked that needs no tokens (`checks`); texts are tokenised (`tokenization`);
-requests are made, whose lengths are checked (`requests`). An encoder-decoder's prompt is its source; its decoder starts
-with `decoder_start_token_id` and the ids of `decoder_prompt`.
+There are three passes: all checks that need no tokens (`checks`), tokenisation (`tokenization`), and checks of lengths
+(`requests`). An encoder-decoder's prompt is its source; its decoder starts with `decoder_start_token_id` and the tokens
+of `decoder_prompt`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from service.settings.service_settings import Limits
 
 @dataclass(frozen=True, slots=True)
 class GeneratePlan:
-    """Holds a `Request` for each prompt of a body, and how to present their outputs."""
+    """A `Request` for each prompt of a body, and how to present their outputs."""
 
     served: ServedModel
     requests: tuple[Request, ...]
@@ -32,7 +32,7 @@ class GeneratePlan:
     return_token_ids: bool
     skip_special_tokens: bool
     echo: tuple[str, ...]  # the text before each prompt's output; empty: none
-    constraint: OutputConstraint | None = None  # what each output must match
+    constraint: OutputConstraint | None = None  # of each output
 
     @property
     def prompt_tokens(self) -> int:
@@ -41,7 +41,7 @@ class GeneratePlan:
 
 
 class GeneratePlanner:
-    """Makes plans of bodies, for the loaded models."""
+    """Plans bodies of /generate for the loaded models."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class GeneratePlanner:
         )
 
     async def _tokenise(self, checked: CheckedPrompts) -> Tokens:
-        """Return all ids; a text that leaves no room in the context is refused before its ids are made."""
+        """Tokenise all texts; a text that is too long for the context is refused before its ids are made."""
 
         def refuse(one: PromptInput, count: int) -> None:
             check_length(checked, one, count, self._limits)
@@ -102,7 +102,7 @@ class GeneratePlanner:
         return Tokens(prompts, decoder, prediction[: checked.info.max_model_len])
 
     async def _echo(self, checked: CheckedPrompts) -> tuple[str, ...]:
-        """Return the texts before the outputs; an encoder-decoder repeats what its decoder got."""
+        """Return the text before each output: the prompt, or in an encoder-decoder the decoder's prompt."""
         if not checked.served.is_encoder_decoder:
             return tuple([await self._text(one, checked) for one in checked.prompts])
         if checked.decoder_prompt is None:
@@ -110,7 +110,7 @@ class GeneratePlanner:
         return (await self._text(checked.decoder_prompt, checked),) * len(checked.prompts)
 
     async def _text(self, source: PromptInput, checked: CheckedPrompts) -> str:
-        """Return the text of a prompt; ids without a tokenizer have none."""
+        """Return the text of a prompt; empty for token ids if there is no tokenizer."""
         if isinstance(source.value, str):
             return source.value
         if checked.served.tokenizer is None:

@@ -1,6 +1,6 @@
-"""The last pass over a body of /generate: checked parameters and tokens become the engine's requests.
+"""The last pass over a body of /generate: builds the engine's requests from checked parameters and tokens.
 
-The only checks left are those of lengths: against the context, the KV cache, and what one reply may hold.
+It checks lengths only: against the context, the KV cache, and the log-probabilities that a reply may have.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _numbers = count(1)
 
 
 def engine_id(request_id: str) -> str:
-    """Return a request id for the engines that is unique, even if clients repeat theirs."""
+    """Return a request id for the engines; it is unique even if clients repeat theirs."""
     return f"{request_id}#{next(_numbers)}"
 
 
 def cache_salt(requested: str | None) -> str:
-    """Return the prefix cache's salt: only requests of one API key and one `cache_salt` share prefixes."""
+    """Return the salt of the prefix cache: requests share prefixes if their API key and `cache_salt` are equal."""
     context = current()
     return f"{context.tenant if context is not None else ''}/{requested or ''}"
 
 
 class Tokens(NamedTuple):
-    """The ids of everything that a body has to tokenise."""
+    """The token ids of a body's texts."""
 
     prompts: Sequence[tuple[int, ...]]
-    decoder: tuple[int, ...]  # what an encoder-decoder's decoder starts with
+    decoder: tuple[int, ...]  # start of the decoder's input, in an encoder-decoder
     prediction: tuple[int, ...]
 
 
 def requests_of(
     checked: CheckedPrompts, tokens: Tokens, request_id: str, arrival: float, limits: Limits
 ) -> tuple[Request, ...]:
-    """Return a request for each prompt; raises an `ApiError` for one that is too long."""
+    """Return a request for each prompt; raises an `ApiError` for a prompt that is too long."""
     requests = tuple(
         _request(checked, tokens, at, engine_id(request_id), arrival, limits) for at in range(len(tokens.prompts))
     )
@@ -56,7 +56,7 @@ def requests_of(
 
 
 def check_length(checked: CheckedPrompts, text: PromptInput, tokens: int, limits: Limits) -> None:
-    """Raise an `ApiError` for a text of so many tokens if it leaves no room in the context."""
+    """Raise an `ApiError` if a text of `tokens` tokens leaves no room for output in the context."""
     if text is not checked.decoder_prompt:
         _check_source(checked, tokens, text.param)
     _max_tokens(checked, tokens, text.param, limits)
@@ -86,7 +86,7 @@ def _request(checked: CheckedPrompts, tokens: Tokens, at: int, name: str, arriva
 def with_lengths(
     sampling: Mapping[str, Any], num_beams: int, body: GenerateBody, served: ServedModel, start: int, max_tokens: int
 ) -> SamplingParams:
-    """Return parameters for an output after `start` tokens; a folder's `min_length` counts them."""
+    """Return sampling parameters for an output after `start` tokens, which a checkpoint's `min_length` includes."""
     least, defaults = body.min_tokens, served.checkpoint.sampling_defaults
     if least is not None and least > max_tokens:
         raise invalid(f"min_tokens ({least}) must be at most max_tokens ({max_tokens})", "min_tokens")
@@ -99,9 +99,9 @@ def with_lengths(
 
 
 def _max_tokens(checked: CheckedPrompts, start: int, param: str, limits: Limits) -> int:
-    """Return how many tokens may follow `start` tokens; raises an `ApiError` where the context has no room for them.
+    """Return the maximum length of an output after `start` tokens; raises an `ApiError` if the context is too short.
 
-    Only dialects can request 0, for no output; the engine then still generates one token.
+    Only dialects can request 0, for no output; the engine still generates one token then.
     """
     served, info, requested = checked.served, checked.info, checked.body.max_tokens
     room = info.max_model_len - start
@@ -112,15 +112,16 @@ def _max_tokens(checked: CheckedPrompts, start: int, param: str, limits: Limits)
     if requested is not None:
         return int(requested)
     otherwise = None if checked.fills_context else limits.default_max_tokens
-    bounds = (default_max_tokens(served, start, otherwise), output_room(served, info, start), _most(checked, limits))
+    default = default_max_tokens(served, start, otherwise)
+    bounds = (default, output_room(served, info, start), _logprobs_room(checked, limits))
     return max(1, min(bound for bound in bounds if bound is not None))
 
 
 def default_max_tokens(served: ServedModel, start: int, otherwise: int | None) -> int | None:
     """Return the checkpoint's `max_new_tokens`, or the rest of its `max_length` after `start` tokens, else `otherwise`.
 
-    Where that is None, for the whole context, a decoder's `max_length` does not count: other servers ignore it too,
-    and many folders have one below their context.
+    If `otherwise` is None (the whole context), a decoder's `max_length` is ignored, as other servers do: many
+    checkpoints have one below their context.
     """
     whole = otherwise is not None or served.is_encoder_decoder
     found = length_of(served.checkpoint.sampling_defaults, start, whole=whole)
@@ -128,16 +129,16 @@ def default_max_tokens(served: ServedModel, start: int, otherwise: int | None) -
 
 
 def output_room(served: ServedModel, info: ModelInfo, start: int) -> int:
-    """Return how many tokens may follow `start` tokens, in the context and in an empty KV cache."""
+    """Return how many tokens fit after `start` tokens, in the context and in an empty KV cache."""
     room = info.max_model_len - start
     capacity = None if served.is_encoder_decoder else info.sequence_capacity
     return room if capacity is None or capacity <= start else min(room, capacity - start)
 
 
-def _most(checked: CheckedPrompts, limits: Limits) -> int | None:
-    """Return how many tokens an output may have if one reply must hold all log-probabilities; None: any number.
+def _logprobs_room(checked: CheckedPrompts, limits: Limits) -> int | None:
+    """Return how many tokens an output may have if one reply holds all log-probabilities; None: any number.
 
-    It bounds what a client left open; what a client asks for is refused where it is too much.
+    It bounds the default length. A length that the client requests is refused if it is too large.
     """
     body = checked.body
     if body.logprobs is None or body.stream:
@@ -151,9 +152,9 @@ def _too_long(start: int, max_tokens: int, info: ModelInfo, param: str) -> ApiEr
 
 
 def _fitting_beams(checked: CheckedPrompts, prompt_tokens: int, length: int, param: str) -> int:
-    """Return the number of beams, of the folder's as many of `length` tokens as fit an empty KV cache.
+    """Return the number of beams: the checkpoint's default is reduced until the beams fit an empty KV cache.
 
-    Raises an `ApiError` for a source that does not fit one step and the context, and for the client's beams.
+    Raises an `ApiError` if the source does not fit one step and the context, or if the client's beams do not fit.
     """
     info, beams, encodes = checked.info, checked.num_beams, checked.served.is_encoder_decoder
     source = prompt_tokens if encodes else 0
@@ -172,7 +173,7 @@ def _fitting_beams(checked: CheckedPrompts, prompt_tokens: int, length: int, par
 
 
 def _check_source(checked: CheckedPrompts, tokens: int, param: str) -> None:
-    """Refuse a source of an encoder-decoder that does not fit one step."""
+    """Refuse an encoder-decoder's source that does not fit one step."""
     bound = min(checked.info.max_model_len, checked.info.max_num_batched_tokens)
     if checked.served.is_encoder_decoder and tokens > bound:
         raise context_exceeded(bound, f"{param} has {tokens}, which the encoder reads in one step", param)
@@ -181,10 +182,10 @@ def _check_source(checked: CheckedPrompts, tokens: int, param: str) -> None:
 def _check_logprobs(body: GenerateBody, requests: Sequence[Request], limits: Limits) -> None:
     """Refuse a request for more log-probabilities than one reply may have.
 
-    An unstreamed reply has those of all its tokens. A stream sends those of each output token by itself, but those of
-    its prompts together.
+    A reply that is not streamed has those of all its tokens. A stream sends those of each output token by itself, but
+    those of its prompts together.
     """
-    counts: dict[str, tuple[int, str]] = {}  # by field: their number, and its calculation in words
+    counts: dict[str, tuple[int, str]] = {}  # by field: the number, and its calculation in words
     if body.logprobs is not None and not body.stream:
         tokens, each = sum(one.params.max_tokens for one in requests), body.logprobs + 1
         counts["logprobs"] = body.n * tokens * each, f"{body.n} n x {tokens} max_tokens x {each}"

@@ -1,7 +1,7 @@
-"""Output constraints: `response_format`, `regex`, `choice` or `grammar` of a body becomes a grammar that compiles.
+"""Output constraints: turns `response_format`, `regex`, `choice` or `grammar` of a body into a grammar that compiles.
 
-Sizes are checked first. The grammar is then compiled in a process that can be killed (`service.sandbox.grammar_main`),
-and the result is cached.
+Sizes are checked first. The grammar is then compiled in a process that can be killed (`service.sandbox.grammar_main`).
+Whether that succeeds is cached.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ SCHEMA_PARAM = "response_format.json_schema.schema"
 
 _WORKERS = 2
 _MAX_REASON = 480  # characters
-_MAX_CACHED = 256  # grammars with their results
+_MAX_CACHED = 256  # grammars
 _MAX_CACHED_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """Holds a grammar and the name of the field that it comes from.
+    """A grammar, and the name of its field.
 
-    `parts` are those that it was put together of: the first one that cannot be used is named.
+    `parts` are the constraints that it combines; an error names the first one that cannot be used.
     """
 
     grammar: str
@@ -45,7 +45,7 @@ class OutputConstraint:
 
     @property
     def field(self) -> str:
-        """The name of the body's own field, without what is in it."""
+        """The name of the field of the body, without the path inside it."""
         return self.param.partition(".")[0].partition("[")[0]
 
 
@@ -53,7 +53,7 @@ Constrain = Callable[[OutputConstraint | None], OutputConstraint | None]
 
 
 def constraint_of(body: GenerateBody, limits: Limits) -> OutputConstraint | None:
-    """Return the constraint of a body, None if it has none; raises `ApiError` for two, or for one that is too large."""
+    """Return the constraint of a body, None if it has none; raises `ApiError` for two, or for a large one."""
     formatted = body.response_format is not None and body.response_format.type != "text"
     given = [name for name in CONSTRAINT_FIELDS[1:] if getattr(body, name) is not None]
     given = ["response_format"] * formatted + given
@@ -90,7 +90,7 @@ def _from_format(given: ResponseFormat, limits: Limits) -> OutputConstraint:
 
 
 def schema_constraint(schema: Mapping[str, Any], param: str) -> OutputConstraint:
-    """Return the constraint of a JSON schema; raises an `ApiError` that names `param` for one that cannot be held."""
+    """Return the constraint of a JSON schema; raises an `ApiError` that names `param` if it is not supported."""
     try:
         return OutputConstraint(json_grammar(schema), param)
     except GrammarError as error:
@@ -132,12 +132,12 @@ class GrammarChecker:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._pool = WorkerPool(lambda: _worker(limits.grammar_s), limits.grammar_s, _WORKERS, "triptych-grammar")
-        self._results: OrderedDict[str, str] = OrderedDict()  # by grammar: the reason of its refusal, or empty
+        self._results: OrderedDict[str, str] = OrderedDict()  # reason of the refusal, or empty, by grammar
 
     async def constraint(self, body: GenerateBody, constrain: Constrain | None) -> OutputConstraint | None:
-        """Return what an output must match; schemas are translated in a thread, since large ones take long.
+        """Return the constraint of the output; it is made in a thread, because large schemas take long.
 
-        `constrain` makes the constraint of the reply from the body's own.
+        `constrain` makes the constraint of a dialect's reply from that of the body.
         """
 
         def found() -> OutputConstraint | None:
@@ -160,7 +160,7 @@ class GrammarChecker:
             raise invalid_grammar(constraint.param, self._results[grammar])
 
     async def _check_parts(self, constraint: OutputConstraint, served: ServedModel) -> None:
-        """Look for the part that cannot be used, for as long as one grammar may take."""
+        """Find the part that cannot be used; search no longer than one grammar may take."""
         end = time.monotonic() + self._limits.grammar_s
         for part in constraint.parts:
             if time.monotonic() > end:
@@ -179,7 +179,7 @@ class GrammarChecker:
                 raise _busy() from None
             if error.kind == "start":
                 raise unavailable("the process that compiles grammars does not start", "grammar_worker") from None
-            if error.kind == "time":  # not cached: it may succeed under a lower load
+            if error.kind == "time":  # not cached, because it may succeed under a lower load
                 raise invalid_grammar(param, f"it takes more than {self._limits.grammar_s:g} s to compile") from None
             return "it takes too much memory to compile" if error.kind == "crashed" else str(error)
         return ""

@@ -1,6 +1,6 @@
-"""Tokenisation of requests: in threads for long texts, with limits checked first, and with truncation where allowed.
+"""Tokenises the texts of requests, long ones in threads, after limits are checked; truncates them where allowed.
 
-Truncation removes tokens of the text and keeps the special tokens that the tokenizer put around and between texts.
+Truncation removes tokens of the text, and keeps the special tokens that the tokenizer puts around and between texts.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from service.core.models import ServedModel
 from service.core.threads import Threads
 
 T = TypeVar("T")
-_LONGEST_TOKEN = 16  # characters; a text whose tokens are longer on the average keeps less than it could
+_LONGEST_TOKEN = 16  # characters; a text with longer tokens on average is cut shorter than necessary
 Side = Literal["left", "right"]
 
 _INLINE_CHARACTERS = 2_048  # tokenised on the event loop, in about 1 ms: a thread would cost more under load
-_INLINE_TOKENS = 2_048  # likewise, for detokenising
+_INLINE_TOKENS = 2_048  # the same for detokenising
 
 
 class TokenizerThreads(Threads):
-    """Runs tokenisation of long texts in threads. `observe` gets the model and the seconds of every run."""
+    """Tokenises long texts in threads, and reports the model and the seconds of every run to `observe`."""
 
     def __init__(self, threads: int, observe: Callable[[str, float], None]) -> None:
         super().__init__(threads, "triptych-tokenizer")
         self._observe = observe
 
     async def run(self, model: str, characters: int, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which tokenises so many characters for `model`."""
+        """Run `work`, which tokenises `characters` characters for `model`, and return its result."""
         began = time.perf_counter()
         try:
             return work() if characters <= _INLINE_CHARACTERS else await self.run_in_thread(work)
@@ -48,18 +48,18 @@ class TokenizerThreads(Threads):
 
 
 class PromptInput(NamedTuple):
-    """Holds a text or token ids as the client sent it, and the name of its field."""
+    """A text or token ids as the client sent them, and the name of their field."""
 
     value: str | list[int]
     param: str
-    special: bool = True  # with special tokens around
-    language: int | None = None  # the token of the text's language; None: the folder's
-    most: int | None = None  # tokens that a text may have; None: any number
+    special: bool = True  # whether special tokens are added
+    language: int | None = None  # token of the text's language; None: the checkpoint's default
+    most: int | None = None  # maximum tokens of a text; None: any number
 
     def ids(self, served: ServedModel, refuse: Callable[[PromptInput, int], None]) -> tuple[int, ...]:
-        """Return the token ids; raises a 400 for none, and for one outside the vocabulary.
+        """Return the token ids; raises a 400 if there are none, or for an id outside the vocabulary.
 
-        `refuse` gets an input with more tokens than `most`, and their number, before ids are made.
+        If there are more tokens than `most`, `refuse` is called with their number before ids are made.
         """
         if isinstance(self.value, str):
             tokenizer = served.require_tokenizer(self.param)
@@ -84,7 +84,7 @@ async def tokenise(
     inputs: Sequence[PromptInput],
     refuse: Callable[[PromptInput, int], None],
 ) -> list[tuple[int, ...]]:
-    """Return the ids of each input, as `PromptInput.ids` does."""
+    """Return the token ids of each input, as `PromptInput.ids` does."""
 
     def work() -> list[tuple[int, ...]]:
         return [one.ids(served, refuse) for one in inputs]
@@ -94,7 +94,7 @@ async def tokenise(
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Refuse ids outside `[0, vocab_size)`, naming the first."""
+    """Raise an `ApiError` that names the first id outside `[0, vocab_size)`."""
     if max(ids, default=0) >= vocab_size:
         at = next(position for position, token in enumerate(ids) if token >= vocab_size)
         raise outside_vocabulary(f"{param}[{at}]", vocab_size)
@@ -106,9 +106,9 @@ def outside_vocabulary(param: str, vocab_size: int) -> ApiError:
 
 
 def beginning(tokenizer: Tokenizer, prefix: str, text: str, limit: int) -> str:
-    """Return the longest beginning of `text`, up to a few characters, with which `prefix` has at most `limit` tokens.
+    """Return about the longest beginning of `text` that has at most `limit` tokens together with `prefix`.
 
-    Some tokenizers cannot tell where their tokens are, so it asks for the tokens of half of what is left, and again.
+    It is found by bisection, because some tokenizers do not return the positions of their tokens.
     """
     text = text[: limit * _LONGEST_TOKEN]
 
@@ -125,14 +125,14 @@ def beginning(tokenizer: Tokenizer, prefix: str, text: str, limit: int) -> str:
 
 
 def truncate_ids(ids: tuple[int, ...], limit: int, side: Side) -> tuple[int, ...]:
-    """Return at most `limit` ids, with the others removed at `side`."""
+    """Return at most `limit` ids; the others are removed at `side`."""
     return ids[:limit] if side == "right" else ids[max(0, len(ids) - limit) :]
 
 
 def truncate_text(
     tokenizer: Tokenizer, text: str, pair: str | None, encoded: Encoded, limit: int, side: Side
 ) -> Encoded:
-    """Truncate `encoded` (of `text` and `pair`) to `limit` tokens, removing tokens of the longer text first."""
+    """Truncate `encoded` (the tokens of `text` and `pair`) to `limit` tokens; the longer text is shortened first."""
     texts = [text] if pair is None else [text, pair]
     plain = [tokenizer.encode(one, add_special_tokens=False).ids for one in texts]
     sizes = _kept_sizes([len(ids) for ids in plain], len(encoded.ids) - limit)
@@ -151,15 +151,15 @@ def truncate_text(
 
 
 def _find(ids: tuple[int, ...], part: tuple[int, ...], start: int) -> int | None:
-    """Find `part` in `ids`, at `start` or after the special tokens that may precede it; None if it is not there."""
+    """Return the index of `part` in `ids` at or after `start`; None if it is not there."""
     last = len(ids) - len(part)
     return next((i for i in range(start, last + 1) if ids[i : i + len(part)] == part), None)
 
 
 def _kept_sizes(sizes: list[int], excess: int) -> list[int]:
-    """Reduce one or two sizes by `excess` in total, taking from the larger one while it is larger.
+    """Reduce one or two sizes by `excess` in total, the larger one first until they are equal.
 
-    What is left of both is halved; the larger one, of equal ones the second, gets one more, as in `tokenizers`.
+    An odd rest goes to the larger one, or to the second of equal ones, as in `tokenizers`.
     """
     if len(sizes) == 1:
         return [max(0, sizes[0] - excess)]

@@ -1,11 +1,11 @@
-"""How a model is asked to translate from one language to another: by tokens, by a text in front, or by a task.
+"""Tells a model which languages to translate between. How depends on the model.
 
-| models | by |
+| models | languages are given by |
 |---|---|
 | NLLB, mBART-50, M2M-100, mBART | the tokens of both languages, which their tokenizers list |
-| T5 | a task `translation_SOURCE_to_TARGET` of config.json, whose prefix stands in front of the text |
-| MADLAD-400 | `<2TARGET>` in front of the text |
-| Marian of several targets | `>>TARGET<<` in front of the text |
+| T5 | a task `translation_SOURCE_to_TARGET` of config.json, whose prefix is put before the text |
+| MADLAD-400 | `<2TARGET>` before the text |
+| Marian with several targets | `>>TARGET<<` before the text |
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from service.core.errors import ApiError, invalid, listed, shorten
 from service.core.models import ServedModel
 
-_MARKS = ("<2{}>", ">>{}<<")  # MADLAD's and Marian's
+_MARKS = ("<2{}>", ">>{}<<")  # marks of a target language: MADLAD's, Marian's
 _PAIR = ("translation_", "_to_")
 
 
 class Translation(NamedTuple):
-    """The fields of a body of /generate that choose the languages, and what stands in front of each text."""
+    """The fields of a body of /generate that choose the languages, and the prefix of each text."""
 
     source_language: str | None = None
     target_language: str | None = None
@@ -29,13 +29,13 @@ class Translation(NamedTuple):
 
 
 def translation(served: ServedModel, source: str | None, target: str | None) -> Translation:
-    """Return how a model translates from `source` to `target`, None for what its folder says.
+    """Return the fields that make a model translate from `source` to `target`; None stands for its default.
 
-    Raises a 400 that names `source_language` or `target_language` for languages that the model does not have.
+    Raises a 400 that names `source_language` or `target_language` for a language that the model does not have.
     """
     languages = served.require_tokenizer("prompt").source_languages
     if languages is not None:
-        return Translation(source, target)  # which the planner checks
+        return Translation(source, target)  # the planner checks them
     if source is None and target is None:
         return Translation(task="translation" if "translation" in served.checkpoint.tasks else None)
     pairs = _pairs(served)
@@ -45,7 +45,7 @@ def translation(served: ServedModel, source: str | None, target: str | None) -> 
 
 
 def _pairs(served: ServedModel) -> dict[tuple[str, str], str]:
-    """Return the tasks of T5's kind, by their languages."""
+    """Return the translation tasks of config.json (T5) by their languages."""
     found = {}
     start, middle = _PAIR
     for name in served.checkpoint.tasks:
@@ -70,7 +70,7 @@ def _known_pair(
 
 
 def _marked(served: ServedModel, source: str | None, target: str | None) -> Translation:
-    """Return the mark of the target in front of a text, of a model that has such marks."""
+    """Return the prefix that marks the target, or none for a model of a single pair of languages."""
     tokenizer = served.require_tokenizer("prompt")
     own = tokenizer.pair_of_languages
     for form in _MARKS:

@@ -1,1 +1,1 @@
-"""What /encode can return: one table of outputs, and how the engine's arrays become the items of a reply."""
+"""The outputs of /encode: one table of them, and the conversion of the engine's arrays to items of a reply."""

@@ -1,4 +1,4 @@
-"""Outputs of /encode that answer: spans of a text, labels of choices, masked tokens, and entities."""
+"""Outputs of /encode that are answers: spans of a text, scores of given labels, masked tokens, and entities."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ import numpy as np
 from model.text.tokenizer import Encoded, Located, Tokenizer
 from service.core.errors import invalid
 from service.core.models import ServedModel
-from service.planning.outputs.base import Array, CheckedInputs, EncodeInput, Found, Json, Part, at_most, softmax
+from service.planning.outputs.base import Array, CheckedInputs, EncodeInput, InputResult, Json, Part, at_most, softmax
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
 
 # -- question_answering: the best spans of a context, by the scores of their first and last tokens. A context that is
 # too long is read in windows that overlap. As in the question answering pipeline of `transformers`, the scores of a
-# window are softmaxes over the context's tokens and the first token, which stands for "no answer here"; a span's score
-# is the product of the two.
+# window are softmaxes over the context's tokens and the first token, which stands for "no answer here". The score of a
+# span is the product of the scores of its first and last tokens.
 
-_DEFAULT_LENGTH = 15  # tokens of an answer
+_DEFAULT_LENGTH = 15  # maximum tokens of an answer
 
 
 def answer_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
-    """Check what cannot be known before; the engine returns the scores of all tokens."""
+    """Check `top_k`; the engine returns the scores of all tokens."""
     body, limits = checked.body, checked.limits
     at_most("top_k", body.top_k, limits.max_top_k)
     return {}
 
 
 def question(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
-    """Refuse an input that is no pair of question and context."""
+    """Refuse an input that is not a pair of question and context."""
     if sent.pair is None:
         raise invalid(f"{sent.param} must be {{text: question, text_pair: context}}", sent.param)
     return [sent]
 
 
-def answers_item(found: Found) -> Json:
-    """Return the best answers of all windows, the best first; the empty text is "no answer"."""
-    top_k = found.body.top_k or 1
+def answers_item(result: InputResult) -> Json:
+    """Return the best answers of all windows, best first; an empty text means "no answer"."""
+    top_k = result.body.top_k or 1
     answers: dict[tuple[int, int], Json] = {}
     no_answer = 1.0
-    for part in found.parts:
-        nothing, spans = _spans(part, top_k, found.body.max_answer_length or _DEFAULT_LENGTH)
+    for part in result.parts:
+        nothing, spans = _spans(part, top_k, result.body.max_answer_length or _DEFAULT_LENGTH)
         no_answer = min(no_answer, nothing)
         for score, first, last in spans:
-            answer = _answer(part, score, first, last, widened=found.body.align_to_words is not False)
+            answer = _answer(part, score, first, last, widened=result.body.align_to_words is not False)
             place = answer["start"], answer["end"]
             if place not in answers or answers[place]["score"] < score:  # windows overlap
                 answers[place] = answer
     all_answers = list(answers.values())
-    if found.body.no_answer:
+    if result.body.no_answer:
         all_answers.append({"score": no_answer, "start": 0, "end": 0, "text": ""})
     return {"answers": sorted(all_answers, key=lambda one: -float(one["score"]))[:top_k]}
 
@@ -73,7 +73,7 @@ def _spans(part: Part, top_k: int, longest: int) -> tuple[float, list[tuple[floa
 
 
 def _products(starts: Array, ends: Array, longest: int) -> Array:
-    """Return the score of each span `[length - 1, first token]`; 0 where it would end outside."""
+    """Return the score of each span `[length - 1, first token]`; 0 if it would end outside the text."""
     lengths = min(longest, len(starts))
     scores = np.zeros((lengths, len(starts)), dtype=np.float32)
     for length in range(lengths):
@@ -91,7 +91,7 @@ def _answer(part: Part, score: float, first: int, last: int, *, widened: bool) -
 
 
 def _word(located: Located, at: int) -> tuple[int, int]:
-    """Return the characters of the word that a token is part of."""
+    """Return the range of characters of the word that contains a token."""
     word, text = located.words[at], located.texts[at]
     if word is None:
         return located.offsets[at]
@@ -103,15 +103,15 @@ def _word(located: Located, at: int) -> tuple[int, int]:
     return same[0][0], same[-1][1]
 
 
-# -- zero_shot: how well labels fit a text, by a model of entailment (Yin et al. 2019). Each label makes a hypothesis;
-# the model reads every pair of text and hypothesis.
+# -- zero_shot: how well labels fit a text, by an entailment model (Yin et al. 2019). Each label becomes a hypothesis;
+# the model scores every pair of text and hypothesis.
 
 _TEMPLATE = "This example is {}."
 _PLACE = "{}"
 
 
 def entailment_label(served: ServedModel) -> int | None:
-    """Return which label of the model's classifier means entailment, by its name; None if there is none."""
+    """Return the index of the classifier's label for entailment, found by its name; None if there is none."""
     head = served.config.classifier
     if head is None or head.per_token:
         return None
@@ -119,7 +119,7 @@ def entailment_label(served: ServedModel) -> int | None:
 
 
 def hypotheses(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
-    """Return the text with the hypothesis of each label."""
+    """Return a pair of text and hypothesis for each label."""
     body = checked.body
     if not body.labels:
         raise invalid("labels is required with output 'zero_shot'", "labels", "missing_field")
@@ -131,16 +131,16 @@ def hypotheses(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
     return [EncodeInput(sent.param, sent.text, template.replace(_PLACE, label)) for label in body.labels]
 
 
-def zero_shot_item(found: Found) -> Json:
-    """Return the labels with their scores, the best first.
+def zero_shot_item(result: InputResult) -> Json:
+    """Return the labels with their scores, best first.
 
     The scores are a softmax over the labels' entailment. With `multi_label`, or a single label, each is a softmax over
     entailment and contradiction.
     """
-    labels, entails = found.body.labels, entailment_label(found.served)
+    labels, entails = result.body.labels, entailment_label(result.served)
     assert labels is not None and entails is not None
-    logits = np.stack([part.values for part in found.parts])  # [labels, classes]
-    if found.body.multi_label or len(labels) == 1:
+    logits = np.stack([part.values for part in result.parts])  # [labels, classes]
+    if result.body.multi_label or len(labels) == 1:
         contradicts = -1 if entails == 0 else 0
         scores = softmax(logits[:, [contradicts, entails]])[:, 1]
     else:
@@ -149,13 +149,13 @@ def zero_shot_item(found: Found) -> Json:
     return {"labels": [label for _, label in ranked], "scores": [score for score, _ in ranked]}
 
 
-# -- fill_mask: the most likely tokens in the places of mask tokens.
+# -- fill_mask: the most likely tokens for each mask token.
 
 _DEFAULT_TOP_K = 5
 
 
 def mask_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
-    """Return where the masks are, and what may stand there; raises a 400 for an input without a mask."""
+    """Return the positions of the masks and their candidates; raises a 400 for an input without a mask."""
     body, served, limits = checked.body, checked.served, checked.limits
     tokenizer = served.require_tokenizer(sent.param)
     at_most("top_k", body.top_k, limits.max_top_k)
@@ -184,13 +184,13 @@ def _candidates(body: EncodeBody, tokenizer: Tokenizer, limits: Limits) -> tuple
     return tuple(found)
 
 
-def mask_item(found: Found) -> Json:
-    """Return for each mask its candidates, the best first, each with the text that it makes.
+def mask_item(result: InputResult) -> Json:
+    """Return the candidates of each mask, best first, each with the text that it completes.
 
-    With several masks the others stand in that text.
+    That text still contains the other masks.
     """
-    [part] = found.parts
-    tokenizer, ids = found.tokenizer, list(part.encoded.ids)
+    [part] = result.parts
+    tokenizer, ids = result.tokenizer, list(part.encoded.ids)
     positions = [at for at, token in enumerate(ids) if token == tokenizer.mask_id]
     masks = []
     for position, scores, tokens in zip(positions, part.values.tolist(), part.indices.tolist(), strict=True):
@@ -209,24 +209,24 @@ def mask_item(found: Found) -> Json:
     return {"masks": masks}
 
 
-# -- token_classification: the labels of tokens, of words, or of neighbours together, with their places in the text. The
-# ways of aggregation are those of the token classification pipeline of `transformers`. Windows of a long text overlap;
-# of two entities that overlap the longer one stays, of two equally long ones the more certain.
+# -- token_classification: the labels of tokens, of words, or of groups of adjacent words, and their places in the text,
+# aggregated as in the token classification pipeline of `transformers`. Windows of a long text overlap; of two
+# overlapping entities the longer one is kept, of two equally long ones the one with the higher score.
 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    name: str  # the vocabulary's entry, or the text of an unknown word
+    name: str  # the vocabulary entry, or the text of an unknown word
     scores: Array  # [labels]
     start: int
     end: int
     position: int
-    continues: bool  # the word of the token before it
+    continues: bool  # whether it continues the word of the previous token
 
 
 @dataclass(frozen=True, slots=True)
 class _Labelled:
-    """One or several tokens with one label."""
+    """One or more tokens with one label."""
 
     label: str
     score: float
@@ -236,23 +236,23 @@ class _Labelled:
     position: int | None = None  # of a single token
 
 
-def entities_item(found: Found) -> Json:
-    """Return the entities that have no label to be left out, in the order of the text."""
-    ignored = ["O"] if found.body.ignore_labels is None else found.body.ignore_labels
-    entities = [one for part in found.parts for one in _entities(found, part) if one["label"] not in ignored]
-    return {"entities": _without_overlaps(entities) if len(found.parts) > 1 else entities}
+def entities_item(result: InputResult) -> Json:
+    """Return the entities in the order of the text, without those whose label is in `ignore_labels`."""
+    ignored = ["O"] if result.body.ignore_labels is None else result.body.ignore_labels
+    entities = [one for part in result.parts for one in _entities(result, part) if one["label"] not in ignored]
+    return {"entities": _without_overlaps(entities) if len(result.parts) > 1 else entities}
 
 
-def _entities(found: Found, part: Part) -> Iterator[Json]:
-    classifier, way = found.served.config.classifier, found.body.aggregation or "none"
+def _entities(result: InputResult, part: Part) -> Iterator[Json]:
+    classifier, way = result.served.config.classifier, result.body.aggregation or "none"
     assert classifier is not None
-    tokens, labels = list(_tokens(found.tokenizer, part)), classifier.labels
+    tokens, labels = list(_tokens(result.tokenizer, part)), classifier.labels
     if way in ("none", "simple"):
         labelled = [_labelled(labels, one.scores, one.name, [one]) for one in tokens]
     else:
-        labelled = [_entity_word(found.tokenizer, labels, word, way) for word in _words(tokens)]
+        labelled = [_entity_word(result.tokenizer, labels, word, way) for word in _words(tokens)]
     if way != "none":
-        labelled = [_group(found.tokenizer, group) for group in _groups(labelled)]
+        labelled = [_group(result.tokenizer, group) for group in _groups(labelled)]
     for one in labelled:
         item: Json = {"label": one.label, "score": one.score, "start": one.start, "end": one.end, "text": one.name}
         if way == "none":
@@ -261,7 +261,7 @@ def _entities(found: Found, part: Part) -> Iterator[Json]:
 
 
 def _tokens(tokenizer: Tokenizer, part: Part) -> Iterator[_Token]:
-    """Yield the tokens of the text with their probabilities; special tokens are left out."""
+    """Yield the tokens of the text with their probabilities, without special tokens."""
     text, located, probabilities = part.sent.text, part.located, softmax(part.values)
     for position, (token, (start, end), of) in enumerate(zip(located.ids, located.offsets, located.texts, strict=True)):
         if of is None:
@@ -286,7 +286,7 @@ def _words(tokens: Sequence[_Token]) -> list[list[_Token]]:
 
 
 def _entity_word(tokenizer: Tokenizer, labels: Sequence[str], word: Sequence[_Token], way: str) -> _Labelled:
-    """Give a word the label of its first token, of the most certain one, or of the mean of all."""
+    """Give a word the label of its first token, of its token with the highest score, or of the mean of all."""
     scores = word[0].scores
     if way == "max":
         scores = max(word, key=lambda one: float(one.scores.max())).scores
@@ -301,7 +301,7 @@ def _labelled(labels: Sequence[str], scores: Array, name: str, tokens: Sequence[
 
 
 def _groups(labelled: Sequence[_Labelled]) -> list[list[_Labelled]]:
-    """Put neighbours of one label together; a label with B- begins a new group."""
+    """Group adjacent tokens or words with one label; a label with B- begins a new group."""
     groups: list[list[_Labelled]] = []
     for one in labelled:
         begins, kind = _kind(one.label)
@@ -313,7 +313,7 @@ def _groups(labelled: Sequence[_Labelled]) -> list[list[_Labelled]]:
 
 
 def _kind(label: str) -> tuple[bool, str]:
-    """Return whether a label begins an entity, and of which kind."""
+    """Return whether a label begins an entity, and the kind of entity."""
     return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
 
 
@@ -324,7 +324,7 @@ def _group(tokenizer: Tokenizer, group: Sequence[_Labelled]) -> _Labelled:
 
 
 def _without_overlaps(entities: Sequence[Json]) -> list[Json]:
-    """Keep of overlapping entities the longest, then the most certain one."""
+    """Keep of overlapping entities the longest, then the one with the highest score."""
     kept: list[Json] = []
     for one in sorted(entities, key=lambda entity: int(entity["start"])):
         if not kept or not kept[-1]["start"] <= one["start"] < kept[-1]["end"]:

@@ -1,4 +1,4 @@
-"""The parts of the table of outputs: what an output needs, and the functions that plan and show it."""
+"""The types of the table of outputs: what an output needs, and the functions that plan and present it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from service.core.models import ServedModel
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
 
-# -- The inputs of an /encode body as sent: texts, pairs of texts, token ids or images.
+# -- The inputs of a body of /encode, as sent: texts, pairs of texts, token ids or images.
 
 
 class EncodeInput(msgspec.Struct, frozen=True):
-    """Holds one input as sent: texts, ids or an image file."""
+    """One input as sent: one or two texts, token ids, or an image file."""
 
     param: str
     text: str = ""
@@ -36,7 +36,7 @@ class EncodeInput(msgspec.Struct, frozen=True):
 
     @property
     def is_text(self) -> bool:
-        """Whether it is a single text."""
+        """Whether the input is a single text."""
         return self.ids is None and self.image is None and self.pair is None
 
 
@@ -46,15 +46,15 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Something that an output needs of a model: `lacks` completes the sentence "model X ..."."""
+    """A requirement of an output on a model. If it is not met, `lacks` completes the sentence "model X ..."."""
 
     lacks: str
     met: Callable[[ServedModel], bool]
-    of_tokenizer: bool = False  # known once the model is loaded
+    of_tokenizer: bool = False  # whether it is known only once the model is loaded
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One input of the engine with its result; a long text, or one with several labels, has several."""
+    """One input of the engine with its result. A long text, or one with several labels, has several parts."""
 
     sent: EncodeInput
     encoded: Encoded
@@ -62,7 +62,7 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def values(self) -> Array:
-        """The engine's numbers in their shape."""
+        """The engine's numbers as an array of their shape."""
         return np.frombuffer(self.output.data, dtype="<f4").reshape(self.output.shape)
 
     @property
@@ -75,8 +75,8 @@ class Part(msgspec.Struct, frozen=True):
         return self.encoded
 
 
-class Found(msgspec.Struct, frozen=True):
-    """Everything about one input of a body, once the engine has answered."""
+class InputResult(msgspec.Struct, frozen=True):
+    """One input of a body with its results from the engine."""
 
     body: EncodeBody
     served: ServedModel
@@ -92,50 +92,50 @@ class Found(msgspec.Struct, frozen=True):
 class Output:
     """One value of `output` in a body of /encode.
 
-    `fields` are those of the body that have a meaning with it, beside the ones that always have. `readings` makes the
-    texts that the engine reads of an input, `as_read` their tokens of what the tokenizer made, `settings` the fields of
-    their `EncodeRequest`s, `item` what the reply has.
+    `fields` are the fields of the body that this output reads and not all others do. `readings` makes from an input the
+    texts that the engine reads, and `as_read` changes their tokens. `settings` returns fields of their requests to the
+    engine. `item` returns the item of the reply.
     """
 
     name: str
     task: EncodeTask
-    item: Callable[[Found], Json]
+    item: Callable[[InputResult], Json]
     needs: tuple[Need, ...] = ()
     fields: frozenset[str] = frozenset()
-    offsets: bool = False  # texts are tokenised with the places of their tokens
-    detailed: bool = False  # something for each token or mask, or weights of the vocabulary: more than a vector
-    labelled: bool = False  # numbers for each of the classifier's labels, which the reply lists
-    windows: bool = False  # a text that is too long becomes several inputs of the engine
-    verbatim: bool = False  # texts are tokenised as they are, without prompts and lower case of a checkpoint's settings
-    heavy: bool = False  # items are made in a thread: texts are decoded, or spans compared
-    room: Callable[[CheckedInputs], int | None] | None = None  # tokens of a text, below the model's own limit
+    offsets: bool = False  # texts are tokenised with the positions of their tokens
+    detailed: bool = False  # more than a vector: a result for each token or mask, or weights of the vocabulary
+    labelled: bool = False  # a number for each of the classifier's labels, which the reply lists
+    windows: bool = False  # a text that is too long is read in several windows
+    verbatim: bool = False  # texts are tokenised unchanged: no prompt, no lower case of the checkpoint's settings
+    heavy: bool = False  # items are made in a thread, because texts are decoded or spans compared
+    room: Callable[[CheckedInputs], int | None] | None = None  # maximum tokens of a text; the model's limit holds too
     as_read: Callable[[CheckedInputs, EncodeInput, Encoded], Encoded] | None = None
     readings: Callable[[CheckedInputs, EncodeInput], list[EncodeInput]] | None = None
     settings: Callable[[CheckedInputs, EncodeInput, Encoded], Mapping[str, Any]] | None = None
 
 
 class EncodeBounds(NamedTuple):
-    """How many inputs, and tokens of all of them, a request may have; `uncounted` of the inputs are free (a query)."""
+    """The maximum inputs of a request, and tokens of all of them; `uncounted` inputs (a query) do not count."""
 
     inputs: int
     tokens: int
     uncounted: int = 0
 
     def check_inputs(self, count: int) -> None:
-        """Raise a 413 for more inputs of the model, with windows and labels."""
+        """Raise a 413 for too many inputs of the model; each window and each label makes one."""
         if count > self.inputs + self.uncounted:
             message = f"input makes more than {self.inputs} inputs of the model, with labels and windows"
             raise too_large(message, "input", "too_many_inputs")
 
     def check_tokens(self, tokens: int) -> None:
-        """Raise a 413 for more tokens."""
+        """Raise a 413 for too many tokens."""
         if tokens > self.tokens:
             raise too_large(f"input has {tokens} tokens in all, more than {self.tokens}", "input", "too_many_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedInputs:
-    """A body of /encode that was checked before its texts are tokenised."""
+    """A body of /encode that has been checked, before its texts are tokenised."""
 
     body: EncodeBody
     served: ServedModel
@@ -144,17 +144,17 @@ class CheckedInputs:
     bounds: EncodeBounds
     output: Output
     inputs: tuple[EncodeInput, ...]
-    prompt: str  # in front of each text
+    prompt: str  # prefix of each text
 
 
 def at_most(name: str, value: int | None, bound: int) -> None:
-    """Raise a 400 that names the field for a value above its bound."""
+    """Raise a 400 that names the field if its value is above `bound`."""
     if value is not None and value > bound:
         raise invalid(f"{name} must be at most {bound}", name)
 
 
 def softmax(logits: Array) -> Array:
-    """Return probabilities over the last dimension."""
+    """Return the softmax over the last dimension."""
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     found: Array = weights / weights.sum(axis=-1, keepdims=True)
     return found

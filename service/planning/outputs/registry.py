@@ -1,4 +1,4 @@
-"""The table of outputs. It says once what each needs of a model, and which fields of a body it reads."""
+"""The table of outputs: what each needs of a model, and which fields of a body it reads."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ _TABLE = (
     ),
 )
 OUTPUTS: dict[str, Output] = {output.name: output for output in _TABLE}
-# By output, in the order of the body: fields that have a meaning with others alone, and their defaults.
+# By output, in the order of the body: the fields that only other outputs read, and their defaults.
 _MEANINGLESS = {
     output.name: [
         (name, field.default)
@@ -154,13 +154,13 @@ _MEANINGLESS = {
 
 
 def missing(output: Output, served: ServedModel) -> str | None:
-    """Return what a model lacks for an output, as far as it is known; None if it has everything."""
+    """Return what a model lacks for an output; None if it lacks nothing, or that is not known before it is loaded."""
     needs = [need for need in output.needs if served.loaded or not need.of_tokenizer]
     return next((need.lacks for need in needs if not need.met(served)), None)
 
 
 def output_of(body: EncodeBody, served: ServedModel) -> Output:
-    """Return the body's output; raises a 400 for one that the model lacks something for, or with others' fields."""
+    """Return the body's output; raises a 400 if the model cannot compute it, or for a field that it does not read."""
     output = OUTPUTS[body.output]
     for name, default in _MEANINGLESS[output.name]:
         if getattr(body, name) != default:
@@ -172,5 +172,5 @@ def output_of(body: EncodeBody, served: ServedModel) -> Output:
 
 
 def available(served: ServedModel) -> list[str]:
-    """Return the outputs that a model has."""
+    """Return the names of the outputs that a model can compute."""
     return [output.name for output in _TABLE if missing(output, served) is None]

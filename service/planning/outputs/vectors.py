@@ -1,4 +1,4 @@
-"""Items with numbers: vectors, scores, and weights of vocabulary entries."""
+"""Outputs that are numbers: vectors, scores, and weights of vocabulary entries."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from model.config.model import ClassifierInput
 from model.text.tokenizer import Encoded, Located
 from service.core.errors import invalid
 from service.core.models import ServedModel
-from service.planning.outputs.base import Array, CheckedInputs, EncodeInput, Found, Json
+from service.planning.outputs.base import Array, CheckedInputs, EncodeInput, InputResult, Json
 from service.schemas.encode_bodies import EncodeBody
 
 _NORMALIZED = ((-1.0,), (1.0,))  # the range of every dimension
 
 
 def embedding_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
-    """Return the runs of tokens of `chunks`; refuse integers without ranges for every dimension, or a known range."""
+    """Return the ranges of tokens of `chunks`; refuse integer vectors whose range of values is not known."""
     body, served = checked.body, checked.served
     scaled = body.embedding_type in ("int8", "uint8")
     if body.ranges is not None and not scaled:
@@ -39,14 +39,14 @@ def embedding_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encod
     if body.chunks is None:
         return {}
     assert isinstance(encoded, Located)
-    shift = len(sent.text) - len(_only_text(body, sent))  # a prompt stands in front
+    shift = len(sent.text) - len(_only_text(body, sent))  # length of the prompt before the text
     places = [place for place, of in enumerate(encoded.texts) if of is not None]
     begins = [encoded.offsets[place][0] for place in places]
     return {"spans": tuple(_tokens_of(places, begins, chunk, shift, at) for at, chunk in enumerate(body.chunks))}
 
 
 def divided_text(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
-    """Refuse chunks and windows of what is no text, and settings that exclude each other."""
+    """Refuse chunks and windows of an input that is not a text, and settings that exclude each other."""
     body, served = checked.body, checked.served
     if body.chunks is None and body.split is None and body.stride is None:
         return [sent]
@@ -70,7 +70,7 @@ def divided_text(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]
 
 
 def _normalizes(body: EncodeBody, served: ServedModel) -> bool:
-    """Return whether vectors get length 1, by the request or else by the checkpoint."""
+    """Whether vectors are scaled to length 1: the request decides, else the checkpoint."""
     return served.checkpoint.sentences.normalize if body.normalize is None else body.normalize
 
 
@@ -85,7 +85,7 @@ def _only_text(body: EncodeBody, sent: EncodeInput) -> str:
 def _tokens_of(
     places: Sequence[int], begins: Sequence[int], chunk: Sequence[int], shift: int, at: int
 ) -> tuple[int, int]:
-    """Return the run of tokens that begin within a chunk; raises a 400 for a chunk without any.
+    """Return the range of tokens that begin within a chunk; raises a 400 for a chunk without any.
 
     `begins` are the characters at which the tokens at `places` begin, in ascending order.
     """
@@ -95,26 +95,29 @@ def _tokens_of(
     return places[first], places[last - 1] + 1
 
 
-def embedding_item(found: Found) -> Json:
-    """Return a vector as floats or integers, or their bytes in base64; of chunks and windows all of them."""
-    body = found.body
+def embedding_item(result: InputResult) -> Json:
+    """Return the vector, or those of all chunks or windows, as floats or integers, or their bytes in base64.
+
+    The vectors of windows are averaged, weighted by their tokens, unless `split` is "separate".
+    """
+    body = result.body
     if body.chunks is not None:
-        return {"embeddings": [_shown(vector, body) for vector in found.parts[0].values]}
-    vectors = [part.values for part in found.parts]
+        return {"embeddings": [_shown(vector, body) for vector in result.parts[0].values]}
+    vectors = [part.values for part in result.parts]
     if body.split == "separate":
-        places = [_place(part.located) for part in found.parts]
+        places = [_place(part.located) for part in result.parts]
         return {"embeddings": [_shown(vector, body) for vector in vectors], "places": places}
     if len(vectors) == 1:
         return {"embedding": _shown(vectors[0], body)}
-    weights = np.array([sum(of is not None for of in part.located.texts) for part in found.parts], np.float32)
+    weights = np.array([sum(of is not None for of in part.located.texts) for part in result.parts], np.float32)
     mean = (weights @ np.stack(vectors)) / weights.sum()
-    if _normalizes(body, found.served):
+    if _normalizes(body, result.served):
         mean /= np.linalg.norm(mean)
     return {"embedding": _shown(mean.astype(np.float32), body)}
 
 
 def _place(located: Located) -> list[int]:
-    """Return the first character of a window, and the one behind its last."""
+    """Return the range of a window in the text: its first character, and the one after its last."""
     offsets = [one for one, of in zip(located.offsets, located.texts, strict=True) if of is not None]
     return [offsets[0][0], offsets[-1][1]]
 
@@ -127,9 +130,9 @@ def _shown(vector: Array, body: EncodeBody) -> Array | list[int] | str:
 
 
 def quantized(vector: Array, kind: str, ranges: Sequence[Sequence[float]] | None = None) -> NDArray[np.integer[Any]]:
-    """Return a vector `[D]` as integers, `[D]` or as bits `[D / 8]`, as `quantize_embeddings` of sentence-transformers.
+    """Quantize a vector `[D]` to integers `[D]` or bits `[D / 8]` (`quantize_embeddings` of sentence-transformers).
 
-    Without `ranges` a dimension reaches from -1 to 1. What is outside gets the nearest step.
+    Without `ranges` a dimension reaches from -1 to 1. Values outside the range are clipped.
     """
     if kind in ("binary", "ubinary"):
         bits = np.packbits(vector > 0)
@@ -139,21 +142,21 @@ def quantized(vector: Array, kind: str, ranges: Sequence[Sequence[float]] | None
     return steps.astype(np.uint8) if kind == "uint8" else (steps - 128).astype(np.int8)
 
 
-def tokens_item(found: Found) -> Json:
-    return _numbers(found, "tokens")
+def tokens_item(result: InputResult) -> Json:
+    return _numbers(result, "tokens")
 
 
-def scores_item(found: Found) -> Json:
-    item = _numbers(found, "scores")
-    if found.body.encoding_format != "base64":
-        item["scores"] = item["scores"].tolist()  # a few, which dialects compute with
+def scores_item(result: InputResult) -> Json:
+    item = _numbers(result, "scores")
+    if result.body.encoding_format != "base64":
+        item["scores"] = item["scores"].tolist()  # a short list, with which dialects compute
     return item
 
 
-def _numbers(found: Found, name: str) -> Json:
-    """Return an array, which the reply writes as a list, or base64 with the shape of a matrix."""
-    [part] = found.parts
-    if found.body.encoding_format != "base64":
+def _numbers(result: InputResult, name: str) -> Json:
+    """Return an array, which the reply writes as a list; or base64, with the shape if it is a matrix."""
+    [part] = result.parts
+    if result.body.encoding_format != "base64":
         return {name: part.values}
     item: Json = {name: base64.b64encode(part.output.data).decode()}
     if len(part.output.shape) > 1:
@@ -162,7 +165,7 @@ def _numbers(found: Found, name: str) -> Json:
 
 
 def end_of_sequence(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
-    """Refuse ids without the token that the model's classifier reads."""
+    """Refuse token ids without the end-of-sequence token, if the model's classifier reads that token."""
     served = checked.served
     head, ends = served.config.classifier, served.config.eos_token_ids
     if head is not None and head.input is ClassifierInput.EOS and not set(ends) & set(encoded.ids):
@@ -171,7 +174,7 @@ def end_of_sequence(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded)
 
 
 def sparse_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
-    """Return how many entries are kept, and which tokens have weights of their own: all but special ones."""
+    """Return how many entries to keep, and the tokens that have weights: all but special ones."""
     body, served = checked.body, checked.served
     sentences = served.checkpoint.sentences
     top_k = body.top_k or sentences.splade.most_entries
@@ -182,15 +185,15 @@ def sparse_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded)
     return {"top_k": top_k, "positions": counted}
 
 
-def sparse_item(found: Found) -> Json:
+def sparse_item(result: InputResult) -> Json:
     """Return the ids of vocabulary entries, ascending, and their weights."""
-    [part] = found.parts
+    [part] = result.parts
     return {"indices": part.indices.tolist(), "weights": part.values.tolist()}
 
 
-# -- multi_vector: a vector for each token, for late interaction. Queries and documents are read as pylate does: each
-# has a token of its own behind the first one, queries are filled up with mask tokens, and punctuation of documents gets
-# no vector.
+# -- multi_vector: a vector for each token, for late interaction (ColBERT). Queries and documents are read as in PyLate:
+# a token after the first one tells a query from a document, queries are padded with mask tokens, and punctuation of
+# documents gets no vector.
 
 
 def settings_of(served: ServedModel) -> LateInteraction:
@@ -200,7 +203,7 @@ def settings_of(served: ServedModel) -> LateInteraction:
 
 
 def single_text(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
-    """Refuse what is no single text, and queries whose expansion the network cannot compute."""
+    """Refuse inputs other than a single text, and queries whose padding the network cannot compute."""
     body, served = checked.body, checked.served
     if not sent.is_text:
         raise invalid(f"{sent.param} must be a text", sent.param)
@@ -212,7 +215,7 @@ def single_text(checked: CheckedInputs, sent: EncodeInput) -> list[EncodeInput]:
 
 
 def room(checked: CheckedInputs) -> int | None:
-    """Return the tokens of a text before its prefix is put in; None: any number."""
+    """Return the maximum tokens of a text without its prefix; None: any number."""
     body, served = checked.body, checked.served
     late = settings_of(served)
     length = late.query_length if body.input_type == "query" else late.document_length
@@ -220,7 +223,7 @@ def room(checked: CheckedInputs) -> int | None:
 
 
 def as_read(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Encoded:
-    """Return the tokens with the prefix behind the first one, and those of a query filled up."""
+    """Insert the prefix after the first token, and pad a query with mask tokens."""
     body, served = checked.body, checked.served
     late, tokenizer = settings_of(served), served.require_tokenizer(sent.param)
     ids, types = list(encoded.ids), list(encoded.type_ids)
@@ -240,7 +243,7 @@ def as_read(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Enco
 
 
 def vector_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded) -> Mapping[str, Any]:
-    """Return which tokens get a vector, and how many are read by none."""
+    """Return the tokens that get a vector, and the number of last tokens that no other token attends to."""
     body, served = checked.body, checked.served
     late, tokenizer = settings_of(served), served.require_tokenizer(sent.param)
     if body.input_type == "query":
@@ -257,10 +260,10 @@ def vector_settings(checked: CheckedInputs, sent: EncodeInput, encoded: Encoded)
     return {"positions": counted}
 
 
-def vectors_item(found: Found) -> Json:
+def vectors_item(result: InputResult) -> Json:
     """Return the vectors `[tokens, dimensions]`, of length 1."""
-    [part] = found.parts
-    if found.body.encoding_format == "base64":
+    [part] = result.parts
+    if result.body.encoding_format == "base64":
         return {"vectors": base64.b64encode(part.output.data).decode(), "shape": list(part.output.shape)}
     return {"vectors": part.values}
 
@@ -270,7 +273,7 @@ def _prefix(body: EncodeBody, late: LateInteraction) -> str:
 
 
 def _can_leave_unread(served: ServedModel, late: LateInteraction) -> bool:
-    """Return whether tokens that none reads change nothing but their own rows: no biases, no windows within a query."""
+    """Whether tokens that no other token attends to can be computed: no position biases, no window inside a query."""
     encoder = served.config.encoder
     if encoder is None:
         return False
