@@ -64,13 +64,13 @@ class Activation(StrEnum):
     IDENTITY = "identity"
 
 
-def require_positive(owner: object, *, most: float = MOST, **sizes: float) -> None:
+def require_positive(*, most: float = MOST, **sizes: float) -> None:
     """Raise `ConfigError` for a size that is not above 0, or a whole number above `most`."""
     for name, value in sizes.items():
         if value <= 0:
-            raise ConfigError(f"{type(owner).__name__}.{name} must be positive, found {value}")
+            raise ConfigError(f"{name} must be positive, found {value}")
         if isinstance(value, int) and value > most:
-            raise ConfigError(f"{type(owner).__name__}.{name} must be at most {most}, found {value}")
+            raise ConfigError(f"{name} must be at most {most}, found {value}")
 
 
 def require_numbers(config: Any, seen: set[int] | None = None) -> None:
@@ -82,9 +82,9 @@ def require_numbers(config: Any, seen: set[int] | None = None) -> None:
     for one in fields(config):
         value = getattr(config, one.name)
         if one.type in ("int", "int | None") and value is not None and type(value) is not int:
-            raise ConfigError(f"{type(config).__name__}.{one.name} must be a whole number, found {str(value)[:40]}")
+            raise ConfigError(f"{one.name} must be a whole number, found {str(value)[:40]}")
         if one.type in ("float", "float | None") and value is not None and not _is_finite(value):
-            raise ConfigError(f"{type(config).__name__}.{one.name} must be a finite number, found {str(value)[:40]}")
+            raise ConfigError(f"{one.name} must be a finite number, found {str(value)[:40]}")
         for part in value if isinstance(value, tuple) else (value,):
             require_numbers(part, seen)
 
@@ -139,8 +139,8 @@ class RotaryConfig:
         return self.scaling is RopeScaling.LONGROPE and differ
 
     def __post_init__(self) -> None:
-        require_positive(self, dim=self.dim, theta=self.theta, factor=self.factor)
-        require_positive(self, beta_fast=self.beta_fast, beta_slow=self.beta_slow)
+        require_positive(dim=self.dim, theta=self.theta, factor=self.factor)
+        require_positive(beta_fast=self.beta_fast, beta_slow=self.beta_slow)
         if self.scaling is RopeScaling.YARN and self.theta == 1:
             raise ConfigError("rope_theta of rope type yarn must not be 1")
         if self.scaling is RopeScaling.LLAMA3 and not 0 < self.low_freq_factor < self.high_freq_factor:
@@ -177,7 +177,7 @@ class AlibiConfig:
         return cls(tuple(2.0 ** (-max_bias * step / (2 * below)) for step in steps))
 
     def __post_init__(self) -> None:
-        require_positive(self, slopes=min(self.slopes, default=0.0))
+        require_positive(slopes=min(self.slopes, default=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class BucketBiasConfig:
     shared: bool = True  # one table for all layers of the stack; not: a table for each layer (umT5)
 
     def __post_init__(self) -> None:
-        require_positive(self, num_buckets=self.num_buckets, max_distance=self.max_distance, most=_MOST_DISTANCE)
+        require_positive(num_buckets=self.num_buckets, max_distance=self.max_distance, most=_MOST_DISTANCE)
         if self.num_buckets < 4 or self.max_distance <= self.num_buckets // 2:
             raise ConfigError(
                 "relative positions need 4 buckets or more, and half of them must not reach the largest distance, "
@@ -218,7 +218,7 @@ class DisentangledConfig:
     key_bias: bool = True  # of the table's own projection to keys
 
     def __post_init__(self) -> None:
-        require_positive(self, span=self.span)
+        require_positive(span=self.span)
         if self.max_distance is not None and self.max_distance <= self.span // 2 + 1:
             raise ConfigError(
                 f"buckets up to distance {self.max_distance} do not reach beyond {self.span // 2} exact ones"
@@ -257,14 +257,14 @@ class AttentionConfig:
     keys_of: int | None = None  # the earlier layer whose keys and values it reads; None: it has its own (Gemma 4)
 
     def __post_init__(self) -> None:
-        require_positive(self, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, most=MOST_HEADS)
-        require_positive(self, head_dim=self.head_dim)
+        require_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, most=MOST_HEADS)
+        require_positive(head_dim=self.head_dim)
         if self.window is not None:
-            require_positive(self, window=self.window)
+            require_positive(window=self.window)
         if self.softcap is not None:
-            require_positive(self, softcap=self.softcap)
+            require_positive(softcap=self.softcap)
         if self.clip is not None:
-            require_positive(self, clip=self.clip)
+            require_positive(clip=self.clip)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if isinstance(self.position, RotaryConfig) and self.position.dim > self.head_dim:
@@ -320,7 +320,7 @@ class GateClamp:
     gain: float
 
     def __post_init__(self) -> None:
-        require_positive(self, limit=self.limit, gain=self.gain)
+        require_positive(limit=self.limit, gain=self.gain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +345,8 @@ class GatedDeltaConfig:
     eps: float  # of the norm of outputs
 
     def __post_init__(self) -> None:
-        require_positive(self, num_key_heads=self.num_key_heads, num_value_heads=self.num_value_heads, most=MOST_HEADS)
-        require_positive(self, key_dim=self.key_dim, value_dim=self.value_dim)
+        require_positive(num_key_heads=self.num_key_heads, num_value_heads=self.num_value_heads, most=MOST_HEADS)
+        require_positive(key_dim=self.key_dim, value_dim=self.value_dim)
         if self.kernel < 2:
             raise ConfigError(f"a recurrent layer's convolution sees 2 tokens or more, found {self.kernel}")
         if self.num_value_heads % self.num_key_heads:
@@ -389,7 +389,7 @@ class MLPConfig:
     xielu: bool = False  # the activation is xIELU, which has learned numbers (Huang & Schlag 2024; Apertus)
 
     def __post_init__(self) -> None:
-        require_positive(self, intermediate_size=self.intermediate_size)
+        require_positive(intermediate_size=self.intermediate_size)
         if self.xielu and (self.gated or self.activation is not Activation.IDENTITY):
             raise ConfigError("an MLP with xIELU has no gate and no other activation")
         if self.clamp is not None and not (self.gated and self.activation is Activation.SILU):
@@ -411,7 +411,7 @@ class ChoiceConfig:
     least: float = 1e-20  # what renormalised scores are divided by at least
 
     def __post_init__(self) -> None:
-        require_positive(self, groups=self.groups, groups_per_token=self.groups_per_token, least=self.least)
+        require_positive(groups=self.groups, groups_per_token=self.groups_per_token, least=self.least)
         if self.groups_per_token > self.groups:
             raise ConfigError(f"a token cannot choose {self.groups_per_token} of {self.groups} groups of experts")
 
@@ -442,7 +442,7 @@ class ExpertsConfig:
     mixer_tolerance: float | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, per_token=self.per_token)
+        require_positive(per_token=self.per_token)
         if self.mixer_tolerance is not None and (self.choice is not None or self.per_token != 2):
             raise ConfigError(f"SparseMixer chooses 2 experts of a token by logits alone, found {self.per_token}")
         if self.count < 2 or self.per_token > self.count:
@@ -474,7 +474,7 @@ class LayerEmbeddingConfig:
     norm: NormConfig  # of both norms
 
     def __post_init__(self) -> None:
-        require_positive(self, size=self.size)
+        require_positive(size=self.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class EmbeddingConfig:
     mask_dropout: MaskDropout | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, embedding_size=self.embedding_size)
+        require_positive(embedding_size=self.embedding_size)
         if self.vocab_size < 0:
             raise ConfigError(f"vocab_size must not be negative, found {self.vocab_size}")
 
@@ -83,7 +83,7 @@ class ImageConfig:
     antialias: bool = False  # of the stretching, which is bicubic
 
     def __post_init__(self) -> None:
-        require_positive(self, size=self.size, patch=self.patch, channels=self.channels)
+        require_positive(size=self.size, patch=self.patch, channels=self.channels)
         if self.size % self.patch:
             raise ConfigError(f"image size {self.size} is not a multiple of the patch size {self.patch}")
 
@@ -122,7 +122,7 @@ class AudioConfig:
     num_positions: int  # rows of a window; all windows are equally long
 
     def __post_init__(self) -> None:
-        require_positive(self, num_mel_bins=self.num_mel_bins, num_positions=self.num_positions)
+        require_positive(num_mel_bins=self.num_mel_bins, num_positions=self.num_positions)
 
     @property
     def num_frames(self) -> int:
@@ -148,7 +148,7 @@ class PositionConfig:
 
     def __post_init__(self) -> None:
         if self.kind is PositionKind.LEARNED:
-            require_positive(self, max_positions=self.max_positions)
+            require_positive(max_positions=self.max_positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class ConvolutionConfig:
     eps: float  # of its LayerNorm
 
     def __post_init__(self) -> None:
-        require_positive(self, width=self.width)
+        require_positive(width=self.width)
         if self.width % 2 == 0:
             raise ConfigError(f"a convolution sees as many tokens on both sides, found a width of {self.width}")
 
@@ -189,9 +189,9 @@ class StackConfig:
     convolution: ConvolutionConfig | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, hidden_size=self.hidden_size)
+        require_positive(hidden_size=self.hidden_size)
         if self.causal:  # an encoder may have none: vectors of tokens alone
-            require_positive(self, layers=len(self.layers))
+            require_positive(layers=len(self.layers))
         if self.token_types < 0:
             raise ConfigError(f"the number of token types must not be negative, found {self.token_types}")
         for index, layer in enumerate(self.layers):
@@ -335,7 +335,7 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         if self.softcap is not None:
-            require_positive(self, softcap=self.softcap)
+            require_positive(softcap=self.softcap)
 
 
 @dataclass(frozen=True, slots=True)

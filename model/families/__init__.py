@@ -13,6 +13,7 @@ from typing import Any
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families.not_served import NOT_SERVED
+from model.families.table.blamed_keys import WrongKindError, blamed_keys, names_a_key
 from model.families.table.known_keys import known_keys
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
@@ -101,6 +102,23 @@ def read_settings(
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """Build the `ModelConfig` as `config_from_raw`, and name the keys that are ignored, as the reference does."""
     raw = _own_type(raw)
+    try:
+        return _read(raw, names, strict=strict)
+    except ConfigError as error:
+        message, is_vague = str(error), isinstance(error, WrongKindError)
+        if strict or (names_a_key(message, raw) and not is_vague):
+            raise
+        keys = blamed_keys(raw, message, lambda changed: _read(changed, names, strict=strict))
+        if not keys:
+            raise
+        raise ConfigError(
+            f"config.json of a {raw['model_type']} has a value of the wrong kind: {keys}"
+            if is_vague
+            else f"config.json: {keys}: {message}"
+        ) from None
+
+
+def _read(raw: dict[str, Any], names: Collection[str] | None, *, strict: bool) -> tuple[ModelConfig, tuple[str, ...]]:
     family = family_of(raw)
     known = None if strict else known_keys(raw["model_type"])
     settings = Settings(raw, known, strict=bool(raw.get("auto_map")))
@@ -115,7 +133,7 @@ def read_settings(
         raise
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError, AssertionError) as error:
         message = f"has a value of the wrong kind, in or near {settings.last_read}: {str(error)[:200]}"
-        raise ConfigError(f"config.json of a {raw['model_type']} {message}") from None
+        raise WrongKindError(f"config.json of a {raw['model_type']} {message}") from None
     check_architecture(raw, config, names)
     if config.decoder is None:
         settings.get("is_causal")  # which only decoders read

@@ -17,6 +17,7 @@ _PERIOD = 2  # every second layer has full attention
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    # `transformers` sees both directions with flash attention alone.
     refuse_unless(raw, use_bidirectional_attention=False)
     base = gemma.config(raw.otherwise(num_key_value_heads=4), names, sandwich=True)
     assert base.decoder is not None

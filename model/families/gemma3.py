@@ -14,7 +14,7 @@ from functools import partial
 from model.config.model import ModelConfig
 from model.families import gemma, llama
 from model.families.table.decoders import as_encoder, either_way
-from model.families.table.helpers import layers_by_type, query_scale, refuse_unless
+from model.families.table.helpers import ignore_unless, layers_by_type, query_scale
 from model.families.table.raw_config import Settings
 from model.families.table.rope import number, rotary, settings_by_type
 from model.families.table.rules import Family
@@ -23,8 +23,7 @@ _PERIOD = 6  # every sixth layer has full attention
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
-    # `transformers` reads attn_logit_softcapping but does not use it.
-    refuse_unless(raw, attn_logit_softcapping=None)
+    ignore_unless(raw, attn_logit_softcapping=None)
     both_ways, window = bool(raw.get("use_bidirectional_attention", False)), raw.get("sliding_window", 4096)
     ropes = _ropes(raw.otherwise(max_position_embeddings=131_072, num_key_value_heads=4))
     base = gemma.config(ropes["full_attention"], names, sandwich=True)
