@@ -42,16 +42,22 @@ MODEL = """
                           network
     inspection          : errors config api system text native checkpoint families families/table linear cache attention
                           network parallel
-    engine/scheduling   : errors config api text
+    engine/planning     : errors config api system checkpoint linear attention network parallel
+    engine/speculation/ngrams
+    engine/speculation/model_drafts
+    engine/scheduling   : errors config api text engine/speculation/ngrams engine/speculation/model_drafts
     engine/execution    : errors config api system media cache attention sampling network parallel engine/scheduling
+    engine/speculation  : errors config api text checkpoint linear cache attention sampling network engine/planning
+                          engine/speculation/ngrams engine/speculation/model_drafts engine/scheduling engine/execution
     engine              : errors config api system text media native checkpoint families families/table linear cache
-                          attention sampling network parallel engine/scheduling engine/execution
+                          attention sampling network parallel engine/planning engine/scheduling engine/execution
+                          engine/speculation engine/speculation/model_drafts
     pack                : errors api checkpoint system network engine
     client              : errors api system text
     llm_speech          : errors api text checkpoint speech engine
     llm                 : errors api text media speech/audio_file checkpoint speech network engine llm_speech
     quantization        : errors config api native gguf checkpoint families families/table linear attention network
-                          engine llm
+                          engine engine/planning llm
     pretrained
 """
 SERVICE = """
@@ -80,7 +86,8 @@ SERVICE = """
     runtimes/ray_serve  : model/errors model/api model/system model/checkpoint settings sandbox core observability
                           lifecycle http runtimes
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
-                          model/inspection model/speech model/engine model/llm model/quantization settings
+                          model/inspection model/speech model/engine model/engine/planning model/llm
+                          model/quantization settings
                           observability lifecycle chat runtimes runtimes/ray_serve
 """
 LOADTEST = """

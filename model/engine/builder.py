@@ -15,8 +15,6 @@ from model.api.messages import ModelSpec
 from model.api.stats import CachePool, ModelInfo
 from model.attention.selection import Selection
 from model.checkpoint.folder import Checkpoint, errors_about
-from model.engine.cache_budget import max_context
-from model.engine.drafting import DraftPlan
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.first_token import compute_first_token
@@ -28,11 +26,13 @@ from model.engine.generate_builder import (
     unrecordable,
 )
 from model.engine.generate_engine import GenerateEngine
-from model.engine.memory_plan import plan_memory, plan_share
 from model.engine.model_info import describe_model, weight_bytes
 from model.engine.network_plan import NetworkPlan, batch_limits, plan_network
 from model.engine.packing import Part, load_packed, packed_weights, weights_cache_use
-from model.engine.stored_weights import conversions
+from model.engine.planning.cache_budget import max_context
+from model.engine.planning.memory_plan import plan_memory, plan_share
+from model.engine.planning.stored_weights import conversions
+from model.engine.speculation.plan import DraftPlan
 from model.engine.warmup import warm_up
 from model.errors import ConfigError
 from model.network.activation_dump import dump_folder

@@ -17,15 +17,15 @@ from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import Checkpoint
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from model.config.model import GenerationRules, ModelConfig, StackConfig
-from model.engine.cache_budget import Context, KVLayout, fit_context, kv_dtype, max_context
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, num_recorded, recorded, recording
-from model.engine.execution.draft_model import DraftModel
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
-from model.engine.memory_plan import plan_pool
+from model.engine.planning.cache_budget import Context, KVLayout, fit_context, kv_dtype, max_context
+from model.engine.planning.memory_plan import plan_pool
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
+from model.engine.speculation.draft_model import DraftModel
 from model.errors import ConfigError
 from model.network.activation_dump import VARIABLE, dump_folder
 from model.network.transformer import Transformer

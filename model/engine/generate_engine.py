@@ -22,10 +22,11 @@ from model.api.request import FinishReason, Request, TokenOutput
 from model.api.stats import EngineStats, StepStats
 from model.engine.compiling_grammars import CompilingGrammars
 from model.engine.fault_isolation import Unit, group_units, run_isolated, select, uses_any
-from model.engine.runner import PendingStep, Runner
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduled_step import (
     UNLIMITED,
+    PendingStep,
+    Runner,
     SampledToken,
     ScheduledSequence,
     SchedulerOutput,
@@ -35,7 +36,7 @@ from model.engine.scheduling.scheduled_step import (
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.scheduling.sequence import PLACEHOLDER, Beams, SequenceState, SequenceStatus
 from model.engine.scheduling.source_blocks import LayersAhead
-from model.engine.speculation import Speculation
+from model.engine.speculation.speculation import Speculation
 from model.engine.token_outputs import search_outputs, token_output
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class GenerateEngine:
             sequence.finish(FinishReason.ERROR)
         self.compiling.clear()
         self.scheduler.reset()
+        self.speculation.reset()
         self.runner.forget_ahead()
         return self._take_outputs()
 
@@ -171,12 +173,13 @@ class GenerateEngine:
             stats = self._collect_pending()
         began = time.monotonic()
         scheduled = self.scheduler.schedule(budget)
+        self.speculation.propose(scheduled, self.scheduler)
         for step in scheduled.scheduled:
             if step.sequence.scheduled_time is None:
                 step.sequence.scheduled_time = began
         for ahead in scheduled.ahead:
             self._encode_ahead(ahead)
-        self.speculation.say_drafts(scheduled, self.runner, self.scheduler)
+        self.speculation.run_draft_model(scheduled, self.runner, self.scheduler)
         if not scheduled.scheduled:
             stats = self._collect_pending() if self._pending_step is not None else stats
             if scheduled.ahead:

@@ -18,11 +18,11 @@ from model.config.cache import state_bytes
 from model.config.formats import NumberFormat, Storage, kept_as_stored, nearest_kept
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
-from model.engine.cache_budget import Context, kv_bytes_per_token
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
-from model.engine.kernels import choose_dtype
-from model.engine.stored_weights import stored_formats
+from model.engine.planning.cache_budget import Context, kv_bytes_per_token
+from model.engine.planning.kernels import choose_dtype
+from model.engine.planning.stored_weights import stored_formats
 from model.linear.base import linears
 from model.linear.fp8 import keeps
 from model.network.build import plain_parameters

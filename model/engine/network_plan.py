@@ -13,10 +13,10 @@ from model.attention.selection import Selection
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
-from model.engine.cache_budget import max_context
-from model.engine.drafting import DraftPlan, plan_draft
-from model.engine.fp8_settings import check_kv_dtype
-from model.engine.kernels import check_kernels, choose_dtype, linears_of, select_kernels
+from model.engine.planning.cache_budget import max_context
+from model.engine.planning.fp8_settings import check_kv_dtype
+from model.engine.planning.kernels import check_kernels, choose_dtype, linears_of, select_kernels
+from model.engine.speculation.plan import DraftPlan, plan_draft
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
 from model.system.devices import resolve_device

@@ -25,7 +25,7 @@ from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.execution.sources import blank_source
 from model.engine.generate_engine import GenerateEngine
-from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE
+from model.engine.speculation.model_drafts import COMPUTED_AT_ONCE
 from model.linear.base import CompiledLinear, linears
 from model.linear.factory import ParallelLinear
 from model.linear.float import ExpertsLinear

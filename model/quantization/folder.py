@@ -25,7 +25,7 @@ from model.checkpoint.json_files import PICKLES, SAFETENSORS, read_json, read_js
 from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, TensorSource
 from model.checkpoint.tensor_sources import tensor_sources
 from model.config.formats import QUANTIZED_LAYERS, NumberKind
-from model.engine.kernels import choose_dtype
+from model.engine.planning.kernels import choose_dtype
 from model.errors import ConfigError
 from model.gguf.paths import gguf_path
 from model.native.library import Kind, Library, native

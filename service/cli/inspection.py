@@ -15,8 +15,8 @@ from rich.table import Table
 from model.api.engine_config import EngineConfig
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.cache import paged_specs, pools_of, state_bytes
-from model.engine.cache_budget import KVLayout
-from model.engine.memory_plan import WeightPlan, cpu_formats, plan_weights
+from model.engine.planning.cache_budget import KVLayout
+from model.engine.planning.memory_plan import WeightPlan, cpu_formats, plan_weights
 from model.errors import ConfigError
 from model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
 from service.chat.abilities import folder_abilities

@@ -21,12 +21,12 @@ from model.engine import warmup
 from model.engine.builder import LoadedModel, load
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.model_runner import ModelRunner
-from model.engine.scheduling import scheduler
 from model.engine.scheduling.block_pool import BlockHasher
-from model.engine.scheduling.model_drafts import DraftOdds, ModelDrafts
 from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.state_slots import StateSlots
+from model.engine.speculation import propose
+from model.engine.speculation.model_drafts import DraftOdds, ModelDrafts
 from model.errors import ConfigError
 from model.linear.base import linears
 from model.linear.native import NativeLinear
@@ -137,7 +137,7 @@ def test_no_more_is_drafted_than_is_worth_it() -> None:
 def test_a_prompt_is_computed_by_the_draft_model_in_parts_and_once_for_all_that_begin_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "COMPUTED_AT_ONCE", 20)
+    monkeypatch.setattr(propose, "COMPUTED_AT_ONCE", 20)
     harness = drafting()
     harness.add("r", range(50), max_tokens=12)
     runs = harness.run().runner.draft_runs
@@ -149,7 +149,7 @@ def test_a_prompt_is_computed_by_the_draft_model_in_parts_and_once_for_all_that_
 
 
 def test_no_sequence_waits_for_the_prompt_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "COMPUTED_AT_ONCE", 20)
+    monkeypatch.setattr(propose, "COMPUTED_AT_ONCE", 20)
     harness = drafting()
     harness.add("long", range(400), max_tokens=40)
     harness.add("short", range(500, 510), max_tokens=40)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import model.engine.kernels as dtypes
-from model.engine.kernels import choose_dtype
+import model.engine.planning.kernels as dtypes
+from model.engine.planning.kernels import choose_dtype
 from model.errors import ConfigError
 from tests.model.checkpoints import loaded
 

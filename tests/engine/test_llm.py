@@ -17,7 +17,7 @@ from model.api.messages import ModelSpec
 from model.api.request import FinishReason
 from model.api.sampling_params import SamplingParams
 from model.engine.builder import load
-from model.engine.memory_plan import max_context
+from model.engine.planning.memory_plan import max_context
 from model.errors import ConfigError, EngineDeadError
 from model.llm import LLM
 from tests.engine.support import request, running

@@ -24,12 +24,12 @@ from model.config.model import ModelConfig
 from model.config.sharding import Shard
 from model.engine import builder
 from model.engine.builder import load
-from model.engine.cache_budget import Context, KVLayout, fit_context, max_context
-from model.engine.memory_plan import (
+from model.engine.model_info import weight_bytes
+from model.engine.planning.cache_budget import Context, KVLayout, fit_context, max_context
+from model.engine.planning.memory_plan import (
     plan_memory,
     plan_weights,
 )
-from model.engine.model_info import weight_bytes
 from model.errors import CheckpointError, ConfigError
 from model.linear.base import linears
 from model.linear.factory import LinearFactory

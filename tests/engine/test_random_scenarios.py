@@ -19,12 +19,12 @@ from model.api.sampling_bounds import check_sampling
 from model.api.sampling_params import Probe, SamplingParams
 from model.cache.kv_cache import KVCache
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
-from model.engine.execution.draft_model import DraftModel
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduled_step import DECODES_ONLY, UNLIMITED, StepBudget
 from model.engine.scheduling.scheduler import Scheduler
+from model.engine.speculation.draft_model import DraftModel
 from model.network.transformer import Transformer
 from model.text.grammar import choice_grammar, regex_grammar
 from model.text.grammar_matcher import Grammars

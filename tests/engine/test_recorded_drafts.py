@@ -10,9 +10,10 @@ from torch import Tensor
 
 from model.api.request import Request
 from model.attention.selection import Selection
-from model.engine import generate_builder, kernels
+from model.engine import generate_builder
 from model.engine.execution.step_program import StepPlan, StepProgram
-from model.engine.scheduling.model_drafts import DraftOdds
+from model.engine.planning import kernels
+from model.engine.speculation.model_drafts import DraftOdds
 from tests.engine.support import request
 from tests.engine.test_draft_model import built
 from tests.engine.test_overlap import LengthsBackend, recorded

@@ -15,9 +15,9 @@ from model.api.messages import ModelSpec
 from model.api.request import Request, TokenOutput
 from model.config.cache import PoolSize, StateSize
 from model.engine.builder import LoadedModel, load
-from model.engine.scheduling import scheduler
-from model.engine.scheduling.ngram_drafts import LENGTHS, KnownText, NgramDrafts, NgramTables, hash_end
-from model.engine.scheduling.scheduler import MAX_VERIFIED_ROWS
+from model.engine.speculation import propose
+from model.engine.speculation.ngrams import LENGTHS, KnownText, NgramDrafts, NgramTables, hash_end
+from model.engine.speculation.propose import MAX_VERIFIED_ROWS
 from tests.engine.scripted import Harness
 from tests.engine.support import request
 from tests.model.checkpoints import native_backends, saved
@@ -227,7 +227,7 @@ def test_a_long_prompt_takes_little_memory_and_is_shared() -> None:
 
 
 def test_a_prompt_is_read_while_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "READ_AT_ONCE", 10)
+    monkeypatch.setattr(propose, "READ_AT_ONCE", 10)
     harness = Harness(budget=10, script=lambda source, tokens: tokens[-20], num_speculative_tokens=4)
     harness.add("r", [*range(20), *range(20)], max_tokens=20)
     harness.run()
@@ -236,7 +236,7 @@ def test_a_prompt_is_read_while_it_is_computed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_step_reads_so_many_tokens_for_all_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "READ_AT_ONCE", 10)
+    monkeypatch.setattr(propose, "READ_AT_ONCE", 10)
     harness = Harness(budget=200, script=lambda source, tokens: 7, num_speculative_tokens=4)
     for number in range(3):
         harness.add(f"r{number}", [number] * 30, max_tokens=30)

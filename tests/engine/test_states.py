@@ -8,7 +8,7 @@ import pytest
 
 from model.api.engine_config import EngineConfig
 from model.config.cache import PoolSize, PoolSpec, StateSize
-from model.engine.cache_budget import Context, KVLayout, fit_context
+from model.engine.planning.cache_budget import Context, KVLayout, fit_context
 from model.engine.scheduling.block_pool import BlockHasher
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.state_slots import StateSlots

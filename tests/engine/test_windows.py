@@ -14,7 +14,7 @@ from model.api.engine_config import EngineConfig
 from model.api.sampling_params import SamplingParams
 from model.api.stats import CachePool, ModelInfo
 from model.config.cache import PoolSize, PoolSpec, StateSize
-from model.engine.cache_budget import KVLayout
+from model.engine.planning.cache_budget import KVLayout
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.block_pool import NULL_BLOCK
 from model.llm import LLM

@@ -18,7 +18,7 @@ from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.config.formats import FLOAT, INT8_ROWS, QUANTIZED_LAYERS, NumberKind, Storage, integers, integers_in_groups
 from model.engine.builder import load
-from model.engine.stored_weights import conversions
+from model.engine.planning.stored_weights import conversions
 from model.engine.warmup import compile_products
 from model.errors import ConfigError
 from model.linear import integers as module

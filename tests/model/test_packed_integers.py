@@ -25,8 +25,8 @@ from model.checkpoint.target_patterns import matches
 from model.checkpoint.weights_cache import WeightsCache
 from model.config.formats import integers_in_groups
 from model.engine.builder import load
-from model.engine.memory_plan import plan_weights
 from model.engine.model_info import weight_bytes
+from model.engine.planning.memory_plan import plan_weights
 from model.errors import CheckpointError, ConfigError
 from model.families import FAMILIES
 from model.linear.base import linears

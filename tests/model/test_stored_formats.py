@@ -20,8 +20,8 @@ from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.stored_formats import fp8_storage, quantization_of
 from model.config.formats import INT8_ROWS
 from model.engine.builder import load
-from model.engine.memory_plan import plan_weights
 from model.engine.model_info import weight_bytes
+from model.engine.planning.memory_plan import plan_weights
 from model.errors import CheckpointError, ConfigError
 from model.linear.base import LinearSpec, Part, linears
 from model.linear.factory import LinearFactory

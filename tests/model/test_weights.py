@@ -15,8 +15,8 @@ from model.attention.sdpa import SdpaBackend
 from model.checkpoint import tensor_files
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.tensor_files import TensorReader, read_headers
-from model.engine.memory_plan import plan_weights
 from model.engine.model_info import weight_bytes
+from model.engine.planning.memory_plan import plan_weights
 from model.errors import CheckpointError
 from model.linear.base import linears
 from model.linear.factory import LinearFactory

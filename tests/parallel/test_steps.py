@@ -22,8 +22,9 @@ from model.api.messages import ModelSpec
 from model.api.request import Request, TokenOutput
 from model.attention.selection import Selection
 from model.config.sharding import Shard
-from model.engine import generate_builder, kernels, rank_main
+from model.engine import generate_builder, rank_main
 from model.engine.builder import LoadedModel, load
+from model.engine.planning import kernels
 from model.errors import EngineDeadError
 from model.parallel import rank_processes
 from model.parallel.group import Group

@@ -8,10 +8,11 @@ previous step on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from model.cache.kv_cache import KVCache, StateSpan
 from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs
-from model.engine.execution.draft_model import DraftModel
 from model.engine.execution.sources import align, blank_source, keep_queries, kept_layers, source_input
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
@@ -95,6 +95,18 @@ class Launched:
         )
 
 
+class Drafter(Protocol):
+    """The draft model of the served one (`model.engine.speculation.draft_model`)."""
+
+    model: Transformer
+    cache: KVCache
+
+    def draft(
+        self, runs: Rows[DraftRun], sampling_row: Callable[[SequenceState], SamplingRow]
+    ) -> list[tuple[int, ...]]:
+        """Return up to `num_drafts` proposals for each run."""
+
+
 class ModelRunner:
     """Runs the steps of one model over its KV cache."""
 
@@ -104,7 +116,7 @@ class ModelRunner:
         cache: KVCache,
         block_manager: BlockManager,
         graphs: DecodeGraphs | None = None,
-        draft_model: DraftModel | None = None,
+        draft_model: Drafter | None = None,
         unrecorded: str = "",
     ) -> None:
         """`unrecorded` says why there are no CUDA graphs although they were wanted."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from model.api.request import TokenLogprob
+from model.api.request import Source, TokenLogprob
 from model.engine.scheduling.beam_search import Candidates
 from model.engine.scheduling.block_manager import BlockCopy
-from model.engine.scheduling.model_drafts import ModelDrafts
 from model.engine.scheduling.sequence import SequenceState
 from model.engine.scheduling.source_blocks import LayersAhead
+from model.engine.speculation.model_drafts import ModelDrafts
 
 
 class ScheduledSequence(NamedTuple):  # made for every token: a frozen dataclass takes thrice the time
@@ -88,6 +88,58 @@ class SampledToken(NamedTuple):
     masked_logprob: float | None = None  # among the tokens that bans and rules left, if that is asked for
     log_mass: float = 0.0  # of a beam: logsumexp of the log-probabilities that these left, if it is
     alignment: list[int] | None = None  # of a prompt that is computed to its end, if that is asked for
+
+
+# -- Who computes a step.
+
+
+class Launch(Protocol):
+    """A step that runs on the device."""
+
+    def collect(self) -> list[SampledToken | None]:
+        """Wait for the tokens: one for each scheduled sequence, None for one that does not sample."""
+
+
+class Runner(Protocol):
+    """The executor of steps: `ModelRunner`, or a scripted one in tests."""
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+        """Launch a step and collect its tokens."""
+
+    def launch(self, output: SchedulerOutput, before: Any = None) -> Launch:
+        """Start a step; the tokens of the previous launch, `before`, may not have arrived yet."""
+
+    def encode_ahead(self, source: Source, layers: int) -> None:
+        """Compute the next `layers` layers of the encoder for a source that a later step finishes."""
+
+    def forget_ahead(self) -> None:
+        """Drop the source that `encode_ahead` started."""
+
+    def draft(self, runs: Sequence[DraftRun]) -> list[tuple[int, ...]]:
+        """Return the draft model's proposals for each run; only where there is a draft model."""
+
+    def probe(self) -> None:
+        """Run the smallest possible forward pass; raises if even that fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that was launched and not yet collected."""
+
+    launch: Launch
+    scheduled: SchedulerOutput
+    began: float
+
+    @property
+    def allows_run_ahead(self) -> bool:
+        """Whether to launch the next step before this one's tokens arrive.
+
+        Sequences that need their token first are left out of such a step. If they are at least half of the batch,
+        waiting costs less than a step without them.
+        """
+        steps = self.scheduled.scheduled
+        blocked = sum(step.samples and not step.sequence.can_run_ahead for step in steps)
+        return not blocked or 2 * blocked < len(steps)
 
 
 # -- What an engine could compute in its next step, and how much of it it may.

@@ -18,11 +18,8 @@ from collections.abc import Iterator
 
 from model.api.request import FinishReason
 from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE, DraftPages
-from model.engine.scheduling.ngram_drafts import READ_AT_ONCE
 from model.engine.scheduling.scheduled_step import (
     UNLIMITED,
-    DraftRun,
     ScheduledSequence,
     SchedulerOutput,
     StepBudget,
@@ -30,10 +27,6 @@ from model.engine.scheduling.scheduled_step import (
 )
 from model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
 from model.engine.scheduling.source_blocks import SourcePasses
-
-# Rows that a step with drafts samples at most. Of more rows each takes its time, drafts that are wrong too, while
-# reading the weights is what fewer wait for; and the logits of a step need memory.
-MAX_VERIFIED_ROWS = 32
 
 
 class Scheduler:
@@ -50,7 +43,6 @@ class Scheduler:
         self.waiting: list[SequenceState] = []  # by SequenceState.order
         self.running: list[SequenceState] = []  # by SequenceState.order
         self.num_preemptions = 0
-        self.draft_pages = DraftPages()  # where there is a draft model
         self._frontiers: set[bytes] = set()  # blocks that running prompts will make known next
 
     def __iter__(self) -> Iterator[SequenceState]:
@@ -78,7 +70,6 @@ class Scheduler:
         self.running.clear()
         self.source_passes.current = None
         self.block_manager.reset()
-        self.draft_pages.clear()
 
     def demand(self) -> StepDemand:
         """What the next step could compute; of the waiting sequences only those that may begin."""
@@ -111,70 +102,7 @@ class Scheduler:
         left, preempted = self._schedule_running(output, budget)
         if not preempted:
             self._admit(output, left, budget.whole_tokens)
-        if any(step.sequence.drafting is not None for step in output.scheduled):
-            self._draft(output)
         return output
-
-    def _draft(self, output: SchedulerOutput) -> None:
-        """Add drafts to the sequences that sample in this step.
-
-        Drafts use rows and blocks that neither this step nor the next one needs, so they preempt and delay nothing.
-        Rejected drafts give their blocks back (`BlockManager.trim`), perhaps after the next step is scheduled.
-
-        Prompts are indexed meanwhile, at most `READ_AT_ONCE` tokens in a step. The draft model proposes where n-grams
-        are less likely to be accepted; `put_drafts` adds its proposals to the step.
-        """
-        steps, unread, uncomputed = output.scheduled, READ_AT_ONCE, COMPUTED_AT_ONCE
-        rows = MAX_VERIFIED_ROWS - sum(step.samples for step in steps)
-        budget = min(rows, self.max_num_batched_tokens - sum(step.num_tokens for step in steps))
-        places = [place for place, step in enumerate(steps) if step.sequence.drafting is not None]
-        for drafted, place in enumerate(places):
-            step = steps[place]
-            unread -= step.sequence.read_for_drafts(unread)
-            share = self._draftable(step.sequence, budget // (len(places) - drafted)) if step.samples else 0
-            drafts = step.sequence.propose_drafts(share)
-            asked = step.sequence.ask_draft_model(share)
-            if asked:
-                is_last = drafted == len(places) - 1  # each prompt leaves half to the later ones
-                run = self._draft_run(step, place, asked, uncomputed if is_last else uncomputed // 2)
-                output.draft_runs.append(run)
-                uncomputed = max(0, uncomputed - run.num_tokens)
-                budget -= run.num_drafts
-            elif drafts:
-                count = self.block_manager.extend(step.sequence, step.num_tokens, len(drafts), len(self.running))
-                steps[place] = step._replace(num_tokens=step.num_tokens + count, drafts=tuple(drafts[:count]))
-                budget -= count
-
-    def _draftable(self, sequence: SequenceState, share: int) -> int:
-        """Return how many of `share` drafts a sequence may get without leaving LongRoPE's short context."""
-        short = self.block_manager.short_context
-        if short is not None and sequence.rotary_context <= short:
-            share = min(share, short - sequence.num_tokens)
-        return max(0, share)
-
-    def _draft_run(self, step: ScheduledSequence, place: int, asked: int, most: int) -> DraftRun:
-        """Bring the draft model's KV cache of a sequence up to date, then propose up to `asked` tokens.
-
-        At most `most` missing tokens are computed; if more are missing, it proposes nothing in this step. Two tokens
-        may always be computed, which is what a sequence needs that already has drafts, so another sequence's prompt
-        does not stop it.
-        """
-        sequence, drafting, size = step.sequence, step.sequence.model_drafts, self.block_manager.block_size
-        assert drafting is not None
-        table, hashes = sequence.tables[0], sequence.block_hashes
-        if not drafting.num_computed:
-            drafting.num_filled = self.draft_pages.find(table, hashes)
-            drafting.num_computed = min(drafting.num_filled * size, sequence.num_tokens - 1)
-        start = drafting.begin(sequence.num_tokens)
-        stop, count = min(sequence.num_tokens, start + max(most, 2)), 0
-        if stop == sequence.num_tokens:
-            count = self.block_manager.extend(sequence, step.num_tokens, asked, len(self.running))
-            drafting.ask(count)
-        self.draft_pages.write(table[start // size :])
-        full = min(stop // size, len(hashes))
-        self.draft_pages.fill(table[drafting.num_filled : full], hashes[drafting.num_filled : full])
-        drafting.num_filled = max(full, drafting.num_filled)
-        return DraftRun(place, sequence, drafting, start, stop, count)
 
     def _turn_long(self) -> None:
         """Preempt the sequences that have left the short context of LongRoPE: all of their keys change."""

@@ -12,8 +12,8 @@ from model.api.token_history import History, SourceTokens
 from model.config.cache import NO_STATE
 from model.engine.scheduling.beam_search import BeamSearch, Candidates
 from model.engine.scheduling.block_table import BlockTable
-from model.engine.scheduling.model_drafts import ModelDrafts
-from model.engine.scheduling.ngram_drafts import NgramDrafts
+from model.engine.speculation.model_drafts import ModelDrafts
+from model.engine.speculation.ngrams import NgramDrafts
 
 if TYPE_CHECKING:
     from model.text.grammar_matcher import Matcher
@@ -155,47 +155,6 @@ class SequenceState:
     def can_run_ahead(self) -> bool:
         """Whether the next step may be launched before this token reaches the host; drafts need the token."""
         return self.can_overlap and not self.expects_drafts
-
-    def read_for_drafts(self, most: int) -> int:
-        """Index at most `most` of the tokens before its output for drafts; return how many."""
-        assert self.drafting is not None
-        return self.drafting.known.read(most)
-
-    def propose_drafts(self, most: int) -> list[int]:
-        """Return drafts of its next tokens; none while its last token is still on the device."""
-        assert self.drafting is not None
-        drafts = self.drafting.propose(self.token_ids, self.num_prompt_tokens)[:most]
-        self.expects_drafts = bool(drafts)
-        if self.has_placeholder:
-            return []
-        drafts = drafts[: self.params.max_tokens - self.num_output_tokens - 1]
-        return drafts if self.matcher is None else self._matching(self.matcher, drafts)
-
-    def ask_draft_model(self, most: int) -> int:
-        """Return how many drafts the draft model should propose; call `propose_drafts` first.
-
-        It proposes none before the first token, while the last token is still on the device, or where an n-gram is more
-        likely to be accepted.
-        """
-        ngrams, drafts = self.drafting, self.model_drafts
-        if drafts is None or not self.num_output_tokens:
-            return 0
-        if self.expects_drafts and ngrams is not None and ngrams.chance >= drafts.rate:
-            return 0
-        wanted = drafts.wanted(self.num_tokens, min(most, self.params.max_tokens - self.num_output_tokens - 1))
-        self.expects_drafts = self.expects_drafts or bool(wanted)
-        return 0 if self.has_placeholder else wanted
-
-    def _matching(self, matcher: Matcher, drafts: list[int]) -> list[int]:
-        """Return the drafts before the first that the grammar rejects or that would end it."""
-        matcher = matcher.fork()
-        for count, draft in enumerate(drafts):
-            if not matcher.tokens[draft]:
-                return drafts[:count]
-            matcher.accept(draft)
-            if matcher.is_exhausted:
-                return drafts[:count]
-        return drafts
 
     @property
     def num_slots(self) -> int:

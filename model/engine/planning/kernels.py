@@ -11,8 +11,8 @@ from model.attention.selection import Selection, select_backend, select_layers
 from model.config.formats import QUANTIZED_LAYERS, NumberFormat
 from model.config.model import ModelConfig
 from model.config.sharding import Shard
-from model.engine.cache_budget import kv_dtype
-from model.engine.fp8_settings import fp8_projections, refuse_experts
+from model.engine.planning.cache_budget import kv_dtype
+from model.engine.planning.fp8_settings import fp8_projections, refuse_experts
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
 from model.linear.integers import unsupported

@@ -1,8 +1,8 @@
 """Speculative decoding of one model: which sequences get drafts, when its draft model is run, and how often drafts were
 right. No torch.
 
-What is drafted is decided in a step's scheduling (`Scheduler`), by what each sequence keeps: n-grams (`NgramDrafts`)
-and what the draft model has computed of it (`ModelDrafts`).
+What is proposed in a step is decided when it is scheduled (`propose`), by what each sequence keeps: n-grams
+(`NgramDrafts`) and what the draft model has computed of it (`ModelDrafts`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterable
 
 from model.api.request import Request
-from model.engine.runner import Runner
-from model.engine.scheduling.model_drafts import DraftOdds, ModelDrafts
-from model.engine.scheduling.ngram_drafts import KnownText, NgramDrafts
-from model.engine.scheduling.scheduled_step import SchedulerOutput
+from model.engine.scheduling.scheduled_step import Runner, SchedulerOutput
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.scheduling.sequence import SequenceState
+from model.engine.speculation.model_drafts import DraftOdds, DraftPages, ModelDrafts
+from model.engine.speculation.ngrams import KnownText, NgramDrafts
+from model.engine.speculation.propose import add_drafts
 
 PREDICTED_TOKENS = 8  # drafts of a step for a request with a prediction, if no setting says how many
 
@@ -37,7 +37,8 @@ class Speculation:
         self.num_accepted_tokens = 0  # drafts that were right
         self.num_model_draft_tokens = self.num_model_accepted_tokens = 0  # of them, the draft model's
         self._odds = DraftOdds()
-        self._seconds = 0.0  # of the last step, in which its drafts were said
+        self._pages = DraftPages()
+        self._seconds = 0.0  # of the last step, in which the draft model proposed
 
     def prepare(self, request: Request, sequences: Iterable[SequenceState]) -> None:
         """Let the sequences of a request be drafted for, if it is to be."""
@@ -59,7 +60,16 @@ class Speculation:
             limit = limit or PREDICTED_TOKENS
         return 0 if request.params.num_beams > 1 else limit
 
-    def say_drafts(self, scheduled: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> None:
+    def reset(self) -> None:
+        """Assume nothing of the draft model's cache: every sequence has ended."""
+        self._pages.clear()
+
+    def propose(self, scheduled: SchedulerOutput, scheduler: Scheduler) -> None:
+        """Add drafts to a step, by n-grams or for the draft model to propose (`run_draft_model`)."""
+        if any(step.sequence.drafting is not None for step in scheduled.scheduled):
+            add_drafts(scheduled, scheduler, self._pages)
+
+    def run_draft_model(self, scheduled: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> None:
         """Put the draft model's tokens into a step; if it fails, its sequences are drafted for by n-grams alone."""
         self._seconds = 0.0
         runs = scheduled.draft_runs
@@ -73,7 +83,7 @@ class Speculation:
             for run in runs:
                 run.sequence.model_drafts = None
                 scheduler.block_manager.trim(run.sequence)
-            scheduler.draft_pages.clear()
+            self._pages.clear()
             return
         self._seconds = time.monotonic() - began
         if max(run.num_tokens for run in runs) <= 2:  # the usual pass: the model has computed all earlier tokens

@@ -21,8 +21,8 @@ from model.checkpoint.folder import Checkpoint
 from model.checkpoint.tensor_sources import tensor_sources
 from model.config.formats import FORMATS
 from model.config.model import ModelConfig
-from model.engine.cache_budget import KVLayout, fit_context, least_context, max_context
-from model.engine.kernels import choose_dtype
+from model.engine.planning.cache_budget import KVLayout, fit_context, least_context, max_context
+from model.engine.planning.kernels import choose_dtype
 from model.errors import ConfigError, MemoryShortageError
 from model.linear.base import linears
 from model.linear.factory import LinearFactory

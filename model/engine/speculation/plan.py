@@ -1,7 +1,7 @@
 """Checks and plans the draft model of a served model, before a weight is read.
 
 A draft model proposes tokens of the same vocabulary. It uses the block numbers of the served model's first pool
-(`model.engine.execution.draft_model`), so that pool must keep all tokens.
+(`model.engine.speculation.draft_model`), so that pool must keep all tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from model.attention.selection import Selection
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.cache import paged_specs, pools_of
 from model.config.model import ModelConfig, StackConfig
-from model.engine.cache_budget import kv_bytes_per_token
-from model.engine.kernels import check_kernels, choose_dtype, linears_of, select_kernels
-from model.engine.memory_plan import plan_weights
-from model.engine.scheduling.model_drafts import COMPUTED_AT_ONCE
+from model.engine.planning.cache_budget import kv_bytes_per_token
+from model.engine.planning.kernels import check_kernels, choose_dtype, linears_of, select_kernels
+from model.engine.planning.memory_plan import plan_weights
+from model.engine.speculation.model_drafts import COMPUTED_AT_ONCE
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
 from model.network.native_scratch import planned_scratch
