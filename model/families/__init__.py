@@ -106,7 +106,7 @@ def read_settings(
         return _read(raw, names, strict=strict)
     except ConfigError as error:
         message, is_vague = str(error), isinstance(error, WrongKindError)
-        if strict or (names_a_key(message, raw) and not is_vague):
+        if strict or (not is_vague and (message.startswith("config.json") or names_a_key(message, raw))):
             raise
         keys = blamed_keys(raw, message, lambda changed: _read(changed, names, strict=strict))
         if not keys:

@@ -8,6 +8,7 @@ could go on with a character that may also follow is left to the parser, piece b
 from __future__ import annotations
 
 from model.errors import GrammarError
+from model.text.endless_rules import endless_rule
 from model.text.gbnf_syntax import ALL, Choice, Name, Node, Repeat, Sequence, Text, names_in, parsed, place_of
 
 _MAX_PASSES = 30  # over all rules, to find what may follow each
@@ -168,7 +169,8 @@ class _Writer:
 
     def written(self) -> str:
         needed = self._needed()
-        self._check_ends(needed)
+        if (endless := endless_rule(self._rules, "root")) is not None:
+            raise GrammarError(f"a text of the rule {endless[:64]} never ends: it holds another one")
         self._numbers = {name: number for number, name in enumerate(needed)}
         self._find_regular(needed)
         self._sets = _Sets(self._rules, needed)
@@ -197,34 +199,6 @@ class _Writer:
                     found[used.name] = None
                     waiting.append(used.name)
         return list(found)
-
-    def _check_ends(self, needed: list[str]) -> None:
-        """Raise `GrammarError` for a rule whose texts never end, since each holds another one."""
-        ending = set[str]()
-
-        def ends(node: Node) -> bool:
-            match node:
-                case Name(name):
-                    return name in ending
-                case Sequence(parts):
-                    return all(map(ends, parts))
-                case Choice(options):
-                    return any(map(ends, options))
-                case Repeat(part, count):
-                    return count in "*?" or count.startswith("{0,") or ends(part)
-                case _:
-                    return True
-
-        for _ in range(_MAX_PASSES):
-            new = [name for name in reversed(needed) if name not in ending and ends(self._rules[name])]
-            if not new:
-                break
-            ending.update(new)
-        else:
-            return  # not found out
-        if len(ending) < len(needed):
-            endless = next(name for name in needed if name not in ending)
-            raise GrammarError(f"a text of the rule {endless[:64]} never ends: it holds another one")
 
     def _find_regular(self, needed: list[str]) -> None:
         """Find the rules that need no parser: all that they refer to are such rules."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from model.errors import GrammarError
+from model.text.endless_rules import Parts, endless_rule, lark_rule
 from model.text.gbnf_syntax import place_of
 from model.text.patterns import whole_pattern
 
@@ -62,6 +63,8 @@ class _Rewriter:
         self._used = dict[str, int]()
         self._before = ""  # the token before
         self._is_terminal = False  # what is being defined
+        self._parts: Parts = []  # of it
+        self._rules = dict[str, Parts]()
 
     def rewritten(self) -> str:
         found = list[str]()
@@ -77,6 +80,11 @@ class _Rewriter:
             self._at = at
             if name not in self._defined:
                 raise self._error(f"the rule {name[:64]} is not defined")
+        if (
+            endless := endless_rule({name: lark_rule(parts) for name, parts in self._rules.items()}, "start")
+        ) is not None:
+            self._at = self._defined[endless]
+            raise self._error(f"a text of the rule {endless[:64]} never ends: it holds another one")
         return f"start: g_start\n{''.join(found)}\n"
 
     def _error(self, problem: str) -> GrammarError:
@@ -106,6 +114,8 @@ class _Rewriter:
             case _:
                 result = written
         self._at = token.end()
+        if token.lastgroup != "space" and written not in (":", "->"):
+            self._parts.append((str(token.lastgroup), written))
         self._before = written if token.lastgroup != "space" else self._before
         return result
 
@@ -140,11 +150,14 @@ class _Rewriter:
             raise self._error(f"the rule {name[:64]} stands twice")
         if is_defined:
             self._defined[name] = self._at
+            self._parts = self._rules[name] = []
             self._is_terminal = name.isupper()
         elif self._is_terminal and not name.isupper():
             raise self._error(f"a terminal cannot use the rule {name[:64]}, only terminals")
         elif name not in self._imported and self._before != "->":
             self._used.setdefault(name, self._at)
+        if not is_defined and self._before != "->":
+            self._parts.append(("name", name))
         self._before = name
         if options is not None and not is_defined:  # a part that may be left out, in square brackets
             options, after = None, token.end()
@@ -156,6 +169,8 @@ class _Rewriter:
 
     def _directive(self, written: str) -> str:
         begin = self._at
+        if written in ("%import", "%ignore"):
+            self._parts = []  # of no rule
         if written == "%import":
             line = _IMPORT.match(self._text, begin)
             assert line is not None
@@ -186,5 +201,6 @@ class _Rewriter:
             rule = self._json_rule(value)
         except GrammarError as error:
             raise self._error(f"%json cannot be followed: {error}") from None
+        self._parts.append(("json", written))
         self._at = end
         return f"{rule}{breaks}"

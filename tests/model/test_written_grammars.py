@@ -85,6 +85,16 @@ def test_texts_that_a_grammar_accepts(grammar: str, right: list[str], wrong: lis
         ('start: A\nA: b\nb: "x"', r"a terminal cannot use the rule b, only terminals \(line 2, column 4\)"),
         ("%import python.NAME\nstart: NAME", "%import is served for common alone"),
         ('_sep{x}: x\nstart: _sep{"a"}', "templates, as in name{...}, are not served"),
+        ("start: start", r"a text of the rule start never ends: it holds another one \(line 1, column 1\)"),
+        ('start: "a" start', "a text of the rule start never ends"),
+        ('start: x | "b"\n?x: "a" y\ny[lazy]: ("c" | "d") x~2 -> z', r"the rule x never ends.*\(line 2, column 1\)"),
+        ('start: "a" [x] x+\nx: (x | x "b"){1,}', "a text of the rule x never ends"),
+        ('start: A\nA: "a" A', "a text of the rule A never ends"),
+        ('%import common.INT\nstart: INT x\nx: %json {"type": "null"} x\n%ignore / /', "rule x never ends"),
+        (
+            "root ::= r0\n" + "".join(f"r{at} ::= r{at + 1} r0?\n" for at in range(90)) + 'r90 ::= "a" r90',
+            "r\\d+ never ends",
+        ),
         ("start: 'a'", "strings are written in double quotes"),
         ('start: "a', "the string has no end"),
     ],
@@ -93,6 +103,23 @@ def test_a_mistake_is_told_with_its_line_and_column(grammar: str, message: str) 
     with pytest.raises(GrammarError, match=message) as refusal:
         written_grammar(grammar)
     assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a" start?',
+        'start: "a" start*\n',
+        'start: "a" [start]',
+        'start: "a" | "b" start',
+        'start: "a" start{0,3}',
+        'start: "a" start~0..2',
+        'start: ("a" | start "b") x -> start\nx: ("c" x)? "d"\n%ignore / /\nunused: "z" unused | "z"',
+        "start: r0\n" + "".join(f"r{at}: r{at + 1} r0?\n" for at in range(300)) + 'r300: "a"',
+    ],
+)
+def test_a_rule_that_holds_itself_may_end(grammar: str) -> None:
+    assert written_grammar(grammar)
 
 
 def test_what_only_the_library_finds_is_told_with_its_line() -> None:
