@@ -108,6 +108,7 @@ def read_modules(path: Path, texts: dict[str, Any], raw: Mapping[str, Any]) -> l
     Modules without effect are left out. Raises `ConfigError`.
     """
     modules = [(_transformer(kind, texts), folder) for kind, folder in _listed(path)]
+    refuse_multi_vector(found=any(kind == "MultiVectorMask" for kind, _ in modules))
     unknown = sorted({kind for kind, _ in modules} - {*SERVED})
     if unknown:
         raise ConfigError(_unknown(unknown))
@@ -117,6 +118,15 @@ def read_modules(path: Path, texts: dict[str, Any], raw: Mapping[str, Any]) -> l
     modules = [(kind, folder) for kind, folder in modules if kind not in without_effect]
     _check_order([kind for kind, _ in modules])
     return modules
+
+
+def refuse_multi_vector(*, found: bool) -> None:
+    """Raise `ConfigError` for a folder of this class, which PyLate's and ColBERT's are not."""
+    if found:
+        raise ConfigError(
+            "a MultiVectorEncoder of sentence-transformers (vectors of tokens, compared one by one) is not served; "
+            "served for late interaction are folders of PyLate (modules.json with Transformer, Dense) and of ColBERT"
+        )
 
 
 def _listed(path: Path) -> list[tuple[str, str]]:

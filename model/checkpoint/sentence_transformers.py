@@ -25,6 +25,7 @@ from model.checkpoint.sentence_modules import (
     network_folder,
     read_modules,
     read_step,
+    refuse_multi_vector,
 )
 from model.checkpoint.state_dict import read_state_dict
 from model.errors import ConfigError, shown
@@ -183,6 +184,7 @@ def read_sentence_settings(
 def _read(path: Path, raw: Mapping[str, Any], hidden_size: int, pickle: bool) -> SentenceSettings:
     names, network = read_json(path / MODEL), path / network_folder(path)
     texts = read_json(network / NETWORK)
+    refuse_multi_vector(found=names.get("model_type") == "MultiVectorEncoder" and "query_prefix" not in names)
     prompts = (raw.get("task_instructions") or {}) | (names.get("prompts") or {})
     default = names.get("default_prompt_name")
     if default is not None and default not in prompts:

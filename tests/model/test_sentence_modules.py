@@ -159,6 +159,17 @@ def test_a_first_module_that_is_no_network_is_named(kind: str, tmp_path: Path) -
     assert len(str(error.value)) < 600
 
 
+@pytest.mark.parametrize("told", [{}, {"model_type": "MultiVectorEncoder"}])
+@pytest.mark.parametrize("mask", [True, False])
+def test_a_multi_vector_encoder_is_refused_as_what_it_is(told: dict[str, str], mask: bool, tmp_path: Path) -> None:
+    dense = ("Dense", {"in_features": 8, "out_features": 4, "module_input_name": "token_embeddings"}, {})
+    modules = [dense, *([("MultiVectorMask", {"skiplist_words": []}, {})] if mask else []), ("Normalize", {}, {})]
+    folder = folder_of(saved("bert").path, tmp_path / "s", *modules, config_sentence_transformers=told)
+    expected = "a MultiVectorEncoder of sentence-transformers .* is not served; served for late interaction are"
+    with pytest.raises(ConfigError, match=expected if told or mask else "token_embeddings, which is not served"):
+        read_checkpoint(folder)
+
+
 def test_without_pickles_no_projection_of_torch_save_is_read(tmp_path: Path) -> None:
     folder = folder_of(saved("bert").path, tmp_path / "s")
     for name in ("sparse_linear.pt", "colbert_linear.pt"):
