@@ -120,7 +120,7 @@ def test_only_monotonic_clocks_decide_anything() -> None:
         "model/checkpoint/content.py",
         "service/lifecycle/jobs.py",
         "service/lifecycle/state.py",
-        "service/sandbox/chat_main.py",
+        "service/chat/render_main.py",
         "service/observability/tracing.py",
     }
     assert readers == shown

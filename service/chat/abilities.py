@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import ConfigError
+from service.chat.chat_template import ChatTemplate
 from service.chat.formats import AUTO, reasoning_format, tool_format
 from service.chat.template_probe import read_chat_template
-from service.core.chat_template import ChatTemplate
 
 
 def chat_abilities(

@@ -14,10 +14,10 @@ from typing import Any
 
 from model.text.grammar import json_rule, rules_grammar, rules_of
 from service.chat.call_texts import is_text, known_texts
+from service.chat.chat_template import ID, INDEX, KIND, VARYING, ArgumentSyntax, CallSyntax
 from service.chat.formats import ReasoningFormat
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import ToolUse
-from service.core.chat_template import ID, INDEX, KIND, VARYING, ArgumentSyntax, CallSyntax
 
 # -- Grammar rules for arguments of calls: one JSON object, or each between marks as the model's family writes them.
 # Strings that a schema leaves free stand as they are; every other value is JSON that its schema holds. A schema that

@@ -8,11 +8,11 @@ from typing import Any
 
 from model.errors import TooManyTokensError
 from service.chat.call_grammar import reply_grammar
+from service.chat.chat_template import ChatTemplate, TemplateTraits
 from service.chat.formats import ToolFormat, reasoning_format, tool_format
 from service.chat.message_fit import fitted_messages, given_ids, shown_tools
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import Json, ToolUse
-from service.core.chat_template import ChatTemplate, TemplateTraits
 from service.core.context_bound import ContextBound, context_exceeded
 from service.core.errors import ApiError, invalid, shorten
 from service.core.models import ServedModel

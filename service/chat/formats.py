@@ -16,9 +16,7 @@ from functools import lru_cache
 from service.chat import call_parsers
 from service.chat.call_parsers import DEEPSEEK_MARKS, CallParser
 from service.chat.call_texts import pythonic
-from service.chat.marked_calls import MarkedCalls
-from service.chat.parts import call_id
-from service.core.chat_template import (
+from service.chat.chat_template import (
     ID,
     INDEX,
     KIND,
@@ -28,6 +26,8 @@ from service.core.chat_template import (
     ReasoningMarks,
     TemplateTraits,
 )
+from service.chat.marked_calls import MarkedCalls
+from service.chat.parts import call_id
 
 AUTO, NONE = "auto", "none"
 OWN = "template"  # the name of a format that was read from the template

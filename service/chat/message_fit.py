@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from service.chat.call_grammar import written_calls
+from service.chat.chat_template import CallIds, ChatTemplate, TemplateTraits, in_parts
 from service.chat.formats import ToolFormat, fitting_id
 from service.chat.tools import Json, Tool
-from service.core.chat_template import CallIds, ChatTemplate, TemplateTraits, in_parts
 
 # -- Tools for chat templates that know none: what they can do, and what was called, is said in plain messages.
 

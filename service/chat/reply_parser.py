@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from service.chat.call_parsers import harmony
+from service.chat.chat_template import CallIds
 from service.chat.formats import ReasoningFormat, ToolFormat, id_maker
 from service.chat.parts import Content, Part, PartSink, WholeReply
 from service.chat.reader import Reader, Steps
 from service.chat.tools import Tool
-from service.core.chat_template import CallIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from model.checkpoint.folder import Checkpoint
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
-from service.core.chat_template import ChatTemplate
+from service.chat.chat_template import ChatTemplate
 from service.core.errors import ApiError, invalid, listed, not_found, shorten, unavailable, unknown_model
 from service.core.models_folder import Stamp
 from service.core.pair_template import PairTemplate

@@ -2,7 +2,7 @@
 
 sentence-transformers gives a reranker's template two messages, of the roles `query` and `document`, behind the prompt
 as that of the system. The template is rendered when the model is loaded, in a process that can be killed
-(`service.sandbox.chat_main`); requests put their texts where it left room for them.
+(`service.chat.render_main`); requests put their texts where it left room for them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from model.checkpoint.sentence_transformers import MessageSettings
 from model.errors import ConfigError
 from model.text.tokenizer import Encoded, Tokenizer
-from service.core.template_files import template_files
-from service.sandbox.pools import RenderError, RenderWorker
+from service.chat.render_pool import RenderError, RenderWorker
+from service.chat.template_files import template_files
 
 _SECONDS, _MAX_CHARACTERS = 5.0, 1_000_000
 _PLACES = ("query-u3Xq", "document-Zt7w")

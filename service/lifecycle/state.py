@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 
 from model.api.stats import ModelInfo
+from service.chat.render_pool import RenderPool
 from service.core.embed_cache import CachingClient
 from service.core.engine_client import EngineClient, ModelReader
 from service.core.errors import draining, scrub, unavailable
@@ -30,7 +31,7 @@ from service.planning.generate import GeneratePlanner
 from service.planning.response_format import GrammarChecker
 from service.planning.tokenization import TokenizerThreads
 from service.sandbox import confinement
-from service.sandbox.pools import ImagePool, RenderPool
+from service.sandbox.image_pool import ImagePool
 from service.settings.service_settings import ServiceSettings
 
 logger = logging.getLogger(__name__)

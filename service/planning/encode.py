@@ -25,7 +25,7 @@ from service.planning.encode_tokens import Reading, read
 from service.planning.outputs.base import CheckedInputs, EncodeInput, InputResult, Json, Output, Part
 from service.planning.requests import engine_id
 from service.planning.tokenization import TokenizerThreads
-from service.sandbox.pools import ImagePool, RequestImages
+from service.sandbox.image_pool import ImagePool, RequestImages
 from service.sandbox.process_pool import WorkerError
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits

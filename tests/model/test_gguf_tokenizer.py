@@ -20,7 +20,7 @@ from model.text.piece_tokenizers import byte_alphabet
 from model.text.sentencepiece_model import read_sentencepiece
 from model.text.tokenizer import Tokenizer
 from model.text.tokenizer_files import SENTENCEPIECE_NAMES
-from service.core.template_files import TemplateFiles, template_files
+from service.chat.template_files import TemplateFiles, template_files
 from tests.model.gguf_files import write_gguf
 from tests.model.tokenizer_folders import strings, write_folder
 

@@ -12,10 +12,10 @@ from contextlib import closing
 import pytest
 from jinja2 import filters
 
+from service.chat.render_pool import RenderWorker
 from service.cli.main import main
 from service.lifecycle.state import logger as state_logger
 from service.sandbox import confinement
-from service.sandbox.pools import RenderWorker
 from service.sandbox.process_pool import ForkingWorker, Worker, WorkerError
 from tests.service.hostile_worker import KERNEL_ALONE
 from tests.service.support import ask, make_app

@@ -18,6 +18,7 @@ from model.text.token_bytes import TokenBytes
 from model.text.tokenizer import Tokenizer
 from service.chat.call_grammar import reply_grammar
 from service.chat.call_parsers import DEEPSEEK_MARKS
+from service.chat.chat_template import CallIds
 from service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, fitting_id
 from service.chat.json_text import JsonText
 from service.chat.message_fit import plain_messages
@@ -25,7 +26,6 @@ from service.chat.parts import WholeReply
 from service.chat.reply_parser import ReplyFormat, ReplyParser
 from service.chat.tools import Tool, ToolUse
 from service.chat.usage import reasoning_tokens
-from service.core.chat_template import CallIds
 from service.settings import service_settings
 from tests.service.support import byte_tokenizer
 

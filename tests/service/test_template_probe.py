@@ -17,16 +17,16 @@ from model.text.token_bytes import TokenBytes
 from service.chat import template_probe
 from service.chat.abilities import chat_abilities
 from service.chat.call_grammar import reply_grammar, written_calls
+from service.chat.chat_template import CallIds, ChatTemplate
 from service.chat.formats import TOOL_FORMATS, reasoning_format, tool_format
 from service.chat.message_fit import fitted_messages, shown_tools
+from service.chat.render_pool import RenderWorker
 from service.chat.reply_parser import ReplyFormat, ReplyParser
+from service.chat.template_files import TemplateFiles
 from service.chat.template_probe import probed_template
 from service.chat.tools import Tool, ToolUse
-from service.core.chat_template import CallIds, ChatTemplate
 from service.core.models import ServedModel
-from service.core.template_files import TemplateFiles
 from service.runtimes.model_reader import read_model
-from service.sandbox.pools import RenderWorker
 from tests.service.dialects.support import prompt_of, says, talker
 from tests.service.support import App, ask, make_app
 from tests.service.test_bad_requests import check_error

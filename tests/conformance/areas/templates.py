@@ -18,17 +18,17 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from model.text.grammar_matcher import Vocabulary, compile_grammar
 from model.text.token_bytes import TokenBytes
 from service.chat.call_grammar import reply_grammar
+from service.chat.chat_template import ChatTemplate
 from service.chat.formats import REASONING_FORMATS, ToolFormat, tool_format
 from service.chat.message_fit import fitted_messages, shown_tools
 from service.chat.parts import WholeReply
+from service.chat.render_pool import RenderError, RenderPool, RenderWorker
 from service.chat.reply_parser import ReplyFormat, ReplyParser
+from service.chat.template_files import TemplateError, TemplateFiles
 from service.chat.template_probe import _Probe, probed_template
 from service.chat.tools import Tool, ToolUse
-from service.core.chat_template import ChatTemplate
 from service.core.context_bound import ContextBound
 from service.core.errors import ApiError
-from service.core.template_files import TemplateError, TemplateFiles
-from service.sandbox.pools import RenderError, RenderPool, RenderWorker
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.conformance.template_files import published_templates

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from service.chat.chat_template import ChatTemplate
+from service.chat.template_files import TemplateFiles
 from service.chat.template_probe import probed_template
-from service.core.chat_template import ChatTemplate
 from service.core.models import ServedModel
-from service.core.template_files import TemplateFiles
 from tests.service.support import App, byte_tokenizer, make_app, served
 
 # In the style of those that published models have; the words are ours.

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from service.chat.render_pool import RenderPool
 from service.planning.response_format import GrammarChecker
 from service.planning.tokenization import TokenizerThreads
-from service.sandbox.pools import RenderPool
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import BRACKETS, chat_app, talker
 from tests.service.speech import ids, saying, served_speech

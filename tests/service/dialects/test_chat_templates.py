@@ -16,11 +16,11 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from model.errors import ConfigError
+from service.chat.chat_template import ChatTemplate
+from service.chat.render_pool import RenderError, RenderPool, RenderWorker
+from service.chat.template_files import TemplateFiles, template_files
 from service.chat.template_probe import probed_template, read_chat_template
-from service.core.chat_template import ChatTemplate
 from service.core.context_bound import ContextBound
-from service.core.template_files import TemplateFiles, template_files
-from service.sandbox.pools import RenderError, RenderPool, RenderWorker
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import LINES, STYLES, TOKENS, TURNS, chat_app
 from tests.service.support import ask, check_accounts, run

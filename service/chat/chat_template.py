@@ -1,8 +1,8 @@
 """Chat templates of checkpoints, which turn a conversation into a prompt.
 
-A template comes only from the checkpoint's folder (`service.core.template_files`); a request can set tools,
+A template comes only from the checkpoint's folder (`service.chat.template_files`); a request can set tools,
 `add_generation_prompt`, `continue_final_message`, and variables of the template's own. Templates are rendered in a
-process that can be killed (`service.sandbox.chat_main`), the first times when the model is loaded, as a test.
+process that can be killed (`service.chat.render_main`), the first times when the model is loaded, as a test.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from service.chat.render_pool import RenderError, RenderPool, RenderWorker
+from service.chat.template_files import TOKENS, TemplateError
 from service.core.context_bound import ContextBound, context_exceeded
 from service.core.errors import ApiError, invalid, scrub
-from service.core.template_files import TOKENS, TemplateError
-from service.sandbox.pools import RenderError, RenderPool, RenderWorker
 
 # -- The texts around tool calls, as data: what a grammar writes, and what a parser looks for. Three characters of
 # Unicode's private use stand in these texts for what differs from call to call: `ID` for the call's id, `INDEX` for its

@@ -1,15 +1,11 @@
-"""Pools of confined processes that decode images and render chat templates."""
+"""Worker processes that decode untrusted image files (`service.sandbox.image_main`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from model.media.images import ImageError, ImageProcessing
-from service.sandbox.process_pool import ForkingWorker, Worker, WorkerError, WorkerPool
-
-# -- Worker processes that decode untrusted image files (see `service.sandbox.image_main`).
+from service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
 
 _IMAGE_WORKERS = 2
 
@@ -73,41 +69,3 @@ class RequestImages:
         pixels, found = await self._pool.run(lambda worker: worker.prepare(data, self._processing, self._left))
         self._left -= found
         return pixels
-
-
-# -- Worker processes that render chat templates (see `service.sandbox.chat_main`).
-
-_CHAT_WORKERS = 4
-
-# A template was not rendered. `kind`: raised (by the template itself), syntax, failed, memory, length, or any worker's.
-RenderError = WorkerError
-
-
-class RenderWorker(Worker):
-    """One process with an empty environment, started on first use. Not thread-safe."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(seconds, "service.sandbox.chat_main")
-
-    def render(self, template: str, variables: Mapping[str, Any], limit: int) -> str:
-        """Render a template to at most `limit` characters; raises `RenderError`."""
-        return str(self.ask({"template": template, "variables": variables, "limit": limit})["text"])
-
-    def names(self, template: str) -> frozenset[str]:
-        """Return the variables that a template reads and does not define; raises `RenderError`."""
-        return frozenset(self.ask({"template": template})["names"])
-
-
-class RenderPool:
-    """Renders several templates at once outside the event loop, each within `seconds`."""
-
-    def __init__(self, seconds: float, workers: int = _CHAT_WORKERS) -> None:
-        self._pool = WorkerPool(lambda: RenderWorker(seconds), seconds, workers, "triptych-chat")
-
-    async def render(self, template: str, variables: Mapping[str, Any], limit: int) -> str:
-        """Render a template to at most `limit` characters; raises `RenderError`, `busy` if no worker became free."""
-        return await self._pool.run(lambda worker: worker.render(template, variables, limit))
-
-    def close(self) -> None:
-        """Wait for renderings in progress and end all processes; a later `render` starts new ones."""
-        self._pool.close()

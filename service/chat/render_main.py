@@ -1,4 +1,4 @@
-"""The process that renders chat templates: `python -m service.sandbox.chat_main`.
+"""The process that renders chat templates: `python -m service.chat.render_main`.
 
 A template is a program. Neither Jinja's sandbox nor a tracing function limits its cost: one operation such as
 `9**9**9` or `'x' * 10**10` does not return to the interpreter. So it runs in a process that
