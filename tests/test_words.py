@@ -29,7 +29,6 @@ UNREAD = (
     "service/",
     "service/chat/",
     "service/core/",
-    "service/dialects/",
     "service/http/",
     "service/routes/",
     "service/runtimes/ray_serve/",

@@ -1,4 +1,4 @@
-"""Rendering of one reply as a list of blocks (reasoning, content, calls), as the newer APIs have it.
+"""Renders one reply as a list of blocks (reasoning, content, calls), as in OpenAI's responses and Anthropic's messages.
 
 A stream opens a block, sends its pieces, and closes it before it opens the next.
 """
@@ -20,18 +20,18 @@ Kind = Literal["reasoning", "content", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """Holds one block of a reply; `text` is a call's arguments. `index` is its place in the reply."""
+    """One block of a reply."""
 
     kind: Kind
-    index: int
-    text: str = ""
+    index: int  # place in the reply
+    text: str = ""  # of a call: its arguments
     id: str = ""
     name: str = ""
-    is_cut: bool = False  # the reply ended otherwise than by itself, in this block
+    is_cut: bool = False  # whether the reply was ended inside this block, and not by the model
 
 
 class BlockRendering(NamedEvents):
-    """Renders one reply, without log-probabilities; subclasses say how blocks begin, go on and end."""
+    """Renders one reply without log-probabilities; subclasses render the begin, pieces and end of blocks."""
 
     def __init__(self, generation: Generation, format: ReplyFormat) -> None:
         self._generation = generation
@@ -61,7 +61,7 @@ class BlockRendering(NamedEvents):
         return self._whole(choice, reply)
 
     def _pieces(self, part: Part) -> Iterator[Json]:
-        """Add a part to the last block or to a new one, and return the events of that."""
+        """Add a part to the last block or to a new one, and yield the events."""
         kind: Kind = (
             "reasoning" if isinstance(part, Reasoning) else "call" if isinstance(part, Call | Arguments) else "content"
         )
@@ -95,7 +95,7 @@ class BlockRendering(NamedEvents):
 
     @abstractmethod
     def _piece(self, block: Block, text: str) -> Json:
-        """Return the event of more text of a block."""
+        """Return the event with more text of a block."""
 
     @abstractmethod
     def _close(self, block: Block) -> Iterable[Json]:
@@ -103,8 +103,8 @@ class BlockRendering(NamedEvents):
 
     @abstractmethod
     def _end(self, delta: Json, event: Json) -> Iterable[Json]:
-        """Return the last events, when all blocks are closed."""
+        """Return the last events, after all blocks are closed."""
 
     @abstractmethod
     def _whole(self, choice: Json, reply: Json) -> object:
-        """Return the unstreamed reply, of all blocks."""
+        """Return the reply with all blocks, if it is not streamed."""

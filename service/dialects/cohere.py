@@ -1,4 +1,4 @@
-"""Embeddings as OpenAI's and Cohere's APIs ask for them."""
+"""Embeddings of the APIs of OpenAI, Jina, vLLM and Cohere."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SIDES = {"NONE": None, "START": "left", "LEFT": "left", "END": "right", "RIGHT"
 
 
 def embed(body: CohereEmbedBody, served: ServedModel) -> EncodeBody:
-    """Translate a body; the model's prompt for its `input_type` is put in front of the texts, if there is one."""
+    """Translate a body; the model's prompt for its `input_type`, if there is one, is put before the texts."""
     fields = fields_of(body)
     wanted = body.input_type or ""
     known = served.checkpoint.sentences.prompts
@@ -60,7 +60,7 @@ def embed(body: CohereEmbedBody, served: ServedModel) -> EncodeBody:
 
 
 def embed_reply(body: CohereEmbedBody, *, by_type: bool) -> Any:
-    """Return how to show a reply; without `by_type` as a plain list of floats, as their first version does."""
+    """Return a function that converts a reply; without `by_type` to a plain list of floats, as in Cohere's v1."""
 
     def show(plan: EncodePlan, reply: Json) -> object:
         vectors = [item["embedding"] for item in reply["data"]]
@@ -85,7 +85,7 @@ def _as_type(vector: list[float], kind: str) -> object:
     return quantized(numbers, kind).tolist()
 
 
-# -- The body of /v1/embeddings: OpenAI's, with what Jina's and vLLM's have beyond it.
+# -- The body of /v1/embeddings: OpenAI's, with the additional fields of Jina and vLLM.
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
@@ -110,25 +110,25 @@ class EmbeddingBody(Extended):
     rid: Annotated[Any, Ignored("`request_id` names the request; SGLang's")] = None
     service_tier: Annotated[Any, Ignored("there is one tier")] = None
     embedding_type: EmbeddingType | None = Field(
-        None, description="As in /encode, or `base64` for that of floats. Jina's.", examples=["float", "int8"]
+        None, description="As in /encode, or `base64` for base64 of floats. Jina's.", examples=["float", "int8"]
     )
     encoding_type: EmbeddingType | None = Field(
-        None, description="The same, as older clients of Jina call it.", examples=["float"]
+        None, description="The same, by its name in older clients of Jina.", examples=["float"]
     )
     ranges: Ranges | None = native_field("", [[-0.2], [0.2]], more=" Not OpenAI's.")
     task: str | None = native_field("", "retrieval.query", "text-matching", more=" Jina's.", max_length=128)
     prompt_name: str | None = native_field("", "query", more=" Not OpenAI's.")
     late_chunking: bool | None = Field(
         None,
-        description="Read the texts as the parts of one, in their order, so that each vector is of a part that has "
-        "been read with the others. Where no white space stands between two, one space is put there. Jina's.",
+        description="Join the texts and read them as one, so that the vector of each depends on the others. A space is "
+        "put between two texts that have no white space there. Jina's.",
         examples=[True],
     )
     truncate: bool | None = Field(
         None, description="Truncate an input that is too long; default: refuse it. Jina's.", examples=[True]
     )
     truncate_prompt_tokens: Annotated[Any, Refused(-1)] = Field(
-        None, description="-1: the same as `truncate`. No other length is served. vLLM's.", examples=[-1]
+        None, description="-1: the same as `truncate`. No other length is supported. vLLM's.", examples=[-1]
     )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Which end is truncated; default: right. vLLM's.", examples=["right"]
@@ -157,7 +157,7 @@ class EmbeddingBody(Extended):
     cache_salt: NotSupported = None
 
 
-# -- Embeddings as OpenAI, Jina and vLLM have them.
+# -- The embeddings of OpenAI, Jina and vLLM.
 
 _KINDS = ("embedding_type", "encoding_type")
 _NORMALIZE = ("normalize", "normalized", "use_activation")
@@ -186,7 +186,7 @@ def embedding(body: EmbeddingBody) -> EncodeBody:
 
 
 def embedding_reply(body: EmbeddingBody) -> Callable[[EncodePlan, Json], Json]:
-    """Return how to show a reply of /encode: one vector for each input, or for each part of a text."""
+    """Return a function that converts a reply of /encode: a vector for each input, or for each part of a text."""
 
     def show(plan: EncodePlan, reply: Json) -> Json:
         if body.late_chunking:
@@ -235,7 +235,7 @@ def _numbers(body: EmbeddingBody) -> Json:
 
 
 def _parts_of_one_text(body: EmbeddingBody) -> Json:
-    """Return the text that consists of the inputs, and their places in it."""
+    """Join the inputs to one text, and return it with their places in it."""
     inputs = body.input if isinstance(body.input, list) else [body.input]
     text, chunks = "", []
     for at, one in enumerate(inputs):

@@ -32,18 +32,18 @@ NATIVE_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class DialectBody(Body):
-    """Is the base of a dialect's bodies: strict types, null allowed for optional fields, no unknown fields.
+    """The base of a dialect's bodies: strict types, null allowed for optional fields, no unknown fields.
 
-    A field of the dialect is read, or marked as `Refused` or as `Ignored`: docs/fields.md is made from these marks.
+    A field is read, or marked as `Refused` or `Ignored`; docs/fields.md is made from these marks.
     """
 
 
 class Extended(DialectBody):
-    """Adds to every dialect the fields that this service supports beyond it, with their native names."""
+    """The native fields that every dialect has in addition to its own."""
 
     model: str | None = Field(
         None,
-        description="Which model answers; may be left out when only one can serve the task.",
+        description="The model; may be omitted if only one can serve the task.",
         examples=["code"],
     )
     timeout_s: float | None = Field(None, description="As in /generate.", examples=[30.0])
@@ -58,7 +58,7 @@ _OF_ALL = tuple(Extended.model_fields)
 class Refused(NotRead):
     """Marks a field that is not supported: null and `harmless` values are accepted, others get a 400 that names it.
 
-    `instead` is the field that is served for the same.
+    `instead` names the field to use for the same purpose.
     """
 
     def __init__(self, *harmless: object, instead: str = "") -> None:
@@ -69,7 +69,7 @@ class Refused(NotRead):
         return core_schema.no_info_after_validator_function(self._check, core_schema.any_schema())
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"description": f"Not served: taken only as {self.harmless}.", "examples": [None]}
+        return {"description": f"Not supported: accepted only as {self.harmless}.", "examples": [None]}
 
     @property
     def harmless(self) -> str:
@@ -85,7 +85,7 @@ class Refused(NotRead):
 
 
 class Ignored(NotRead):
-    """Marks a field that changes no output: any value is accepted, and read as null."""
+    """Marks a field that changes no output: any value is accepted and ignored."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -98,22 +98,22 @@ class Ignored(NotRead):
 
 
 class Native:
-    """Marks a field that is read as the native field `name`, or as the one of its own name."""
+    """Marks a field that has the meaning of the native field `name`; default: of the same name."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
 
 
 def native_field(name: str = "", *examples: Any, more: str = "", **field: Any) -> Any:
-    """Return a field that is the native one `name` of /encode, or the one of its own name; optional by default."""
+    """Return a field with the meaning of the field `name` (default: the same name) of /encode; optional by default."""
     text = (f"`{name}` of /encode." if name else "As in /encode.") + more
     found = Field(field.pop("default", None), description=text, examples=[*examples], **field)
     found.metadata.append(Native(name))
     return found
 
 
-class Served:
-    """Marks the `type` of a part that this service cannot read: the error names the types that it can."""
+class ServedTypes:
+    """Marks the `type` of a part that this service cannot read; the error names the types that it can read."""
 
     def __init__(self, *types: str) -> None:
         self._types = types
@@ -130,10 +130,7 @@ class Served:
 
 
 class Unserved(DialectBody):
-    """Is the base of parts whose type is not served: `type` is `Served`, and what they carry is refused.
-
-    None is ever made, since `Served` refuses every type.
-    """
+    """The base of parts whose type is not served. None is ever made: `ServedTypes` refuses its `type`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -146,7 +143,7 @@ NotFilled = Annotated[Any, Refused([], {}, "")]
 
 
 def by_content(value: Any) -> str:
-    """Return the tag of content: a text, or a list of parts."""
+    """Return the tag of content, which is a text or a list of parts."""
     return "<parts>" if isinstance(value, list) else "<text>"
 
 
@@ -154,7 +151,7 @@ OTHER = "<other>"  # the tag of an object whose type is not served
 
 
 def by_type(tags: Mapping[str, str], default: str | None = None) -> Callable[[Any], str | None]:
-    """Return what finds the tag of an object, or of a model of it, by its `type`; `default` is that of one without."""
+    """Return a function that finds the tag of an object or model by its `type`, which is `default` if missing."""
 
     def shape(value: Any) -> str | None:
         if isinstance(value, dict):
@@ -169,9 +166,9 @@ PromptValue = str | list[str] | list[int] | list[list[int]]
 
 
 def native(model: type[B], fields: Mapping[str, Any]) -> B:
-    """Make a native body of the fields that are not None; raises `ApiError` with native field names.
+    """Make a native body from the fields that are not None; raises `ApiError` with native field names.
 
-    It is validated from JSON, so that errors are the same as for a native request. `naming_errors` renames the fields.
+    It is validated from JSON, so that errors are those of a native request. `naming_errors` renames the fields.
     """
     try:
         given = {name: value for name, value in fields.items() if value is not None}
@@ -181,18 +178,15 @@ def native(model: type[B], fields: Mapping[str, Any]) -> B:
 
 
 def native_generate(fields: Mapping[str, Any], prompt: PromptValue) -> GenerateBody:
-    """Make a body of /generate as `native` does, of a prompt that a dialect's body or the tokenizer has as valid.
+    """Make a body of /generate as `native` does, with a prompt that is already valid.
 
-    It is not validated again: of 500,000 token ids that would hold the event loop for 50 ms.
+    The prompt is not validated again: for 500,000 token ids that would block the event loop for 50 ms.
     """
     return native(GenerateBody, {**fields, "prompt": [0]}).model_copy(update={"prompt": prompt})
 
 
 def native_encode(fields: Mapping[str, Any], inputs: Any) -> EncodeBody:
-    """Make a body of /encode as `native` does, of inputs that a dialect's own body has as the same type.
-
-    They are not validated again, as in `native_generate`.
-    """
+    """Make a body of /encode as `native` does, with inputs that are already valid and not validated again."""
     return native(EncodeBody, {**fields, "input": "-"}).model_copy(update={"input": inputs})
 
 
@@ -206,7 +200,7 @@ def naming_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def rename_fields(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return `error` with the client's field names; after `field: `, a message contains no names."""
+    """Return `error` with the client's field names. The text of a message after `field: ` is left unchanged."""
     if not names or (error.param is None and not any(name in error.message for name in names)):
         return error
     any_name = re.compile(rf"(?<![\w.'])({'|'.join(map(re.escape, names))})(?!\w| tokens)")
@@ -230,7 +224,7 @@ Schema = Annotated[str | dict[str, Any], Field(union_mode="left_to_right")]  # a
 
 
 def json_format(schema: str | Mapping[str, Any], param: str) -> dict[str, Any]:
-    """Return the native `response_format` of a JSON schema; raises `ApiError` naming `param` for an invalid one."""
+    """Return the native `response_format` of a JSON schema; raises `ApiError` that names `param` if it is invalid."""
     try:
         found = pydantic_core.from_json(schema, allow_inf_nan=False) if isinstance(schema, str) else schema
     except ValueError as error:
@@ -251,7 +245,7 @@ def sampled(temperature: float | None, served: ServedModel) -> float | None:
 
 
 def fields_of(body: Extended) -> dict[str, Any]:
-    """Return the native fields that a body has as they are: those that every dialect has, and those marked `Native`."""
+    """Return the native fields that need no translation: those of `Extended`, and those marked `Native`."""
     found = {name: getattr(body, name) for name in _OF_ALL}
     for native_name, path in _native_paths(type(body)).items():
         value: Any = body
@@ -262,7 +256,7 @@ def fields_of(body: Extended) -> dict[str, Any]:
 
 
 def names_of(body: BaseModel) -> dict[str, str]:
-    """Return the places in a body of the fields marked `Native`, by native name, of those that differ."""
+    """Return the paths of the fields marked `Native` whose path differs from the native name, by that name."""
     return {name: path for name, path in _native_paths(type(body)).items() if name != path}
 
 
@@ -273,9 +267,9 @@ def _native_paths(model: type[BaseModel]) -> dict[str, str]:
 
 
 def sampling_fields(body: Any, dialect: Dialect, served: ServedModel) -> dict[str, Any]:
-    """Return the native fields of a dialect that samples by default, without those that only it can translate.
+    """Return the native fields of a dialect that samples by default, except those that only the dialect can translate.
 
-    `top_p: 0` leaves the most likely token alone, as greedy. There is no beam search.
+    `top_p: 0` allows the most likely token only, so it becomes greedy. There is no beam search.
     """
     fields = fields_of(body) | dialect.fields(body)
     fields |= {"stream": body.stream, "num_beams": 1, "seed": native_seed(body.seed)}

@@ -1,8 +1,8 @@
-"""The APIs of Hugging Face's servers: text-generation-inference and text-embeddings-inference.
+"""The APIs of Hugging Face's servers: text-generation-inference (TGI) and text-embeddings-inference (TEI).
 
-The first has `/`, `/generate` and `/generate_stream`, the second `/embed`, `/rerank` and `/predict`. Their finish
-reasons are `eos_token`, `stop_sequence` and `length`; a deadline or a cancellation is reported as `length`. As in their
-servers, the output includes the stop text, and decoding is greedy unless a field requests sampling.
+TGI has `/`, `/generate` and `/generate_stream`, TEI has `/embed`, `/rerank` and `/predict`. The finish reasons are
+`eos_token`, `stop_sequence` and `length`; a deadline or a cancellation is reported as `length`. As in TGI, the output
+includes the stop text, and decoding is greedy unless a field requests sampling.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from service.schemas.encode_bodies import EncodeBody
 from service.schemas.parameters import HUGGING_FACE, Parameters
 from service.schemas.types import Prompt, Text, Texts
 
-# -- Request bodies of text-generation-inference and text-embeddings-inference, all with `inputs` or `texts`.
+# -- Request bodies of TGI and TEI.
 
 
 class Grammar(DialectBody):
-    """Constrains the output."""
+    """A constraint of the output."""
 
     type: Literal["json", "json_schema", "regex"] = Field(
         description="Type of `value`: a JSON schema, one wrapped as in OpenAI's API, or a regular expression.",
@@ -66,7 +66,7 @@ class GenerateParameters(DialectBody, Parameters):
     )
     temperature: float | None = Field(None, gt=0, description="As in /generate, but never 0.", examples=[0.8])
     stop: list[Text] | None = Field(
-        None, description="Texts that end the output, and are part of it.", examples=[["\n"]]
+        None, description="Texts that end the output; the output includes them.", examples=[["\n"]]
     )
     return_full_text: bool | None = Field(None, description="Put the inputs before the output.", examples=[False])
     details: bool | None = Field(None, description="Return details of the output's tokens.", examples=[True])
@@ -79,14 +79,14 @@ class GenerateParameters(DialectBody, Parameters):
     best_of: Annotated[Any, Refused(1)] = None
     truncate: NotSupported = None
     watermark: NotTrue = None
-    grammar: Grammar | None = Field(None, description="Constrains the output.")
+    grammar: Grammar | None = Field(None, description="A constraint of the output.")
     adapter_id: NotSupported = None
 
 
 class HuggingFaceBody(Extended):
-    """Adds what clients of hosted inference send with every task."""
+    """The fields that clients of hosted inference send with every task."""
 
-    options: Annotated[Any, Ignored("models are loaded and results are kept as the service is set up")] = None
+    options: Annotated[Any, Ignored("the service's settings decide about loading and caching")] = None
 
 
 class TextGenerationBody(HuggingFaceBody):
@@ -98,7 +98,7 @@ class TextGenerationBody(HuggingFaceBody):
 
 
 class Truncated(HuggingFaceBody):
-    """Adds how inputs that are too long are read."""
+    """The fields for truncating inputs that are too long."""
 
     truncate: bool | None = Field(
         None, description="Truncate an input that is too long; default: refuse it.", examples=[False]
@@ -126,7 +126,7 @@ class RerankBody(Truncated):
 
     query: Text = Field(description="The question.", examples=["What is Ray?"])
     texts: Texts = Field(description="The texts to rank.", examples=[["Ray is a framework.", "A ray of light."]])
-    raw_scores: bool | None = Field(None, description="Logits instead of probabilities.", examples=[False])
+    raw_scores: bool | None = Field(None, description="Return logits instead of probabilities.", examples=[False])
     return_text: bool | None = Field(None, description="Repeat each text in the reply.", examples=[False])
 
 
@@ -154,7 +154,7 @@ class PredictBody(Truncated):
         description="A text, a pair of texts, or a list of lists of one or two.",
         examples=["a fine film", ["a question", "an answer"], [["one"], ["two"]]],
     )
-    raw_scores: bool | None = Field(None, description="Logits instead of probabilities.", examples=[False])
+    raw_scores: bool | None = Field(None, description="Return logits instead of probabilities.", examples=[False])
     parameters: NotFilled = None
 
 
@@ -170,7 +170,7 @@ ENCODE_NAMES = {"input": "inputs"}
 
 
 def generate(body: TextGenerationBody, *, stream: bool | None = None) -> GenerateBody:
-    """Translate a text generation body; `stream` overrides its field. Raises `ApiError` with native field names."""
+    """Translate a body; `stream` overrides its field. Raises `ApiError` with native field names."""
     parameters = body.parameters or GenerateParameters.model_validate({})
     fields = fields_of(body) | HUGGING_FACE.fields(parameters)
     fields |= {
@@ -192,9 +192,9 @@ def generate(body: TextGenerationBody, *, stream: bool | None = None) -> Generat
 
 
 class TextGeneration(DataEvents):
-    """Renders text generation: an event for each token, the last with the whole text.
+    """Renders text generation: an event for each token; the last one has the whole text.
 
-    `as_list`: the reply is in a list of one, as at `/`.
+    `as_list`: the reply is a list with one entry, as at `/`.
     """
 
     done = b""
@@ -278,7 +278,7 @@ def embed(body: EmbedBody) -> EncodeBody:
 
 
 def embed_reply(plan: EncodePlan, reply: Json) -> object:
-    """Return a list of vectors, also for a single input."""
+    """Return a list of vectors, even for a single input."""
     return [item["embedding"] for item in reply["data"]]
 
 
@@ -289,7 +289,7 @@ def rerank(body: RerankBody) -> EncodeBody:
 
 
 def rerank_reply(body: RerankBody) -> Callable[[EncodePlan, Json], object]:
-    """Return the texts by descending score. With several classes it is that of the last, which means relevant."""
+    """Return the texts by descending score. The score is that of the last class, which means "relevant"."""
 
     def show(plan: EncodePlan, reply: Json) -> object:
         found = []
@@ -310,7 +310,7 @@ def predict(body: PredictBody) -> EncodeBody:
 
 
 def predict_reply(body: PredictBody) -> Callable[[EncodePlan, Json], object]:
-    """Return each input's classes by descending score; for a single input without an outer list."""
+    """Return each input's classes by descending score; a single input has no outer list."""
 
     def show(plan: EncodePlan, reply: Json) -> object:
         found = [_classes(item["scores"], reply["labels"]) for item in reply["data"]]
@@ -333,7 +333,7 @@ def _is_batch(body: PredictBody) -> bool:
 
 
 def encode_fields(body: Truncated) -> Json:
-    """Return the native fields that all bodies for inputs have."""
+    """Return the native fields of all bodies that can truncate their inputs."""
     side = (body.truncation_direction or "right").lower()
     return fields_of(body) | {"truncate": side if body.truncate else None}
 

@@ -1,4 +1,4 @@
-"""Fields of Hugging Face's `/info`, for the first model."""
+"""The fields of Hugging Face's `/info`, for the first model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def huggingface_info(service: Service) -> Json:
 
 
 def model_kind(served: ServedModel) -> Json | None:
-    """Return what text-embeddings-inference calls the model's type; None for one that generates."""
+    """Return the type of a model as text-embeddings-inference describes it; None for a model that generates."""
     if served.config.can_generate:
         return None
     head = served.config.classifier

@@ -1,6 +1,6 @@
-"""Anthropic's messages: bodies to conversations and native bodies, and replies and events back.
+"""Anthropic's messages: translates bodies to conversations and native bodies, and replies and events back.
 
-A reply that met its deadline, or was cancelled, has the stop_reason `pause_turn`: it may be sent back to go on.
+A reply that ended at its deadline, or was cancelled, has the stop_reason `pause_turn`: sent back, it is continued.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STOP = {"stop": "end_turn", "length": "max_tokens", "deadline": "pause_turn", "
 
 
 def conversation(body: CountBody, served: ServedModel) -> Conversation:
-    """Return what a body says beside how to sample; raises `ApiError`."""
+    """Return the messages, tools and template variables of a body; raises `ApiError`."""
     found: list[Json] = []
     if body.system:
         found.append({"role": "system", "content": _text(body.system)})
@@ -76,7 +76,7 @@ def conversation(body: CountBody, served: ServedModel) -> Conversation:
 
 
 def _variables(body: CountBody, served: ServedModel) -> Mapping[str, tuple[Any, str]]:
-    """Return the variables of the template; reasoning is off unless it is asked for, where it can be."""
+    """Return the variables of the template. If it can turn reasoning off, it does unless the body requests it."""
     effort = body.output_config.effort if body.output_config is not None else None
     variables = template_variables(served.chat, effort, "output_config.effort", None, body.chat_template_kwargs)
     thinks = body.thinking is not None and body.thinking.type != "disabled"
@@ -86,7 +86,7 @@ def _variables(body: CountBody, served: ServedModel) -> Mapping[str, tuple[Any, 
 
 
 def check_thinking(body: MessagesBody, format: ReplyFormat) -> None:
-    """Refuse to reason with a model that does not, and a budget that `max_tokens` leaves no answer for."""
+    """Refuse reasoning if the model cannot reason, and a budget that leaves no tokens for an answer."""
     if body.thinking is None or body.thinking.type == "disabled":
         return
     if format.reasoning is None:
@@ -102,7 +102,7 @@ def _text(content: str | Sequence[TextBlock | UnservedText] | None) -> str:
 
 
 def _add(messages: list[Json], one: Json) -> None:
-    """Add a message; texts of one author that follow each other are one turn, as in that API: a list, joined later."""
+    """Add a message. Consecutive texts of one author are one turn, as in that API: they form a list, joined later."""
     last = messages[-1] if messages else {}
     if one["role"] == "tool" or last.get("role") != one["role"] or not last.keys() == one.keys() == {"role", "content"}:
         messages.append(one)
@@ -113,7 +113,7 @@ def _add(messages: list[Json], one: Json) -> None:
 
 
 def _messages(message: ConversationMessage, param: str) -> list[Json]:
-    """Return a message as those of a template: results of tools first, each a message of its own."""
+    """Return a message as messages of a template: first each result of a tool, then the rest."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     found: list[Json] = []
@@ -149,9 +149,9 @@ def _messages(message: ConversationMessage, param: str) -> list[Json]:
 
 
 def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int], room: int) -> GenerateBody:
-    """Translate a body whose conversation has become token ids, which leave room for so many more.
+    """Translate a body whose conversation has become the token ids `prompt`; `room` more fit the context.
 
-    Clients ask for as much as models of that API can write, whose context then ends the reply.
+    `max_tokens` is reduced to `room`: clients request what the models of that API can generate.
     """
     fields = sampling_fields(body, MESSAGES, served) | {
         "max_tokens": min(body.max_tokens, max(1, room)),
@@ -168,12 +168,12 @@ def generate_body(body: MessagesBody, served: ServedModel, prompt: list[int], ro
 
 
 def is_held(body: MessagesBody) -> bool:
-    """Return whether a grammar holds the answer."""
+    """Whether a grammar constrains the answer."""
     return body.output_config is not None and body.output_config.format is not None
 
 
 class Messages(BlockRendering):
-    """Renders a message and its events."""
+    """Renders a reply as a message or its events."""
 
     keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -182,7 +182,7 @@ class Messages(BlockRendering):
         self._body = body
         self._omits_thinking = body.thinking is not None and body.thinking.display == "omitted"
         self._head = generation.head()
-        self._arguments = JsonBeginning()  # of the call that is open
+        self._arguments = JsonBeginning()  # arguments of the current call
 
     def opening(self) -> Iterable[Json]:
         usage = {"input_tokens": self._generation.plan.prompt_tokens, "output_tokens": 0}
@@ -270,9 +270,9 @@ class Messages(BlockRendering):
 
 
 class JsonBeginning:
-    """Passes a text on as long as it begins a JSON value; the API's client fails on any other arguments of a call.
+    """Passes a text on while it is the beginning of a JSON value; the API's client fails on other arguments of a call.
 
-    Each look reads the whole text, so a long one is passed on in pieces of 1/256 of it.
+    Each check reads the whole text, so a long text is passed on in pieces of 1/256 of it.
     """
 
     def __init__(self) -> None:
@@ -281,12 +281,12 @@ class JsonBeginning:
         self._is_json = True
 
     def push(self, text: str) -> str:
-        """Add text; return what can be passed on now, which may be nothing."""
+        """Add text; return what can be passed on now; may be empty."""
         self._text += text
         return self.rest() if len(self._text) - self._passed > len(self._text) // 256 else ""
 
     def rest(self) -> str:
-        """Return what was not passed on, as far as it is JSON."""
+        """Return the rest of the text, up to where it stops being JSON."""
         if not self._is_json:
             return ""
         start, end = self._passed, len(self._text)
@@ -314,7 +314,7 @@ def _shown(block: Block) -> Json:
 
 
 def _input(arguments: str) -> Json:
-    """Return the arguments of a call, of one that was cut off as far as they go."""
+    """Return the arguments of a call; if the call was cut off, those that are complete."""
     try:
         found = pydantic_core.from_json(arguments, allow_partial="trailing-strings", allow_inf_nan=False)
     except ValueError:

@@ -19,7 +19,7 @@ from service.dialects.common import (
     NotSupported,
     NotTrue,
     Refused,
-    Served,
+    ServedTypes,
     Unserved,
     by_content,
     by_type,
@@ -37,7 +37,7 @@ class TextBlock(DialectBody):
 
 
 class ThinkingBlock(DialectBody):
-    """Is reasoning of an earlier message, for the template."""
+    """Reasoning of an earlier message, for the chat template."""
 
     type: Literal["thinking"] = Field(description="The type of the block.", examples=["thinking"])
     thinking: str = Field(description="The reasoning.", examples=["A city."])
@@ -45,7 +45,7 @@ class ThinkingBlock(DialectBody):
 
 
 class RedactedThinkingBlock(DialectBody):
-    """Is reasoning that only the model that wrote it can read: it is left out."""
+    """Encrypted reasoning, which is omitted: only the model that wrote it can read it."""
 
     type: Literal["redacted_thinking"] = Field(description="The type of the block.", examples=["redacted_thinking"])
     data: Annotated[Any, Ignored("only the model that wrote it can read it")] = None
@@ -53,7 +53,7 @@ class RedactedThinkingBlock(DialectBody):
 
 class ToolUseBlock(DialectBody):
     type: Literal["tool_use"] = Field(description="The type of the block.", examples=["tool_use"])
-    id: str = Field(description="What the result refers to.", examples=["toolu_1"])
+    id: str = Field(description="Id of the call, which its result repeats.", examples=["toolu_1"])
     name: str = Field(description="The tool.", examples=["weather"])
     input: dict[str, Any] = Field(description="Its arguments.", examples=[{"city": "Oslo"}])
     caller: Annotated[Any, Refused({"type": "direct"})] = None
@@ -62,17 +62,17 @@ class ToolUseBlock(DialectBody):
 
 
 class UnservedText(Unserved):
-    """Is a block where only text is read."""
+    """A block that is not text, where only text is read."""
 
     source: NotSupported = None
-    type: Annotated[Any, Served("text")]
+    type: Annotated[Any, ServedTypes("text")]
 
 
 class UnservedBlock(Unserved):
-    """Is a block that chat models here cannot read, or one of a tool that this service does not have."""
+    """A block that chat models here cannot read, or of a tool that this service does not have."""
 
     source: NotSupported = None
-    type: Annotated[Any, Served("text", "thinking", "tool_use", "tool_result")]
+    type: Annotated[Any, ServedTypes("text", "thinking", "tool_use", "tool_result")]
 
 
 TextBlocks = Annotated[
@@ -91,8 +91,8 @@ Texts = Annotated[
 
 class ToolResultBlock(DialectBody):
     type: Literal["tool_result"] = Field(description="The type of the block.", examples=["tool_result"])
-    tool_use_id: str = Field(description="The call that it belongs to.", examples=["toolu_1"])
-    content: Texts | None = Field(None, description="What the tool returned: text.", examples=["Sun"])
+    tool_use_id: str = Field(description="Id of the call.", examples=["toolu_1"])
+    content: Texts | None = Field(None, description="The text that the tool returned.", examples=["Sun"])
     is_error: bool | None = Field(
         None, description="The tool failed: the text is marked as an error.", examples=[False]
     )
@@ -144,7 +144,7 @@ class MessagesTool(DialectBody):
     input_schema: dict[str, Any] = Field(
         description="A JSON schema of its input, an object.", examples=[SCHEMA_EXAMPLE]
     )
-    strict: bool | None = Field(None, description="Hold its input to the schema.", examples=[True])
+    strict: bool | None = Field(None, description="Constrain its input to the schema.", examples=[True])
     cache_control: Cached = None
     eager_input_streaming: Annotated[Any, Ignored("calls are streamed as they are written")] = None
     input_examples: NotFilled = None
@@ -154,25 +154,25 @@ class MessagesTool(DialectBody):
 
 class MessagesToolChoice(DialectBody):
     type: Literal["auto", "any", "tool", "none"] = Field(
-        description="`any`: at least one call; `tool`: of the one called `name`.", examples=["auto"]
+        description="`any`: at least one call; `tool`: a call of the tool `name`.", examples=["auto"]
     )
-    name: str | None = Field(None, description="With the type `tool`.", examples=["weather"])
+    name: str | None = Field(None, description="The tool to call, with the type `tool`.", examples=["weather"])
     disable_parallel_tool_use: bool | None = Field(None, description="Allow one call at most.", examples=[False])
 
 
 class Thinking(DialectBody):
     type: Literal["enabled", "adaptive", "disabled"] = Field(
-        description="Whether to reason, where the chat template knows it. Without `thinking`: as if disabled.",
+        description="Whether to reason, if the chat template supports it. Without `thinking`: disabled.",
         examples=["enabled"],
     )
     budget_tokens: int | None = Field(
         None,
         ge=1,
-        description="Must be below `max_tokens`, which is what bounds the reasoning: no model here knows its budget.",
+        description="Must be below `max_tokens`. Only `max_tokens` limits the reasoning: models here have no budget.",
         examples=[1024],
     )
     display: Literal["summarized", "full", "omitted"] | None = Field(
-        None, description="`omitted` leaves the text of the reasoning out of the reply.", examples=["summarized"]
+        None, description="`omitted`: the reply has no text of the reasoning.", examples=["summarized"]
     )
     block_binding: NotSupported = None
 
@@ -185,13 +185,13 @@ class OutputFormat(DialectBody):
 
 
 class OutputSettings(DialectBody):
-    effort: Effort | None = Field(None, description="How much to reason, where the template knows it.")
-    format: OutputFormat | None = Field(None, description="Hold the answer to a schema.")
+    effort: Effort | None = Field(None, description="How much to reason, if the chat template supports it.")
+    format: OutputFormat | None = Field(None, description="A schema that constrains the answer.")
     task_budget: NotSupported = None
 
 
 def _keeps_all(value: Any) -> Any:
-    """Accept edits that keep everything, as agents send them; others would change the conversation."""
+    """Accept edits that keep everything, which agents send; other edits would change the conversation."""
     edits = value.get("edits", []) if isinstance(value, dict) else [value]
     if value is None or all(isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits):
         return value
@@ -203,12 +203,12 @@ class CountBody(Extended):
 
     messages: list[ConversationMessage] = Field(
         min_length=1,
-        description="The conversation. One that ends with the assistant's text is continued.",
+        description="The conversation. If it ends with the assistant's text, that text is continued.",
         examples=[[{"role": "user", "content": "Hello"}]],
     )
     system: Texts | None = Field(None, description="A system message before all others.", examples=["Be brief."])
     tools: list[MessagesTool] | None = Field(None, description="The tools that the model may call.")
-    tool_choice: MessagesToolChoice | None = Field(None, description="Whether it may, or must.")
+    tool_choice: MessagesToolChoice | None = Field(None, description="Whether the model may or must call a tool.")
     thinking: Thinking | None = Field(None, description="Whether to reason.")
     output_config: OutputSettings | None = Field(None, description="The format of the answer, and the effort.")
     chat_template_kwargs: dict[str, Any] | None = Field(
@@ -216,18 +216,18 @@ class CountBody(Extended):
     )
     cache_control: Cached = None
     context_management: Annotated[Any, BeforeValidator(_keeps_all)] = Field(
-        None, description="Taken only with edits that keep everything."
+        None, description="Accepted only with edits that keep everything."
     )
     mcp_servers: NotFilled = None
     user_profile_id: Annotated[Any, Ignored("no output depends on the end user")] = None
     workspace_id: Annotated[Any, Ignored("no output depends on the end user")] = None
-    speed: Annotated[Any, Ignored("there is one")] = None
+    speed: Annotated[Any, Ignored("there is one speed")] = None
     billing_policy: Annotated[Any, Ignored("nothing is billed")] = None
     fallbacks: NotFilled = None
     fallback_credit_token: Annotated[Any, Ignored("nothing is billed")] = None
     compaction: NotSupported = None
     output_format: Annotated[Any, Refused(instead="output_config.format")] = None
-    thread: NotSupported = None  # the client goes on without one
+    thread: NotSupported = None  # the client continues without a thread
 
 
 @MESSAGES.body
@@ -235,7 +235,7 @@ class MessagesBody(CountBody, Transferred, Parameters):
     """Continue a conversation, as Anthropic's messages do; the model's chat template makes the prompt."""
 
     max_tokens: int = Field(
-        description="Maximum number of tokens to generate; more than the context has room for is taken as that.",
+        description="Maximum number of tokens to generate; reduced to what fits the context.",
         examples=[64],
     )
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
@@ -244,7 +244,7 @@ class MessagesBody(CountBody, Transferred, Parameters):
         None, description="0 is greedy. Default: the checkpoint's, else 1.", examples=[0.8]
     )
     metadata: Annotated[Any, Ignored("no output depends on the end user")] = None
-    inference_geo: Annotated[Any, Ignored("it runs where this service does")] = None
+    inference_geo: Annotated[Any, Ignored("requests run where this service runs")] = None
     service_tier: Annotated[Any, Ignored("there is one tier")] = None
     container: NotSupported = None
     diagnostics: NotFilled = None

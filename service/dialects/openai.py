@@ -1,7 +1,7 @@
 """OpenAI's API: completions and chat completions.
 
-A sequence that ended at its deadline or was cancelled has the finish_reason `abort`, which OpenAI's API does not have,
-but other servers of it do: `stop` and `length` would be wrong. Ids are OpenAI's prefix and the request id.
+A sequence that ended at its deadline or was cancelled has the finish_reason `abort`, as in other servers of this API:
+OpenAI has no such reason, and `stop` and `length` would be wrong. Ids are OpenAI's prefix and the request id.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from service.schemas.parameters import OPENAI
 
 COMPLETION_NAMES = OPENAI.names | {"prompt_logprobs": "logprobs"}
 CHAT_NAMES = {**COMPLETION_NAMES, "prediction": "prediction.content", "prompt": "messages", "logprobs": "top_logprobs"}
-DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; chats fill the context
+DEFAULT_MAX_TOKENS = 16  # of completions, as at OpenAI; chats may fill the context
 
-_GRAMMARS = ("guided_grammar", "grammar", "ebnf")  # of vLLM, llama.cpp and SGLang
+_GRAMMARS = ("guided_grammar", "grammar", "ebnf")  # fields of vLLM, llama.cpp and SGLang
 
 
 def completion_names(body: CompletionBody) -> Mapping[str, str]:
@@ -61,12 +61,12 @@ def completion(body: CompletionBody, served: ServedModel) -> GenerateBody:
 
 
 def prompt_only(body: CompletionBody) -> bool:
-    """Return whether only the prompt and its log-probabilities are requested; one token is generated and not shown."""
+    """Whether only the prompt and its log-probabilities are requested; one token is generated and not shown."""
     return body.max_tokens == 0 and bool(body.echo)
 
 
 def conversation(body: ChatBody, served: ServedModel) -> Conversation:
-    """Return what a chat body says beside how to sample; raises `ApiError`."""
+    """Return the messages, tools and template variables of a chat body; raises `ApiError`."""
     if body.continue_final_message and body.add_generation_prompt:
         problem = "continue_final_message and add_generation_prompt exclude each other"
         raise invalid(problem, "continue_final_message")
@@ -98,7 +98,7 @@ def _tool(body: ToolBody, param: str) -> Tool:
 
 
 def chat(body: ChatBody, served: ServedModel, prompt: list[int], *, with_ids: bool) -> GenerateBody:
-    """Translate a chat body, whose messages have become token ids; `with_ids`: the reply needs those of its tokens."""
+    """Translate a chat body whose messages have become the token ids `prompt`; `with_ids`: return ids of the reply."""
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     fields = _sampling(body, served) | {
@@ -119,7 +119,7 @@ def chat_names(body: ChatBody) -> Mapping[str, str]:
 
 
 def message(one: Message, param: str) -> Json:
-    """Return a message as templates expect it: no null, text as one string, arguments as objects."""
+    """Return a message as templates expect it: no nulls, text as one string, arguments as objects."""
     if one.content is None and one.refusal is None and not one.tool_calls:
         raise invalid(f"{param}.content is missing", f"{param}.content", "missing_field")
     found = one.model_dump(exclude_none=True)
@@ -137,7 +137,7 @@ def message(one: Message, param: str) -> Json:
 
 
 def joined(content: str | Sequence[TextPart | RefusalPart | UnservedPart]) -> str:
-    """Return content as one text."""
+    """Return content as one text, with line breaks between parts."""
     return (
         content
         if isinstance(content, str)
@@ -157,14 +157,14 @@ def _sampling(body: Sampling, served: ServedModel) -> dict[str, Any]:
 
 
 def is_held(body: Sampling) -> bool:
-    """Return whether a grammar holds the answer."""
+    """Whether a grammar constrains the answer."""
     format = body.response_format
     is_formatted = format is not None and format.type != "text"
     return is_formatted or body.structured_outputs is not None or bool(_grammars(body))
 
 
 def _grammars(body: Sampling) -> list[str]:
-    """Return the names of the fields that have a grammar."""
+    """Return the names of the given fields that contain a grammar."""
     return [name for name in _GRAMMARS if getattr(body, name) is not None]
 
 
@@ -175,7 +175,7 @@ def _structure(body: Sampling) -> Json:
         found["response_format"] = _format(body.response_format)
     vllm, grammars = body.structured_outputs, _grammars(body)
     if len(grammars) + (vllm is not None and vllm.grammar is not None) > 1:
-        raise invalid(f"{grammars[-1]} excludes the other fields for the same", grammars[-1])
+        raise invalid(f"{grammars[-1]} excludes the other fields for a grammar", grammars[-1])
     if grammars:
         found["grammar"] = getattr(body, grammars[0])
     if vllm is None:

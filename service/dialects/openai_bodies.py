@@ -1,4 +1,4 @@
-"""OpenAI's request bodies, with the additional fields of other servers that clients use."""
+"""OpenAI's request bodies, with the fields that clients of other servers add."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.dialects.common import (
     NotTrue,
     Refused,
     Schema,
-    Served,
+    ServedTypes,
     Unserved,
     by_content,
     by_type,
@@ -40,7 +40,7 @@ class StreamOptions(DialectBody):
 
 class FormatSchema(DialectBody):
     name: str | None = Field(None, description="A label of the client's.", examples=["person"])
-    description: Annotated[Any, Ignored("the model is shown no schema")] = None
+    description: Annotated[Any, Ignored("the model does not see the schema")] = None
     schema_: dict[str, Any] | None = Field(
         None, alias="schema", description="As in /generate.", examples=[{"type": "object"}]
     )
@@ -48,7 +48,7 @@ class FormatSchema(DialectBody):
 
 
 class Format(DialectBody):
-    """Sets the format of the output."""
+    """The format of the output."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(
         description="Any text, any JSON object, or JSON that matches `json_schema`.", examples=["json_object"]
@@ -60,20 +60,20 @@ class Format(DialectBody):
         examples=[None],
     )
     schema_: Schema | None = Field(
-        None, alias="schema", description="The same as `value`, as llama.cpp has it.", examples=[None]
+        None, alias="schema", description="The same as `value`; llama.cpp's.", examples=[None]
     )
     grammar: NotSupported = None
 
     @property
     def bare_schema(self) -> tuple[str, Schema] | None:
-        """Return a schema that is not in OpenAI's frame, with the place of its field; None without one."""
+        """A schema outside `json_schema`, with the path of its field; None if there is none."""
         if self.value is not None:
             return "response_format.value", self.value
         return None if self.schema_ is None else ("response_format.schema", self.schema_)
 
 
 class StructuredOutputs(DialectBody):
-    """Constrains the output, by one of its fields."""
+    """A constraint of the output; one field is given."""
 
     json_: Schema | None = Field(
         None, alias="json", description="A JSON schema, as an object or as text.", examples=[{"type": "object"}]
@@ -90,14 +90,14 @@ class StructuredOutputs(DialectBody):
 
 @OPENAI.body
 class Sampling(Extended, Harmless, NotServed, OtherNames, Parameters):
-    """Holds the fields that completions and chat completions share."""
+    """The fields that completions and chat completions share."""
 
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
     stream_options: StreamOptions | None = Field(None, description="Options of a stream.")
     max_tokens: int | None = Field(
         None,
-        description="Maximum number of tokens to generate. Default: 16 for completions; chats go on until the model "
-        "ends them or the context is full.",
+        description="Maximum number of tokens to generate. Default: 16 for completions; for chats, until the model "
+        "ends or the context is full.",
         examples=[32],
     )
     temperature: float | None = Field(
@@ -114,17 +114,17 @@ class Sampling(Extended, Harmless, NotServed, OtherNames, Parameters):
         None, description="As in /generate; empty: any. Not OpenAI's.", examples=[[5, 7]]
     )
     response_format: Format | None = Field(None, description="As in /generate.", examples=[{"type": "json_object"}])
-    structured_outputs: StructuredOutputs | None = Field(None, description="The same, as vLLM has it. Not OpenAI's.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="The same; vLLM's.")
     guided_json: Annotated[Any, Refused(instead="structured_outputs.json")] = None
     guided_regex: Annotated[Any, Refused(instead="structured_outputs.regex")] = None
     guided_choice: Annotated[Any, Refused(instead="structured_outputs.choice")] = None
-    guided_grammar: str | None = Field(None, description="`grammar`, as vLLM had it.", examples=[None])
+    guided_grammar: str | None = Field(None, description="`grammar`, by its older name in vLLM.", examples=[None])
     guided_json_object: Annotated[Any, Refused(False, instead="structured_outputs.json_object")] = None
     guided_whitespace_pattern: NotSupported = None
     regex: Annotated[Any, Refused(instead="structured_outputs.regex")] = None
     json_schema: Annotated[Any, Refused(instead="response_format")] = None
-    grammar: str | None = Field(None, description="As in /generate, and as llama.cpp has it.", examples=[None])
-    ebnf: str | None = Field(None, description="`grammar`, as SGLang has it.", examples=[None])
+    grammar: str | None = Field(None, description="As in /generate; llama.cpp's.", examples=[None])
+    ebnf: str | None = Field(None, description="`grammar`, by its name in SGLang.", examples=[None])
 
 
 class CompletionBody(Sampling):
@@ -137,7 +137,7 @@ class CompletionBody(Sampling):
     logprobs: int | None = Field(
         None,
         ge=0,
-        description="Return log-probabilities with this many alternatives; with `echo`, of the prompt too.",
+        description="Return log-probabilities with this many alternatives; with `echo`, also of the prompt.",
         examples=[2],
     )
     best_of: int | None = Field(None, description="Accepted only if equal to `n`.", examples=[None])
@@ -154,7 +154,7 @@ class TextPart(DialectBody):
 
 
 class RefusalPart(DialectBody):
-    """Is what an assistant said instead of an answer: a text of its message."""
+    """A refusal by the assistant; its text is part of the message."""
 
     type: Literal["refusal"] = Field(description="The type of the part.", examples=["refusal"])
     refusal: str = Field(description="The text.", examples=["I cannot help with that."])
@@ -165,7 +165,7 @@ class RefusalPart(DialectBody):
 
 
 class UnservedPart(Unserved):
-    """Is a part that chat models here cannot read."""
+    """A part that chat models here cannot read."""
 
     image_url: NotSupported = None
     image_embeds: NotSupported = None
@@ -173,7 +173,7 @@ class UnservedPart(Unserved):
     audio_url: NotSupported = None
     video_url: NotSupported = None
     file: NotSupported = None
-    type: Annotated[Any, Served("text", "refusal")]
+    type: Annotated[Any, ServedTypes("text", "refusal")]
 
 
 ContentPart = Annotated[
@@ -204,26 +204,26 @@ class FunctionCall(DialectBody):
     arguments: str | dict[str, Any] = Field(
         description="Its arguments as JSON; the template sees the object.", examples=['{"city": "Oslo"}']
     )
-    parsed_arguments: Annotated[Any, Ignored("`arguments` has them; clients that parse replies add it")] = None
+    parsed_arguments: Annotated[Any, Ignored("clients that parse replies add it; `arguments` has them")] = None
     parameters: Annotated[Any, Ignored("`tools` describe the function; Hugging Face's")] = None
     description: Annotated[Any, Ignored("`tools` describe the function; Hugging Face's")] = None
 
 
-_OfAnother = Annotated[Any, Ignored("it is another service's; its clients send replies back with it")]
+_OfAnother = Annotated[Any, Ignored("clients of other services copy it from replies")]
 
 
 class ToolCall(DialectBody):
-    id: str | None = Field(None, description="Referred to by the tool's reply.", examples=["call_1"])
+    id: str | None = Field(None, description="Id of the call, which the tool's reply repeats.", examples=["call_1"])
     type: str = Field("function", description="Type of the called tool.", examples=["function"])
     function: FunctionCall = Field(description="The call.")
     custom: NotSupported = None
-    index: Annotated[Any, Ignored("the calls' order says it; streamed replies have it")] = None
+    index: Annotated[Any, Ignored("clients copy it from streams; the order of the calls gives it")] = None
     extra_content: _OfAnother = None
     provider_specific_fields: _OfAnother = None
 
 
 class Message(DialectBody):
-    """Is one message of a conversation. The model's chat template decides which roles and orders are allowed."""
+    """A message of a conversation. The model's chat template decides which roles and orders are allowed."""
 
     role: Text = Field(description="The role of the author.", examples=["user"])
     content: Content | None = Field(
@@ -231,11 +231,11 @@ class Message(DialectBody):
     )
     name: str | None = Field(None, description="Passed to the template.", examples=["Ada"])
     tool_calls: list[ToolCall] | None = Field(None, description="Tool calls of an assistant, passed to the template.")
-    tool_call_id: str | None = Field(None, description="The tool call that a tool replies to.", examples=["call_1"])
+    tool_call_id: str | None = Field(None, description="Id of the call that a tool replies to.", examples=["call_1"])
     reasoning_content: str | None = Field(None, description="Passed to the template.", examples=[None])
-    reasoning: str | None = Field(None, description="`reasoning_content`, as other servers name it.", examples=[None])
+    reasoning: str | None = Field(None, description="`reasoning_content`, by its name elsewhere.", examples=[None])
     refusal: str | None = Field(
-        None, description="The assistant's text, where it has no other.", examples=["I cannot help with that."]
+        None, description="The assistant's text, if it has no other.", examples=["I cannot help with that."]
     )
     audio: NotSupported = None
     function_call: NotSupported = None
@@ -243,9 +243,9 @@ class Message(DialectBody):
     prefix: Annotated[Any, Refused(False, instead="continue_final_message")] = None
     partial: Annotated[Any, Refused(False, instead="continue_final_message")] = None
     annotations: Annotated[Any, Ignored("templates read no citations")] = None
-    parsed: Annotated[Any, Ignored("the content has it; clients that parse replies add it")] = None
-    phase: Annotated[Any, Ignored("templates do not tell answers from comments")] = None
-    type: Annotated[Any, Ignored("a message has none; lm-eval sends it")] = None
+    parsed: Annotated[Any, Ignored("clients that parse replies add it; the content contains it")] = None
+    phase: Annotated[Any, Ignored("templates do not distinguish answers from comments")] = None
+    type: Annotated[Any, Ignored("messages have no type; lm-eval sends it")] = None
     id: Annotated[Any, Ignored("nothing refers to a message")] = None
     cache_control: Cached = None
     images: NotFilled = None
@@ -265,9 +265,7 @@ class FunctionTool(DialectBody):
         description="A JSON schema of its arguments, an object. Default: no parameters.",
         examples=[SCHEMA_EXAMPLE],
     )
-    strict: bool | None = Field(
-        None, description="Hold all arguments to the schema, whatever the model wants.", examples=[True]
-    )
+    strict: bool | None = Field(None, description="Constrain all arguments to the schema.", examples=[True])
     defer_loading: NotTrue = None
     key_order: NotFilled = None
 
@@ -285,7 +283,7 @@ class NamedFunction(DialectBody):
 
 
 class NamedTool(DialectBody):
-    """Asks for calls of one tool."""
+    """A choice that requires calls of one tool."""
 
     type: Literal["function"] = Field("function", description="Only functions are supported.", examples=["function"])
     function: NamedFunction = Field(description="The function.")
@@ -298,14 +296,14 @@ class AllowedTools(DialectBody):
 
 
 class AllowedToolChoice(DialectBody):
-    """Allows calls of some tools; the template gets all of them, so that the prompt's beginning stays the same."""
+    """A choice that allows some tools; the template still gets all of them, so that the prefix stays cached."""
 
     type: Literal["allowed_tools"] = Field(description="The type of the choice.", examples=["allowed_tools"])
     allowed_tools: AllowedTools = Field(description="The tools.")
 
 
 def choice_shape(value: Any) -> str:
-    """Return the tag of a choice of tools: a word, one tool, or those that are allowed."""
+    """Return the tag of a choice of tools, which is a word, one tool, or a list of allowed ones."""
     if isinstance(value, str):
         return "<word>"
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -339,29 +337,29 @@ class ChatBody(Sampling, ChatNotServed):
         None, description="Continue the last message instead. Not OpenAI's.", examples=[False]
     )
     prediction: Prediction | None = Field(
-        None, description="A text that the answer is drafted from; the answer is the same, and comes sooner."
+        None, description="A text from which drafts are proposed: the answer is the same, and faster."
     )
     tools: list[ToolBody] | None = Field(None, description="The functions that the model may call.")
     tool_choice: ToolChoice | None = Field(
         None,
         description="`auto` (default), `none`, `required` (at least one call), the tool to call, or `allowed_tools`. "
-        "With a call that is required, arguments are held to their schemas.",
+        "If a call is required, arguments are constrained to their schemas.",
         examples=["auto", {"type": "function", "function": {"name": "weather"}}],
     )
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls; default true.", examples=[True])
     reasoning_effort: Effort | None = Field(
-        None, description="How much to reason, where the chat template knows it; `none`: not at all.", examples=["low"]
+        None, description="How much to reason, if the chat template supports it; `none`: not at all.", examples=["low"]
     )
     enable_thinking: bool | None = Field(
-        None, description="Whether to reason, where the chat template knows it. Not OpenAI's.", examples=[False]
+        None, description="Whether to reason, if the chat template supports it. Not OpenAI's.", examples=[False]
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None,
-        description="Variables of the chat template; one that it does not have is refused. Not OpenAI's.",
+        description="Variables of the chat template; those that it does not read are refused. Not OpenAI's.",
         examples=[{"enable_thinking": False}],
     )
     include_reasoning: bool | None = Field(
-        None, description="Whether the reply shows its reasoning; default true. Not OpenAI's.", examples=[True]
+        None, description="Whether the reply contains the reasoning; default true. Not OpenAI's.", examples=[True]
     )
     thinking: NotSupported = None
     thinking_token_budget: NotSupported = None

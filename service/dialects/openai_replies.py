@@ -1,4 +1,4 @@
-"""Rendering of generations as OpenAI's completions and chat completions."""
+"""Renders generations as OpenAI's completions and chat completions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PREDICTED = ("accepted_prediction_tokens", "rejected_prediction_tokens")
 
 
 class _Rendering(DataEvents):
-    """Renders what completions and chat completions share: ids, usage, the order of events."""
+    """The common part of completions and chat completions: ids, usage, the order of events."""
 
     prefix: str
     kind: str  # `object` of a reply
@@ -68,7 +68,7 @@ class _Rendering(DataEvents):
         raise NotImplementedError
 
     def _repeated(self, delta: Json) -> Json | None:
-        """Return the choice of `repeated`."""
+        """Return the choice of an event of `repeated`; None if it cannot be one."""
         raise NotImplementedError
 
     def _choice(self, choice: Json) -> Json:
@@ -78,7 +78,7 @@ class _Rendering(DataEvents):
 class Completions(_Rendering):
     """Renders text completions.
 
-    `text_offset` is where in the choice's text a token begins. Tokens that the text leaves out, such as special tokens,
+    `text_offset` is where a token begins in the choice's text. Tokens that are not in the text, such as special tokens,
     have no length; tokens that share a character begin at the same offset.
     """
 
@@ -90,7 +90,7 @@ class Completions(_Rendering):
         self._echo = bool(body.echo)
         self._prompt_only = prompt_only(body)
         self._tokenizer = generation.plan.served.tokenizer
-        self._offsets: dict[int, _Offsets] = {}  # of each choice's output
+        self._offsets: dict[int, _Offsets] = {}  # by choice, of its output
 
     def _deltas(self, delta: Json) -> Iterable[Json]:
         return (self._choice(delta),)
@@ -146,7 +146,7 @@ class Completions(_Rendering):
 
 
 class _Offsets:
-    """Computes where the tokens of a growing text begin, in characters; without a tokenizer all begin at 0."""
+    """Computes where the tokens of a growing text begin, in characters; always 0 without a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, skip_special_tokens: bool, at: int) -> None:
         self._tokenizer = tokenizer
@@ -178,7 +178,7 @@ class _Offsets:
 
 
 class ChatCompletions(_Rendering):
-    """Renders chat completions; the first event of a choice has its role."""
+    """Renders chat completions; the first event of a choice contains the role."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
@@ -187,8 +187,8 @@ class ChatCompletions(_Rendering):
         self._begun: set[int] = set()
         self._format = format
         self._shows_reasoning = body.include_reasoning is not False
-        self._parsers: dict[int, ReplyParser] = {}  # of choices, unless all of them are content
-        self._ids: dict[int, list[int]] = {}  # of their tokens, at least up to the end of the reasoning
+        self._parsers: dict[int, ReplyParser] = {}  # by choice; empty if the format is plain
+        self._ids: dict[int, list[int]] = {}  # by choice: its token ids, at least up to the end of the reasoning
         self._reasoned: set[int] = set()  # choices with reasoning
 
     def _deltas(self, delta: Json) -> Iterable[Json]:
@@ -238,7 +238,7 @@ class ChatCompletions(_Rendering):
         return self._parsers[index]
 
     def _count(self, choice: Json, *, reasons: bool) -> None:
-        """Remember the tokens of a choice, and whether any of them are reasoning."""
+        """Record the token ids of a choice, and whether it contains reasoning."""
         index = choice["index"]
         self._ids[index] += choice.get("token_ids", ())
         if reasons:
@@ -257,7 +257,7 @@ class ChatCompletions(_Rendering):
         parser = self._parsers.get(choice["index"])
         if reason != "stop" or parser is None or not parser.has_calls:
             return reason
-        is_cut = isinstance(choice.get("stop_reason"), str) and parser.is_within_call  # by a text of `stop`
+        is_cut = isinstance(choice.get("stop_reason"), str) and parser.is_within_call  # a stop text ended the call
         return "stop" if is_cut else "tool_calls"
 
 
@@ -283,7 +283,7 @@ def _shown(part: Part) -> Json:
 
 
 def _message(reply: WholeReply) -> Json:
-    """Return the fields of a message with these parts."""
+    """Return the fields of a message."""
     message: Json = {"content": reply.content if reply.content or not reply.calls else None}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
@@ -302,7 +302,7 @@ def _finish(choice: Json) -> str | None:
 
 
 def _alternatives(entry: Json) -> dict[str, float] | None:
-    """Return the log-probabilities of the alternatives and the chosen token by text; of equal texts the higher one."""
+    """Return the log-probabilities of the alternatives and the chosen token, by text; of equal texts the highest."""
     if entry["logprob"] is None:
         return None
     found: dict[str, float] = {}
@@ -321,5 +321,5 @@ def _content_logprobs(choice: Json) -> Json | None:
 
 def _token(entry: Json) -> dict[str, Any]:
     text = entry["text"]
-    known = "\ufffd" not in text  # else part of a character, whose bytes are not known here
+    known = "\ufffd" not in text  # else the token is part of a character, and its bytes are unknown here
     return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode()) if known else None}

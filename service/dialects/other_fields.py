@@ -1,4 +1,4 @@
-"""Fields of OpenAI's routes that no output depends on, and those of other servers that are not served here.
+"""Fields of OpenAI's routes that change no output, and fields of other servers that are not supported here.
 
 vLLM, SGLang, llama.cpp and Hugging Face's servers have the same routes with more fields, which their clients send.
 """
@@ -13,7 +13,7 @@ Cached = Annotated[Any, Ignored("prefixes are cached without marks")]
 
 
 class Routed(DialectBody):
-    """Adds the fields by which SGLang's router chooses a process, or splits prefill from decode."""
+    """The fields with which SGLang's router chooses a process, or separates prefill from decode."""
 
     data_parallel_rank: Annotated[Any, Ignored("the service chooses the replica; SGLang's")] = None
     routed_dp_rank: Annotated[Any, Ignored("the service chooses the replica; SGLang's")] = None
@@ -24,7 +24,7 @@ class Routed(DialectBody):
 
 
 class Transferred(DialectBody):
-    """Adds the fields by which vLLM's processes hand parts of a request to each other."""
+    """The fields with which vLLM's processes pass parts of a request to each other."""
 
     kv_transfer_params: NotFilled = None
     ec_transfer_params: NotFilled = None
@@ -35,7 +35,7 @@ class Transferred(DialectBody):
 
 
 class Harmless(Routed):
-    """Adds the fields that completions and chats ignore."""
+    """The fields that completions and chats ignore."""
 
     user: Annotated[Any, Ignored("no output depends on the end user")] = None
     safety_identifier: Annotated[Any, Ignored("no output depends on the end user")] = None
@@ -49,14 +49,14 @@ class Harmless(Routed):
     rid: Annotated[Any, Ignored("`request_id` names the request; SGLang's")] = None
     session_id: Annotated[Any, Ignored("prefixes are found without it; vLLM's and SGLang's")] = None
     custom_labels: Annotated[Any, Ignored("metrics have no labels of clients; SGLang's")] = None
-    stream_interval: Annotated[Any, Ignored("events come as tokens do; vLLM's")] = None
-    guided_decoding_backend: Annotated[Any, Ignored("there is one; vLLM's")] = None
+    stream_interval: Annotated[Any, Ignored("events are sent as tokens are generated; vLLM's")] = None
+    guided_decoding_backend: Annotated[Any, Ignored("there is one backend; vLLM's")] = None
     return_cached_tokens_details: Annotated[Any, Ignored("usage has the cached tokens; SGLang's")] = None
     return_spec_tokens_details: Annotated[Any, Ignored("usage has accepted drafts; SGLang's")] = None
 
 
 class NotServed(Transferred):
-    """Adds the fields of other servers that completions and chats refuse by name."""
+    """The fields of other servers that completions and chats refuse by name."""
 
     use_beam_search: NotTrue = None
     length_penalty: Annotated[Any, Refused(1, 1.0)] = None
@@ -92,7 +92,7 @@ class NotServed(Transferred):
 
 
 class OtherNames(DialectBody):
-    """Adds what other APIs call fields that are served, so that the error can say which."""
+    """Names in other APIs of fields that are supported; the error gives the name to use."""
 
     format: Annotated[Any, Refused(instead="response_format")] = None
     response_schema: Annotated[Any, Refused(instead="response_format")] = None
@@ -108,7 +108,7 @@ class OtherNames(DialectBody):
 
 
 class ChatNotServed(DialectBody):
-    """Adds the fields of other servers that chats alone have, and that are refused by name."""
+    """The fields of other servers that only chats have, and that are refused by name."""
 
     best_of: Annotated[Any, Refused(1)] = None
     tool_prompt: NotSupported = None

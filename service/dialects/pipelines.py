@@ -1,4 +1,4 @@
-"""Hugging Face's tasks beside generation, as `InferenceClient` asks for them, and TEI's routes of the same kind."""
+"""Hugging Face's tasks other than generation, as `InferenceClient` sends them, and similar routes of TEI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.planning.encode import EncodePlan
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.types import Prompt, Text, TextOrTexts, Texts
 
-# -- Request bodies of Hugging Face's tasks: `inputs`, and `parameters` of each task; and of TEI's similarity.
+# -- Request bodies of Hugging Face's tasks (`inputs`, and `parameters` of each task), and of TEI's routes.
 
 INPUT = Native("input")
 
@@ -35,14 +35,16 @@ class EmbedSparseBody(EmbedAllBody):
 
 
 class SimilarityInputs(DialectBody):
-    """A sentence, and those to compare it with."""
+    """A sentence, and the sentences to compare it with."""
 
     source_sentence: Text = Field(description="The sentence.", examples=["a cat on a mat"])
-    sentences: Texts = Field(description="What to compare it with.", examples=[["a kitten on a rug", "a ship at sea"]])
+    sentences: Texts = Field(
+        description="The sentences to compare it with.", examples=[["a kitten on a rug", "a ship at sea"]]
+    )
 
 
 class SimilarityParameters(DialectBody):
-    """How the sentences are read."""
+    """Parameters of sentence-similarity."""
 
     truncate: bool | None = Field(None, description="Truncate a sentence that is too long.", examples=[False])
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = Field(
@@ -55,7 +57,7 @@ class SimilarityBody(HuggingFaceBody):
     """Compare a sentence with others by the cosine of their vectors."""
 
     inputs: SimilarityInputs = Field(description="The sentences.")
-    parameters: SimilarityParameters | None = Field(None, description="How they are read.")
+    parameters: SimilarityParameters | None = Field(None, description="Parameters.")
 
 
 class FillMaskParameters(DialectBody):
@@ -126,23 +128,23 @@ class ZeroShotParameters(DialectBody):
 
 
 class ZeroShotBody(HuggingFaceBody):
-    """Classify a text by labels of the request."""
+    """Classify a text by the labels in the request."""
 
     inputs: Annotated[Text, INPUT] = Field(description="The text.", examples=["The match ended in a draw."])
-    parameters: ZeroShotParameters = Field(description="Labels, and how they are read.")
+    parameters: ZeroShotParameters = Field(description="Labels and other parameters.")
 
 
 class ClassParameters(DialectBody):
     """Parameters of text-classification."""
 
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = Field(
-        None, description="Logits to scores; default: as the model was trained.", examples=["softmax"]
+        None, description="From logits to scores; default: as the model was trained.", examples=["softmax"]
     )
     top_k: int | None = Field(None, ge=1, description="Return this many classes; default: all.", examples=[2])
 
 
 class ImageBody(HuggingFaceBody):
-    """Classify an image, as InferenceClient asks for it where there are parameters."""
+    """Classify an image, as InferenceClient does if there are parameters."""
 
     inputs: str = Field(min_length=1, description="A JPEG or PNG file as base64.", examples=["iVBORw0KGgo="])
     parameters: ClassParameters | None = Field(None, description="Parameters.")
@@ -161,7 +163,7 @@ IMAGE_NAMES = {"input[0].image": "inputs", "input": "inputs"}
 
 
 def embed_all(body: EmbedAllBody, output: str) -> EncodeBody:
-    """Translate a body for vectors of tokens, or for sparse ones."""
+    """Translate a body for vectors of all tokens, or for sparse vectors."""
     return native(EncodeBody, encode_fields(body) | {"output": output})
 
 
@@ -178,7 +180,7 @@ def embed_sparse_reply(plan: EncodePlan, reply: Json) -> object:
 
 
 def similarity(body: SimilarityBody) -> EncodeBody:
-    """Translate a comparison; the sentence that others are compared with is the last input."""
+    """Translate a body; the source sentence becomes the last input."""
     parameters = body.parameters
     fields: Json = {"input": [*body.inputs.sentences, body.inputs.source_sentence], "normalize": True}
     if parameters is not None:
@@ -188,13 +190,13 @@ def similarity(body: SimilarityBody) -> EncodeBody:
 
 
 def similarity_names(body: SimilarityBody) -> dict[str, str]:
-    """Return native names of fields; the source sentence is the last input."""
+    """Return the client's names of native fields; the source sentence is the last input."""
     source = {f"input[{len(body.inputs.sentences)}]": "inputs.source_sentence"}
     return source | {"input": "inputs.sentences", "prompt_name": "parameters.prompt_name"}
 
 
 def similarity_reply(plan: EncodePlan, reply: Json) -> object:
-    """Return the cosine of the source sentence and each other one."""
+    """Return the cosine similarity of the source sentence and each of the others."""
     vectors = np.array([item["embedding"] for item in reply["data"]])
     return (vectors[:-1] @ vectors[-1]).tolist()
 
@@ -204,7 +206,7 @@ def fill_mask(body: FillMaskBody) -> EncodeBody:
 
 
 def fill_mask_reply(body: FillMaskBody) -> Show:
-    """Return the candidates of each input's mask, in lists where an input has several masks, or there are several."""
+    """Return a list of candidates for a mask; a list of lists for several masks, and another for several inputs."""
 
     def show(plan: EncodePlan, reply: Json) -> object:
         found: list[Any] = []
@@ -222,7 +224,7 @@ def question(body: QuestionBody) -> EncodeBody:
 
 
 def question_reply(body: QuestionBody) -> Show:
-    """Return the best answer, or with `top_k` above 1 a list."""
+    """Return the best answer, or a list of answers if `top_k` is above 1."""
     several = body.parameters is not None and (body.parameters.top_k or 1) > 1
 
     def show(plan: EncodePlan, reply: Json) -> object:
@@ -243,7 +245,7 @@ def entities(body: EntityBody) -> EncodeBody:
 
 
 def entities_reply(body: EntityBody) -> Show:
-    """Return the entities of a text, or a list of those of each."""
+    """Return the list of entities of a text, or a list of lists for several texts."""
 
     def show(plan: EncodePlan, reply: Json) -> object:
         found = [[_entity(one) for one in item["entities"]] for item in reply["data"]]
@@ -262,7 +264,7 @@ def zero_shot_reply(plan: EncodePlan, reply: Json) -> object:
 
 
 def classes(body: ClassBody) -> EncodeBody:
-    """Translate texts to classify: scores are the model's own, or what a named function makes of its logits."""
+    """Translate texts to classify. The scores are the model's own, or a given function of its logits."""
     return native(EncodeBody, fields_of(body) | {"output": _numbers_of(body)})
 
 
@@ -271,13 +273,13 @@ def image(body: ImageBody) -> EncodeBody:
 
 
 def _numbers_of(body: ClassBody | ImageBody) -> str:
-    """Return the output with what the scores are made of."""
+    """Return the output of /encode from which the scores are computed."""
     named = body.parameters is not None and body.parameters.function_to_apply is not None
     return "logits" if named else "scores"
 
 
 def classes_reply(body: ClassBody | ImageBody) -> Show:
-    """Return each text's classes by descending score; in a list of lists, also for one text."""
+    """Return each text's classes by descending score: a list of lists, even for one text."""
     parameters = body.parameters
     function = parameters.function_to_apply if parameters is not None else None
     top_k = parameters.top_k if parameters is not None else None
@@ -310,7 +312,7 @@ def _sigmoid(logits: Sequence[float]) -> list[float]:
 
 
 def _softmax(logits: Sequence[float]) -> list[float]:
-    """Return probabilities, also of a single class."""
+    """Return the softmax of the logits."""
     weights = [math.exp(one - max(logits)) for one in logits]
     return [weight / sum(weights) for weight in weights]
 

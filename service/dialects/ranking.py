@@ -1,7 +1,7 @@
-"""Reranking, scores and classes as Cohere, Jina and vLLM have them.
+"""Reranking, scoring and classification as in the APIs of Cohere, Jina and vLLM.
 
-A classifier of texts reads a pair as one input; its last class means relevant, and scores are by the activation that
-its folder says. Any other model embeds the texts, and the score is the cosine of the vectors.
+A cross-encoder (a classifier of texts) reads a pair as one input. Its last class means "relevant"; its checkpoint sets
+the activation of scores. Any other model embeds the texts, and the score is the cosine similarity of the vectors.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from service.planning.encode import EncodePlan
 from service.schemas.encode_bodies import EncodeBody
 from service.schemas.types import Text, TextOrTexts, Texts
 
-# -- Request bodies of Cohere, Jina and vLLM for ranking, scoring and classifying texts, and Cohere's for vectors.
+# -- Request bodies of Cohere, Jina and vLLM for ranking, scoring and classification, and of Cohere for embeddings.
 
 
 class _Pooled(Extended):
-    """Adds the fields of vLLM's and SGLang's pooling routes that are ignored or refused by name."""
+    """The fields of vLLM's and SGLang's pooling routes that are ignored or refused by name."""
 
     user: Annotated[Any, Ignored("no score depends on the end user")] = None
     rid: Annotated[Any, Ignored("`request_id` names the request; SGLang's")] = None
@@ -50,7 +50,7 @@ class _Pooled(Extended):
 
 
 class _Scoring(_Pooled):
-    """Adds those of scores."""
+    """The same for routes that return scores."""
 
     instruction: NotSupported = None
     instruct: NotSupported = None
@@ -99,10 +99,12 @@ class RankBody(_Scoring):
 
 
 class ScoreBody(_Scoring):
-    """Score pairs of texts, as vLLM does: one with each of several, or each with the other of its place."""
+    """Score pairs of texts, as vLLM does: one text with each of several, or two lists pairwise."""
 
     text_1: TextOrTexts = Field(description="A text, or several.", examples=["What is Ray?"])
-    text_2: TextOrTexts = Field(description="As many texts, or any number if `text_1` is one.", examples=[["A fish."]])
+    text_2: TextOrTexts = Field(
+        description="The same number of texts, or any number if `text_1` is one text.", examples=[["A fish."]]
+    )
     data_1: Annotated[Any, Refused(instead="text_1")] = None
     data_2: Annotated[Any, Refused(instead="text_2")] = None
     queries: Annotated[Any, Refused(instead="text_1")] = None
@@ -128,24 +130,24 @@ CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
 
 class CohereEmbedBody(Extended):
-    """Turn texts into vectors, as Cohere does; they have length 1."""
+    """Turn texts into vectors of length 1, as Cohere does."""
 
     texts: Texts = Field(description="The texts.", examples=[["a cat", "a dog"]])
     input_type: str | None = Field(
         None,
         max_length=128,
-        description="What the texts are for. It chooses the model's prompt: `search_query` that called `query`, "
-        "`search_document` that called `document` or `passage`, others the one of their name, if there are any.",
+        description="The purpose of the texts. It chooses the model's prompt, if there is one: `search_query` chooses "
+        "`query`, `search_document` chooses `document` or `passage`; another chooses the prompt of the same name.",
         examples=["search_query"],
     )
     embedding_types: list[CohereType] | None = Field(
-        None, min_length=1, description="Which numbers to return; default: float.", examples=[["float", "int8"]]
+        None, min_length=1, description="Types of numbers to return; default: float.", examples=[["float", "int8"]]
     )
     output_dimension: Annotated[int | None, Native("dimensions")] = Field(
         None, description="Number of leading dimensions to keep.", examples=[128]
     )
     truncate: Literal["NONE", "START", "END", "LEFT", "RIGHT"] | None = Field(
-        None, description="Which end of a too long text is truncated; default: END.", examples=["END"]
+        None, description="Which end of a text that is too long is truncated; default: END.", examples=["END"]
     )
     images: NotFilled = None
     inputs: NotFilled = None
@@ -161,13 +163,13 @@ CLASSIFY_NAMES = {"output": "model"}
 
 
 def judges_pairs(served: ServedModel) -> bool:
-    """Return whether a model has a classifier of whole texts."""
+    """Whether a model is a cross-encoder: it has a classifier of whole texts."""
     head = served.config.classifier
     return head is not None and not head.per_token and served.config.image is None
 
 
 class Judgement:
-    """Scores pairs of texts: each of `seconds` with the one of `firsts` in its place, or with the only one."""
+    """Scores pairs of texts: `firsts` and `seconds` pairwise, or the only one of `firsts` with each of `seconds`."""
 
     def __init__(self, served: ServedModel, firsts: Sequence[str], seconds: Sequence[str]) -> None:
         self._pairs = judges_pairs(served)
@@ -176,17 +178,17 @@ class Judgement:
 
     @property
     def uncounted(self) -> int:
-        """How many inputs are there to compare others with: a query is no document."""
+        """The number of inputs that are queries, which do not count as documents."""
         return 0 if self._pairs else len(self._firsts)
 
     def first_names(self, places: Sequence[str]) -> dict[str, str]:
-        """Return the names of the inputs that are `firsts`, which have these places in the client's body."""
+        """Return the native names of the inputs in `firsts`, with their paths in the client's body."""
         if self._pairs:
             return {}
         return {f"input[{len(self._seconds) + at}]": place for at, place in enumerate(places)}
 
     def body(self, fields: Json) -> EncodeBody:
-        """Return the body for /encode; `input[i]` is about `seconds[i]`."""
+        """Return the body of /encode; `input[i]` contains `seconds[i]`."""
         if self._pairs:
             firsts = self._firsts if len(self._firsts) > 1 else [*self._firsts] * len(self._seconds)
             pairs = [{"text": one, "text_pair": other} for one, other in zip(firsts, self._seconds, strict=True)]
@@ -208,19 +210,19 @@ def documents(body: RankBody) -> list[str]:
     return [one if isinstance(one, str) else one.text for one in body.documents]
 
 
-class Asked(NamedTuple):
-    """A body of /encode, how to show its reply, and what is special about the inputs that others are compared with."""
+class RankingPlan(NamedTuple):
+    """A body of /encode, and how to convert its reply."""
 
     body: EncodeBody
     show: Show
-    uncounted: int
-    names: Mapping[str, str]  # of fields, for errors
+    uncounted: int  # inputs that are queries
+    names: Mapping[str, str]  # client's paths of native fields, for errors
 
 
-def rank(body: RankBody, served: ServedModel, read: Sequence[str] | None = None) -> Asked:
-    """Translate a body, and show the reply as Cohere, Jina and vLLM all read it.
+def rank(body: RankBody, served: ServedModel, read: Sequence[str] | None = None) -> RankingPlan:
+    """Translate a body; the reply has the fields of Cohere, Jina and vLLM.
 
-    The model may `read` less of each document than the reply repeats.
+    `read` are the documents as the model reads them, which may be truncated; the reply repeats whole documents.
     """
     texts = documents(body)
     judgement = Judgement(served, [body.query], texts if read is None else read)
@@ -236,11 +238,11 @@ def rank(body: RankBody, served: ServedModel, read: Sequence[str] | None = None)
 
     side = None if body.truncation is False else "right"
     names = judgement.first_names(["query"]) | RANK_NAMES
-    return Asked(judgement.body(fields_of(body) | {"truncate": side}), show, judgement.uncounted, names)
+    return RankingPlan(judgement.body(fields_of(body) | {"truncate": side}), show, judgement.uncounted, names)
 
 
-def score(body: ScoreBody, served: ServedModel) -> Asked:
-    """Translate a body of pairs; raises a 400 if the numbers of texts do not fit."""
+def score(body: ScoreBody, served: ServedModel) -> RankingPlan:
+    """Translate a body of pairs; raises a 400 if the numbers of texts do not match."""
     firsts, seconds = _list(body.text_1), _list(body.text_2)
     if len(firsts) not in (1, len(seconds)) or not seconds:
         message = f"text_2 has {len(seconds)} texts, expected {len(firsts)} as text_1, or text_1 to be one text"
@@ -253,7 +255,7 @@ def score(body: ScoreBody, served: ServedModel) -> Asked:
 
     places = ["text_1"] if isinstance(body.text_1, str) else [f"text_1[{at}]" for at in range(len(firsts))]
     names = judgement.first_names(places) | SCORE_NAMES
-    return Asked(judgement.body(fields_of(body)), show, judgement.uncounted, names)
+    return RankingPlan(judgement.body(fields_of(body)), show, judgement.uncounted, names)
 
 
 def classify(body: ClassifyBody) -> EncodeBody:

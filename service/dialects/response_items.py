@@ -1,4 +1,4 @@
-"""The input of a stored response as a list of items, page by page."""
+"""Lists the input of a stored response as items, page by page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.chat.tools import Json
 
 
 def page(items: Sequence[Json], *, after: str | None, limit: int, descends: bool) -> Json:
-    """Return the `limit` items that follow the one of the id `after`, as OpenAI's lists are."""
+    """Return a list in OpenAI's form of at most `limit` items that follow the item with the id `after`."""
     ordered = list(reversed(items)) if descends else list(items)
     begin = next((at for at, item in enumerate(ordered, start=1) if item["id"] == after), 0)
     shown = ordered[begin : begin + limit]
@@ -24,7 +24,7 @@ def page(items: Sequence[Json], *, after: str | None, limit: int, descends: bool
 
 
 def items(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """Return messages of a template as items, with ids by their place."""
+    """Convert messages of a template to items; ids are made from their index."""
     found = [item for message in messages for item in _items(message)]
     return [{"id": f"item_{at}", **item} for at, item in enumerate(found)]
 

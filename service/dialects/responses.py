@@ -1,7 +1,7 @@
-"""OpenAI's responses: bodies to conversations and native bodies, and replies and events back.
+"""OpenAI's responses: translates bodies to conversations and native bodies, and replies and events back.
 
-A response has no `[DONE]`: its last event is `response.completed`, `response.incomplete` or `response.failed`. One that
-met its deadline or was cancelled has failed, since no other status says so.
+A response has no `[DONE]`: its last event is `response.completed`, `response.incomplete` or `response.failed`. If it
+ended at its deadline or was cancelled, its status is `failed`, because the API has no better one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAMES = {
     "response_format": "text.format",
 }
 _STATUS = {"stop": "completed", "length": "incomplete", "cancelled": "failed", "deadline": "failed", "error": "failed"}
-_SHOWN = {"type", "name", "description", "parameters"}  # of a tool
+_SHOWN = {"type", "name", "description", "parameters"}  # fields of a tool that a reply repeats
 _FAILURES = {
     "cancelled": "the response was cancelled",
     "deadline": "the deadline passed before the response was complete",
@@ -48,7 +48,7 @@ _FAILURES = {
 
 
 def conversation(body: ResponsesBody, served: ServedModel, before: Sequence[Mapping[str, Any]]) -> Conversation:
-    """Return what a body says beside how to sample; `before` are the messages up to the previous response."""
+    """Return the messages, tools and template variables of a body; `before` are the messages of earlier responses."""
     effort = body.reasoning.effort if body.reasoning is not None else None
     others = body.chat_template_kwargs
     variables = template_variables(served.chat, effort, "reasoning.effort", body.enable_thinking, others)
@@ -57,7 +57,10 @@ def conversation(body: ResponsesBody, served: ServedModel, before: Sequence[Mapp
 
 
 def _instructed(body: ResponsesBody, messages: list[Mapping[str, Any]]) -> list[Json]:
-    """Return the messages behind the instructions, which join a system message: many templates read only the first."""
+    """Return the messages after the instructions, which are put into the first system message, if there is one.
+
+    Many templates read only the first message.
+    """
     found = [dict(message) for message in messages]
     if body.instructions and found and found[0]["role"] in ("system", "developer"):
         found[0]["content"] = f"{body.instructions}\n\n{found[0]['content']}"
@@ -79,7 +82,7 @@ def _tool_use(body: ResponsesBody) -> ToolUse:
 
 
 def _tools(body: ResponsesBody) -> Iterator[tuple[Tool, str | None, str]]:
-    """Yield each function as the template gets it, with its namespace and its name in that."""
+    """Yield each function for the template, with its namespace and its name in the namespace."""
     for at, one in enumerate(body.tools or ()):
         if isinstance(one, ResponsesTool):
             yield _tool(one, None, f"tools[{at}]"), None, one.name
@@ -89,20 +92,20 @@ def _tools(body: ResponsesBody) -> Iterator[tuple[Tool, str | None, str]]:
 
 
 def _tool(tool: ResponsesTool, within: ResponsesNamespace | None, param: str) -> Tool:
-    name, told = tool.name, tool.description
+    name, description = tool.name, tool.description
     if within is not None:
         name = _full_name(within.name, name)
-        told = "\n".join(text for text in (within.description, told) if text) or None
-    return Tool(name, told, tool.parameters, bool(tool.strict), f"{param}.parameters")
+        description = "\n".join(text for text in (within.description, description) if text) or None
+    return Tool(name, description, tool.parameters, bool(tool.strict), f"{param}.parameters")
 
 
 def _full_name(namespace: str | None, name: str) -> str:
-    """Return the name by which templates and the model know a function."""
+    """Return the name of a function in templates and in the model's output."""
     return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
 
 
 def input_messages(body: ResponsesBody) -> list[Json]:
-    """Return the input as messages of a template; reasoning, text and calls that follow each other are one message."""
+    """Return the input as messages of a template; consecutive reasoning, text and calls become one message."""
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
     found: list[Json] = []
@@ -132,14 +135,14 @@ def _text(content: str | list[Any]) -> str:
 
 
 def call_message(id: str, name: str, arguments: str) -> Json:
-    """Return a call as templates read it."""
+    """Return a call in the form that templates read."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": called_arguments(arguments)}}
 
 
 def _add(messages: list[Json], fields: Json) -> None:
-    """Add fields to the assistant's message at the end; one that has answered or called already is complete.
+    """Add a field to the assistant's message at the end, or to a new one if the last already has a later field.
 
-    Texts become a list, to be joined once: joining each would copy those before it again.
+    Texts become a list, which is joined once: joining each text would copy the earlier ones again.
     """
     last = messages[-1] if messages else {}
     order = ("reasoning_content", "content", "tool_calls")
@@ -158,7 +161,7 @@ def _add(messages: list[Json], fields: Json) -> None:
 
 
 def generate_body(body: ResponsesBody, served: ServedModel, prompt: list[int]) -> GenerateBody:
-    """Translate a body whose conversation has become token ids."""
+    """Translate a body whose conversation has become the token ids `prompt`."""
     fields = sampling_fields(body, RESPONSES, served) | {
         "max_tokens": body.max_output_tokens,
         "stop": body.stop,
@@ -175,12 +178,12 @@ def generate_body(body: ResponsesBody, served: ServedModel, prompt: list[int]) -
 
 
 def is_held(body: ResponsesBody) -> bool:
-    """Return whether a grammar holds the answer."""
+    """Whether a grammar constrains the answer."""
     return body.text is not None and body.text.format is not None and body.text.format.type != "text"
 
 
 class Responses(BlockRendering):
-    """Renders a response and its events. `keep` gets its id, its message and itself when it is complete."""
+    """Renders a reply as a response or its events. `keep` stores the id, message and response when it is complete."""
 
     def __init__(
         self,
@@ -253,7 +256,7 @@ class Responses(BlockRendering):
         return self._complete(choice, reply)
 
     def _complete(self, choice: Json, native: Json) -> Json:
-        """Return the response with how it ended, and keep it."""
+        """Return the response with its final status and usage, and store it."""
         reason = choice["finish_reason"]
         response = self._response(_STATUS[reason], self._items())
         if reason == "stop":
@@ -299,7 +302,7 @@ class Responses(BlockRendering):
         return {"type": "message", "id": id, "status": status, "role": "assistant", "content": [_part(block)]}
 
     def _name(self, block: Block) -> Json:
-        """Return the name of the function that a block calls, apart from that of its namespace."""
+        """Return the name of the called function, and its namespace, if it has one, in a separate field."""
         namespace, name = self._namespaces.get(block.name, (None, block.name))
         return {"name": name} if namespace is None else {"name": name, "namespace": namespace}
 

@@ -17,7 +17,7 @@ from service.dialects.common import (
     NotSupported,
     NotTrue,
     Refused,
-    Served,
+    ServedTypes,
     Unserved,
     by_content,
     by_type,
@@ -27,7 +27,7 @@ from service.dialects.other_fields import Cached, Routed
 from service.schemas.parameters import RESPONSES, Parameters
 from service.schemas.types import TextOrTexts
 
-_Marked = Annotated[Any, Ignored("replies have it; clients send their items back")]
+_Marked = Annotated[Any, Ignored("clients copy it from replies")]
 _Direct = Annotated[Any, Refused({"type": "direct"})]
 
 
@@ -38,19 +38,19 @@ class InputText(DialectBody):
     text: str = Field(description="The text.", examples=["Hello"])
     annotations: Annotated[Any, Ignored("templates read no citations")] = None
     logprobs: _Marked = None
-    parsed: Annotated[Any, Ignored("the text has it; clients that parse replies add it")] = None
+    parsed: Annotated[Any, Ignored("clients that parse replies add it; the text contains it")] = None
     prompt_cache_breakpoint: Cached = None
 
 
 class UnservedInput(Unserved):
-    """Is a part that chat models here cannot read."""
+    """A part that chat models here cannot read."""
 
     image_url: NotSupported = None
     file_url: NotSupported = None
     file_data: NotSupported = None
     file_id: NotSupported = None
     input_audio: NotSupported = None
-    type: Annotated[Any, Served("input_text", "output_text", "refusal")]
+    type: Annotated[Any, ServedTypes("input_text", "output_text", "refusal")]
 
 
 _PARTS = dict.fromkeys(("input_text", "output_text", "text"), "<text>") | {"refusal": "<refusal>"}
@@ -71,7 +71,7 @@ InputContent = Annotated[
 
 
 class InputItem(DialectBody):
-    """Is the base of items, which are often those of an earlier response."""
+    """The base of items; clients often send back those of an earlier response."""
 
     id: _Marked = None
     status: _Marked = None
@@ -82,23 +82,23 @@ class InputMessage(InputItem):
     type: Literal["message"] = Field("message", description="The type of the item.", examples=["message"])
     role: Literal["user", "assistant", "system", "developer"] = Field(description="The author.", examples=["user"])
     content: InputContent = Field(description="Text, or parts of it.", examples=["Hello"])
-    phase: Annotated[Any, Ignored("templates do not tell answers from comments")] = None
+    phase: Annotated[Any, Ignored("templates do not distinguish answers from comments")] = None
 
 
 class InputCall(InputItem):
     type: Literal["function_call"] = Field(description="The type of the item.", examples=["function_call"])
-    call_id: str = Field(description="What its output refers to.", examples=["call_1"])
+    call_id: str = Field(description="Id of the call, which its output repeats.", examples=["call_1"])
     name: str = Field(description="The function.", examples=["weather"])
-    namespace: str | None = Field(None, description="The namespace that it is in.", examples=[None])
+    namespace: str | None = Field(None, description="The function's namespace.", examples=[None])
     arguments: str = Field(description="Its arguments as JSON.", examples=['{"city": "Oslo"}'])
     caller: _Direct = None
     async_: Annotated[Any, Refused(False)] = Field(None, alias="async")
-    parsed_arguments: Annotated[Any, Ignored("`arguments` has them; clients that parse replies add it")] = None
+    parsed_arguments: Annotated[Any, Ignored("clients that parse replies add it; `arguments` has them")] = None
 
 
 class InputCallOutput(InputItem):
     type: Literal["function_call_output"] = Field(description="The type of the item.")
-    call_id: str = Field(description="The call that it belongs to.", examples=["call_1"])
+    call_id: str = Field(description="Id of the call.", examples=["call_1"])
     output: InputContent = Field(description="What the function returned.", examples=["Sun"])
     caller: _Direct = None
     name: Annotated[Any, Ignored("the call names the function")] = None
@@ -113,18 +113,18 @@ class ReasoningText(DialectBody):
 
 
 class InputReasoning(InputItem):
-    """Is reasoning of an earlier response, for the template."""
+    """Reasoning of an earlier response, for the chat template."""
 
     type: Literal["reasoning"] = Field(description="The type of the item.", examples=["reasoning"])
-    summary: list[ReasoningText] | None = Field(None, description="Not read: the content is what the model wrote.")
+    summary: list[ReasoningText] | None = Field(None, description="Not read; `content` has the whole reasoning.")
     content: list[ReasoningText] | None = Field(None, description="The reasoning.")
     encrypted_content: NotSupported = None
 
 
 class UnservedItem(Unserved):
-    """Is an item of a tool, or of a store, that this service does not have."""
+    """An item of a tool or a store that this service does not have."""
 
-    type: Annotated[Any, Served("message", "function_call", "function_call_output", "reasoning")]
+    type: Annotated[Any, ServedTypes("message", "function_call", "function_call_output", "reasoning")]
 
 
 _ITEMS = {
@@ -166,21 +166,21 @@ class ResponsesTool(DialectBody):
         None, description="A JSON schema of its arguments, an object.", examples=[SCHEMA_EXAMPLE]
     )
     strict: bool | None = Field(
-        None, description="Hold all arguments to the schema; default false, unlike OpenAI's.", examples=[True]
+        None, description="Constrain all arguments to the schema; default false, unlike OpenAI's.", examples=[True]
     )
-    output_schema: Annotated[Any, Ignored("the model is not told")] = None
+    output_schema: Annotated[Any, Ignored("the model does not see it")] = None
     defer_loading: NotTrue = None
     allowed_callers: Annotated[Any, Refused(["direct"])] = None
     async_: Annotated[Any, Refused(False)] = Field(None, alias="async")
 
 
 class ResponsesNamespace(DialectBody):
-    """Functions of one source, such as an MCP server: the model sees `NAMESPACE__NAME`, calls have both apart."""
+    """Functions of one source, such as an MCP server. The model sees `NAMESPACE__NAME`; calls have both separately."""
 
     type: Literal["namespace"] = Field(description="The type of the tool.", examples=["namespace"])
     name: str = Field(pattern=NAME_PATTERN, description="Its name.", examples=["mcp__crm"])
     description: str | None = Field(
-        None, description="What its functions have in common; the model reads it before what each does."
+        None, description="Description of the whole namespace, put before that of each function."
     )
     tools: list[ResponsesTool] = Field(description="Its functions.")
 
@@ -197,14 +197,14 @@ ResponsesTools = Annotated[
 
 
 class ResponsesNamedTool(DialectBody):
-    """Asks for calls of one tool."""
+    """A choice that requires calls of one tool."""
 
     type: Literal["function"] = Field(description="Only functions are supported.", examples=["function"])
     name: str = Field(description="The name of one of `tools`.", examples=["weather"])
 
 
 class ResponsesAllowedTools(DialectBody):
-    """Allows calls of some tools; the template gets all of them, so that the prompt's beginning stays the same."""
+    """A choice that allows some tools; the template still gets all of them, so that the prefix stays cached."""
 
     type: Literal["allowed_tools"] = Field(description="The type of the choice.", examples=["allowed_tools"])
     mode: Literal["auto", "required"] = Field(description="Whether one of them must be called.", examples=["auto"])
@@ -238,10 +238,10 @@ class TextSettings(DialectBody):
 
 class ReasoningSettings(DialectBody):
     effort: Effort | None = Field(
-        None, description="How much to reason, where the chat template knows it; `none`: not at all.", examples=["low"]
+        None, description="How much to reason, if the chat template supports it; `none`: not at all.", examples=["low"]
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="Reasoning is always returned as it is; there is no other summary.", examples=["auto"]
+        None, description="Reasoning is always returned in full, never summarized.", examples=["auto"]
     )
     generate_summary: NotSupported = None
     context: Annotated[Any, Refused("auto")] = None
@@ -276,7 +276,7 @@ class ResponsesBody(Extended, Routed, Parameters):
         None, max_length=256, description="Continue from a response that was stored.", examples=["resp_5f0c1d"]
     )
     store: bool | None = Field(
-        None, description="Keep the conversation for `previous_response_id`; default true, where the store is on."
+        None, description="Store the conversation for `previous_response_id`; default: true if the store is on."
     )
     stream: bool | None = Field(None, description="Answer as server-sent events.", examples=[False])
     stream_options: ResponsesStreamOptions | None = Field(None, description="Options of a stream.")
@@ -296,7 +296,7 @@ class ResponsesBody(Extended, Routed, Parameters):
     text: TextSettings | None = Field(None, description="The format of the answer.")
     reasoning: ReasoningSettings | None = Field(None, description="How much to reason.")
     enable_thinking: bool | None = Field(
-        None, description="Whether to reason, where the chat template knows it. Not OpenAI's.", examples=[False]
+        None, description="Whether to reason, if the chat template supports it. Not OpenAI's.", examples=[False]
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the chat template. Not OpenAI's.", examples=[{"enable_thinking": False}]
@@ -305,18 +305,20 @@ class ResponsesBody(Extended, Routed, Parameters):
     stop: TextOrTexts | None = Field(
         None, description="Texts that end the output before them. Not OpenAI's.", examples=["\n\n"]
     )
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Returned.", examples=[{"a": "b"}])
-    user: str | None = Field(None, description="Returned; no output depends on it.", examples=["u-1"])
+    metadata: dict[str, str] | None = Field(
+        None, max_length=16, description="Repeated in the reply.", examples=[{"a": "b"}]
+    )
+    user: str | None = Field(None, description="Repeated in the reply; no output depends on it.", examples=["u-1"])
     safety_identifier: Annotated[Any, Ignored("no output depends on the end user")] = None
-    client_metadata: Annotated[Any, Ignored("agents name themselves in it")] = None
+    client_metadata: Annotated[Any, Ignored("it identifies the agent")] = None
     prompt_cache_key: Cached = None
     prompt_cache_options: Cached = None
     prompt_cache_retention: Cached = None
     service_tier: Annotated[Any, Ignored("there is one tier")] = None
     include: list[Include] | None = Field(
         None,
-        description="Parts of a reply. Reasoning is returned as text, never encrypted; the others are of tools that "
-        "this service does not have.",
+        description="Parts of a reply. Reasoning is returned as text, never encrypted; the other parts belong to tools "
+        "that this service does not have.",
         examples=[["reasoning.encrypted_content"]],
     )
     truncation: Annotated[Any, Refused("disabled")] = None

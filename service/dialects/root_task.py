@@ -1,6 +1,6 @@
-"""Which of Hugging Face's tasks a body at `/` is for. There a client sends any task, and the server's model decides.
+"""Finds the Hugging Face task of a body at `/`, where clients send bodies of any task.
 
-What only one task has decides first: a question, a source sentence, labels, languages. Else it is the task of the
+Fields that only one task has decide first: a question, a source sentence, labels, languages. Else it is the task of the
 model, or of the only model that has one.
 """
 
@@ -18,10 +18,10 @@ from service.dialects.text2text import GenerationOptions, TranslationParameters
 
 
 class RootTask(StrEnum):
-    """The tasks that `/` serves, by the names of Hugging Face."""
+    """The tasks that `/` serves, by their Hugging Face names."""
 
     TEXT_GENERATION = "text-generation"
-    TRANSLATION = "translation"  # and whatever else makes texts of texts
+    TRANSLATION = "translation"  # and other tasks from text to text
     FEATURE_EXTRACTION = "feature-extraction"
     SENTENCE_SIMILARITY = "sentence-similarity"
     QUESTION_ANSWERING = "question-answering"
@@ -38,7 +38,7 @@ _OF_GENERATION = frozenset(GenerateParameters.model_fields) - set(TranslationPar
 
 
 class _Root(msgspec.Struct):
-    """The fields of a body that tell what it is for."""
+    """The fields of a body that determine its task."""
 
     model: Any = None
     inputs: msgspec.Raw = msgspec.Raw(b"null")
@@ -47,7 +47,7 @@ class _Root(msgspec.Struct):
 
 
 class RootBody:
-    """Reads what decides from a body, and leaves everything that is wrong with it to its model."""
+    """The parts of a body that determine its task. Errors in the body are left to the task's own checks."""
 
     def __init__(self, raw: bytes) -> None:
         try:
@@ -60,7 +60,7 @@ class RootBody:
         self._streams = bytes(root.stream) != b"null"
 
     def task(self, models: Sequence[ServedModel]) -> RootTask:
-        """Return the task; `models` are those that may answer: the one that the request names, or all."""
+        """Return the task; `models` are the candidates: the one that the request names, or all."""
         inputs, parameters = self._inputs or frozenset(), self._parameters or frozenset()
         if "source_sentence" in inputs:
             return RootTask.SENTENCE_SIMILARITY
@@ -78,7 +78,7 @@ class RootBody:
         return self._of_head(models)
 
     def _of_head(self, models: Sequence[ServedModel]) -> RootTask:
-        """Return the task of the only model with a head; InferenceClient sends parameters with every task of those."""
+        """Return the task of the only model with a head. InferenceClient sends `parameters` with all these tasks."""
         tasks = {task for one in models if (task := _task_of_head(one)) is not None}
         if len(models) > 1 and (self._parameters is None or len(tasks) != 1):
             return RootTask.FEATURE_EXTRACTION
@@ -88,7 +88,7 @@ class RootBody:
 
 
 def task_of_file(media_type: str, models: Sequence[ServedModel]) -> RootTask | None:
-    """Return the task of a body that is a file of a type; None if no file may be a body, or none of this type."""
+    """Return the task of a body that is a file; None if it is not a file, or no model reads files of this type."""
     if media_type.startswith("image/"):
         return RootTask.IMAGE_CLASSIFICATION
     if media_type.startswith(("audio/", "video/")) or media_type == "application/ogg":

@@ -1,6 +1,6 @@
 """Hugging Face's tasks for encoder-decoders: translation, summarization and text2text-generation.
 
-A reply is a list with an object for each output, which has the text under the name of the task.
+A reply is a list with an object for each output; the name of its text depends on the task.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class GenerationOptions(DialectBody, Parameters):
 
     max_new_tokens: int | None = Field(None, ge=1, description="Maximum tokens of the output.", examples=[64])
     max_length: int | None = Field(
-        None, ge=2, description="The same with the decoder's start token counted; `max_new_tokens` wins.", examples=[65]
+        None, ge=2, description="The same, counting the decoder's start token; `max_new_tokens` wins.", examples=[65]
     )
     min_new_tokens: int | None = Field(None, ge=0, description="Minimum tokens of the output.", examples=[8])
     min_length: int | None = Field(
-        None, ge=0, description="The same with the decoder's start token counted; `min_new_tokens` wins.", examples=[9]
+        None, ge=0, description="The same, counting the decoder's start token; `min_new_tokens` wins.", examples=[9]
     )
     do_sample: bool | None = Field(
-        None, description="Sample, or not; default: if a field of sampling is given.", examples=[False]
+        None, description="Whether to sample; default: if a field of sampling is given.", examples=[False]
     )
     temperature: float | None = Field(None, gt=0, description="As in /generate, but never 0.", examples=[0.8])
     early_stopping: Literal[True, False, "never"] | None = Field(None, description="As in /generate.", examples=[True])
@@ -58,16 +58,16 @@ class GenerationOptions(DialectBody, Parameters):
 
 
 class Text2TextParameters(GenerationOptions):
-    """Parameters of text2text-generation and summarization. Options of generation may stand here or within."""
+    """Parameters of text2text-generation and summarization. Options of generation may be here or in a nested field."""
 
     generate_parameters: GenerationOptions | None = Field(None, description="Options of the generation.")
     generate_kwargs: GenerationOptions | None = Field(None, description="The same, by another name.")
     clean_up_tokenization_spaces: bool | None = Field(
-        None, description="Remove spaces before punctuation; default: as the tokenizer's settings say.", examples=[True]
+        None, description="Remove spaces before punctuation; default: the tokenizer's setting.", examples=[True]
     )
     truncation: Literal[False, True, "do_not_truncate", "longest_first", "only_first"] | None = Field(
         None,
-        description="Cut an input that is too long at its end; default: refuse it.",
+        description="Truncate an input that is too long at its end; default: refuse it.",
         examples=["only_first"],
     )
 
@@ -84,14 +84,14 @@ class TranslationParameters(Text2TextParameters):
 
 
 class Text2TextBody(HuggingFaceBody):
-    """Turn texts into others, as InferenceClient asks for it."""
+    """Turn texts into other texts, as InferenceClient does."""
 
     inputs: TextOrTexts = Field(description="A text, or several.", examples=["they paid twelve dollars fifty"])
     parameters: Text2TextParameters | None = Field(None, description="Parameters.")
 
 
 class TranslationBody(HuggingFaceBody):
-    """Translate texts, as InferenceClient asks for it."""
+    """Translate texts, as InferenceClient does."""
 
     inputs: TextOrTexts = Field(description="A text, or several.", examples=["the third of march"])
     parameters: TranslationParameters | None = Field(None, description="Parameters.")
@@ -104,10 +104,10 @@ _OPTIONS = ("generate_parameters", "generate_kwargs")
 
 
 class Options:
-    """The options of a body with the place where they stand."""
+    """The options of a body, with the place of each."""
 
     def __init__(self, body: AnyBody) -> None:
-        """Raises a 400 for an option that stands in two places."""
+        """Raises a 400 for an option that is given in two places."""
         self.parameters = body.parameters or Text2TextParameters.model_validate({})
         self._places: dict[str, str] = {}
         self._values: dict[str, Any] = {}
@@ -131,12 +131,12 @@ class Options:
         return self._values.get(name)
 
     def place(self, name: str) -> str:
-        """Return the client's name of an option."""
+        """Return the path of an option in the client's body."""
         return f"{self._places.get(name, 'parameters')}.{name}"
 
 
 def names_of(options: Options) -> Mapping[str, str]:
-    """Return the client's names of native fields, for errors."""
+    """Return the client's paths of native fields, for errors."""
     lengths = {
         native_name: options.place(next((one for one in ways if options.get(one) is not None), ways[0]))
         for native_name, ways in (
@@ -157,7 +157,7 @@ def names_of(options: Options) -> Mapping[str, str]:
 
 
 def languages_of(body: AnyBody, served: ServedModel) -> Translation:
-    """Return what chooses the languages; raises a 400 that names `src_lang` or `tgt_lang`."""
+    """Return the fields that choose the languages; raises a 400 that names `src_lang` or `tgt_lang`."""
     parameters = body.parameters
     if not isinstance(parameters, TranslationParameters):
         return translation(served, None, None)
@@ -165,7 +165,7 @@ def languages_of(body: AnyBody, served: ServedModel) -> Translation:
 
 
 def task_of(served: ServedModel, task: str) -> Translation:
-    """Return the settings of a task that the folder has, such as the prefix of T5's summaries."""
+    """Return the settings of a task of the checkpoint, such as the prefix of T5's summaries."""
     return Translation(task=task if task in served.checkpoint.tasks else None)
 
 
@@ -195,7 +195,7 @@ def generate(
 
 
 def _tokens(options: Options, bound: str, forced: int, least: int) -> int | None:
-    """Return how many tokens follow those that the decoder begins with; `transformers` counts a language as new."""
+    """Return the bound without the `forced` tokens of the decoder; `transformers` counts a language token as new."""
     new, whole = options.get(f"{bound}_new_tokens"), options.get(f"{bound}_length")
     if new is not None:
         return max(least, int(new) - (forced - 1))
@@ -203,7 +203,7 @@ def _tokens(options: Options, bound: str, forced: int, least: int) -> int | None
 
 
 def _temperature(options: Options) -> float | None:
-    """Return 0 for no sampling, None for what the folder says."""
+    """Return 0 for no sampling, None for the checkpoint's default."""
     sampled = options.get("do_sample")
     if sampled is False:
         return 0.0
@@ -213,7 +213,7 @@ def _temperature(options: Options) -> float | None:
 
 
 class Text2Text(DataEvents):
-    """Shows each output under the names of tasks."""
+    """Renders each output as an object with its text under each of `keys`."""
 
     def __init__(self, generation: Generation, options: Options, keys: Sequence[str]) -> None:
         self._clean = bool(options.parameters.clean_up_tokenization_spaces)

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from model.api.parameters import Beams, Taken
 from model.api.request import PARAMETERS
 from service.dialects.cohere import EmbeddingBody
-from service.dialects.common import Ignored, Refused, Served
+from service.dialects.common import Ignored, Refused, ServedTypes
 from service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from service.dialects.messages_bodies import CountBody, MessagesBody
 from service.dialects.openai_bodies import ChatBody, CompletionBody
@@ -119,7 +119,9 @@ def types(body: type[BaseModel]) -> dict[str, set[str]]:
     """Return the words that a `type` or a `role` may have, by its path; of those that may have any, none."""
     found: dict[str, set[str]] = {}
     for path, field in walk(body):
-        if path.rpartition(".")[2] in ("type", "role") and not any(isinstance(one, Served) for one in field.metadata):
+        if path.rpartition(".")[2] in ("type", "role") and not any(
+            isinstance(one, ServedTypes) for one in field.metadata
+        ):
             found.setdefault(path, set()).update(_words(field.annotation))
     return found
 
@@ -131,7 +133,7 @@ def _row(field: FieldInfo) -> Row | None:
         if isinstance(mark, Refused):
             instead = f"; `{mark.instead}` is served" if mark.instead else ""
             return Row("refused", f"only {mark.harmless}{instead}")
-        if isinstance(mark, Served):
+        if isinstance(mark, ServedTypes):
             return None
     return Row("used")
 
