@@ -27,7 +27,7 @@ from model.client.admission import Encoding
 from model.client.generation_stream import Delivery, GenerationStream
 from model.client.model_table import FrontModel, ModelTable
 from model.errors import ConfigError, EngineDeadError, EngineGoneError
-from model.system.fallbacks import FaultLimit
+from model.system.fault_limit import FaultLimit
 from model.text.tokenizer import Tokenizer
 
 _DEADLINE_GRACE = 2.0  # the engine ends late requests itself; after this the front does

@@ -45,7 +45,7 @@ from model.network.weights import load_model
 from model.parallel.rank0 import load_rank0, rank_processes_of
 from model.system import fallbacks
 from model.system.background_work import Work, finish, in_thread
-from model.system.fallbacks import FaultLimit
+from model.system.fault_limit import FaultLimit
 from model.system.host_memory import available_memory
 
 if TYPE_CHECKING:

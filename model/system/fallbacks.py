@@ -1,17 +1,12 @@
-"""Records features that fell back to a slower path because the GPU failed, and limits faults within a time window.
+"""Records features that fell back to a slower path because something on the GPU failed. Stdlib only.
 
-Stdlib only.
+The code that falls back notes it here. The banner, /info and the log show the notes; with `slow_fallbacks: refuse` the
+engine does not start with any.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
-
-# -- Record of features that fell back to a slower path because something on the GPU failed. Stdlib only. The code that
-# falls back notes it here. The banner, /info and the log show the notes; with `slow_fallbacks: refuse` the engine does
-# not start with any.
 
 _reasons: dict[str, str] = {}  # by feature
 
@@ -42,23 +37,3 @@ def forget() -> None:
 def summary(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-# -- A limit on the number of faults within a time window. Stdlib only.
-
-
-class FaultLimit:
-    """Counts faults and tells when more than `max_faults` happened within `seconds`."""
-
-    def __init__(self, max_faults: int, seconds: float) -> None:
-        self.max_faults = max_faults
-        self.seconds = seconds
-        self._times: deque[float] = deque()
-
-    def record_fault(self) -> bool:
-        """Count a fault that happens now; return whether the limit is exceeded."""
-        now = time.monotonic()
-        self._times.append(now)
-        while self._times[0] < now - self.seconds:
-            self._times.popleft()
-        return len(self._times) > self.max_faults

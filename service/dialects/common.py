@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from service.core.errors import NOT_SUPPORTED, ApiError, from_validation, invalid, shorten
-from service.core.json_depth import check_levels, too_deep
+from service.core.json_bounds import check_levels, too_deep
 from service.core.models import ServedModel
 from service.core.request_context import REQUEST_ID_PATTERN
 from service.schemas.bodies import GenerateBody

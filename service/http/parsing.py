@@ -15,9 +15,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from service.core.errors import ApiError, from_validation, invalid, path_of, too_large
-from service.core.json_depth import BODY_LEVELS, deep_place, too_deep
+from service.core.json_bounds import BODY_LEVELS, deep_place, json_size, too_deep
 from service.core.request_context import current
-from service.core.response_store import json_size
 from service.lifecycle.state import service_of
 from service.schemas.field_paths import check_counts, read_part, siblings
 from service.settings.service_settings import Limits

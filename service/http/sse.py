@@ -26,7 +26,7 @@ from model.api.request import FinishReason, TokenOutput
 from model.errors import EngineError
 from service.core.engine_client import GenerationStream, ListenableStream
 from service.core.errors import ApiError, engine_failed, internal, log_unexpected
-from service.core.threads import WriteBatch
+from service.core.write_batch import WriteBatch
 from service.http.bodies import cancel_all, wait_for_disconnect
 from service.http.json_replies import Generation, Json, Rendering
 from service.http.reply_writing import StreamWriter

@@ -19,7 +19,8 @@ from service.core.errors import draining, scrub, unavailable
 from service.core.models import Models
 from service.core.models_folder import ModelsFolder
 from service.core.response_store import ResponseStore
-from service.core.threads import Threads, WriteBatch
+from service.core.threads import Threads
+from service.core.write_batch import WriteBatch
 from service.lifecycle.fleet import Fleet, LocalFleet, ModelOrders, Replicas
 from service.lifecycle.folder_watch import FolderWatch
 from service.lifecycle.jobs import Jobs

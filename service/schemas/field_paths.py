@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from model.api.request import PARAMETERS
 from service.core.errors import invalid, path_of, too_large
-from service.core.response_store import json_size
+from service.core.json_bounds import json_size
 from service.settings.service_settings import Limits
 
 # -- The fields of bodies at every depth: their paths, and what is known at a place where an unknown one stands.

@@ -15,7 +15,7 @@ from model.api.sampling_params import SamplingParams
 from model.client.async_engine import AsyncEngine
 from model.client.generation_stream import GenerationStream
 from model.errors import EngineDeadError
-from service.core.threads import WriteBatch
+from service.core.write_batch import WriteBatch
 from service.http import sse
 from service.http.json_replies import DataEvents
 from service.http.sse import EventTemplate, marked

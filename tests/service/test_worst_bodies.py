@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lab.worst_bodies import CHAT, GENERATE, MESSAGES, RESPONSES, many_tokens, worst_bodies
-from service.core import response_store as sizes
-from service.core.response_store import json_size
+from service.core import json_bounds as sizes
+from service.core.json_bounds import json_size
 from service.http.bodies import JSON
 from service.runtimes.assembly import tune_garbage_collector
 from service.settings.service_settings import Limits, ServiceSettings
