@@ -14,7 +14,7 @@ from service.dialects.huggingface import HuggingFaceBody, Truncated, encode_fiel
 from service.http.json_replies import Json
 from service.planning.encode import EncodePlan
 from service.schemas.encode_bodies import EncodeBody
-from service.schemas.types import Prompt, Text, TextOrTexts, Texts
+from service.schemas.types import PIXEL, Prompt, Text, TextOrTexts, Texts
 
 # -- Request bodies of Hugging Face's tasks (`inputs`, and `parameters` of each task), and of TEI's routes.
 
@@ -98,7 +98,10 @@ class QuestionParameters(DialectBody):
 class QuestionBody(HuggingFaceBody):
     """Answer a question from a text."""
 
-    inputs: Annotated[QuestionInputs, INPUT] = Field(description="Question and text.")
+    inputs: Annotated[QuestionInputs, INPUT] = Field(
+        description="Question and text.",
+        examples=[{"question": "Who sat on the mat?", "context": "The cat sat on the mat."}],
+    )
     parameters: QuestionParameters | None = Field(None, description="Parameters.")
 
 
@@ -131,7 +134,9 @@ class ZeroShotBody(HuggingFaceBody):
     """Classify a text by the labels in the request."""
 
     inputs: Annotated[Text, INPUT] = Field(description="The text.", examples=["The match ended in a draw."])
-    parameters: ZeroShotParameters = Field(description="Labels and other parameters.")
+    parameters: ZeroShotParameters = Field(
+        description="Labels and other parameters.", examples=[{"candidate_labels": ["sports", "politics"]}]
+    )
 
 
 class ClassParameters(DialectBody):
@@ -146,7 +151,7 @@ class ClassParameters(DialectBody):
 class ImageBody(HuggingFaceBody):
     """Classify an image, as InferenceClient does if there are parameters."""
 
-    inputs: str = Field(min_length=1, description="A JPEG or PNG file as base64.", examples=["iVBORw0KGgo="])
+    inputs: str = Field(min_length=1, description="A JPEG or PNG file as base64.", examples=[PIXEL])
     parameters: ClassParameters | None = Field(None, description="Parameters.")
 
 

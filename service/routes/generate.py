@@ -36,6 +36,7 @@ from service.planning.checks import ReplyShape
 from service.planning.generate import GeneratePlan
 from service.schemas.bodies import GenerateBody
 from service.schemas.replies import GenerateEvent, GenerateReply
+from service.schemas.types import TONE
 from service.speech import routes as audio
 from service.speech.bodies import TranscribeBody, TranscribeEvent, TranscribeReply
 
@@ -59,9 +60,6 @@ _OK = replies(
     events=(GenerateEvent, TranscribeEvent, Any),
 )
 
-# A WAV file of 4 ms.
-_TONE = "UklGRjQAAABXQVZFZm10IBAAAAABAAEAoA8AAKAPAAABAAgAZGF0YRAAAACAyIA4gMiAOIDIgDiAyIA4"
-
 
 @routes.post(
     "/generate",
@@ -70,7 +68,7 @@ _TONE = "UklGRjQAAABXQVZFZm10IBAAAAABAAEAoA8AAKAPAAABAAgAZGF0YRAAAACAyIA4gMiAOID
         *(GenerateBody, TranscribeBody, TextGenerationBody),
         triptych={"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16},
         huggingface={"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}},
-        speech={"model": "speech", "audio": _TONE, "timestamps": "segment"},
+        speech={"model": "speech", "audio": TONE, "timestamps": "segment"},
     ),
     _OK,
     MODEL_IN_QUERY,

@@ -20,7 +20,7 @@ from service.routes import generate
 
 routes = Routes()
 
-_HELLO = {"model": "code", "messages": [{"role": "user", "content": "Hello"}]}
+_HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
 @routes.post(

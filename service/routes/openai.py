@@ -27,7 +27,7 @@ from service.routes import encode, generate
 routes = Routes("generate")
 
 _COMPLETION = {"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16}
-_CHAT = {"model": "code", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
+_CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
 _EMBEDDING = {"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]}
 
 

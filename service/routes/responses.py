@@ -29,7 +29,7 @@ _ID = in_path("response_id", "The id of a response, such as `resp_5f0c1d`.")
 @routes.post(
     "/v1/responses",
     "Responses, as OpenAI has them",
-    json_body(ResponsesBody, openai={"model": "code", "input": "Hello", "max_output_tokens": 16}),
+    json_body(ResponsesBody, openai={"input": "Hello", "max_output_tokens": 16}),
     replies("A `response`, or its events.", Any, events=(Any,)),
 )
 async def create(request: Request) -> Response:

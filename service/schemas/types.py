@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaH
 from pydantic_core import CoreSchema
 
 MAX_INT = 2**31 - 1
+# Whole files as base64, for examples: a WAV file of 4 ms, and a PNG file of one pixel.
+TONE = "UklGRjQAAABXQVZFZm10IBAAAAABAAEAoA8AAKAPAAABAAgAZGF0YRAAAACAyIA4gMiAOIDIgDiAyIA4"
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR42mOIWnAHAAMuAdd2FgGxAAAAAElFTkSuQmCC"
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 Text = Annotated[str, Field(min_length=1)]
@@ -70,7 +73,7 @@ class TextPair(Body):
 class ImageFile(Body):
     """An image file for a vision model."""
 
-    image: str = Field(min_length=1, description="A JPEG or PNG file as base64.", examples=["iVBORw0KGgo="])
+    image: str = Field(min_length=1, description="A JPEG or PNG file as base64.", examples=[PIXEL])
 
 
 Images = Annotated[list[ImageFile], Field(min_length=1, fail_fast=True)]

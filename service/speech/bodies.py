@@ -10,7 +10,7 @@ from model.api.request import MAX_PRIORITY, MIN_PRIORITY
 from service.schemas.bodies import ModelName, RequestId, Timeout
 from service.schemas.parameters import bounded
 from service.schemas.replies import Finish, TimingsReply, TokenLogprobReply, Usage
-from service.schemas.types import MAX_INT, ONE_OR_LIST, Body, Reply, TokenId
+from service.schemas.types import MAX_INT, ONE_OR_LIST, TONE, Body, Reply, TokenId
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Temperatures = Annotated[
@@ -27,7 +27,7 @@ class TranscribeBody(Body):
     audio: str = Field(
         min_length=1,
         description="An audio file as base64: WAV, FLAC, MP3 or Ogg; other containers where PyAV is installed.",
-        examples=["UklGRiQAAABXQVZF"],
+        examples=[TONE],
     )
     language: str | None = Field(
         None,

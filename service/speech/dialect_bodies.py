@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, Tag
 from service.dialects.common import DialectBody, Ignored, NotSupported, Refused
 from service.dialects.huggingface import HuggingFaceBody
 from service.schemas.bodies import RequestId
-from service.schemas.types import MAX_INT, ONE_OR_LIST, Body
+from service.schemas.types import MAX_INT, ONE_OR_LIST, TONE, Body
 
 AudioFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 _FILE = Field(
@@ -129,5 +129,5 @@ class SpeechParameters(DialectBody):
 class SpeechBody(HuggingFaceBody):
     """Transcribe speech, as InferenceClient asks for it where there are parameters."""
 
-    inputs: str = Field(min_length=1, description="The file as base64.", examples=["UklGRiQAAABXQVZF"])
+    inputs: str = Field(min_length=1, description="The file as base64.", examples=[TONE])
     parameters: SpeechParameters | None = Field(None, description="Parameters.")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
 import logging
 import re
+import wave
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
 from model.api.request import FinishReason
 from model.errors import ConfigError
@@ -357,6 +360,26 @@ def test_openapi_declares_bodies_and_errors() -> None:
         assert known[body]["additionalProperties"] is False
     assert "text/event-stream" in document["paths"]["/generate"]["post"]["responses"]["200"]["content"]
     assert document["security"]
+
+
+def test_openapi_shows_a_body_that_each_route_reads() -> None:
+    app = make_app()
+    known = ask(app, "GET", "/openapi.json").json()["components"]["schemas"]
+    read = [(row.path, row.body) for row in app.app.table.rows if row.body is not None and row.replies is not None]
+    assert len(read) > 30
+    for path, body in read:
+        fields = known[body.models[0].__name__]
+        needed = () if body.examples else fields.get("required", ())
+        first = {name: fields["properties"][name]["examples"][0] for name in needed}
+        for example in body.examples.values() or (first,):
+            model = next((one for one in body.models if set(example) <= set(one.model_fields)), None)
+            assert model is not None, (path, example)
+            model.model_validate_json(json.dumps(example))
+    for body, name in (("ImageBody", "inputs"), ("ImageFile", "image")):
+        Image.open(io.BytesIO(base64.b64decode(known[body]["properties"][name]["examples"][0]))).load()
+    for body, name in (("SpeechBody", "inputs"), ("TranscribeBody", "audio")):
+        with wave.open(io.BytesIO(base64.b64decode(known[body]["properties"][name]["examples"][0]))) as file:
+            assert file.getnframes() == 16
 
 
 def _references(node: Any) -> Iterator[str]:

@@ -349,10 +349,16 @@ def test_the_docs_show_every_route_and_field(browser: Browser, app: App) -> None
             assert browser.run(rows, name) == list(schema.get("properties", {})), name
         shapes = browser.text("#GenerateBody")
         assert "temperature" in shapes and "number 0 to 100" in shapes
-        assert browser.run("return location.hash = 'Usage', document.body.innerText.includes('cached_tokens')") is False
-        eventually(lambda: browser.run("return document.getElementById('Usage').open"))
+        usage = "document.getElementById('Usage').innerText.includes('cached_tokens')"
+        assert browser.run(f"return location.hash = 'Usage', {usage}") is False
+        eventually(lambda: browser.run(f"return document.getElementById('Usage').open && {usage}"))
         assert "Authorization" not in browser.text("main")
         assert f"curl {url}/info" in browser.text("main")
+        shown = browser.text("[id='post/v1/audio/transcriptions']")
+        assert "Body, as multipart/form-data" in shown and "timestamp_granularities" in shown
+        assert f"curl {url}/v1/audio/transcriptions -F 'file=@speech.wav'" in shown
+        shown = browser.text("[id='post/pipeline/image-classification']")
+        assert "-H 'Content-Type: application/octet-stream' --data-binary @FILE" in shown
         assert browser.console() == []
 
 
