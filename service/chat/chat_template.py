@@ -229,9 +229,11 @@ class ChatTemplate:
         """Render the prompt, whose length is within `bound`; raises `ApiError` naming `messages`."""
         try:
             variables = self.variables(messages, add_generation_prompt=add_generation_prompt, tools=tools, more=more)
-            return await pool.render(self.source, variables, bound.characters)
+            text = await pool.render(self.source, variables, bound.characters)
         except RenderError as error:
             raise _refusal(error, bound) from None
+        bound.check_bytes(text, "messages")
+        return text
 
     async def continued(
         self,

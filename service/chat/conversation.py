@@ -209,7 +209,8 @@ async def _rendered(
     # Where messages describe the tools, these are written into them, and they may be long.
     messages = await service.threads.run_in_thread(fitted) if tools and not chat.reads("tools") else fitted()
     more = {name: value for name, (value, _) in conversation.variables.items()}
-    bound = ContextBound(service.model_info(served.name).max_model_len, service.limits.prompt_characters_per_token)
+    limits, context = service.limits, service.model_info(served.name).max_model_len
+    bound = ContextBound(context, limits.prompt_characters_per_token, limits.max_text_bytes)
     shown = shown_tools(tools, chat.traits)
     if conversation.continues:
         return await chat.continued(service.renderers, messages, bound, tools=shown, more=more)

@@ -8,19 +8,31 @@ from service.core.errors import ApiError, invalid
 
 
 class ContextBound(NamedTuple):
-    """A context of `tokens`, and the most characters that a token of text stands for."""
+    """A context of `tokens`, the most characters that a token of text stands for, and the most bytes of any text."""
 
     tokens: int
     characters_per_token: int
+    text_bytes: int
 
     @property
     def characters(self) -> int:
         return self.tokens * self.characters_per_token
 
     def check(self, text: str, param: str) -> None:
-        """Refuse a text that is certain to have too many tokens."""
+        """Refuse a text that is certain to have too many tokens, or that is too long for any context."""
         if len(text) > self.characters:
             raise context_exceeded(self.tokens, f"{param} has {len(text)} characters", param)
+        self.check_bytes(text, param)
+
+    def check_bytes(self, text: str, param: str) -> None:
+        """Refuse a text that is too long for any context: its tokens would hold the event loop."""
+        most_of_each = 1 if text.isascii() else 4  # bytes of a character
+        if len(text) * most_of_each <= self.text_bytes:
+            return
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if size > self.text_bytes:
+            message = f"{param} has {size} bytes, more than {self.text_bytes} (max_text_bytes)"
+            raise invalid(message, param, "text_too_long")
 
 
 def context_exceeded(tokens: int, found: str, param: str) -> ApiError:

@@ -69,7 +69,8 @@ class Guard:
 
     def body_too_large(self, scope: Scope) -> ApiError:
         """Return the 413 of a body above the limit."""
-        return too_large(f"the body has more than {self.max_body_bytes(scope)} bytes")
+        name = "max_audio_bytes" if scope["path"] in AUDIO_PATHS else "max_body_bytes"
+        return too_large(f"the body has more than {self.max_body_bytes(scope)} bytes ({name})")
 
     def _has_own_key(self, scope: Scope) -> bool:
         """Whether a request whose key was checked has it from its sender: a browser adds a saved password by itself."""

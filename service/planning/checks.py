@@ -87,7 +87,7 @@ def check_body(
     if body.prediction:
         prediction = PromptInput(body.prediction[: _PREDICTED * info.max_model_len], "prediction", special=False)
     inputs = [*prompts, *(one for one in (decoder_prompt, prediction) if one is not None)]
-    bound = ContextBound(info.max_model_len, limits.prompt_characters_per_token)
+    bound = ContextBound(info.max_model_len, limits.prompt_characters_per_token, limits.max_text_bytes)
     for one in inputs:
         if isinstance(one.value, str):
             served.require_tokenizer(one.param)

@@ -127,12 +127,14 @@ def texts_of(checked: CheckedInputs) -> list[tuple[int, EncodeInput]]:
     if len(texts) > len(checked.inputs):
         checked.bounds.check_inputs(len(texts))
     per_token, may_cut = checked.limits.prompt_characters_per_token, checked.body.truncate is not False
-    bound, characters = ContextBound(checked.info.max_model_len, per_token), 0
+    bound, characters = ContextBound(checked.info.max_model_len, per_token, checked.limits.max_text_bytes), 0
     is_bound = not (may_cut or output.windows or checked.body.split is not None)
     for _, one in texts:
         _check_text(checked, one)
         if is_bound:
             bound.check(one.text + (one.pair or ""), one.param)
+        else:
+            bound.check_bytes(one.text + (one.pair or ""), one.param)
         characters += one.characters
     most = per_token * checked.bounds.tokens
     if characters > most and not may_cut:

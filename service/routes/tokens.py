@@ -35,7 +35,8 @@ async def tokenize(request: Request) -> Response:
     served = service.models.resolve(body.model, Task.TOKENIZE)
     tokenizer = served.require_tokenizer("text")
     info = service.model_info(served.name)
-    bound = ContextBound(info.max_model_len, service.limits.prompt_characters_per_token)
+    limits = service.limits
+    bound = ContextBound(info.max_model_len, limits.prompt_characters_per_token, limits.max_text_bytes)
     bound.check(body.text, "text")
     bound.check(body.text_pair or "", "text_pair")
     context = context_of_request()

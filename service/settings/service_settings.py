@@ -70,6 +70,7 @@ class Limits:
     """Limits of HTTP requests; each field is a setting of the same name. Raises `ConfigError`."""
 
     max_body_bytes: int = _limit(2_000_000, "maximum bytes of a body (413)")
+    max_text_bytes: int = _limit(2_000_000, "maximum bytes of a text that is tokenised, whatever the context (400)")
     max_json_values: int = _limit(50_000, "maximum number of names, texts, lists and objects in a body (413)")
     max_json_numbers: int = _limit(500_000, "maximum number of numbers, and of escapes in texts, in a body (413)")
     max_held_body_bytes: int = _limit(

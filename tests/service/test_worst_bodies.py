@@ -145,6 +145,46 @@ def test_no_file_holds_the_event_loop(route: str, content_type: str, body: Calla
     assert asyncio.run(work()) <= LONGEST_S
 
 
+_TEXT = "@"  # where the long text stands
+_SAID = [{"role": "user", "content": _TEXT}]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("text", ["1 9 " * 5_000_000, "\u4e00" * 1_000_000], ids=["20 MB", "3 bytes a character"])
+def test_no_long_text_is_tokenised_where_bodies_may_be_long(text: str) -> None:
+    """Neither for a model of any context, nor where a text may be truncated."""
+    limits = Limits(max_body_bytes=40_000_000)
+    context = 10_000_000
+    app = chat_app(settings=ServiceSettings(limits=limits), max_model_len=context, max_num_batched_tokens=context)
+    bodies: list[tuple[str, dict[str, Any], str]] = [
+        (GENERATE, {"model": "gen", "prompt": _TEXT}, "prompt"),
+        (GENERATE, {"model": "seq", "max_tokens": 1, "prompt": ["a", _TEXT]}, "prompt[1]"),
+        (GENERATE, {"model": "seq", "prompt": "a", "decoder_prompt": _TEXT}, "decoder_prompt"),
+        ("/v1/completions", {"model": "gen", "prompt": _TEXT}, "prompt"),
+        (CHAT, {"max_tokens": 1, "messages": _SAID}, "messages"),
+        (MESSAGES, {"max_tokens": 1, "messages": _SAID}, "messages"),
+        (MESSAGES + "/count_tokens", {"messages": _SAID}, "messages"),
+        (RESPONSES, {"max_output_tokens": 1, "input": _TEXT}, "input"),
+        ("/tokenize", {"model": "gen", "text": _TEXT}, "text"),
+        ("/encode", {"model": "enc", "input": _TEXT, "truncate": "right"}, "input"),
+        ("/embed", {"model": "enc", "inputs": _TEXT, "truncate": True}, "inputs"),
+        ("/v1/rerank", {"model": "enc", "query": "a", "documents": ["a", _TEXT]}, "documents[1]"),
+    ]
+
+    async def work() -> None:
+        async with app.app.router.lifespan_context(app.app):
+            for route, body, param in bodies:
+                raw, tries = json.dumps(body).replace(_TEXT, text).encode(), []
+                while len(tries) < _TRIES and (not tries or min(tries) > LONGEST_S):
+                    held, status, reply = await longest_hold(app, route, raw)
+                    tries.append(held)
+                    assert status == 400, (route, reply[:300])
+                    assert f"{param} has ".encode() in reply and b"(max_text_bytes)" in reply, (route, reply[:300])
+                assert min(tries) <= LONGEST_S, (route, tries)
+
+    asyncio.run(work())
+
+
 def _sizes(value: Any) -> tuple[int, int]:
     """Count as `json_size` does, in what the text says: names, texts, lists and objects, and commas without escapes."""
     if isinstance(value, str):

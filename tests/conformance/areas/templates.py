@@ -245,7 +245,7 @@ def _compare_continued(report: Report, case: str, worker: RenderWorker, chat: Ch
     except Exception:
         expected = None
     try:
-        text: str | None = asyncio.run(chat.continued(_Pool(worker), messages, ContextBound(1_000_000, 1)))
+        text: str | None = asyncio.run(chat.continued(_Pool(worker), messages, ContextBound(1_000_000, 1, 1_000_000)))
     except (ApiError, RenderError):
         text = None
     report.check(case, text == expected, f"{text!r} is not {expected!r}")

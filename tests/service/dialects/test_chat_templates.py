@@ -96,7 +96,9 @@ def test_a_continued_message_is_the_reference_librarys(style: str) -> None:
     async def work() -> str:
         pool = RenderPool(20)
         try:
-            return await ChatTemplate(source, TOKENS, frozenset()).continued(pool, messages, ContextBound(10_000, 1))
+            return await ChatTemplate(source, TOKENS, frozenset()).continued(
+                pool, messages, ContextBound(10_000, 1, 10_000)
+            )
         finally:
             pool.close()
 
