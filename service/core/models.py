@@ -99,6 +99,15 @@ class ServedModel:
             raise invalid(f"task: model {self.name} has no task {shorten(name)}; it has {known}", "task")
         return replace(self, checkpoint=replace(self.checkpoint, sampling_defaults=task.sampling_defaults))
 
+    def require_embedder(self) -> None:
+        """Raise a 400 for a model that writes text: its folder says nothing of vectors of texts."""
+        if self.config.can_generate:
+            raise invalid(
+                f"model {self.name} writes text and was not trained to make vectors: its folder has no "
+                "modules.json, its GGUF file no pooling_type; POST /encode returns its hidden states",
+                *("model", "wrong_task"),
+            )
+
     def require_tokenizer(self, param: str) -> Tokenizer:
         """Return the tokenizer; raises a 400 that names the field with text, if there is none."""
         if self.tokenizer is None:

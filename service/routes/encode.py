@@ -75,14 +75,19 @@ async def huggingface_answer(request: Request, body: EmbedBody) -> Response:
 Show = Callable[[EncodePlan, Json], object]
 
 
-async def answer(request: Request, body: EncodeBody, show: Show | None = None, *, uncounted: int = 0) -> Response:
+async def answer(
+    request: Request, body: EncodeBody, show: Show | None = None, *, uncounted: int = 0, of_embedder: bool = False
+) -> Response:
     """Encode the inputs of `body`, and reply as /encode does or as `show` converts it.
 
-    `uncounted` of them do not count in the number that a request may have.
+    `uncounted` of them do not count in the number that a request may have. `of_embedder`: vectors must be those of a
+    model that was trained to make them.
     """
     service, context = service_of(request), context_of_request()
     with service.handling():
         body = await _with_model(request, body)
+        if of_embedder and body.output == "embedding":
+            service.models.resolve(body.model, Task.ENCODE).require_embedder()
         plan = await service.encode_planner.plan(body, context.request_id, context.started, uncounted)
         context.model, context.tokens_in = plan.served.name, plan.prompt_tokens
         service.check_not_given_up()

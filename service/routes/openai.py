@@ -91,4 +91,4 @@ async def embeddings(request: Request) -> Response:
     body = await read_body(request, EmbeddingBody)
     with naming_errors(embedding_dialect.names(body)):
         asked = embedding_dialect.embedding(body)
-        return await encode.answer(request, asked, embedding_dialect.embedding_reply(body))
+        return await encode.answer(request, asked, embedding_dialect.embedding_reply(body), of_embedder=True)

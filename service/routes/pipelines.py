@@ -68,7 +68,8 @@ async def embed_sparse(request: Request) -> Response:
 async def compare(request: Request, body: SimilarityBody) -> Response:
     """Return the cosines of a source sentence and others."""
     with naming_errors(pipelines.similarity_names(body)):
-        return await encode.answer(request, pipelines.similarity(body), pipelines.similarity_reply, uncounted=1)
+        asked = pipelines.similarity(body)
+        return await encode.answer(request, asked, pipelines.similarity_reply, uncounted=1, of_embedder=True)
 
 
 @routes.post(

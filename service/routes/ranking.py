@@ -32,7 +32,7 @@ async def rank(request: Request, body: RankBody) -> Response:
     with naming_errors(ranking.RANK_NAMES):
         asked = ranking.rank(body.model_copy(update={"model": served.name}), served, read)
     with naming_errors(asked.names):
-        return await encode.answer(request, asked.body, asked.show, uncounted=asked.uncounted)
+        return await encode.answer(request, asked.body, asked.show, uncounted=asked.uncounted, of_embedder=True)
 
 
 @routes.post(
@@ -126,7 +126,7 @@ async def _score(request: Request) -> Response:
     with naming_errors(ranking.SCORE_NAMES):
         asked = ranking.score(body.model_copy(update={"model": served.name}), served)
     with naming_errors(asked.names):
-        return await encode.answer(request, asked.body, asked.show, uncounted=asked.uncounted)
+        return await encode.answer(request, asked.body, asked.show, uncounted=asked.uncounted, of_embedder=True)
 
 
 async def _classify(request: Request) -> Response:
@@ -142,7 +142,8 @@ async def _embed(request: Request, *, by_type: bool) -> Response:
     await hold_model(request, body.model, Task.ENCODE, body.timeout_s)
     served = service_of(request).models.resolve(body.model, Task.ENCODE)
     with naming_errors(cohere.NAMES | names_of(body)):
-        return await encode.answer(request, cohere.embed(body, served), cohere.embed_reply(body, by_type=by_type))
+        show = cohere.embed_reply(body, by_type=by_type)
+        return await encode.answer(request, cohere.embed(body, served), show, of_embedder=True)
 
 
 async def _first_tokens(request: Request, body: RankBody, served: ServedModel) -> list[str] | None:

@@ -30,6 +30,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"text": "ab"},
     "/detokenize": {"token_ids": [1]},
 }
+OF_EMBEDDERS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/embed")
 
 
 def lone_chat() -> App:
@@ -49,8 +50,17 @@ def test_a_chat_by_url() -> None:
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("name", sorted(PLACEHOLDERS))
 def test_a_placeholder_names_no_model(path: str, name: str) -> None:
-    app = lone_chat()
+    app = make_app(served("enc", "encoder-only", byte_tokenizer()), alone=True) if path in OF_EMBEDDERS else lone_chat()
     assert ask(app, "POST", path, json=BODIES[path] | {"model": name}).status_code == 200, path
+
+
+@pytest.mark.parametrize("path", [*OF_EMBEDDERS, "/v2/embed", "/similarity"])
+def test_a_model_that_writes_text_makes_no_vectors_to_compare(path: str) -> None:
+    bodies = BODIES | {"/v2/embed": BODIES["/v1/embed"]}
+    bodies["/similarity"] = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
+    error = check_error(ask(lone_chat(), "POST", path, json=bodies[path]), 400, "model", "wrong_task")
+    assert "model chat writes text and was not trained to make vectors" in error["message"]
+    assert "POST /encode" in error["message"]
 
 
 @pytest.mark.parametrize("path", BODIES)
