@@ -36,12 +36,33 @@ ABSENT = (
     *("orjson", "hypothesis"),
 )
 Row = dict[str, Any]
+# Each is another format, model or shape of a case that runs by default.
+LIKE_OTHERS = frozenset(
+    {
+        *("kernel, mixed, float32", "kernel, fp8 pages, decode, float32"),
+        *("recurrent layer, prompts with decoding, float32", "experts' product, 3 of 40 x 70, bias, float32"),
+        *("integer product, 32 x 528, int4, groups of 32, zero points", "fp8 product, 96 x 64, rows"),
+        *(f"engine, {name}" for name in ("chunked prompts", "int8 KV", "fp8 KV", "fp8 weights", "int4 weights")),
+        *("engine, head 128, q and k normalised", "engine, windows in some layers, softcaps"),
+        *("engine, windows in some layers, two rotary bases", "engine, experts with biases, clamps, sinks"),
+        *("engine, recurrent layers", "engine, encoder-decoder, BART"),
+        *("llama-8b, prefill 2k, fp8", "llama-8b, one stream, int4"),
+        *("qwen3.5-9b x128 1k/1k", "qwen3.5-9b, prefill 2k"),
+    }
+)
+
+
+@pytest.fixture(scope="module", params=["by default", pytest.param("all", marks=pytest.mark.slow)])
+def left_out(request: pytest.FixtureRequest) -> frozenset[str]:
+    return LIKE_OTHERS if request.param == "by default" else frozenset()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What three commands leave in small, in a process in which those packages cannot be imported."""
+def folder(tmp_path_factory: pytest.TempPathFactory, left_out: frozenset[str]) -> Path:
+    """What four commands leave in small, in a process in which those packages cannot be imported."""
     path = tmp_path_factory.mktemp("gpu")
+    (path / "before").mkdir()  # the results of an earlier run, which are not measured again
+    (path / "before" / "results.jsonl").write_text("".join(json.dumps({"case": name}) + "\n" for name in left_out))
     absent = path / "absent"
     absent.mkdir()
     for name in ABSENT:
@@ -49,6 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = os.environ | {"PYTHONPATH": str(absent), "OMP_NUM_THREADS": "1"}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of packages that are not there
     command = [sys.executable, "-m", "lab.bench.gpu", "check", "sweep", "workloads", "tests", "--tiny"]
+    command += ["--resume", "--before", str(path / "before")]
     subprocess.run([*command, "--out", str(path / "out")], cwd=ROOT, env=environment, check=True, timeout=300)
     return path / "out"
 
@@ -72,11 +94,13 @@ def test_nothing_fails_in_small(rows: dict[str, Row]) -> None:
     assert {name for name, row in rows.items() if "skipped" in row} == {"memcheck"}
 
 
-def test_what_is_checked_is_right(rows: dict[str, Row]) -> None:
+def test_what_is_checked_is_right(rows: dict[str, Row], left_out: frozenset[str]) -> None:
     checked = {name: row["ok"] for name, row in rows.items() if "ok" in row}
     assert all(checked.values()), checked
-    about = {name.removeprefix("engine, ") for name in checked if name.startswith("engine, ")}
-    assert about == {name for name in parity.SCENARIOS if "bfloat16" not in name} | {"encoder"}
+    about = {name for name in checked if name.startswith("engine, ")}
+    scenarios = {f"engine, {name}" for name in parity.SCENARIOS if "bfloat16" not in name}
+    assert about == scenarios - left_out | {"engine, encoder"}
+    assert left_out.isdisjoint(rows)
     assert {name.split(",")[0] for name in checked if "experts" in name} == {"experts' product", "engine"}
     assert rows["engine, experts"]["unrecorded_equal"] and rows["engine, experts"]["distinct"] > 10
     assert rows["engine, preemption"]["preemptions"] > 0
@@ -90,6 +114,7 @@ def test_the_kernels_tests_can_be_imported(rows: dict[str, Row]) -> None:
 
 
 def test_every_target_has_a_case_with_its_figure(rows: dict[str, Row]) -> None:
+    assert LIKE_OTHERS.isdisjoint(target.case for target in TARGETS)
     for target in TARGETS:
         if "transformers" not in target.case:
             assert rows[target.case][target.figure] >= 0, target
@@ -421,6 +446,7 @@ def test_a_page_needs_rows(tmp_path: Path) -> None:
 
 
 def test_cases_have_names_of_their_own(bench: Bench) -> None:
+    assert {case.name for case in cases_of(list(COMMANDS), bench)} > LIKE_OTHERS
     real = replace(bench, tiny=False, device=torch.device("cuda"))
     names = [case.name for case in cases_of(list(COMMANDS), real)]
     assert len(names) > 90 and len(set(names)) == len(names)
