@@ -9,6 +9,8 @@ import gc
 import logging
 import os
 import ssl
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,28 @@ else:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def embedded_service() -> Iterator[Any]:
+    """Start the embedded models in float32; the files of tests.workers.EMBEDDED share it.
+
+    In float32 a request gives the same output alone and among others. It runs on one core: threads that wait for each
+    other take many times as long where others want the second one.
+    """
+    from model.pretrained import CHECKPOINTS, embedded_models
+    from tests.service.processes import running
+
+    models = embedded_models() | {"assistant": CHECKPOINTS / "assistant"}
+    named = [f"{name}={folder}" for name, folder in models.items()]
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with running(["--runtime", "local", "--dtype", "float32", *named]) as started:
+            os.sched_setaffinity(0, cores)
+            yield started
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 @pytest.fixture(autouse=True)

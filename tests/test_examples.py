@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from model.pretrained import CHECKPOINTS
-from tests.service.processes import running
+from tests.service.processes import ServiceProcess
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,10 +21,8 @@ def run(name: str, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    models = [f"{name}={CHECKPOINTS / name}" for name in ("code", "assistant")]
-    with running(["--runtime", "local", "--dtype", "float32", *models]) as service:
-        yield service.url
+def url(embedded_service: ServiceProcess) -> str:
+    return embedded_service.url
 
 
 def test_offline() -> None:

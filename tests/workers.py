@@ -19,7 +19,13 @@ import pytest
 RAY = frozenset(
     {"tests/service/test_runtimes.py", "tests/service/test_lifetimes.py", "tests/service/test_deployment.py"}
 )
-_LONG = frozenset(  # of single tests or fixtures that take long: begun late they would be waited for
+EMBEDDED = frozenset(  # they share one service of the embedded models
+    {
+        *("tests/service/test_embedded.py", "tests/service/test_assistant.py"),
+        *("tests/loadtest/test_service.py", "tests/test_examples.py"),
+    }
+)
+_LONG = EMBEDDED | frozenset(  # of single tests or fixtures that take long: begun late they would be waited for
     {"tests/lab/test_gpu_bench.py", "tests/engine/test_process_transport.py", "tests/service/test_openapi.py"}
 )
 _PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
@@ -79,10 +85,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
-        """By file, in the order of collection; those that start Ray together."""
+        """By file, in the order of collection; those that start Ray together, and those of the embedded models."""
 
         def _split_scope(self, nodeid: str) -> str:
-            return "Ray" if _file(nodeid) in RAY else _file(nodeid)
+            file = _file(nodeid)
+            return "Ray" if file in RAY else "embedded models" if file in EMBEDDED else file
 
     return Files(config, log)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.loadtest.support import CLOSED, Arrivals, Clients, Workload, in_several_tries, measured, retried
-from tests.service.processes import ServiceProcess, eventually, running
+from tests.service.processes import ServiceProcess, eventually
 
 COUNTS = {"requests ended", "refusals", "prompt tokens", "output tokens"}
 BEFORE_ARRIVAL_MS = 100  # on a busy machine
@@ -18,16 +16,8 @@ SMALL = Workload(prompt_tokens="uniform:8-40", output_tokens="uniform:4-16")
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[ServiceProcess]:
-    """On one core: threads that wait for each other take many times as long where others want the second one."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        with running(["--runtime", "local"]) as started:
-            os.sched_setaffinity(0, cores)
-            yield started
-    finally:
-        os.sched_setaffinity(0, cores)
+def service(embedded_service: ServiceProcess) -> ServiceProcess:
+    return embedded_service
 
 
 def check(document: dict[str, Any], figures: set[str]) -> None:

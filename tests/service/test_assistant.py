@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,8 +11,7 @@ import openai
 import pytest
 
 from lab.training.conversations import Conversation, held_out_conversations
-from model.pretrained import CHECKPOINTS
-from tests.service.processes import running
+from tests.service.processes import ServiceProcess
 
 WEATHER: Any = {
     "type": "function",
@@ -37,10 +35,8 @@ ANSWER = "It is 12 degrees and cloudy in Oslo."
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    options = ["--runtime", "local", "--dtype", "float32"]
-    with running([*options, str(CHECKPOINTS / "assistant")]) as service:
-        yield service.url
+def url(embedded_service: ServiceProcess) -> str:
+    return embedded_service.url
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +69,13 @@ def is_right(client: openai.OpenAI, conversation: Conversation, *, strict: bool)
 
 def test_held_out_conversations_in_flight_together(client: openai.OpenAI) -> None:
     """By itself the model takes another name for a parameter here and there; a grammar of the schema leaves it none."""
-    drawn = held_out_conversations(60, seed=1)
+    drawn = held_out_conversations(30, seed=1)
     patient = client.with_options(max_retries=20)  # a busy machine answers 429 until its processes have started
     with ThreadPoolExecutor(8) as threads:
         free = sum(threads.map(lambda one: is_right(patient, one, strict=False), drawn))
         held = sum(threads.map(lambda one: is_right(patient, one, strict=True), drawn))
-    assert free >= 50
-    assert held >= 58
+    assert free >= 25
+    assert held >= 29
 
 
 def test_a_call_its_result_and_the_answer_by_openais_client(client: openai.OpenAI) -> None:

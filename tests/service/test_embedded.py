@@ -8,7 +8,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -21,27 +21,19 @@ from lab.training import corpus, pairs
 from lab.training.evaluate import pieces
 from model.api.engine_config import EngineConfig
 from model.llm import LLM
-from model.native.library import Library, native
 from model.pretrained import CHECKPOINTS, embedded_models
-from model.system.devices import has_fast_bf16
-from tests.service.processes import running
+from tests.service.processes import ServiceProcess
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "sentence_vectors.json").read_text())
-HELD_OUT = pairs.held_out_pairs(200, seed=1)
-BF16 = has_fast_bf16()  # what `--dtype auto` is
-KERNELS = native()
-# Tests below compare a request alone with the same one among others. In torch's bfloat16 and in that of AMX tiles sums
-# depend on the others, which a near tie shows; there they ask for float32.
-BIT_FOR_BIT = not BF16 or (isinstance(KERNELS, Library) and not KERNELS.tiles)
-# Cosine of our vectors and sentence-transformers', which differ by 1e-12 in float32 and 6e-5 in bfloat16; two texts
-# that have little to do with each other are below 0.7.
-ALIKE = 0.999 if BF16 and BIT_FOR_BIT else 0.999999
+HELD_OUT = pairs.held_out_pairs(100, seed=1)
+# Cosine of our vectors and sentence-transformers', which differ by 1e-12; two texts that have little to do with each
+# other are below 0.7.
+ALIKE = 0.999999
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(["--runtime", "local", *([] if BIT_FOR_BIT else ["--dtype", "float32"])]) as service:
-        yield service.url
+def url(embedded_service: ServiceProcess) -> str:
+    return embedded_service.url
 
 
 def check_alike(found: Sequence[float], expected: Sequence[float]) -> None:
@@ -74,7 +66,7 @@ def card_figure(model: str, pattern: str) -> float:
     return float(found[1])
 
 
-def test_normalize_is_right_for_200_held_out_pairs_in_flight_together(url: str) -> None:
+def test_normalize_is_right_for_100_held_out_pairs_in_flight_together(url: str) -> None:
     bodies: list[dict[str, object]] = [{"model": "normalize", "prompt": spoken} for spoken, _ in HELD_OUT]
     together = texts(post_all(url, "/generate", bodies))
     right = sum(answer == written for answer, (_, written) in zip(together, HELD_OUT, strict=True))

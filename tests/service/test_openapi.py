@@ -20,7 +20,8 @@ from tests import checkpoints
 from tests.service.processes import ServiceProcess, running
 
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
-# By default: a path, queries, a file in a form, lists of texts, nested objects. Ten thousand cases of all routes are slow.
+# By default: a path, queries, a file in a form, lists of texts, nested objects.
+# The ten thousand of all routes are slow.
 COVERED = "^/(requests|livez|readyz|tokenize|v1/models|v1/score|v1/audio/transcriptions|pipeline/question-answering)"
 COVERED_ALONE = f"""
 [[operations]]
