@@ -135,7 +135,7 @@ def _kinds(raw: Settings) -> list[str]:
 
 def _attentions(raw: Settings, base: AttentionConfig, kinds: list[str]) -> Iterator[AttentionConfig]:
     """Yield each layer's attention, with the heads that files have by layer, or by type."""
-    ropes = settings_by_type(raw, dict.fromkeys(_ROPES, raw))
+    ropes = settings_by_type(raw, dict.fromkeys(_ROPES, raw.but(rope_scaling=None)))
     same, window = bool(raw.get("attention_k_eq_v", False)), raw.get("sliding_window", 512)
     heads = raw.get("num_global_key_value_heads")
     wide = {"head_dim": raw.get("global_head_dim", 512), **({"num_key_value_heads": heads} if same and heads else {})}

@@ -46,6 +46,9 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
         ("rembert", {"input_embedding_size": 32}),
         ("phimoe", {"original_max_position_embeddings": 32}),
         ("stablelm", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
+        ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("modernbert", {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 77.0}}),
+        ("olmo3", {"rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 8}}),
     ],
 )
 def test_what_a_file_says_is_computed_as_by_the_library(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -161,7 +161,8 @@ def _longrope(scaling: Mapping[str, Any], plain: RotaryConfig, max_positions: in
 def settings_by_type(raw: Settings, older: Mapping[str, Settings]) -> dict[str, Settings]:
     """Return the settings with the rotary parameters of each type of layer, for `rotary`.
 
-    `older` has the types, each with what a file without `rope_parameters` says of it. Raises `ConfigError` for others.
+    `older` has the types, each with what a file without `rope_parameters` says of it. A `rope_scaling` that stands
+    there counts over the type's `rope_parameters`. Raises `ConfigError` for other types.
     """
     sets = raw.get("rope_parameters") or {}
     unknown = sorted(set(sets) - older.keys())
@@ -172,7 +173,9 @@ def settings_by_type(raw: Settings, older: Mapping[str, Settings]) -> dict[str, 
         )
     found = {}
     for kind, settings in older.items():
-        own = sets.get(kind)
+        own, scaling = sets.get(kind), settings.get("rope_scaling")
+        if own and isinstance(own, dict) and isinstance(scaling, dict):
+            own = {**own, **scaling}
         found[kind] = settings.but(rope_parameters=own, **({"rope_scaling": None} if own else {}))
     return found
 
