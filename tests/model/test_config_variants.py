@@ -11,6 +11,7 @@ from model.errors import ConfigError
 from model.families import read_settings
 from tests.model.config_variants import compare, raw_of
 
+NESTED = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0, "beta_slow": 2.0, "truncate": False}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 
@@ -47,6 +48,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
         ("phimoe", {"original_max_position_embeddings": 32}),
         ("stablelm", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
         ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": NESTED}}),
         ("modernbert", {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 77.0}}),
         ("olmo3", {"rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 8}}),
     ],

@@ -162,7 +162,8 @@ def settings_by_type(raw: Settings, older: Mapping[str, Settings]) -> dict[str, 
     """Return the settings with the rotary parameters of each type of layer, for `rotary`.
 
     `older` has the types, each with what a file without `rope_parameters` says of it. A `rope_scaling` that stands
-    there counts over the type's `rope_parameters`. Raises `ConfigError` for other types.
+    there counts over the type's `rope_parameters`. `truncate` has no effect, as in `transformers`, which looks for it
+    outside of the type's object. Raises `ConfigError` for other types.
     """
     sets = raw.get("rope_parameters") or {}
     unknown = sorted(set(sets) - older.keys())
@@ -176,8 +177,18 @@ def settings_by_type(raw: Settings, older: Mapping[str, Settings]) -> dict[str, 
         own, scaling = sets.get(kind), settings.get("rope_scaling")
         if own and isinstance(own, dict) and isinstance(scaling, dict):
             own = {**own, **scaling}
-        found[kind] = settings.but(rope_parameters=own, **({"rope_scaling": None} if own else {}))
+        own, scaling = _without_truncate(raw, own), _without_truncate(raw, scaling)
+        found[kind] = settings.but(rope_parameters=own, rope_scaling=None if own else scaling)
     return found
+
+
+def _without_truncate(raw: Settings, scaling: object) -> object:
+    """Return settings of a type of layers without `truncate`, which is noted as ignored where it says something."""
+    if not isinstance(scaling, dict) or "truncate" not in scaling:
+        return scaling
+    if not scaling["truncate"]:
+        raw.ignore("rope_parameters.truncate", scaling["truncate"])
+    return {key: value for key, value in scaling.items() if key != "truncate"}
 
 
 def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
