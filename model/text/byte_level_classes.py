@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from model.api.languages import NAMES, language_code
 from model.errors import ConfigError
 from model.text.gguf_pretokenizers import QWEN2_PATTERN, QWEN35_PATTERN
-from model.text.special_tokens import Token
+from model.text.special_tokens import Token, token_text
 from model.text.tokenizer_class import (
     Texts,
     TokenizerClass,
@@ -158,6 +158,13 @@ def _around_bytes(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
         put_begin_and_end(tokenizer, files, texts)
 
 
+def _around_qwen2(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
+    """Take the flags of all special tokens away, as the class does: none takes a space, each is found in a word."""
+    names = dict.fromkeys((*texts.values(), *map(token_text, files.special_tokens.extra or ())))
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in names])
+    _around_bytes(tokenizer, files, texts)
+
+
 def _around_whisper(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
     """Put the decoder's prompt in front of texts: the language and the task that the folder names."""
     start = tokenizer.token_to_id("<|startoftranscript|>")
@@ -200,7 +207,12 @@ _END = "<|endoftext|>"
 _GPT2 = TokenizerClass(
     "BPE", read_byte_level, _dress_bytes(), _all(_END, "unk", "bos", "eos"), _around_bytes, settings=_PREFIX
 )
-_QWEN2 = replace(_GPT2, dress=_dress_bytes(nfc=True, pattern=QWEN2_PATTERN), specials=_all(_END, "unk", "eos", "pad"))
+_QWEN2 = replace(
+    _GPT2,
+    dress=_dress_bytes(nfc=True, pattern=QWEN2_PATTERN),
+    specials=_all(_END, "unk", "eos", "pad"),
+    around=_around_qwen2,
+)
 
 CLASSES = {
     "Bert": TokenizerClass("WordPiece", _read_words("[UNK]"), _dress_words, _BERT, around_cls_and_sep, settings=_WORDS),
@@ -246,7 +258,7 @@ CLASSES = {
         },
     ),
     "Qwen2": _QWEN2,
-    "Qwen3_5": replace(_QWEN2, dress=_dress_bytes(nfc=True, pattern=QWEN35_PATTERN)),
+    "Qwen3_5": replace(_QWEN2, dress=_dress_bytes(nfc=True, pattern=QWEN35_PATTERN), around=_around_bytes),
     "Whisper": replace(_GPT2, around=_around_whisper, settings=_PREFIX | {"language", "task", "predict_timestamps"}),
     "Roberta": TokenizerClass("BPE", read_byte_level, _dress_bytes(), _ROBERTA, _around_roberta, settings=_PREFIX),
     "Blenderbot": TokenizerClass(

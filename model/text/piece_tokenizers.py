@@ -104,6 +104,7 @@ def _byt5(files: Files) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("\ufffd", "")])
     tokenizer.add_special_tokens([AddedToken(text, lstrip=True, rstrip=True, **flags) for text in specials])
+    tokenizer.encode_special_tokens = files.flag("split_special_tokens", False)
     sentinels = [f"<extra_id_{number}>" for number in range(files.count("extra_ids", 125))]
     tokenizer.add_special_tokens([AddedToken(text, **flags) for text in sentinels])
     e = specials[1]
@@ -135,17 +136,22 @@ def _piece_tokenizer(
     if not files.has(model):
         raise ConfigError(f"{files.folder.name}: its tokenizer needs {model}")
     read_sentencepiece(files.folder / model)  # raises what the library would say less clearly
+    if after not in ids:
+        raise ConfigError(f"{files.folder.name}: eos_token {after!r:.80} is not in vocab.json")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(files.folder / model))
     tokenizer = Tokenizer(models.WordLevel(target_ids or ids, unk_token="<unk>"))
     tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always", split=True)
     tokenizer.add_special_tokens(list(specials))
-    names = sorted((token.content for token in specials), key=len, reverse=True)
+    added = {token.content: place for place, token in files.special_tokens.added.items() if token.content}
+    ids = added | ids
+    names = sorted({token.content for token in specials} | added.keys(), key=len, reverse=True)
+    splits = files.flag("split_special_tokens", False)
     return PieceTokenizer(
         tokenizer=tokenizer,
         pieces=lambda text: list(processor.encode(text, out_type=str)),
         ids=ids,
         unknown=ids["<unk>"],
-        specials=re.compile(f"({'|'.join(map(re.escape, names))})"),
+        specials=re.compile("((?!))" if splits else f"({'|'.join(map(re.escape, names))})"),
         before=(ids[before],) if before else (),
         after=(ids[after],),
     )

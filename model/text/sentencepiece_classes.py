@@ -125,6 +125,14 @@ def _dress_cased(name: str, *, lower: bool) -> Dress:
     return dress
 
 
+def _around_albert(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
+    """Put `[CLS] A [SEP]` around texts; without tokenizer.json one of them alone where the settings ask for one."""
+    if files.loaded is None and {"add_bos_token", "add_eos_token"} & files.config.keys():
+        put_begin_and_end(tokenizer, files, texts)
+    else:
+        around_cls_and_sep(tokenizer, files, texts)
+
+
 def _around_xlnet(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
     """Put `A <sep> <cls>` around texts, the class token of a segment of its own."""
     if "cls_token" in texts and "sep_token" in texts:
@@ -371,7 +379,7 @@ _ALL = {
         _read_unigram,
         _dress_cased("Albert", lower=True),
         _ALBERT,
-        around_cls_and_sep,
+        _around_albert,
         settings=_PREFIX | {"do_lower_case", "keep_accents"},
     ),
     "XLNet": TokenizerClass(

@@ -1,7 +1,8 @@
 """The tokens that a folder's files add to a vocabulary, and in which order they get their ids, as in `transformers`.
 
 `tokenizer_config.json` says them in `added_tokens_decoder`; without it `special_tokens_map.json`, `added_tokens.json`
-and tokenizer.json do. Tokens by name ("eos_token") and `extra_special_tokens` are added where none of these has them.
+and tokenizer.json do. Tokens by name ("eos_token", or in `model_specific_special_tokens`) and `extra_special_tokens`
+are added where none of these has them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from model.errors import ConfigError
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")  # the second is the older name
+_MODELS_OWN = "model_specific_special_tokens"  # by name, as transformers 5 saves them
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 Token = str | AddedToken
 
@@ -80,19 +82,23 @@ class _Reader:
 
     def fill(self, found: SpecialTokens, fields: Mapping[str, Any]) -> None:
         """Take the tokens by name and the extra ones; what another file said before is replaced."""
+        others = False
         for name, value in fields.items():
             if name in NAMES and (value is None or value == ""):
                 found.named[name] = None
             elif name in NAMES or (name.endswith("_token") and isinstance(value, str | dict)):
                 found.named[name] = self._token(name, value)
+                others |= name not in NAMES
         key = next((key for key in _EXTRA if fields.get(key)), None)
+        value = fields[key] if key else None
+        if not (others or isinstance(value, dict)):  # which replace them in the library
+            found.named |= self._by_name(_MODELS_OWN, fields.get(_MODELS_OWN) or {})
         if key is None:
-            if found.extra is None and any(name in fields for name in _EXTRA):
+            if found.extra is None and any(fields.get(name, {}) != {} for name in _EXTRA):
                 found.extra = []
             return
-        value = fields[key]
         if isinstance(value, dict):
-            found.named |= {str(name): self._token(f"{key}.{name}", token) for name, token in value.items()}
+            found.named |= self._by_name(key, value)
             return
         if not isinstance(value, list):
             raise ConfigError(f"{self.where}: {key} must be a list of tokens, found {type(value).__name__}")
@@ -101,6 +107,11 @@ class _Reader:
             found.extra = listed
         elif key == _EXTRA[0]:
             found.extra += [token for token in listed if token not in found.extra]
+
+    def _by_name(self, key: str, value: Any) -> dict[str, Token]:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.where}: {key} must be an object of tokens, found {type(value).__name__}")
+        return {str(name): self._token(f"{key}.{name}", token) for name, token in value.items()}
 
     def by_id(self, value: Any) -> dict[int, AddedToken]:
         """Return the tokens of `added_tokens_decoder`."""

@@ -34,8 +34,8 @@ class TokenizerClass:
 # Settings of all classes that are served.
 SERVED = frozenset(
     """
-    added_tokens_decoder additional_special_tokens extra_special_tokens add_bos_token add_eos_token split_special_tokens
-    fix_mistral_regex fast_tokenizer_files
+    added_tokens_decoder additional_special_tokens extra_special_tokens model_specific_special_tokens add_bos_token
+    add_eos_token split_special_tokens fix_mistral_regex fast_tokenizer_files
     clean_up_tokenization_spaces clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
     """.split()  # noqa: SIM905
 )

@@ -100,6 +100,7 @@ def overlays(size: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         "added_tokens_decoder": ({"added_tokens_decoder": decoder, "eos_token": last}, {}),
         "extra list": ({"extra_special_tokens": [*_MARKS, "<new>"]}, {}),
         "extra object": ({"extra_special_tokens": {"image_token": first, "video_token": "<new>"}}, {}),
+        "model's own": ({"model_specific_special_tokens": {"image_token": first, "video_token": "<new>"}}, {}),
         "older name": (none | {"additional_special_tokens": [*_MARKS]}, {}),
         "names": ({"eos_token": last, "pad_token": "<new>", "image_token": first}, {}),
         "token map": (none | {"eos_token": "<new>"}, {"special_tokens_map": older}),
@@ -147,6 +148,8 @@ _OVERRIDES: list[tuple[str, dict[str, Any]]] = [
     ("pegasus", {}),
     ("cohere", {}),
     ("starcoder2", {}),
+    ("qwen2", {"cls_token": {"__type": "AddedToken", **_token("Hi", special=False), "rstrip": True}}),
+    ("qwen2", {"extra_special_tokens": [{"__type": "AddedToken", **_token("<new>", special=False), "lstrip": True}]}),
 ]
 
 
@@ -155,6 +158,36 @@ def test_settings_do_beside_tokenizer_json_what_the_class_does(
     name: str, settings: dict[str, Any], root: Path, tmp_path: Path
 ) -> None:
     equal(laid_over(saved(root, name), tmp_path / "model", settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {"extra_special_tokens": value}) for name in ("gemma", "mbart", "xlnet") for value in ({}, None)),
+        ("albert", {"add_bos_token": False}),
+        ("albert", {"add_eos_token": True}),
+        ("marian", {"added_tokens_decoder": {"919": _token("<new>", special=False), "920": _token("[x]")}}),
+        *((name, {"split_special_tokens": True}) for name in ("marian", "m2m-100", "byt5")),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_settings_of_a_folder_without_tokenizer_json_are_the_references(
+    name: str, settings: dict[str, Any], root: Path, tmp_path: Path
+) -> None:
+    files = root / f"{name}-files"
+    folder = laid_over(files if files.exists() else write_folder(name, files), tmp_path / "model", settings)
+    ours, reference = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours is not None
+    for text in (*(text for text in _TEXTS if "  " not in text), "the end</s> of <new> it[x]y"):
+        assert list(ours.encode(text).ids) == reference(text).input_ids, repr(text)
+    for token in range(0 if name == "marian" else ours.vocab_size):
+        assert ours.decode([9, token, 9]) == reference.decode([9, token, 9], skip_special_tokens=True)
+
+
+def test_an_end_that_the_pieces_lack_is_named(root: Path, tmp_path: Path) -> None:
+    folder = laid_over(write_folder("marian", tmp_path / "files"), tmp_path / "model", {"eos_token": "<end>"})
+    with pytest.raises(ConfigError, match="eos_token '<end>' is not in vocab"):
+        Tokenizer.from_folder(folder)
 
 
 @pytest.mark.parametrize(
