@@ -34,9 +34,8 @@ from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
 from model.engine.generate_engine import GenerateEngine
 from model.errors import ConfigError, EngineDeadError
-from model.llm_speech import transcribe
+from model.llm_speech import samples_of, transcribe
 from model.network.transformer import Transformer
-from model.speech.audio_file import AudioError, AudioLimits, decode_audio
 from model.speech.driver import Piece, Transcription
 from model.speech.requests import SpeechOptions
 from model.text.detokenizer import Detokenizer
@@ -170,11 +169,11 @@ class LLM:
 
     def transcribe(
         self,
-        audio: bytes | NDArray[np.float32],
+        audio: str | Path | bytes | NDArray[np.float32],
         options: SpeechOptions | None = None,
         emit: Callable[[Piece], None] | None = None,
     ) -> Transcription:
-        """Return what is said in an audio file, or in mono samples at the model's rate.
+        """Return what is said in an audio file, by its path or its bytes, or in mono samples at the model's rate.
 
         `emit` gets text as it comes. Blocks, outside of an event loop. Raises `ConfigError` for a file that cannot be
         read or a model that does not transcribe.
@@ -184,17 +183,13 @@ class LLM:
             raise ConfigError(f"{self.info.name} transcribes no speech: {lack}")
         if self._generate is None or log_mel is None or tokenizer is None:
             raise ConfigError(f"{self.info.name} does not transcribe speech")
-        if isinstance(audio, bytes):
-            try:
-                audio = decode_audio(audio, log_mel.sampling_rate, AudioLimits(seconds=24 * 3600, file_bytes=1 << 32))
-            except AudioError as error:
-                raise ConfigError(str(error)) from None
-        return transcribe(self._generate, self.checkpoint, tokenizer, audio, options or SpeechOptions(), emit)
+        samples = samples_of(audio, log_mel.sampling_rate)
+        return transcribe(self._generate, self.checkpoint, tokenizer, samples, options or SpeechOptions(), emit)
 
     def encode(
-        self, inputs: Sequence[Prompt], prompt_name: str | None = None, task: str | None = None
+        self, inputs: str | Sequence[Prompt], prompt_name: str | None = None, task: str | None = None
     ) -> NDArray[np.float32]:
-        """Return pooled vectors `[N, D]`. Raises `ConfigError` and `EngineDeadError`.
+        """Return pooled vectors `[N, D]`; a text alone is one input. Raises `ConfigError` and `EngineDeadError`.
 
         Texts get the checkpoint's prompt of this name, else that of the task, else its default prompt if it has one. A
         task's adapter computes them, if it has one.
@@ -207,7 +202,8 @@ class LLM:
         prompt, adapter = sentences.prompt(prompt_name, task), sentences.adapter(task)
         if task is not None and adapter is None and prompt_name not in (None, task):
             raise ConfigError(f"task and prompt_name contradict each other: {task!r} is a prompt too")
-        texts = [sentences.prepare(one, prompt) if isinstance(one, str) else one for one in inputs]
+        several = [inputs] if isinstance(inputs, str) else inputs
+        texts = [sentences.prepare(one, prompt) if isinstance(one, str) else one for one in several]
         skipped = sentences.unpooled_tokens(self.tokenizer, prompt) if self.tokenizer is not None else 0
         requests = [
             self._encode_request(position, text, skipped if isinstance(text, str) else 0, adapter)

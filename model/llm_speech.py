@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,23 @@ from model.api.sampling_params import SamplingParams
 from model.checkpoint.folder import Checkpoint
 from model.engine.generate_engine import GenerateEngine
 from model.errors import ConfigError
+from model.speech.audio_file import AudioError, AudioLimits, decode_audio
 from model.speech.driver import Piece, Take, Transcriber, Transcription
 from model.speech.requests import RequestMaker, SpeechOptions
 from model.text.tokenizer import Tokenizer
+
+
+def samples_of(audio: str | Path | bytes | NDArray[np.float32], rate: int) -> NDArray[np.float32]:
+    """Return mono samples at `rate` of a file, by its path or its bytes; raises `ConfigError` for a bad file."""
+    if isinstance(audio, np.ndarray):
+        return audio
+    place, limits = "" if isinstance(audio, bytes) else f"{audio}: ", AudioLimits(seconds=24 * 3600, file_bytes=1 << 32)
+    try:
+        return decode_audio(audio if isinstance(audio, bytes) else Path(audio).read_bytes(), rate, limits)
+    except OSError as error:
+        raise ConfigError(f"{place}{error.strerror}") from None
+    except AudioError as error:
+        raise ConfigError(f"{place}{error}") from None
 
 
 def transcribe(

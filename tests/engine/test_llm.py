@@ -186,6 +186,7 @@ def test_a_text_alone_is_one_prompt_and_a_path_may_be_a_text(tmp_path: Path) -> 
     bytes_tokenizer()._tokenizer.save(str(folder / "tokenizer.json"))
     llm = LLM(str(folder), EngineConfig(**SMALL))
     assert len(llm.generate("lor", {"max_tokens": 4})) == len(llm.generate(["lor"], {"max_tokens": 4})) == 1
+    assert np.array_equal(llm.encode("lor"), llm.encode(["lor"])) and llm.encode("lor").shape[0] == 1
 
 
 @pytest.mark.parametrize(

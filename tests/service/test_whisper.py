@@ -27,6 +27,7 @@ from model.api.messages import ModelSpec
 from model.checkpoint.folder import read_checkpoint
 from model.client.async_engine import AsyncEngine
 from model.engine.thread_transport import ThreadTransport
+from model.errors import ConfigError
 from model.llm import LLM
 from model.speech.driver import Piece, Transcription
 from model.speech.requests import SpeechOptions
@@ -132,6 +133,18 @@ def test_long_audio_is_transcribed_as_by_transformers(
     assert segments(found) == [(start, end, text_of(tokens)) for start, end, tokens in expected]
     assert len(found.segments) > 3
     assert any(token >= BEGIN for _, _, tokens in expected for token in tokens)
+
+
+def test_an_audio_file_is_its_path_or_its_bytes(llm: LLM, tmp_path: Path) -> None:
+    file, greedy = tmp_path / "noise.wav", SpeechOptions(temperatures=(0.0,), language="en")
+    file.write_bytes(whisper.wave_file(noise(1.0)))
+    expected = llm.transcribe(file.read_bytes(), greedy).text
+    assert llm.transcribe(file, greedy).text == llm.transcribe(str(file), greedy).text == expected
+    with pytest.raises(ConfigError, match=r"nowhere\.wav: No such file"):
+        llm.transcribe(tmp_path / "nowhere.wav")
+    file.write_bytes(b"text")
+    with pytest.raises(ConfigError, match=r"noise\.wav: "):
+        llm.transcribe(file)
 
 
 def test_pieces_join_to_the_text_and_chunks_are_decoded(llm: LLM) -> None:
