@@ -32,8 +32,6 @@ UNREAD = (
     "service/http/",
     "service/routes/",
     "service/runtimes/ray_serve/",
-    "service/schemas/",
-    "service/static/",
     "tests/",
     "tests/conformance/areas/",
     "tests/engine/",

@@ -1,4 +1,4 @@
-"""The bodies of native requests. `service.planning.checks` checks the limits that an operator can set."""
+"""The bodies of native requests. Limits that an operator can set are checked in `service.planning.checks`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RequestId = Annotated[
     str | None,
     Field(
         pattern=REQUEST_ID_PATTERN,
-        description="Names the request in the reply, the log and `DELETE /requests/{id}`; overrides `X-Request-Id`.",
+        description="Id of the request in the reply, the log and `DELETE /requests/{id}`; overrides `X-Request-Id`.",
         examples=["my-request-1"],
     ),
 ]
@@ -49,8 +49,8 @@ class JsonSchema(Body):
     name: str | None = Field(None, description="A label without effect.", examples=["person"])
     schema_: dict[str, Any] = Field(
         alias="schema",
-        description="At most 64 KiB. The output's properties have its order. Keywords that cannot be enforced are "
-        "refused by name; references must be within the schema.",
+        description="At most 64 KiB. The output has properties in the schema's order. Keywords that cannot be enforced "
+        "are refused by name; references must be to places in the schema.",
         examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
     )
     strict: bool | None = Field(
@@ -59,7 +59,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """Sets the format of the output."""
+    """The format of the output."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(
         description="Any text, any JSON object, or JSON that matches `json_schema`.", examples=["json_object"]
@@ -79,44 +79,44 @@ class GenerateBody(Parameters):
     )
     decoder_prompt: TextOrIds | None = Field(
         None,
-        description="Encoder-decoder only: a beginning of the output after the decoder's start token, returned only "
+        description="Encoder-decoder only: the beginning of the output, after the decoder's start token; returned only "
         "with `echo`.",
         examples=["2024-", [5, 9]],
     )
     task: str | None = Field(
         None,
         max_length=128,
-        description="A task of the checkpoint's `task_specific_params`, which /info lists: its prefix is put in front "
-        "of each text, and its settings are the defaults of this request. Default: none.",
+        description="A task of the checkpoint's `task_specific_params`, which /info lists. Its prefix is put before "
+        "each text, and its settings are the defaults of this request. Default: none.",
         examples=["summarization", "translation_en_to_de"],
     )
     source_language: str | None = Field(
         None,
         min_length=1,
         max_length=64,
-        description="Models whose sources name their language (NLLB, mBART, M2M-100): the texts' language, as the "
-        "tokenizer's code. Default: `src_lang` of the checkpoint.",
+        description="The texts' language, as a code of the tokenizer, for models that mark the language of a source "
+        "(NLLB, mBART, M2M-100). Default: `src_lang` of the checkpoint.",
         examples=["deu_Latn", "de_DE", "de"],
     )
     target_language: str | None = Field(
         None,
         min_length=1,
         max_length=64,
-        description="Encoder-decoder with language tokens (NLLB, mBART, M2M-100): the output's language, as the "
-        "tokenizer's code. The output begins after its token.",
+        description="The output's language, as a code of the tokenizer, for encoder-decoders with language tokens "
+        "(NLLB, mBART, M2M-100). The output begins after its token.",
         examples=["fra_Latn", "fr_XX", "fr"],
     )
     response_format: ResponseFormat | None = Field(
         None,
-        description="Constrain the output to JSON; default: any text. The output ends where the JSON is complete, or "
-        "before, at `max_tokens` or a stop text. Only one of `response_format`, `regex`, `choice` and `grammar`.",
+        description="Constrain the output to JSON; default: any text. The output ends when the JSON is complete, or "
+        "earlier at `max_tokens` or a stop text. Only one of `response_format`, `regex`, `choice` and `grammar`.",
         examples=[{"type": "json_object"}],
     )
     regex: str | None = Field(
         None,
         min_length=1,
-        description="Constrain the whole output to a regular expression of at most 4,096 characters, read as "
-        "JavaScript reads it, without look-around, back-references and inner anchors. Default: none.",
+        description="Constrain the whole output to a regular expression of at most 4,096 characters, in JavaScript's "
+        "syntax, without look-around, back-references and inner anchors. Default: none.",
         examples=["[0-9]{4}-[0-9]{2}-[0-9]{2}"],
     )
     choice: Texts | None = Field(
@@ -127,14 +127,14 @@ class GenerateBody(Parameters):
     grammar: str | None = Field(
         None,
         min_length=1,
-        description="Constrain the output to a grammar of at most 65,536 bytes: GBNF (EBNF), which begins with `root`, "
-        "or Lark, which begins with `start`. Default: none.",
+        description="Constrain the output to a grammar of at most 65,536 bytes: GBNF (EBNF), whose first rule is "
+        "`root`, or Lark, whose first rule is `start`. Default: none.",
         examples=['root ::= "[" root "]" | [0-9]+'],
     )
     prediction: TextOrIds | None = Field(
         None,
-        description="A text that much of the output is expected to repeat, such as the one that it edits: drafts come "
-        "from it too, at most `num_speculative_tokens` a step, then 8 by default. The output is the same.",
+        description="A text that the output is expected to repeat largely, such as the text to edit. Drafts are also "
+        "proposed from it, at most `num_speculative_tokens` a step (here 8 by default). The output is the same.",
         examples=["def add(a, b):\n    return a + b\n"],
     )
     echo: bool = Field(
@@ -143,7 +143,7 @@ class GenerateBody(Parameters):
         examples=[False],
     )
     return_token_ids: bool = Field(
-        False, description="Return token ids too; a model without a tokenizer always does.", examples=[True]
+        False, description="Also return token ids; a model without a tokenizer always does.", examples=[True]
     )
     stream: bool = Field(False, description="Reply with server-sent events.", examples=[False])
     timeout_s: Timeout = None
@@ -151,12 +151,12 @@ class GenerateBody(Parameters):
 
 
 class TokenizeBody(Body):
-    """Convert text to token ids, as for a prompt or an input."""
+    """Convert text to token ids."""
 
     model: ModelName = None
     text: str = Field(description="The text.", examples=["def f(x):"])
     text_pair: str | None = Field(None, description="A second text, read with the first.", examples=["a dog"])
-    add_special_tokens: bool = Field(True, description="As for a prompt.", examples=[True])
+    add_special_tokens: bool = Field(True, description="Add special tokens, as for a prompt.", examples=[True])
     return_texts: bool = Field(False, description="Also return each token as text.", examples=[True])
 
 
@@ -165,4 +165,4 @@ class DetokenizeBody(Body):
 
     model: ModelName = None
     token_ids: TokenIds = Field(description="The ids, at most max_model_len.", examples=[[1, 42, 7]])
-    skip_special_tokens: bool = Field(False, description="Leave special tokens out.", examples=[False])
+    skip_special_tokens: bool = Field(False, description="Omit special tokens.", examples=[False])

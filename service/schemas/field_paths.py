@@ -1,4 +1,4 @@
-"""Places of fields in a body, and the bounds on what a body counts."""
+"""Paths of fields in a body, and limits on the number of entries in a body."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from service.core.errors import invalid, path_of, too_large
 from service.core.json_bounds import json_size
 from service.settings.service_settings import Limits
 
-# -- The fields of bodies at every depth: their paths, and what is known at a place where an unknown one stands.
+# -- The fields of bodies at every depth: their paths, and the known names next to an unknown one.
 
-Location = Sequence[int | str]  # as Pydantic has it: names, indices, and tags of union members such as `<text>`
+Location = Sequence[int | str]  # in Pydantic's errors: names, indices, and tags of union members such as `<text>`
 
 
 class NotRead:
-    """Is the base of marks of fields that are known and not read."""
+    """The base of marks of fields that are known and not read."""
 
 
 def name_of(name: str, field: FieldInfo) -> str:
@@ -29,7 +29,7 @@ def name_of(name: str, field: FieldInfo) -> str:
 
 
 def siblings(model: type[BaseModel], location: Location) -> list[str]:
-    """Return the names that are read where the last part of `location` stands, for a suggestion of a similar one."""
+    """Return the names that are read at `location` in place of its last part, to suggest a similar one."""
     found: list[Any] = [model]
     for part in location[:-1]:
         found = [inner for one in found for inner in _within(one, part)]
@@ -46,7 +46,7 @@ def walk(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInf
 
 
 def _inner_models(annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield the models within an annotation, each with `[]` for every list around it."""
+    """Yield the models inside an annotation, each with `[]` for every list around it."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "", annotation
         return
@@ -57,7 +57,7 @@ def _inner_models(annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def _within(annotation: Any, part: int | str) -> list[Any]:
-    """Return the annotations of what stands at `part` of a value."""
+    """Return the possible annotations of the field or element `part` of a value."""
     if isinstance(part, str) and part.startswith("<"):
         tagged = [one for one in _members(annotation) if part in _tags(one)]
         return tagged or [annotation]
@@ -72,7 +72,7 @@ def _within(annotation: Any, part: int | str) -> list[Any]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """Return the alternatives of a union, of nested ones too; another annotation is its only one."""
+    """Return the alternatives of a union and of its nested unions; another annotation is its only alternative."""
     kind = _bare(annotation)
     if isinstance(kind, type) or get_origin(kind) in (list, dict):
         return [annotation]
@@ -105,11 +105,11 @@ def _tags(annotation: Any) -> list[str]:
     return found
 
 
-# -- Checks how many entries the lists and objects of a body have, before its model is made of it. Which limit a list
-# has follows from its field's name, in every dialect alike (`MOST`). Only what a model reads is looked at: a JSON
-# schema or the arguments of a call may have any names.
+# -- Checks the number of entries of the lists and objects of a body before Pydantic validates it. The name of a field
+# determines its limit, in every dialect (`MOST`). Only fields that a model reads are checked: a JSON schema or the
+# arguments of a call may have any names.
 
-MOST: Final[Mapping[str, str]] = {  # the limit of a field that holds a list, or an object of any names
+MOST: Final[Mapping[str, str]] = {  # limit of a field that is a list, or an object of any names
     "messages": "max_chat_messages",
     "content": "max_content_parts",
     "system": "max_content_parts",
@@ -130,19 +130,19 @@ _OF_MODEL: Final = {
 }
 _INPUTS: Final = frozenset({"prompt", "input", "inputs", "text_1", "text_2"})
 _JSON_TEXTS: Final = frozenset({"arguments", "json_schema", "json", "schema", "value"})
-_MOST_UNKNOWN: Final = 32  # fields of an object; each is an error, which the client is told
+_MOST_UNKNOWN: Final = 32  # unknown fields of an object; the reply lists an error for each
 
 
 class _Place:
-    """What a model reads at a place of a body: fields by name, or elements of a list."""
+    """What a model reads at one place of a body: fields by name, or elements of a list."""
 
     def __init__(self) -> None:
         self.fields: dict[str, _Place] = {}
         self.items: _Place | None = None
-        self.limit = ""  # of its entries
+        self.limit = ""  # name of the limit of its entries
         self.has_any_names = False
-        self.holds_inputs = False  # a list here has inputs of a model, or is the ids of one
-        self.is_json = False  # a text here is parsed as JSON
+        self.holds_inputs = False  # whether a list here has inputs, or is the token ids of one input
+        self.is_json = False  # whether a text here is parsed as JSON
 
     @property
     def is_plain(self) -> bool:
@@ -151,7 +151,7 @@ class _Place:
         return not (self.fields or self.limit or self.is_json or inner)
 
     def add(self, annotation: Any) -> None:
-        """Read one more alternative of what stands here."""
+        """Add an alternative annotation of this place."""
         while get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -180,7 +180,7 @@ def _place(model: type[BaseModel]) -> _Place:
 
 
 def read_part(place: Sequence[int | str], model: type[BaseModel]) -> Sequence[int | str]:
-    """Return the beginning of a place of a body that its model knows: what follows may have any names."""
+    """Return the beginning of a path that the model knows, up to where any names are allowed."""
     found = _place(model)
     for at, part in enumerate(place):
         inner = found.items if isinstance(part, int) else found.fields.get(part)
@@ -193,25 +193,25 @@ def read_part(place: Sequence[int | str], model: type[BaseModel]) -> Sequence[in
 def check_counts(value: object, model: type[BaseModel], limits: Limits) -> None:
     """Raise an `ApiError` that names the first list or object of a parsed body with more entries than its limit.
 
-    Texts that are read as JSON later, such as the arguments of calls, have half of `max_json_values` together.
+    All texts that are parsed as JSON later, such as the arguments of calls, may have half of `max_json_values`.
     """
     _Counter(limits).check(value, _place(model))
 
 
 class _Counter:
-    """Goes through one body."""
+    """Counts the entries of one body."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._path: list[int | str] = []
-        self._values = 0  # of JSON within texts
+        self._values = 0  # JSON values inside texts
 
     def check(self, value: object, place: _Place) -> None:
         if isinstance(value, str):
             if place.is_json:
                 self._check_text(value)
         elif isinstance(value, list):
-            if not (place.holds_inputs and value and isinstance(value[0], int | float)):  # ids are one input
+            if not (place.holds_inputs and value and isinstance(value[0], int | float)):  # token ids are one input
                 self._check_number("entries", len(value), place.limit)
             if place.items is not None and not place.items.is_plain:
                 for at, one in enumerate(value):

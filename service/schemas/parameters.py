@@ -1,4 +1,4 @@
-"""The fields of bodies that the table of parameters has (`model.api.request.PARAMETERS`), as Pydantic reads them."""
+"""Makes fields of bodies from the table of parameters (`model.api.request.PARAMETERS`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.schemas.types import Body, TextOrTexts, TokenId
 B = TypeVar("B", bound=Body)
 Never = Literal["never"]
 
-_KINDS: Final[Mapping[Any, Any]] = {  # by the type of a parameter: that of its field, without bounds
+_KINDS: Final[Mapping[Any, Any]] = {  # type of a parameter: type of its field, without bounds
     **{kind: kind for kind in (int, float, bool, str, int | None)},
     tuple[int, ...]: list[TokenId],
     tuple[str, ...]: TextOrTexts,
@@ -24,7 +24,7 @@ _KINDS: Final[Mapping[Any, Any]] = {  # by the type of a parameter: that of its 
 
 
 class Parameters(Body):
-    """Is the base of bodies that get fields of the table."""
+    """The base of bodies that get fields from the table."""
 
     if TYPE_CHECKING:
 
@@ -32,11 +32,11 @@ class Parameters(Body):
 
 
 class Dialect:
-    """Another API, which has parameters by a column of the table.
+    """Another API, and the parameters that it has: a column of the table.
 
-    A cell of the column says that the field is as in /generate, or what the API calls it. Those fields the API's own
-    body declares, and its translation reads. `owner` is whose API it is, in the text of fields that it does not have;
-    `within` is the object of a body that has the fields.
+    A cell of the column says that the field is the same as in /generate, or gives its name in the API; then the API's
+    body declares it and the dialect translates it. `owner` is the API's owner, for the descriptions of fields that the
+    API itself lacks. `within` is the object of a body that contains the fields.
     """
 
     def __init__(self, column: str, owner: str, within: str = "") -> None:
@@ -47,14 +47,14 @@ class Dialect:
         self.same = [*self._taken, *(name for name, cell in self._cells.items() if cell == name)]
         self.drawing = [name for name in self._cells if PARAMETERS[name].row.draws]
         places = {n: f"{within}{n if isinstance(cell, Taken) else cell}" for n, cell in self._cells.items()}
-        self.names = {native: place for native, place in places.items() if native != place}  # in a body, for errors
+        self.names = {native: place for native, place in places.items() if native != place}  # for errors
 
     def fields(self, body: object) -> dict[str, Any]:
-        """Return the native fields that a body has as they are in /generate."""
+        """Return the fields of a body that are the same as in /generate."""
         return {name: getattr(body, name) for name in self._taken}
 
     def body(self, declared: type[B]) -> type[B]:
-        """Return a body with the fields of the column; raises for a name that neither it nor the table declares."""
+        """Add the fields of the column to a body; raises if a cell names a field that the body does not declare."""
         made: dict[str, Any] = {}
         for name, cell in self._cells.items():
             if isinstance(cell, str):
@@ -75,17 +75,17 @@ TEXT2TEXT = Dialect("text2text", "Hugging Face's", "parameters.")
 
 
 def native_body(declared: type[B]) -> type[B]:
-    """Return the body of /generate: what is declared, and every parameter that clients can send."""
+    """Add every parameter that clients can send to the body of /generate."""
     return _with_fields(declared, {name: _native(one) for name, one in PARAMETERS.items() if one.row.sent})
 
 
 def bounded(name: str, text: str, *examples: Any) -> Any:
-    """Return an optional field with the bounds of a parameter, for another native body."""
+    """Return an optional field of another native body, with the bounds of a parameter."""
     return Field(None, description=text, examples=[*examples], **_bounds(PARAMETERS[name]))
 
 
 def _native(column: Column) -> tuple[Any, Any]:
-    """Return the type of a field of /generate, and the rest of it."""
+    """Return the type and the definition of a field of /generate."""
     kind, row = _kind(column), column.row
     if column.type == dict[int, float]:
         kind, bounds = dict[TokenId, Annotated[float, Field(**_bounds(column))]], {}

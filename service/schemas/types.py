@@ -1,4 +1,4 @@
-"""Building blocks of the bodies: the strict base, bounded numbers, and unions discriminated by their first element.
+"""Parts of bodies: the strict base class, bounded numbers, and unions that the first element decides.
 
 Members of a union have tags of the form `<name>`; `service.core.errors` removes them from `param`, so that an error
 names `prompt[1][5]`. The validation of a list stops at its first bad element.
@@ -24,7 +24,7 @@ TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 
 
 def _stop_early(schema: object) -> None:
-    """Set `fail_fast` for every list within a schema of Pydantic."""
+    """Set `fail_fast` for every list in a core schema of Pydantic."""
     if isinstance(schema, dict):
         if schema.get("type") == "list":
             schema["fail_fast"] = True
@@ -36,9 +36,9 @@ def _stop_early(schema: object) -> None:
 
 
 class Body(BaseModel):
-    """Is the base of request bodies: exact types, finite numbers, no unknown fields.
+    """The base of request bodies: exact types, finite numbers, no unknown fields.
 
-    Validation stops at the first bad element of each list: a body of 2 MB may have 600,000 of them.
+    Validation stops at the first bad element of each list, because a body of 2 MB may have 600,000 bad ones.
     """
 
     model_config = ConfigDict(
@@ -58,7 +58,7 @@ class Body(BaseModel):
 
 
 class Reply(BaseModel):
-    """Is the base of replies. Hot replies are written as dictionaries of the same shape."""
+    """The base of replies. Frequent replies are built as dictionaries of the same shape."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
