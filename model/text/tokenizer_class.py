@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, models, processors
 
 from model.text.special_tokens import Token
-from model.text.tokenizer_files import Files
+from model.text.tokenizer_files import SENTENCEPIECE_NAMES, Files
 
 # -- What a tokenizer class of `transformers` does to a vocabulary, and the helpers that its entries share. A class
 # decides how texts are normalised and cut, whatever tokenizer.json says, and often what stands around them.
@@ -29,6 +29,13 @@ class TokenizerClass:
     extra: Callable[[Files], Sequence[Token]] | None = None  # special tokens without a name
     settings: frozenset[str] = frozenset()  # of tokenizer_config.json
     reads_sentencepiece: bool = False
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that `read` needs: all of them, or one SentencePiece model."""
+        if self.reads_sentencepiece:
+            return SENTENCEPIECE_NAMES
+        return ("vocab.json", "merges.txt") if self.kind == "BPE" else ("vocab.txt",)
 
 
 # Settings of all classes that are served.

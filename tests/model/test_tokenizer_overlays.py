@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import random
-import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -244,14 +243,6 @@ def test_every_parameter_of_a_class_is_served_or_harmless(name: str) -> None:
     other = {"mask_token_sent", "wordpieces_prefix"} | ({"keep_accents"} if name == "XLNet" else set())
     assert taken <= CLASSES[name].settings | SERVED | HARMLESS | other
     assert CLASSES[name].settings <= taken
-
-
-def test_the_docs_have_the_table_of_settings() -> None:
-    docs = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    shown: dict[str, set[str]] = {}
-    for names, settings in re.findall(r"^\| ([\w, ]+) \| ((?:`\w+`(?:, )?)+|none) \|$", docs, re.MULTILINE):
-        shown |= {name: set(re.findall(r"`(\w+)`", settings)) for name in names.split(", ")}
-    assert {name: shown.get(name) for name in CLASSES} == {name: set(kind.settings) for name, kind in CLASSES.items()}
 
 
 @pytest.mark.parametrize(
