@@ -24,7 +24,7 @@ from model.checkpoint.generation_config import (
     without_generation,
 )
 from model.checkpoint.gguf.layout import gguf_config, origins
-from model.checkpoint.gguf.settings import pooling, raw_settings, recommended_sampling
+from model.checkpoint.gguf.settings import named_by_metadata, pooling, raw_settings, recommended_sampling
 from model.checkpoint.json_files import read_json
 from model.checkpoint.layouts import (
     Layout,
@@ -292,8 +292,9 @@ def _read_gguf(path: Path, file: Path) -> Checkpoint:
     raw = raw_settings(model)
     own = read_json(path / GENERATION) if path.is_dir() else {}
     generation = settings_of(recommended_sampling(model) | own, {})
-    tensors = origins(model, raw)
-    config, warnings = within_vocabulary(gguf_config(raw | generation.token_rules(), tensors))
+    with named_by_metadata(model):
+        tensors = origins(model, raw)
+        config, warnings = within_vocabulary(gguf_config(raw | generation.token_rules(), tensors))
     if left := leftover_tensors(family_for(config), config, tensors):
         raise ConfigError(f"tensors are no part of the network of {model.architecture!r}, extra: {few(sorted(left))}")
     pooled = pooling(model)

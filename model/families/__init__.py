@@ -13,7 +13,7 @@ from typing import Any
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families.not_served import NOT_SERVED
-from model.families.table.blamed_keys import WrongKindError, blamed_keys, names_a_key
+from model.families.table.blamed_keys import MissingKeyError, WrongKindError, blamed_keys, names_a_key
 from model.families.table.known_keys import known_keys
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family
@@ -128,7 +128,7 @@ def _read(raw: dict[str, Any], names: Collection[str] | None, *, strict: bool) -
             config = family.config(settings, {*family.by_rule_name(names, tied=False)})
         config = replace(config, generation=generation_rules(settings))
     except KeyError as error:
-        raise ConfigError(f"config.json of a {raw['model_type']} lacks {error.args[0]!r}") from None
+        raise MissingKeyError(f"config.json of a {raw['model_type']} lacks {error.args[0]!r}", error.args[0]) from None
     except ConfigError:
         raise
     except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError, AssertionError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,23 @@ def test_values_of_any_kind_are_read_or_refused(tmp_path: Path) -> None:
             except ConfigError:
                 refused += 1
     assert refused > 60
+
+
+def test_a_key_that_is_missing_is_named_as_the_metadata_has_it(tmp_path: Path) -> None:
+    named = set()
+    for kind in ("gpt2", "bert-no-pooler", "qwen3-next-every", "gemma3", "umt5-tied", "ernie4-5-moe"):
+        metadata = {key: (str(how), value) for key, (how, value) in conversions()[kind]["metadata"].items()}
+        own = [key for key in metadata if key.startswith(f"{metadata['general.architecture'][1]}.")]
+        for key in own:
+            left = {one: value for one, value in metadata.items() if one != key}
+            with suppress(ConfigError):
+                read_checkpoint(write_gguf(tmp_path / f"{kind}.gguf", left, {"token_embd.weight": torch.ones(97, 32)}))
+                continue
+            with pytest.raises(ConfigError) as raised:
+                read_checkpoint(tmp_path / f"{kind}.gguf")
+            assert "lacks" not in str(raised.value) and "wrong kind" not in str(raised.value), (key, raised.value)
+            named |= {key} if f"{key} is missing" in str(raised.value) else set()
+    assert {"gpt2.embedding_length", "qwen3next.ssm.conv_kernel", "bert.attention.head_count"} <= named
 
 
 def test_an_unknown_architecture_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from model.api.request import Pooling
@@ -15,6 +16,7 @@ from model.checkpoint.gguf.architectures import ARCHITECTURES, HARMLESS_KEYS, VA
 from model.checkpoint.gguf.metadata import decimal, factor_settings, head_dim, read_floats, refuse_other, rows, single
 from model.checkpoint.gguf.table import Architecture, Rope
 from model.errors import ConfigError
+from model.families.table.blamed_keys import MissingKeyError
 from model.gguf.container import GGUFModel, shown
 from model.gguf.paths import OTHER_PURPOSES
 
@@ -55,11 +57,23 @@ def raw_settings(model: GGUFModel) -> dict[str, Any]:
 def network_settings(model: GGUFModel) -> dict[str, Any]:
     """Return those of the network, for which no vocabulary is read; raises `ConfigError`."""
     try:
-        return _network_settings(model)
+        with named_by_metadata(model):
+            return _network_settings(model)
     except ConfigError:
         raise
     except (TypeError, ValueError, ArithmeticError, KeyError, IndexError, AttributeError) as error:
         raise ConfigError(f"{model.name}: its metadata has a value of the wrong kind: {error}") from None
+
+
+@contextmanager
+def named_by_metadata(model: GGUFModel) -> Iterator[None]:
+    """Turn the lack of a setting into a `ConfigError` that names the metadata's key, not config.json's."""
+    try:
+        yield
+    except (KeyError, MissingKeyError) as error:
+        setting = error.key if isinstance(error, MissingKeyError) else str(error.args[0])
+        keys = [f"{model.architecture}.{key}" for key, ours in architecture_of(model).keys.items() if ours == setting]
+        raise ConfigError(f"{model.name}: {' or '.join(keys) or setting} is missing in its metadata") from None
 
 
 def _network_settings(model: GGUFModel) -> dict[str, Any]:

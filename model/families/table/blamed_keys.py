@@ -24,6 +24,14 @@ class WrongKindError(ConfigError):
     """A value that Python could not compute with: which one is not known."""
 
 
+class MissingKeyError(ConfigError):
+    """A key that the network needs is not there."""
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 def names_a_key(message: str, raw: Mapping[str, Any]) -> bool:
     """Whether the message has the name of a key of the file, at any depth, and the value where it shows one."""
     words = set(re.findall(r"\w+", message))
