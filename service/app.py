@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.core.engine_client import EngineClient, ModelReader
 from service.core.models import Models
 from service.http.bodies import cancel_all
-from service.http.early_refusal import ImmediateRefusals
 from service.http.guard import Guard
 from service.http.middleware import Accounts, ContextMiddleware, GuardMiddleware, HeadMiddleware
 from service.http.reply_writing import direct_send
@@ -64,7 +63,6 @@ class Application(Starlette):
     """
 
     table = TABLE
-    refusals: ImmediateRefusals  # for a server that asks before it calls the application
 
     def build_middleware_stack(self) -> ASGIApp:
         """Return the middleware around the table; Starlette's own layers would do nothing for a request."""
@@ -125,5 +123,4 @@ def create_app(
         ],
     )
     app.state.service, app.state.speech = service, speech
-    app.refusals = ImmediateRefusals(service, accounts, guard, origins)
     return app

@@ -19,11 +19,10 @@ import httptools
 import msgspec
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
 from service.http.connections import LOSS, ConnectionLoss, HalfClosed, IdleConnections
-from service.http.early_refusal import ImmediateRefusals
 from service.http.guard import AUDIO_PATHS
 from service.http.message_head import check_head, read_target
 from service.http.reply_writing import ReplyTransport, last_if_unread, without_chunks
@@ -39,12 +38,9 @@ _MAX_PIPELINED = 16  # requests of a connection that are read while an earlier o
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
 
 
-def bounded_protocol(limits: Limits, refusals: ImmediateRefusals | None = None) -> Callable[..., BoundedProtocol]:
-    """Return a factory of protocols for one server, for uvicorn's option `http`.
-
-    `refusals` answers what it can of the requests before the application is called.
-    """
-    return partial(BoundedProtocol, limits, refusals, set(), IdleConnections(limits.max_idle_connections))
+def bounded_protocol(limits: Limits) -> Callable[..., BoundedProtocol]:
+    """Return a factory of protocols for one server, for uvicorn's option `http`."""
+    return partial(BoundedProtocol, limits, set(), IdleConnections(limits.max_idle_connections))
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -60,7 +56,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(
         self,
         limits: Limits,
-        refusals: ImmediateRefusals | None,
         drained: set[BoundedProtocol],
         idle: IdleConnections,
         *args: Any,
@@ -69,7 +64,6 @@ class BoundedProtocol(HttpToolsProtocol):
         """`drained`: the connections of the server that are being drained, shared by all its protocols, as `idle`."""
         super().__init__(*args, **kwargs)
         self.parser = self._new_parser()
-        self._refusals = refusals
         self._parsing = False
         self._is_replayed = False  # the parser is given a head again, without its offer to upgrade
         self._fault: ApiError | None = None  # of the head that is being parsed
@@ -145,7 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._parse(data)
         finally:
             self._parsing = False
-            self._start_or_refuse()
+            self._start_unstarted()
         has_request = self._progressed or self._in_body or bool(self._unanswered)
         if self._in_head or not (has_request or self.transport.is_closing()):  # the rest of it must come in time
             self._start_timer()
@@ -291,33 +285,11 @@ class BoundedProtocol(HttpToolsProtocol):
             app = last_if_unread(app, cycle)  # type: ignore[arg-type, assignment]
         super()._start_asgi_task(cycle, app)
 
-    def _start_or_refuse(self) -> None:
-        """Answer a request that is to be refused at once, or call the application for it."""
-        if self._unstarted is None:
-            return
-        (cycle, app), self._unstarted = self._unstarted, None
-        if not self._refuse_at_once(cycle):
+    def _start_unstarted(self) -> None:
+        """Call the application for the request that has just been parsed."""
+        if self._unstarted is not None:
+            (cycle, app), self._unstarted = self._unstarted, None
             self._start(cycle, app)
-
-    def _refuse_at_once(self, cycle: RequestResponseCycle) -> bool:
-        """Send the reply of `refusals`, and return whether there is one; only for a request that has come whole."""
-        if self._refusals is None or cycle.more_body or cycle.waiting_for_100_continue:
-            return False
-        if self.flow.write_paused or self.transport.is_closing():
-            return False
-        refusal = self._refusals.of(cycle.scope, cycle.body)  # type: ignore[arg-type]
-        if refusal is None:
-            return False
-        status, headers, body = refusal
-        lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
-        if not cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        self.transport.write(b"".join((STATUS_LINE[status], *lines, b"\r\n", body)))
-        cycle.response_started = cycle.response_complete = True
-        if not cycle.keep_alive:
-            self.transport.close()
-        self.on_response_complete()
-        return True
 
     def _start_timer(self) -> None:
         if self._timer is None:

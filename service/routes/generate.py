@@ -24,7 +24,6 @@ from service.http.bodies import (
     raw_body,
     with_model,
 )
-from service.http.early_refusal import refuse_if_full
 from service.http.json_replies import Generation, Json, NativeRendering, Render
 from service.http.model_use import hold_model
 from service.http.parsing import one_of, parsed
@@ -81,7 +80,6 @@ async def generate(request: Request) -> Response:
     A body with `inputs` is Hugging Face's; the reply has that API's shape.
     """
     raw = await raw_body(request)
-    refuse_if_full(request, raw)
     body = with_model(request, await parsed(request, raw, _body_of))
     if isinstance(body, TranscribeBody):
         return await audio.native_answer(request, body)

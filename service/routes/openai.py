@@ -15,13 +15,10 @@ from service.dialects.cohere import EmbeddingBody
 from service.dialects.common import naming_errors
 from service.dialects.openai_bodies import ChatBody, CompletionBody
 from service.dialects.openai_replies import ChatCompletions, Completions
-from service.http.bodies import raw_body, read_body, with_model
-from service.http.early_refusal import refuse_if_full
+from service.http.bodies import read_body
 from service.http.model_use import chat_model, hold_model
-from service.http.parsing import parsed
 from service.http.route_table import Routes, json_body, replies
 from service.lifecycle.state import service_of
-from service.planning.admission import check_room
 from service.routes import encode, generate
 
 routes = Routes("generate")
@@ -39,13 +36,10 @@ _EMBEDDING = {"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]
 )
 async def completions(request: Request) -> Response:
     """Works with OpenAI's client. `max_tokens` is 16 by default, `temperature` the checkpoint's or 1."""
-    raw = await raw_body(request)
-    refuse_if_full(request, raw)
-    body = with_model(request, await parsed(request, raw, CompletionBody))
+    body = await read_body(request, CompletionBody)
     service = service_of(request)
     await hold_model(request, body.model, Task.GENERATE)
     served = service.models.resolve(body.model, Task.GENERATE)
-    check_room(service.client, served)  # before it is translated, and read as a native body
     with naming_errors(names := openai.completion_names(body)):
         found = openai.completion(body, served)
         return await generate.answer(request, found, lambda generation: Completions(generation, body), names)
@@ -59,9 +53,7 @@ async def completions(request: Request) -> Response:
 )
 async def chat_completions(request: Request) -> Response:
     """Works with OpenAI's client. The checkpoint's chat template makes the prompt; a model without one gets a 400."""
-    raw = await raw_body(request)
-    refuse_if_full(request, raw)
-    body = with_model(request, await parsed(request, raw, ChatBody))
+    body = await read_body(request, ChatBody)
     service = service_of(request)
     served = await chat_model(request, body.model, body.timeout_s)
     body = body.model_copy(update={"model": served.name})

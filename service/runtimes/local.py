@@ -104,7 +104,7 @@ async def http_server(
     server = _Server(
         uvicorn.Config(
             app,
-            http=bounded_protocol(limits, app.refusals),  # type: ignore[arg-type]
+            http=bounded_protocol(limits),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

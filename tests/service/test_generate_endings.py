@@ -34,17 +34,16 @@ def test_a_full_queue_is_a_429_before_any_byte(app: App) -> None:
     assert not app.client.submitted
 
 
-def test_a_full_queue_is_seen_before_a_body_is_validated(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a text for a named model; the reply is as it is after validation."""
-    monkeypatch.setattr(app.service.generate_planner, "plan", None)
+def test_a_valid_body_is_refused_before_its_text_is_tokenised(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.service.threads, "run", None)
     app.script.queue_full, app.script.retry_after_s = "queue_requests", 7.0
-    wrong = {"model": "gen", "prompt": "ab", "temprature": 1, "request_id": "mine-1"}
-    for path, fields in (("/generate", {}), ("/generate", {"n": 1, "num_beams": 1}), ("/v1/completions", {"n": None})):
-        reply = ask(app, "POST", path, json=wrong | fields)
+    body = {"model": "gen", "prompt": "ab", "request_id": "mine-1"}
+    for path in ("/generate", "/v1/completions"):
+        reply = ask(app, "POST", path, json=body)
         check_error(reply, 429, None, "queue_full")
         assert (reply.headers["retry-after"], reply.headers["x-request-id"]) == ("7", "mine-1")
-    assert counted(app, "triptych_rejections_total") == {("gen", "queue_requests"): 3}
-    assert counted(app, "triptych_requests_received_total") == {("generate",): 3}
+    assert counted(app, "triptych_rejections_total") == {("gen", "queue_requests"): 2}
+    assert counted(app, "triptych_requests_received_total") == {("generate",): 2}
     slot = app.service.models.get("gen")
     assert slot is not None and not slot.users
 
@@ -56,6 +55,7 @@ FULL_BUT = [  # bodies that a full queue does not answer: status, code
     ({"model": "gen", "prompt": "ab", "n": 9}, 400, "invalid_value"),
     ({"model": "gen", "prompt": "ab", "num_beams": "2"}, 400, "invalid_type"),
     ({"model": "gen", "prompt": "ab", "request_id": "no id"}, 400, "invalid_value"),
+    ({"model": "gen", "prompt": "ab", "temprature": 1}, 400, "unknown_field"),
     ({"model": "gen"}, 400, "missing_field"),
     ({"model": "gen", "prompt": ["ab", 1]}, 400, "invalid_type"),
     ([], 400, "invalid_type"),
