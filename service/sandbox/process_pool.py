@@ -75,7 +75,10 @@ class Worker:
         return reply, memoryview(answer)[end + 1 if end >= 0 else len(answer) :]
 
     def close(self) -> None:
-        """Kill the process."""
+        """End the process; a later request starts another."""
+        self._kill()
+
+    def _kill(self) -> None:
         if self._channel is not None:
             self._channel.close()
         if self._process is not None:
@@ -93,7 +96,7 @@ class Worker:
         except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict):
-            self.close()
+            self._kill()
             raise WorkerError("crashed", "its process gave no answer")
         if "error" in reply:
             raise WorkerError(str(reply["error"]), str(reply.get("message", "")))
@@ -103,7 +106,7 @@ class Worker:
         try:
             channel = self._started()
         except OSError:
-            self.close()
+            self._kill()
             raise WorkerError("start", "its process did not start") from None
         end = time.monotonic() + self._seconds + _GRACE_SECONDS
         try:
@@ -114,7 +117,7 @@ class Worker:
     def _failure(self, *, timed_out: bool) -> WorkerError:
         """Kill the process, and return the error that explains its missing answer."""
         timed_out = timed_out or self._ended_by_alarm()
-        self.close()
+        self._kill()
         return self._slow() if timed_out else WorkerError("crashed", "its process ended")
 
     def _slow(self) -> WorkerError:
@@ -144,7 +147,7 @@ class Worker:
             and not _has_more(self._channel)
         ):
             return self._channel
-        self.close()
+        self._kill()
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
 from tests import checkpoints
+from tests.service.sandboxes import shared_sandboxes
 from tests.service.speech import ids, speech_app
 from tests.service.support import App, check_accounts, make_app
 
@@ -19,6 +20,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A decoder and an encoder that read and write text, as `triptych serve` is given them."""
     folder = tmp_path_factory.mktemp("models")
     return [f"gen={checkpoints.llama(folder / 'llama')}", f"enc={checkpoints.bert(folder / 'bert')}"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def end_sandboxes() -> Iterator[Callable[[], None]]:
+    """End the sandbox processes that applications of other tests have left; those of later ones are new."""
+    with shared_sandboxes() as end:
+        yield end
 
 
 @pytest.fixture(scope="session")

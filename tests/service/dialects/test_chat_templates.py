@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,8 @@ def test_a_worker_sees_no_environment_and_writes_no_file(worker: RenderWorker) -
     assert any(line.startswith("Max file size") and line.split()[3] == "0" for line in limits.splitlines())
 
 
-def test_stuck_conversations_do_not_wedge_others() -> None:
+def test_stuck_conversations_do_not_wedge_others(end_sandboxes: Callable[[], None]) -> None:
+    end_sandboxes()  # four new ones start at the same time
     source = "{% if messages[0].content == 'stuck' %}" + HOSTILE["power at run time"] + "{% endif %}" + TURNS
     app = chat_app(source, settings=ServiceSettings(limits=Limits(chat_template_s=3.0)))
 
