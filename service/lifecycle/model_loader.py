@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from model.api.messages import ModelSpec
@@ -38,6 +39,7 @@ _SHORTAGE_RETRY_SECONDS = 5.0  # the same after a lack of memory: other models m
 _MAX_NAMES = 1_000  # of models that operators loaded: each name leaves counters in the metrics
 _MISSED_SCANS = 2  # scans without a loaded model's folder, after which it is unloaded
 _MAX_FAILED = 100  # failed models that operators named, kept in the list
+_Outcome = Literal["loaded", "failed", "cancelled"]
 
 logger = logging.getLogger("triptych.models")
 
@@ -159,18 +161,25 @@ class ModelLoader:
     def begin_load(self, model: Model) -> asyncio.Task[None]:
         """Start loading a model; the task never raises, and leaves the model loaded or failed."""
         model.state, model.reason, model.error = State.LOADING, "", None
-        model.task = asyncio.create_task(self._load(model))
-        return model.task
+        task = model.task = asyncio.create_task(self._load(model))
+        task.add_done_callback(partial(self._note_unbegun, model, time.monotonic()))
+        return task
+
+    def _note_unbegun(self, model: Model, began: float, task: asyncio.Task[None]) -> None:
+        """End a load that was cancelled before its task had run: no line of `_load` was."""
+        if task.cancelled():
+            model.fail(_given_up(model), 0.0)
+            self._ended(model, "cancelled", began)
 
     async def _load(self, model: Model) -> None:
         began = time.monotonic()
-        outcome: Literal["loaded", "failed", "cancelled"] = "failed"
+        outcome: _Outcome = "failed"
         try:
             async with self._turn, asyncio.timeout(self._settings.load_timeout_s):
                 served = await self._load_now(model)
         except asyncio.CancelledError:
             outcome = "cancelled"
-            model.fail(conflict(f"loading {model.name} was given up", "load_cancelled"), 0.0)
+            model.fail(_given_up(model), 0.0)
         except TimeoutError:
             seconds = self._settings.load_timeout_s
             model.fail(unavailable(f"loading takes longer than load_timeout, {seconds:g} s", "load_failed"), 30.0)
@@ -189,6 +198,9 @@ class ModelLoader:
             outcome = "loaded"
             model.serve(served)
             self._announce(served)
+        self._ended(model, outcome, began)
+
+    def _ended(self, model: Model, outcome: _Outcome, began: float) -> None:
         if model.state is State.FAILED:
             logger.warning("%s could not be loaded: %s", model.name, model.reason)
             self._limit_failed()
@@ -332,3 +344,7 @@ class ModelLoader:
         else:
             model.state = State.AVAILABLE
             model.offer(served.checkpoint)
+
+
+def _given_up(model: Model) -> ApiError:
+    return conflict(f"loading {model.name} was given up", "load_cancelled")

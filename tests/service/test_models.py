@@ -299,6 +299,23 @@ def test_a_load_goes_on_without_its_client_and_can_be_given_up(folder: Path) -> 
     assert counted(app, "triptych_model_loads_total")["two", "cancelled"] == 1
 
 
+def test_a_load_that_is_given_up_before_it_begins_leaves_no_trace(folder: Path) -> None:
+    app = make(folder)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        load, given_up = (
+            app.service.loader.begin_load(app.service.models["one"]),
+            app.service.loader.unload("one", None),
+        )
+        await asyncio.wait({load, given_up})
+        await asyncio.sleep(0)
+        assert state(app, "one") == "failed"
+        assert (await asyncio.wait_for(generate(client, "one"), 10)).status_code == 200
+
+    run(app, work)
+    assert counted(app, "triptych_model_loads_total")["one", "cancelled"] == 1
+
+
 # -- unloading
 
 
