@@ -31,6 +31,8 @@ _LOCK_SECONDS = 900.0  # to wait for another process that packs; then this one p
 _POLL_SECONDS = 0.1
 _DIGEST = 32  # characters of each digest in a file's name
 _CONTENT = re.compile(r"[0-9a-f]{64}")
+_RECORD_BYTES = 64
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a named pipe would wait for its writer
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +61,16 @@ class WeightsCache:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = folder.stat()
+        except FileExistsError:
+            raise ConfigError(f"weights_cache {folder}: it is no folder, and no link to one") from None
         except OSError as error:
-            raise ConfigError(f"weights_cache {folder}: {error.strerror}") from None
+            raise ConfigError(f"weights_cache {folder}: it cannot be made or read: {error.strerror}") from None
         if reason := _untrusted(found, stat.S_ISDIR):
             raise ConfigError(f"weights_cache {folder}: it {reason}: another user could put weights there")
 
     def content(self, signs: Signs) -> str | None:
         """Return the digest of files with these signs, if it is known."""
-        try:
-            found = (self.folder / f"{signs.digest}.content").read_text()
-        except (OSError, UnicodeDecodeError):
-            return None
-        return found if _CONTENT.fullmatch(found) else None
+        return _content_in(self.folder / f"{signs.digest}.content")
 
     def remember(self, signs: Signs, content: str) -> None:
         """Store the digest of files with these signs, unless the files are younger than two seconds."""
@@ -90,7 +90,7 @@ class WeightsCache:
         """Open and lock packed weights; None if they are missing, or damaged, which removes them."""
         path = self._path(layout, content)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            file = os.open(path, _READ)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -183,8 +183,8 @@ class WeightsCache:
     def _forget(self, contents: Collection[str]) -> None:
         """Remove the records of contents that are not among these."""
         for record in self.folder.glob("*.content"):
-            with suppress(OSError, UnicodeDecodeError):
-                if record.read_text()[:_DIGEST] not in contents:
+            if (_content_in(record) or "")[:_DIGEST] not in contents:
+                with suppress(OSError):
                     record.unlink()
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:
@@ -208,6 +208,19 @@ class NewFile:
 
 def _identity(layout: str, content: str) -> dict[str, str]:
     return {"layout": layout, "content": content}
+
+
+def _content_in(record: Path) -> str | None:
+    """Return the digest in a record; None: it cannot be read, or is no record."""
+    try:
+        file = os.open(record, _READ)
+        try:
+            found = os.read(file, _RECORD_BYTES + 1).decode("ascii", "replace")
+        finally:
+            os.close(file)
+    except OSError:
+        return None
+    return found if _CONTENT.fullmatch(found) else None
 
 
 def _untrusted(found: os.stat_result, kind: Callable[[int], bool]) -> str:
@@ -242,7 +255,7 @@ def _wait_for(file: int) -> bool:
 def _is_locked(path: Path) -> bool:
     """Whether a process has mapped the file."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, _READ)
     except OSError:
         return False
     try:

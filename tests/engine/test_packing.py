@@ -174,7 +174,7 @@ def test_a_child_ends_with_the_engine_while_it_waits_for_another(tmp_path: Path)
     ("refuse", "said"),
     [
         (lambda folder: folder.chmod(0o777), "may be written by others"),
-        (lambda folder: (folder.rmdir(), folder.touch()), "File exists"),
+        (lambda folder: (folder.rmdir(), folder.touch()), "it is no folder"),
     ],
     ids=["others may write", "no folder"],
 )

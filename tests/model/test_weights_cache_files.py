@@ -153,6 +153,15 @@ class TestDamage:
         assert "packed weights are removed" in caplog.text
         assert started(folder, checkpoint) == "mapped"
 
+    @pytest.mark.parametrize("kind", ["weights", "content"])
+    def test_a_named_pipe_is_not_waited_for(self, kind: str, folder: Path) -> None:
+        started(folder, saved(KIND).path)
+        (place,) = folder.glob(f"*.{kind}")
+        place.unlink()
+        os.mkfifo(place, 0o600)
+        assert started(folder, saved(KIND).path) == ("written" if kind == "weights" else "mapped")
+        assert started(folder, saved(KIND).path) == "mapped"
+
     def test_a_file_under_another_name_is_not_taken(self, folder: Path, tmp_path: Path) -> None:
         started(folder, saved(KIND).path)
         started(folder, saved(KIND).path, LinearFactory(torch.bfloat16))
