@@ -95,7 +95,7 @@ def not_found(message: str, code: str = "not_found", param: str | None = None) -
 
 
 def unknown_model(name: str, known: Iterable[str]) -> ApiError:
-    message = f"model {shorten(name)} is not loaded; loaded: {listed(known)}"
+    message = f"model {shorten(name)} is not served; served: {listed(known)}"
     return not_found(message, code="model_not_found", param="model")
 
 

@@ -317,7 +317,7 @@ class Models:
             return names[0]
         if not names:
             raise invalid(f"no model {what}", "model", "wrong_task")
-        raise invalid(f"model is required: not only one {what}: {listed(names)}", "model", "missing_field")
+        raise invalid(f"model is required: more than one {what}: {listed(names)}", "model", "missing_field")
 
     def require(
         self,

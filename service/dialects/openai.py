@@ -43,10 +43,22 @@ def completion_names(body: CompletionBody) -> Mapping[str, str]:
     return {**_structure_names(body), **COMPLETION_NAMES}
 
 
-def completion(body: CompletionBody, served: ServedModel) -> GenerateBody:
-    """Translate a completion body; raises `ApiError` with native field names."""
+def check_completion(body: CompletionBody) -> None:
+    """Raise `ApiError`, with the body's own field names, for fields that contradict each other."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of must be n: choosing among more is not supported", "best_of", "not_supported")
+    _check_structure(body)
+
+
+def check_chat(body: ChatBody) -> None:
+    """Raise as `check_completion`."""
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    _check_structure(body)
+
+
+def completion(body: CompletionBody, served: ServedModel) -> GenerateBody:
+    """Translate a completion body; raises `ApiError` with native field names."""
     fields = _sampling(body, served) | {
         "max_tokens": DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         "echo": body.echo,
@@ -99,8 +111,6 @@ def _tool(body: ToolBody, param: str) -> Tool:
 
 def chat(body: ChatBody, served: ServedModel, prompt: list[int], *, with_ids: bool) -> GenerateBody:
     """Translate a chat body whose messages have become the token ids `prompt`; `with_ids`: return ids of the reply."""
-    if body.top_logprobs and not body.logprobs:
-        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     fields = _sampling(body, served) | {
         "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
@@ -168,22 +178,29 @@ def _grammars(body: Sampling) -> list[str]:
     return [name for name in _GRAMMARS if getattr(body, name) is not None]
 
 
+def _check_structure(body: Sampling) -> None:
+    vllm, grammars = body.structured_outputs, _grammars(body)
+    if len(grammars) + (vllm is not None and vllm.grammar is not None) > 1:
+        raise invalid(f"{grammars[-1]} excludes the other fields for a grammar", grammars[-1])
+    if vllm is None:
+        return
+    if body.response_format is not None and body.response_format.type != "text":
+        raise invalid("structured_outputs and response_format exclude each other", "structured_outputs")
+    if vllm.json_ is not None and vllm.json_object:
+        place = "structured_outputs.json_object"
+        raise invalid(f"{place} and structured_outputs.json exclude each other", place)
+
+
 def _structure(body: Sampling) -> Json:
     """Return the native fields of the output constraint."""
     found: Json = {}
     if body.response_format is not None:
         found["response_format"] = _format(body.response_format)
     vllm, grammars = body.structured_outputs, _grammars(body)
-    if len(grammars) + (vllm is not None and vllm.grammar is not None) > 1:
-        raise invalid(f"{grammars[-1]} excludes the other fields for a grammar", grammars[-1])
     if grammars:
         found["grammar"] = getattr(body, grammars[0])
     if vllm is None:
         return found
-    if body.response_format is not None and body.response_format.type != "text":
-        raise invalid("structured_outputs and response_format exclude each other", "structured_outputs")
-    if vllm.json_ is not None and vllm.json_object:
-        raise invalid("json_object and json exclude each other", "structured_outputs.json_object")
     if vllm.json_ is not None:
         found["response_format"] = json_format(vllm.json_, "structured_outputs.json")
     elif vllm.json_object:

@@ -7,12 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from service.chat.tools import Json
+from service.core.errors import invalid, shorten
 
 
 def page(items: Sequence[Json], *, after: str | None, limit: int, descends: bool) -> Json:
     """Return a list in OpenAI's form of at most `limit` items that follow the item with the id `after`."""
     ordered = list(reversed(items)) if descends else list(items)
-    begin = next((at for at, item in enumerate(ordered, start=1) if item["id"] == after), 0)
+    begin = 0
+    if after is not None:
+        begin = next((at for at, item in enumerate(ordered, start=1) if item["id"] == after), 0)
+        if not begin:
+            raise invalid(f"after: the response has no item {shorten(after)}", "after")
     shown = ordered[begin : begin + limit]
     return {
         "object": "list",

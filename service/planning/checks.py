@@ -32,6 +32,7 @@ if unknown := {column.row.limit for column in _LIMITED} - {one.name for one in f
 _TOKENS = [column for column in _SENT.values() if column.is_tokens]
 _NOT_WITH_BEAMS = [name for name, column in _SENT.items() if column.row.beams in (Beams.NEVER, Beams.UNREAD)]
 _ONLY_WITH_BEAMS = [name for name, column in _SENT.items() if column.row.beams is Beams.ONLY]
+_NEUTRAL = {name: column.default for name, column in _SENT.items() if name != "seed"}  # a value that has no effect
 _LENGTHS = ("max_tokens", "min_tokens")
 _SHOWN = 6  # languages listed in an error
 _PREDICTED = 4  # characters of a prediction that are read, for each token of the context
@@ -152,16 +153,23 @@ def sampling_fields(body: GenerateBody, served: ServedModel) -> dict[str, Any]:
 def check_beams(body: GenerateBody, beams: int) -> None:
     """Raise an `ApiError` for a field that has no meaning with this number of beams."""
     if beams == 1:
-        given = [name for name in _ONLY_WITH_BEAMS if getattr(body, name) is not None]
+        given = [name for name in _ONLY_WITH_BEAMS if _has_effect(body, name)]
         if given:
             raise invalid(f"{given[0]} has no meaning without beam search: num_beams is 1", given[0])
         return
     if body.n > beams:
         raise invalid(f"n ({body.n}) must be at most num_beams ({beams})", "n")
-    given = [name for name in (*_NOT_WITH_BEAMS, "prediction") if getattr(body, name) is not None]
+    given = [name for name in (*_NOT_WITH_BEAMS, "prediction") if _has_effect(body, name)]
     given += ["temperature"] if body.temperature else []
     if given:
         raise invalid(f"{given[0]} has no meaning with beam search; send num_beams: 1", given[0])
+
+
+def _has_effect(body: GenerateBody, name: str) -> bool:
+    """Return whether a field is given with another value than the one that turns it off: clients send defaults too."""
+    value = getattr(body, name)
+    neutral = _NEUTRAL.get(name)
+    return value is not None and (tuple(value) if isinstance(value, list) else value) != neutral
 
 
 def _check_limits(body: GenerateBody, limits: Limits) -> None:

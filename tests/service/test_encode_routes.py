@@ -104,7 +104,7 @@ def test_a_model_that_cannot_is_refused_before_it_is_loaded(tmp_path: Path) -> N
         ),
         (
             *("/classify", {"input": "the cat"}, "missing_field"),
-            "model is required: not only one classifies texts: first, second",
+            "model is required: more than one classifies texts: first, second",
         ),
         ("/pipeline/fill-mask", {"inputs": "the [MASK]"}, "wrong_task", "no model has the output fill_mask"),
     ]

@@ -98,6 +98,19 @@ def test_a_checkpoints_beams_are_as_many_as_fit_and_a_clients_are_refused() -> N
     assert ask(app, "POST", "/generate", json={**body, "num_beams": 2}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"length_penalty": 1.0, "early_stopping": False},
+        {"num_beams": 2, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": [], "temperature": 0.0},
+    ],
+    ids=["greedy", "beams"],
+)
+def test_a_value_that_has_no_effect_is_taken_with_any_search(fields: dict[str, Any]) -> None:
+    body = {"model": "gen", "prompt": "ab", "max_tokens": 2}
+    assert ask(make_app(), "POST", "/generate", json=body | fields).status_code == 200
+
+
 class TestTask:
     """A task of the checkpoint sets a prefix and the defaults of the request that names it."""
 

@@ -105,7 +105,7 @@ class TestWithoutModel:
         speech.service.models.add(Model(ModelSpec("dictation", "nowhere"), Origin.REQUEST, pinned=False))
         speech.service.models["dictation"].offer(served_speech().checkpoint)
         error = check_error(self.post(speech, "/generate", audio=base64_of(b"0.5")), 400, "model")
-        assert "not only one transcribes speech: speech, dictation" in error["message"]
+        assert "more than one transcribes speech: speech, dictation" in error["message"]
         for name in ("gen", "seq", "dictation"):
             forget(speech, name)
         error = check_error(self.post(speech, "/generate", prompt="ab"), 400, "prompt", code="wrong_task")

@@ -88,7 +88,7 @@ those of the newest releases.
 Every place that knows these parameters reads one table, `model/api/sampling_params.py`.
 
 - **folder**: generation_config.json may set the default.
-- **beams**: "not" has no meaning with beam search, "only" has none without it.
+- **beams**: "not" has no meaning with beam search, "only" has none without it. A value without effect is accepted.
 - Columns of other APIs have the name there. The routes with an empty cell do not take it.
 - **flag**: of `triptych generate`.
 

@@ -291,6 +291,26 @@ def test_an_error_in_a_stream_names_the_clients_field(route: str, changes: dict[
     assert error["param"] == param and error["message"].startswith(f"{param} cannot be followed"), error
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs needs logprobs: true"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": JSON},
+            "structured_outputs and response_format exclude each other",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "json_object": True}},
+            "structured_outputs.json_object and structured_outputs.json exclude each other",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_fields_that_contradict_each_other_have_the_clients_names(fields: dict[str, Any], said: str) -> None:
+    reply = ask(chat_app(), "POST", M, json=GOOD[M] | fields)
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, said)
+
+
 def test_words_of_a_message_are_not_renamed_as_fields() -> None:
     app = chat_app()
 

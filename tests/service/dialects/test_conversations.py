@@ -279,6 +279,8 @@ def test_stored_responses_can_be_read_and_deleted() -> None:
         assert [item.content[0].text.strip() for item in listed] == ["Hi", "Hm.", "Hello", "And?"]  # type: ignore[union-attr]
         with pytest.raises(openai.BadRequestError, match="stream"):
             client.responses.retrieve(first.id, stream=True)
+        with pytest.raises(openai.BadRequestError, match="no item 'item_9'"):
+            client.responses.input_items.list(last.id, after="item_9")
         client.responses.delete(first.id)
         for again in (client.responses.retrieve, client.responses.delete):
             with pytest.raises(openai.NotFoundError, match="no response"):
