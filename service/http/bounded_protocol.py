@@ -187,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # a field after the body is no header
-            super().on_header(name, value)
+            super().on_header(name, value.rstrip(b" \t"))  # white space after a value is no part of it
 
     def on_headers_complete(self) -> None:
         if self._is_replayed:

@@ -110,6 +110,7 @@ def _normal(origin: str) -> str:
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _OURS = frozenset({"same-origin", "none"})  # none: a person typed the address
 _PORTS = {"http": 80, "https": 443}
+_SEVERAL_PARTS = re.compile("[.:%]")  # of a name: %2E is a dot
 
 
 class Sites:
@@ -145,7 +146,7 @@ class Sites:
         """Whether `Host` is a name that nobody else can have: an address, a local name, or one that is allowed."""
         assert self._hosts is not None
         name = (_split("//" + host).hostname or "").removesuffix(".")
-        if name and "." not in name and ":" not in name:  # no name of the public DNS
+        if name and not _SEVERAL_PARTS.search(name):  # no name of the public DNS
             return True
         return name in self._hosts or name.endswith(".localhost") or _is_address(name)
 

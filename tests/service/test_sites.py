@@ -89,7 +89,15 @@ OURS = (
     "[::1]:80",
     "box",
 )
-OTHERS = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "1.2.3.4.5", "a.b:x")
+OTHERS = (
+    "evil.example",
+    "evil.example:8000",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example",
+    "1.2.3.4.5",
+    "a.b:x",
+    "evil%2Eexample",
+)
 
 
 @pytest.mark.parametrize("listens", ["127.0.0.1", "::1", "localhost", "127.3.2.1"])
