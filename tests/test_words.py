@@ -31,7 +31,6 @@ UNREAD = (
     "service/core/",
     "service/http/",
     "service/routes/",
-    "service/runtimes/ray_serve/",
     "tests/",
     "tests/conformance/areas/",
     "tests/engine/",

@@ -1,1 +1,1 @@
-"""Runtimes, which run the application over its engines: in one process, or under Ray Serve."""
+"""Runtimes, which run the application with its engines: in one process, or under Ray Serve."""

@@ -1,4 +1,4 @@
-"""Construction of the application over its engines, and what all runtimes share: the listening socket, exit codes."""
+"""Builds the application with its engines, and the common parts of all runtimes: listening socket, exit codes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from service.sandbox import confinement
 from service.settings.serve_config import ServeConfig
 from service.settings.service_settings import ServiceSettings
 
-_GC_THRESHOLD = 5_000  # new objects before the garbage collector runs
+_GC_THRESHOLD = 5_000  # new objects after which the garbage collector runs
 
 
 def build_models(config: ServeConfig) -> Models:
-    """Read the models' folders except their weights. Raises `ConfigError`.
-
-    Models of the Hub are downloaded first.
-    """
+    """Read the folders of all models without their weights; download models of the Hub first. Raises `ConfigError`."""
     config = with_folders(config)
     return Models(read_models(config), config.models_elsewhere)
 
 
 def read_models(config: ServeConfig) -> list[ServedModel]:
-    """Read the folders of the models of the start. Raises `ConfigError`, also for a draft model that none can use."""
+    """Read the folders of the models given at the start.
+
+    Raises `ConfigError`, also for a draft model that no model can use.
+    """
     settings = config.settings
     models = [read_model(spec, settings.limits.max_beams) for spec in config.models]
     others = settings.models.models_dir or settings.has_admin or config.models_elsewhere or config.route != "/"
@@ -56,9 +56,9 @@ def build_app(
 ) -> Application:
     """Build the application; its lifespan starts the engines in a child process. Raises `ConfigError`.
 
-    The first child process may have been started before, as `engine`. `replicas` reaches the other replicas.
+    `engine` is the first child process, if it has already been started. `replicas` reaches the other replicas.
     """
-    confinement.hide_process()  # it holds keys, and what clients send
+    confinement.hide_process()  # it holds keys and clients' data
     started = [engine] if engine is not None else []
     config = with_folders(config)
     models = build_models(config)
@@ -80,8 +80,8 @@ def build_app(
 def tune_garbage_collector() -> None:
     """Exempt all present objects from garbage collection, and collect new ones less often. Call it after loading.
 
-    Visiting the objects of all libraries took a fifth of this process's time at 64 streams. The objects of requests are
-    freed by their reference counts.
+    Traversing the objects of all libraries took a fifth of this process's time at 64 streams. Reference counts free the
+    objects of requests.
     """
     gc.collect()
     gc.freeze()
@@ -111,21 +111,21 @@ def base_url(host: str, port: int) -> str:
 
 
 def exit_code(number: int, *, drained: bool) -> int:
-    """Return 0 for a SIGTERM after which the service drained, as supervisors expect; else 128 + the signal's number."""
+    """Return 0 if the service drained after a SIGTERM, as supervisors expect; else 128 + the signal's number."""
     return 0 if drained and number == signal.SIGTERM else 128 + number
 
 
 def pin_models(config: ServeConfig) -> ServeConfig:
-    """Replace revisions of Hub models by their commits, so that every replica serves the same files.
+    """Replace revisions of Hub models by commits, so that every replica serves the same files.
 
-    Downloads what is missing. Raises `ConfigError`.
+    Downloads missing files. Raises `ConfigError`.
     """
     pinned = _replace_hub_paths(config, hub.pinned)
     return replace(pinned, groups=tuple(map(pin_models, config.groups)))
 
 
 def with_folders(config: ServeConfig) -> ServeConfig:
-    """Replace Hub models by their folders in this machine's cache."""
+    """Replace the paths of Hub models by their folders in this machine's cache."""
     return _replace_hub_paths(config, hub.local_folder)
 
 

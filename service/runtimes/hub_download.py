@@ -1,9 +1,9 @@
-"""Downloads of models of the Hub while the service runs: in a process of their own, which can be ended at any time.
+"""Downloads a model of the Hub in a separate process, which can be killed at any time.
 
     python -m service.runtimes.hub_download hf:ORGANISATION/NAME PICKLE MAX_BYTES LOG_FORMAT
 
-prints the folder, or the error and exits 2. It ends when its standard input is closed, so that it does not outlive the
-service.
+prints the folder; for an error it prints the error and exits 2. It ends when its standard input is closed, so that it
+does not outlive the service.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from service.settings.service_settings import LogFormat
 
 
 async def download(path: str, *, pickle: bool, max_bytes: int, log_format: LogFormat) -> Path:
-    """Return the folder of a model of the Hub; raises `ConfigError`. Cancelling ends the download.
+    """Download a model of the Hub and return its folder; raises `ConfigError`. Cancelling ends the download.
 
-    What was downloaded stays in the cache, and the next attempt continues there.
+    The downloaded part stays in the cache, and the next attempt continues there.
     """
     process = await asyncio.create_subprocess_exec(
         *python_child.command("service.runtimes.hub_download", path, str(int(pickle)), str(max_bytes), log_format),
@@ -57,7 +57,7 @@ def _end_with_parent() -> None:
     """Exit when standard input is closed."""
 
     def watch() -> None:
-        while os.read(0, 1):  # not by `sys.stdin`, whose lock would disturb the end of the interpreter
+        while os.read(0, 1):  # not with `sys.stdin`, whose lock would disturb the interpreter's exit
             pass
         os._exit(1)
 

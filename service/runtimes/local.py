@@ -1,7 +1,7 @@
 """The local runtime: the application under uvicorn, in this process.
 
-The first SIGTERM or SIGINT drains the service: /readyz answers 503, new requests are refused, and running ones may end
-within `drain_timeout_s`. A second signal stops it at once.
+The first SIGTERM or SIGINT drains the service: /readyz answers 503, new requests are refused, and running requests may
+continue for `drain_timeout_s`. A second signal stops it at once.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from service.runtimes.assembly import base_url, build_app, exit_code, listening,
 from service.settings.serve_config import OnReady, Ready, ServeConfig
 from service.settings.service_settings import Limits
 
-_CLOSE_SECONDS = 5  # for replies that are still being sent after the drain
+_CLOSE_SECONDS = 5  # after the drain, for replies that are still being sent
 
 
 def run_local(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = None) -> int:
     """Serve until a signal and return the exit code. Raises `ConfigError`, or `EngineDeadError` if loading fails.
 
-    `engine` is an engine process that has been started already.
+    `engine` is an engine process that has already been started.
     """
     raise_descriptor_limit()
     return uvloop.run(_serve(config, on_ready, engine))
 
 
 class Signals:
-    """Receives SIGTERM and SIGINT: the first sets `stop`, a second sets `stop_now`."""
+    """Handles SIGTERM and SIGINT: the first sets `stop`, a second sets `stop_now`."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.stop_now = asyncio.Event()
-        self.number = 0  # of the last one
+        self.number = 0  # of the last signal
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
 
@@ -56,7 +56,7 @@ class Signals:
 
 
 async def _serve(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None) -> int:
-    """Answer HTTP from the start, with 503 while the models load."""
+    """Serve HTTP until a signal; answer 503 while the models load."""
     signals = Signals()
     drained = False
     app = build_app(config, engine)
@@ -89,7 +89,7 @@ async def run_unless(event: asyncio.Event, work: Coroutine[Any, Any, object]) ->
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which `Signals` replaces."""
+    """A uvicorn server without its signal handlers, which `Signals` replaces."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -100,7 +100,7 @@ class _Server(uvicorn.Server):
 async def http_server(
     app: Application, listeners: list[socket.socket], limits: Limits
 ) -> AsyncIterator[uvicorn.Server]:
-    """Serve `app` on the listeners inside the block, without its lifespan."""
+    """Serve `app` on the listeners inside the block; the caller runs the app's lifespan."""
     server = _Server(
         uvicorn.Config(
             app,
@@ -108,7 +108,7 @@ async def http_server(
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=False,  # the application writes its own
+            access_log=False,  # the application writes its own access log
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=limits.idle_connection_s,

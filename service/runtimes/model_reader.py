@@ -1,4 +1,4 @@
-"""Reads models from folders and from the Hub, except their weights, at the start and while the service runs."""
+"""Reads models from folders and from the Hub, without their weights, at the start and on demand."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ def _read_model(spec: ModelSpec, max_beams: int) -> ServedModel:
         try:
             with errors_about(""):
                 chat = read_chat_template(folder)
-        except ConfigError as error:  # the model serves all else
+        except ConfigError as error:  # the model serves everything else
             problem = f"model {spec.name}: {error}"
             logger.warning("model %s serves no chats: %s", spec.name, error)
     return ServedModel(spec.name, checkpoint, tokenizer, spec.engine, chat, problem, pairs)
 
 
 def _bound_beams(spec: ModelSpec, checkpoint: Checkpoint, max_beams: int) -> Checkpoint:
-    """Return the checkpoint with no more beams by default than the service lets a request ask for."""
+    """Limit the checkpoint's default number of beams to what the service allows a request."""
     settings, most = "max_beams", max_beams
     if spec.engine.max_num_seqs is not None and spec.engine.max_num_seqs < max_beams:
         settings, most = "max_num_seqs", spec.engine.max_num_seqs
     if checkpoint.most_beams > most:
         logger.warning(
-            "model %s: its folder's num_beams is %d, more than %s (%d): requests without num_beams have %d beams",
+            "model %s: its folder's num_beams is %d, more than %s (%d): requests without num_beams get %d beams",
             *(spec.name, checkpoint.most_beams, settings, most, most),
         )
     return checkpoint.with_most_beams(most)
 
 
 class FolderReader:
-    """Implements `ModelReader`: reads in threads, downloads in processes."""
+    """The `ModelReader` of both runtimes: reads in threads, downloads in processes."""
 
     def __init__(self, max_download: int, log_format: LogFormat, max_beams: int) -> None:
-        """`max_download`: bytes of one model of the Hub."""
+        """`max_download`: maximum bytes of one model of the Hub."""
         self._max_download = max_download
         self._max_beams = max_beams
         self._log_format = log_format

@@ -14,7 +14,7 @@ from model.errors import ConfigError
 from service.core.errors import ApiError
 from service.lifecycle.fleet import Fleet, LoadOrder, LocalFleet
 from service.runtimes.ray_serve import replicated_fleet
-from service.runtimes.ray_serve.replicated_fleet import Answer, Command, ReplicatedFleet, WantedStore
+from service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
 from service.settings.service_settings import ModelSettings, ServiceSettings
 from tests import checkpoints
 from tests.service.support import App, info, make_app, opened, until
@@ -53,7 +53,7 @@ class Siblings:
         self._cluster.fleets[self._name] = fleet
         return fleet
 
-    async def _others(self, command: Command) -> list[Answer | None]:
+    async def _others(self, command: Command) -> list[CommandResult | None]:
         fleets = [fleet for name, fleet in self._cluster.fleets.items() if name != self._name]
         return list(await asyncio.gather(*(fleet.follow(command) for fleet in fleets)))
 

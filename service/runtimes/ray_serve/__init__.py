@@ -1,1 +1,1 @@
-"""The Ray Serve runtime."""
+"""The Ray Serve runtime: replicas, HTTP ingress, autoscaling."""

@@ -1,7 +1,8 @@
-"""Configuration for `serve deploy` and KubeRay's `serveConfigV2`, made from a file for `triptych serve --config`.
+"""Converts a file for `triptych serve --config` to one for `serve deploy` and KubeRay's `serveConfigV2`.
 
-Each group of models becomes an application. All applications get the same `args`: the content of the file, except what
-the cluster decides, and the application's own name; so each knows the routes of the others' models. Imports no Ray.
+Each group of models becomes an application. The `args` of all applications are the content of the file, without the
+settings that the cluster decides, and the application's own name. So each knows the routes of the others' models.
+Imports no Ray.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from service.settings.resolve import models_or_embedded, resolve_config
 from service.settings.serve_config import ServeConfig
 
 DEPLOYMENT: Final = "triptych"
-APPLICATION: Final = "application"  # the key of `args` that names the application
-_ANY_HOST = "0.0.0.0"  # the cluster listens, on more than this machine
+APPLICATION: Final = "application"  # key of `args` with the application's name
+_ANY_HOST = "0.0.0.0"  # the cluster listens for other machines too
 CLUSTER_SETTINGS: Final = frozenset({"runtime", "host", "port", "haproxy"})
 
 
 def serve_config(path: Path, num_cpus: float | None = None) -> dict[str, Any]:
-    """Convert a configuration file; `num_cpus` are the CPUs that a replica requests. Raises `ConfigError`."""
+    """Convert a configuration file; each replica will request `num_cpus` CPUs. Raises `ConfigError`."""
     content = sources.read_yaml(path)
     file = sources.from_mapping(content, str(path))
     if file.settings.get("runtime") == "local":
@@ -49,7 +50,7 @@ def serve_config(path: Path, num_cpus: float | None = None) -> dict[str, Any]:
 
 
 def config_of_application(arguments: Any) -> ServeConfig:
-    """Build the `ServeConfig` of an application from its `args`, reading no model. Raises `ConfigError`."""
+    """Build the `ServeConfig` of an application from its `args`, without reading models. Raises `ConfigError`."""
     content = dict(arguments) if isinstance(arguments, dict) else arguments
     name = content.pop(APPLICATION, None) if isinstance(content, dict) else None
     file = sources.from_mapping(content, "args")
@@ -75,9 +76,7 @@ def _application(config: ServeConfig, content: Mapping[str, Any], num_cpus: floa
     if num_cpus is None:
         return application
     for spec in config.models:
-        if (
-            spec.engine.tensor_parallel_size > 1 and spec.engine.device == "auto"
-        ):  # each replica requests these resources
+        if spec.engine.tensor_parallel_size > 1 and spec.engine.device == "auto":  # CPUs or GPUs must be requested
             raise ConfigError(f"model {spec.name}: with --num-cpus, device must say where its ranks go: cuda or cpu")
     gpus = gpus_of_replica([spec.engine for spec in config.models], 0.0)
     resources = {"num_cpus": num_cpus, **({"num_gpus": gpus} if gpus else {})}
@@ -85,7 +84,7 @@ def _application(config: ServeConfig, content: Mapping[str, Any], num_cpus: floa
 
 
 def _arguments(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the file's content, with absolute paths, since a replica's working directory is unknown."""
+    """Copy the file's content with absolute paths, because a replica's working directory is unknown."""
     arguments = {key: copy.deepcopy(value) for key, value in content.items() if _setting(key) not in CLUSTER_SETTINGS}
     for key in content:
         if _setting(key) == "models_dir":

@@ -1,6 +1,6 @@
-"""The Ray Serve runtime: a deployment whose replicas run the application. The only module that imports Ray.
+"""The Ray Serve deployment, whose replicas run the application. The only module that imports Ray.
 
-A replica answers HTTP itself, behind Serve's HAProxy or proxy, and runs its engines in a child process.
+A replica serves HTTP to Serve's HAProxy or proxy, and runs its engines in a child process.
 `service.runtimes.ray_serve.environment` must prepare the environment before this module is imported.
 """
 
@@ -45,20 +45,20 @@ from service.runtimes.assembly import base_url, build_app, build_models, listeni
 from service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
 from service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
 from service.runtimes.ray_serve.replica_scaling import SATURATION, check_gpus, gpus_of_replica
-from service.runtimes.ray_serve.replicated_fleet import Answer, Command, ReplicatedFleet, WantedStore
+from service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
 from service.sandbox import confinement
 from service.settings.serve_config import OnReady, Ready, Scaling, ServeConfig
 
-_LOG_PIPE = "log"  # in the session's folder; the replicas' stderr
-_SPARE_REQUESTS = 256  # beyond the engines' queues: health, metrics, requests that the service will refuse
+_LOG_PIPE = "log"  # file name of the pipe for the replicas' stderr, in the session's folder
+_SPARE_REQUESTS = 256  # in addition to the engines' queues: health, metrics, requests that the service will refuse
 _STOP_MARGIN = 15.0  # seconds between the end of the drain and a forced stop
 _POLL_SECONDS = 1.0  # between checks of Ray's processes
-_EXIT_SECONDS = 2.0  # for processes that Ray has told to exit
+_EXIT_SECONDS = 2.0  # for Ray's processes to exit
 _CONTROL_SECONDS = 30.0  # for a call to the replicas
 _LOOKUP_SECONDS = 5.0  # for finding the replicas
-_CANCEL_SECONDS = 5.0  # for cancelling on other replicas, of which one may hang
-_STORE = "triptych"  # the namespace of keys in the cluster's store
-_LATER_REQUESTS = 1 << 16  # where models may be loaded later: more than the queues of any number of them hold
+_CANCEL_SECONDS = 5.0  # for cancelling on other replicas, which may hang
+_STORE = "triptych"  # namespace of keys in the cluster's store
+_LATER_REQUESTS = 1 << 16  # if models may be loaded on demand: more than all their queues hold
 _OBJECT_STORE_BYTES = 80 << 20  # about Ray's minimum: the service stores no objects
 
 logger = logging.getLogger("triptych.ray")
@@ -66,7 +66,7 @@ logger = logging.getLogger("triptych.ray")
 
 @serve.ingress()
 class Replica:
-    """Runs one copy of the application. It is ready once its models are loaded; if that fails, its start fails."""
+    """One copy of the application. It starts when its models are loaded, and fails to start if that fails."""
 
     def __init__(self, config: ServeConfig, log: str | None = None) -> None:
         """`log`: the named pipe that becomes stderr (`service.observability.logs`)."""
@@ -89,7 +89,7 @@ class Replica:
         self._service.check_live()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Report the saturation of the most loaded model, which `autoscaling_policy` reads."""
+        """Report the saturation of the busiest model, which `SaturationPolicy` reads."""
         demand = self._service.client.demand()
         return {SATURATION: max((one.saturation for one in demand.values()), default=0.0)}
 
@@ -98,25 +98,25 @@ class Replica:
         return dict(self._service.client.models)
 
     async def cancel(self, request_id: str, caller: str) -> int:
-        """Cancel a request on this replica and return how many ended, unless this replica is the caller."""
+        """Cancel a request on this replica, unless it is the caller; return how many ended."""
         if caller == _replica_id():
             return 0
         return self._service.jobs.cancel(request_id)
 
-    async def follow(self, command: Command, caller: str) -> Answer | None:
-        """Load or unload a model as another replica says; None from the caller itself."""
+    async def follow(self, command: Command, caller: str) -> CommandResult | None:
+        """Execute the command of another replica; None if this replica is the caller."""
         fleet = self._service.fleet
         if caller == _replica_id() or not isinstance(fleet, ReplicatedFleet):
             return None
         return await fleet.follow(command)
 
     async def drain(self) -> None:
-        """Refuse new requests, and return when running ones have ended or run out of time."""
+        """Refuse new requests, and return when running requests have ended or their time is over."""
         await self._service.drain()
 
 
 class _Siblings:
-    """Reaches the other replicas of the application (`service.lifecycle.fleet.Replicas`)."""
+    """The other replicas of the application (`service.lifecycle.fleet.Replicas`)."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._name = config.name
@@ -125,13 +125,13 @@ class _Siblings:
         self._handle: DeploymentHandle[Any] | None = None
 
     def fleet(self, local: LocalFleet) -> Fleet:
-        """Return what loads models on all replicas; without an admin key each only has its own."""
+        """Return the fleet of all replicas; without an admin key each replica manages only its own models."""
         if not self._has_admin:
             return local
-        return ReplicatedFleet(local, WantedStore(_ClusterStore(), self._name), self._tell_others)
+        return ReplicatedFleet(local, WantedStore(_ClusterStore(), self._name), self._send_to_others)
 
     async def cancel(self, request_id: str) -> int:
-        """Cancel a request on all other replicas: its DELETE may reach any replica, and only one has the request."""
+        """Cancel a request on all other replicas: a DELETE may reach any replica, and only one has the request."""
         try:
             async with asyncio.timeout(_CANCEL_SECONDS):
                 answers = await self._broadcast("cancel", request_id)
@@ -142,8 +142,8 @@ class _Siblings:
             raise TimeoutError
         return ended
 
-    async def _tell_others(self, command: Command) -> list[Answer | None]:
-        """Send a command to all other replicas and return their answers, None for one that has ended meanwhile."""
+    async def _send_to_others(self, command: Command) -> list[CommandResult | None]:
+        """Send a command to all other replicas and return their results; None for a replica that has ended."""
         seconds = _CANCEL_SECONDS if command.kind == "entries" else self._follow_seconds + (command.drain_s or 0.0)
         try:
             async with asyncio.timeout(seconds):
@@ -151,10 +151,10 @@ class _Siblings:
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("the other replicas did not answer: %s", type(error).__name__)
             raise unavailable("the other replicas did not answer", "not_live") from error
-        return [_answer(one) for one in answers if one is not None]
+        return [_result(one) for one in answers if one is not None]
 
     async def _broadcast(self, method: str, argument: object) -> list[Any]:
-        """Call a method of every replica, this one too, with the argument and this one's id."""
+        """Call a method of every replica, including this one, with the argument and this replica's id."""
         if self._handle is None:
             self._handle = await asyncio.to_thread(serve.get_app_handle, serve.get_replica_context().app_name)
         calls = self._handle.broadcast(method, argument, _replica_id())
@@ -162,7 +162,7 @@ class _Siblings:
 
 
 class _ClusterStore:
-    """Ray's key-value store, which lives as long as the cluster (`Store`)."""
+    """Ray's key-value store, which exists as long as the cluster (`Store`)."""
 
     async def get(self, key: str) -> bytes | None:
         return await asyncio.to_thread(_internal_kv_get, key, namespace=_STORE)
@@ -175,12 +175,12 @@ class _ClusterStore:
         await asyncio.to_thread(_internal_kv_del, key, namespace=_STORE)
 
 
-def _answer(answer: Answer | BaseException) -> Answer | None:
-    """Return a replica's answer, None if it has ended; an exception in it is an error of its own."""
-    if isinstance(answer, Answer):
+def _result(answer: CommandResult | BaseException) -> CommandResult | None:
+    """Return a replica's result, None if the replica has ended; another exception becomes an error in the result."""
+    if isinstance(answer, CommandResult):
         return answer
     logger.warning("a replica did not answer: %s", type(answer).__name__)
-    return None if isinstance(answer, RayActorError) else Answer(error=error_fields(internal()))
+    return None if isinstance(answer, RayActorError) else CommandResult(error=error_fields(internal()))
 
 
 def _replica_id() -> str:
@@ -188,7 +188,7 @@ def _replica_id() -> str:
 
 
 class _Mounted:
-    """Wraps an application whose lifespan has begun, because Serve would hide the reason when it fails to."""
+    """An application whose lifespan has already begun, because Serve would hide the reason if that failed."""
 
     def __init__(self, app: ASGIApp, lifespan: AbstractAsyncContextManager[Any]) -> None:
         self._app = app
@@ -208,15 +208,15 @@ class _Mounted:
 def application(arguments: dict[str, Any]) -> serve.Application:
     """Build the application for `serve run`, `serve deploy` and KubeRay's RayService, which import this function.
 
-    `arguments` hold the content of a file for `triptych serve --config`, except what the cluster decides; `triptych
-    serve-config` writes them. Only replicas read the folders of models. Raises `ConfigError`.
+    `arguments` have the content of a file for `triptych serve --config`, without the settings that the cluster decides;
+    `triptych serve-config` writes them. Only replicas read the folders of models. Raises `ConfigError`.
     """
     config = config_of_application(arguments)
     return _deployment(config).bind(config)
 
 
 def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
-    """Serve in a Ray session of its own until a signal, and return the exit code. `service.cli.serve.run` calls this.
+    """Serve in a new Ray session until a signal, and return the exit code.
 
     Raises `ConfigError`, or `EngineDeadError` if loading fails.
     """
@@ -238,7 +238,7 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
                 on_ready(Ready(_url(config), _ingress(), models))
                 _wait_for_ray_failure()
                 raise SystemExit(1)
-            except SystemExit:  # also before `on_ready`: replicas answer requests earlier
+            except SystemExit:  # also before `on_ready`, because replicas serve requests earlier
                 signals.drained = _drain(config, handles)
                 raise
     except SystemExit as stopped:
@@ -246,7 +246,7 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
 
 
 def _handles(config: ServeConfig) -> list[DeploymentHandle[Any]]:
-    """Return a handle to the replicas of each application; raises Serve's error for one that does not run yet."""
+    """Return a handle to the replicas of each application; raises Serve's error if one does not run yet."""
     handles = [serve.get_app_handle(one.name) for one in config.applications]
     for handle in handles:
         if not handle.is_initialized:  # Serve caches handles
@@ -255,23 +255,23 @@ def _handles(config: ServeConfig) -> list[DeploymentHandle[Any]]:
 
 
 def _wait_for_ray_failure() -> None:
-    """Return when a process that Ray cannot work without has ended."""
+    """Return when an essential process of Ray has ended."""
     while not (dead := _dead_ray_process()):
         time.sleep(_POLL_SECONDS)
     logger.error("Ray's %s has ended; the service stops", dead)
 
 
 def _drain(config: ServeConfig, handles: Sequence[DeploymentHandle[Any]]) -> bool:
-    """Drain every replica and return whether all did. `handles` is empty if they are not known yet."""
+    """Drain every replica and return whether all have drained. `handles` is empty if they are not known yet."""
     dead = _dead_ray_process()
-    if dead == PROCESS_TYPE_RAYLET or (dead and not handles):  # the raylet runs the replicas, the GCS finds them
+    if dead == PROCESS_TYPE_RAYLET or (dead and not handles):  # the raylet runs replicas, the GCS finds them
         return False
     logger.info("draining")
     settings = config.settings
     timeout = settings.drain_timeout_s + settings.limits.stream_stall_s + _STOP_MARGIN
     try:
         if not handles:
-            with time_limit(_LOOKUP_SECONDS):  # Serve waits forever if Ray ends meanwhile
+            with time_limit(_LOOKUP_SECONDS):  # Serve would wait forever if Ray has ended
                 handles = _handles(config)
         for drained in [replicas.broadcast("drain") for replicas in handles]:
             drained.results(timeout_s=timeout)
@@ -282,7 +282,7 @@ def _drain(config: ServeConfig, handles: Sequence[DeploymentHandle[Any]]) -> boo
 
 
 def _deploy(config: ServeConfig, folder: Path) -> None:
-    """Start Serve and the replicas of each application; raises `ConfigError` or `EngineDeadError` from a replica."""
+    """Start Serve and the replicas of each application; raises a replica's `ConfigError` or `EngineDeadError`."""
     check_gpus(sum(one.scaling.min_replicas * _gpus(one) for one in config.applications), _cluster_gpus())
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     _start_serve(config, quiet)
@@ -297,8 +297,10 @@ def _deploy(config: ServeConfig, folder: Path) -> None:
 
 
 def _start_serve(config: ServeConfig, quiet: LoggingConfig) -> None:
-    """Start Serve's controller and its proxy. A proxy that Ray's 60 s are too short for, on a busy machine, goes on
-    starting: the second call takes the controller that runs, and the deployment waits for the proxy again.
+    """Start Serve's controller and its proxy.
+
+    On a busy machine the proxy may take longer than Ray's limit of 60 s, and still goes on starting. Then a second call
+    uses the running controller and waits for the proxy again.
     """
     options = HTTPOptions(
         host=config.settings.host,
@@ -310,12 +312,12 @@ def _start_serve(config: ServeConfig, quiet: LoggingConfig) -> None:
     try:
         start()
     except TimeoutError as error:
-        logger.warning("%s It is waited for once more.", error)
+        logger.warning("%s Waiting for it once more.", error)
         start()
 
 
 def _deployment(config: ServeConfig) -> serve.Deployment:
-    """Build the deployment. Serve's limits are wider than the service's, so that the service refuses, with a reason."""
+    """Build the deployment. Serve's limits are above the service's, so that the service refuses, with a reason."""
     limits = [spec.engine.largest_limits() for spec in config.models]
     requests = sum(one.max_num_seqs + one.max_queued_requests for one in limits) + _SPARE_REQUESTS
     if config.settings.has_admin or config.settings.models.models_dir:
@@ -343,7 +345,7 @@ def _gpus(config: ServeConfig) -> int:
 
 
 def _cluster_gpus() -> float:
-    """Return the number of GPUs of the cluster; 0 where none is connected."""
+    """Return the number of GPUs of the cluster; 0 if this process is not connected to one."""
     return ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0
 
 
@@ -369,7 +371,7 @@ def _scaling(scaling: Scaling) -> dict[str, Any]:
 
 @contextmanager
 def _session(folder: Path, signals: MainSignals) -> Iterator[None]:
-    """Start a Ray session on this machine and end it with the block; other sessions are not touched."""
+    """Start a Ray session on this machine, and end it with the block; other sessions are not affected."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
@@ -388,30 +390,30 @@ def _session(folder: Path, signals: MainSignals) -> Iterator[None]:
     finally:
         signals.ignore()
         adopt_orphans()
-        with redirect_stdout(io.StringIO()):  # Ray prints that its controller is dead, after killing it
+        with redirect_stdout(io.StringIO()):  # Ray kills its controller, and prints that it is dead
             _end_ray()
         _end_remaining_processes(_EXIT_SECONDS)
 
 
 class _NoPaths(list[str]):
-    """Stays empty: Ray adds the working directory, where workers would find a user's `model.py` before ours."""
+    """A list that stays empty: Ray adds the working directory, where workers would find a user's `model.py` first."""
 
     def extend(self, paths: Iterable[str]) -> None:
         pass
 
 
 def _job_config() -> JobConfig:
-    """Return the settings of a job whose workers import what `PYTHONPATH` names, and nothing else."""
+    """Return the settings of a job whose workers import from `PYTHONPATH` only."""
     job = JobConfig()
     job._py_driver_sys_path = _NoPaths()
     return job
 
 
 def _end_ray() -> None:
-    if _dead_ray_process():  # else Serve waits half a minute for its controller, which waits too
+    if _dead_ray_process():  # otherwise Serve would wait half a minute for its controller, which waits too
         _end_remaining_processes(0.0)
     try:
-        if ray.is_initialized() and not _dead_ray_process():  # else Serve would start a Ray to shut it down
+        if ray.is_initialized() and not _dead_ray_process():  # otherwise Serve would start Ray to shut it down
             serve.shutdown()
     finally:
         ray.shutdown()
@@ -420,11 +422,11 @@ def _end_ray() -> None:
 def _end_remaining_processes(grace_s: float) -> None:
     left = end_descendants(grace_s)
     if left:
-        logger.warning("ended processes that Ray had left: %s", ", ".join(left))
+        logger.warning("killed processes that Ray has left running: %s", ", ".join(left))
 
 
 def _dead_ray_process() -> str:
-    """Return which essential Ray process has ended; empty: none. Ray itself notices a minute later, without a drain."""
+    """Return the essential Ray process that has ended; empty: none. Ray itself notices a minute later, undrained."""
     node = ray._private.worker._global_node
     if node is None:
         return ""
@@ -433,7 +435,7 @@ def _dead_ray_process() -> str:
 
 
 def _with_port_and_log_format(config: ServeConfig) -> ServeConfig:
-    """Fill in what only this process knows: a free port, and whether stderr is a terminal."""
+    """Set the port, if it is 0, and the log format, if it is auto: only this process has the terminal."""
     with listening(config.settings) as listener:
         port = listener.getsockname()[1]
     log_format = config.settings.log_format
@@ -456,7 +458,7 @@ def _ingress() -> str:
 
 
 def _cause(error: RuntimeError) -> Exception:
-    """Find the exception that a replica raised at its start in the texts that Serve keeps."""
+    """Find the exception that a replica raised at its start, in the messages that Serve keeps."""
     deployments = (one for app in serve.status().applications.values() for one in app.deployments.values())
     text = "\n".join([str(error), *(one.message for one in deployments)])
     found = re.search(r"\b(ConfigError|EngineDeadError): (.+)", text)

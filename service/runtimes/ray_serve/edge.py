@@ -1,9 +1,7 @@
-"""What Ray Serve installs in its own HTTP servers, so that both runtimes look the same to clients.
+"""Changes to Ray Serve's own HTTP servers, so that both runtimes look the same to clients.
 
-These are `BoundedProtocol`, in place of uvicorn's protocol, and an ASGI middleware.
-
-Without it Serve obeys internal headers sent by clients, accepts any request id and repeats it in the reply, and answers
-some errors in plain text.
+They are `BoundedProtocol`, in place of uvicorn's protocol, and an ASGI middleware. Without the middleware Serve obeys
+internal headers that clients send, accepts and repeats any request id, and answers some errors in plain text.
 """
 
 from __future__ import annotations
@@ -36,16 +34,16 @@ _SERVE_ROUTES = "/-/"  # routes of Ray Serve itself, which its health checks req
 def middlewares() -> list[Middleware]:
     """Return the middlewares for Serve; `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names this function.
 
-    Serve calls it in each process that has an HTTP server, before that starts, so the protocol is set here too.
+    Serve calls it in each process with an HTTP server, before the server starts, so the protocol is also set here.
     """
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:protocols"
     return [Middleware(EdgeMiddleware)]
 
 
 def _limits() -> Limits:
-    """Return the limits of connections: the defaults where the cluster was started without this service (KubeRay).
+    """Return the limits of connections: the defaults if the cluster was started without this service (KubeRay).
 
-    Behind HAProxy idle connections are not counted: those that it keeps to a replica have no client of their own.
+    With HAProxy idle connections are not limited, because HAProxy keeps them open and shares them between clients.
     """
     given = msgspec.json.decode(os.environ.get(EDGE_LIMITS) or "{}", type=dict[str, float])
     whole = {item.name for item in fields(Limits) if item.type == "int"}
@@ -55,11 +53,11 @@ def _limits() -> Limits:
 
 
 raise_descriptor_limit()  # half of the limit bounds idle connections
-protocols = bounded_protocol(_limits())  # of the servers of this process
+protocols = bounded_protocol(_limits())  # for the servers of this process
 
 
 class EdgeMiddleware:
-    """Checks the request id, drops headers that control Serve, and rewrites Serve's errors in the service's shape."""
+    """Checks the request id, drops headers that control Serve, and converts Serve's errors to the service's form."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -72,13 +70,13 @@ class EdgeMiddleware:
         given = next((value for name, value in scope["headers"] if name == _ID), None)
         request_id = request_id_from(given.decode("latin-1") if given is not None else None).encode()
         kept = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
-        # The application may run in another process: there the ASGI message tells of a connection's loss.
+        # The application may run in another process; there `http.disconnect` reports a lost connection.
         passed = {key: value for key, value in scope.items() if key != LOSS}
         await self._app({**passed, "headers": [*kept, (_ID, request_id)]}, receive, _Reply(send, request_id))
 
 
 class _Reply:
-    """Sends the reply of one request: replaces errors of Serve, and keeps one request id header."""
+    """Sends one reply: replaces errors of Serve, and keeps one request id header."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
@@ -106,14 +104,14 @@ class _Reply:
 
 
 def _with_one_id(headers: Headers, request_id: bytes) -> Headers:
-    """Keep one request id; one that the application chose, from the body for example, wins."""
+    """Keep one request id header. An id that the application chose, from the body for example, wins."""
     chosen = [value for name, value in headers if name.lower() == _ID]
     others = [(name, value) for name, value in headers if name.lower() != _ID]
     return [*others, (_ID, next((value for value in chosen if value != request_id), request_id))]
 
 
 def _error_of_serve(status: int, headers: Headers) -> ApiError | None:
-    """Return the service's error in place of an error reply that Serve made itself, which is plain text; else None."""
+    """Return the service's error that replaces an error of Serve itself (which is plain text); else None."""
     kind = next((value for name, value in headers if name.lower() == b"content-type"), b"")
     if status < 400 or not kind.startswith(b"text/plain"):
         return None

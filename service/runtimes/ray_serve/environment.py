@@ -1,7 +1,7 @@
 """Environment variables that must be set before Ray is imported, and the folder of a Ray session. Imports no Ray.
 
-Ray and Serve read their settings once, on import, in this process and in every process below it. A variable that the
-user has set is left as it is, unless it is empty: without a token Ray would be open.
+Ray and Serve read their settings once, on import, in this process and in all its descendants. A variable that the user
+has set is kept, unless it is empty: without a token Ray would be open.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from service.runtimes.ray_serve import haproxy
 from service.settings.serve_config import ServeConfig
 from service.settings.service_settings import Limits
 
-EDGE_LIMITS: Final = "TRIPTYCH_EDGE_LIMITS"  # limits of connections, as JSON, for Serve's processes
+EDGE_LIMITS: Final = "TRIPTYCH_EDGE_LIMITS"  # variable with limits of connections, as JSON, for Serve's processes
 HA_PROXY: Final = "RAY_SERVE_ENABLE_HA_PROXY"
 _LIMITS = (
     "max_body_bytes",
@@ -36,18 +36,18 @@ _LIMITS = (
     "stream_stall_s",
 )
 
-_MAX_TEMP_PATH = 16  # bytes: Ray and HAProxy append up to 85 to it for Unix sockets, whose limit is 107
+_MAX_TEMP_PATH = 16  # bytes; Ray and HAProxy append up to 85 for Unix sockets, whose paths have 107 at most
 
 
 @contextmanager
 def prepared(config: ServeConfig) -> Iterator[Path]:
     """Set the environment of a session, and yield its folder, private to this user and deleted at the end.
 
-    Raises `ConfigError` where this folder or the one of metrics cannot be made, and where the paths of HAProxy's
-    sockets would be too long.
+    Raises `ConfigError` if this folder or the folder of metrics cannot be made, or if the paths of HAProxy's sockets
+    would be too long.
     """
     folder = _session_folder()
-    raise_descriptor_limit()  # of this process, which HAProxy and all others of the session take over
+    raise_descriptor_limit()  # HAProxy and all other processes of the session inherit it
     for name, value in variables(config, folder).items():
         os.environ[name] = os.environ.get(name) or value
     try:
@@ -65,19 +65,19 @@ def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
     with_haproxy = haproxy.is_used(config, os.environ)
     settings = {
         HA_PROXY: str(int(with_haproxy)),
-        "RAY_SERVE_ENABLE_DIRECT_INGRESS": str(int(with_haproxy)),  # replicas listen themselves, else a proxy does
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": str(int(with_haproxy)),  # 1: replicas listen themselves; 0: a proxy does
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "service.runtimes.ray_serve.edge:middlewares",
         EDGE_LIMITS: _edge_limits(config.settings.limits),
         "RAY_SERVE_LOG_TO_STDERR": "0",
-        # Serve kills a proxy that takes over 5 s to start, as on a busy machine, and its own start fails with that.
+        # By default Serve kills a proxy that takes over 5 s to start, as on a busy machine, and then fails itself.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "45",
-        # Ray's is 15: beside anything else that wants the CPU, replicas and their engine would get a thirtieth of it.
+        # Ray's default is 15: replicas and engines would get a thirtieth of a CPU that another process uses too.
         "RAY_worker_niceness": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # despite its name, this makes Ray listen on 127.0.0.1 on Linux too
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # of this session; otherwise Ray writes one into the home folder
-        "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # of this session; else Ray writes one into the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",  # sends no statistics
         "PYTHONSAFEPATH": "1",  # Ray's processes import nothing from the working directory
         MULTIPROCESS_FOLDER: str(folder / "metrics"),
     }
@@ -95,18 +95,18 @@ def _session_folder() -> Path:
         where = f" as {error.filename}" if error.filename else ""
         raise ConfigError(
             f"no folder for Ray can be made{where}: {error.strerror}; set TMPDIR to a writable folder whose path has "
-            f"at most {_MAX_TEMP_PATH} bytes, because Unix sockets lie below it"
+            f"at most {_MAX_TEMP_PATH} bytes, because it will contain Unix sockets"
         ) from None
 
 
 def _temp_dir() -> str:
-    """Return the usual folder for temporary files, or /tmp where the paths of sockets below that would be too long."""
+    """Return the usual folder for temporary files, or /tmp if the paths of sockets in it would be too long."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) <= _MAX_TEMP_PATH else "/tmp"
 
 
 def _python_path(current: str) -> str:
-    """Add this package's folder to `current` in a source checkout, so that Ray's workers can import it too."""
+    """Add this package's folder to `current` in a source checkout, so that Ray's workers can import it."""
     root = str(Path(__file__).resolve().parents[3])
     installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     paths = [path for path in current.split(os.pathsep) if path]

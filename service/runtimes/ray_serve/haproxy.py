@@ -1,6 +1,6 @@
 """HAProxy as the HTTP ingress of Ray Serve: whether it is used, its settings and its error pages. Imports no Ray.
 
-Ray Serve starts HAProxy and writes its configuration file. It takes what it may be told from environment variables.
+Ray Serve starts HAProxy and writes its configuration file, from settings in environment variables.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from service.core.errors import request_too_slow, unavailable
 from service.settings.serve_config import ServeConfig
 from service.settings.service_settings import Limits
 
-_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # HAProxy reaches replicas at 127.0.0.1, and they listen on its host
-_MAX_SOCKET_PATH = 97  # bytes of a path in the configuration; HAProxy appends to it while it binds
-_HEADER_BUFFER_FACTOR = 4  # times `max_header_bytes`: the application refuses large headers, as under `BoundedProtocol`
-_FIRST_PORT = 20000  # Ray's workers take 10002 to 19999
-_DEFAULT_FIRST_EPHEMERAL_PORT = 32768  # Linux
+_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # HAProxy connects to replicas at 127.0.0.1, so they must listen there
+_MAX_SOCKET_PATH = 97  # bytes of a path in the configuration; HAProxy appends to it to bind the socket
+_HEADER_BUFFER_FACTOR = 4  # times `max_header_bytes`, so that the application refuses large headers, not HAProxy
+_FIRST_PORT = 20000  # Ray's workers use 10002 to 19999
+_DEFAULT_FIRST_EPHEMERAL_PORT = 32768  # on Linux
 _UNREACHABLE_PAGE = "503.http"
 _TOO_SLOW_PAGE = "408.http"
 
-# Serve starts this in place of HAProxy, with arguments `-db -f CONFIGURATION ...`. It corrects the configuration first:
-# HAProxy's own pages listen on 127.0.0.1 only; and until an application runs, when Serve answers all paths, even
-# /readyz, with a 404 in plain text, HAProxy sends the error page of an absent replica.
+# Serve starts this script in place of HAProxy, with arguments `-db -f CONFIGURATION ...`. It first corrects the
+# configuration: HAProxy's own pages listen on 127.0.0.1 only. Until an application runs, HAProxy sends the error page
+# of an absent replica; Serve would answer all paths, even /readyz, with a 404 in plain text.
 _SCRIPT = r"""#!/bin/sh
 sed -i -e 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' \
   -e 's/^\( *http-request return status \)404 content-type text.plain .*/\1503 default-errorfiles/' "$3" \
@@ -41,17 +41,17 @@ sed -i -e 's/^\( *bind \)\*\{{0,1\}}:/\1127.0.0.1:/' \
 
 
 def is_used(config: ServeConfig, environment: Mapping[str, str]) -> bool:
-    """Return whether HAProxy is the ingress: as the user has told Ray, else where it is installed and can be."""
-    told = environment.get("RAY_SERVE_ENABLE_HA_PROXY")
-    if told is not None:
-        return told == "1"
+    """Whether HAProxy is the ingress: as the user has set it for Ray, else if it is installed and fits the host."""
+    chosen = environment.get("RAY_SERVE_ENABLE_HA_PROXY")
+    if chosen is not None:
+        return chosen == "1"
     return config.haproxy and config.settings.host in _HOSTS and bool(_binary(environment))
 
 
 def variables(config: ServeConfig, session: Path) -> dict[str, str]:
     """Return Ray Serve's settings of HAProxy: files in the session's folder, free ports, timeouts and retries.
 
-    Its control socket accepts whoever reaches it, so the folder must be private.
+    The folder must be private, because HAProxy's control socket accepts every process that can open it.
     """
     folder = _folder(session)
     return {
@@ -64,28 +64,28 @@ def variables(config: ServeConfig, session: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
-        # HAProxy answers headers beyond this size with a page of its own.
+        # HAProxy answers larger headers with its own page.
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(_HEADER_BUFFER_FACTOR * config.settings.limits.max_header_bytes),
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": _defaults_section(config.settings.limits, folder),
-        # They would cost a datagram a request, parsed in Python, and nothing scrapes them.
+        # HAProxy's metrics would cost a datagram a request, parsed in Python, and are not used.
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-        # A request without a byte of a reply goes to another replica: its own was killed, or closed the connection
-        # while stopping. Computing it twice does no harm.
+        # A request without any byte of a reply is sent to another replica: the first was killed, or closed the
+        # connection while stopping. Computing it twice does no harm.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-        # A replica that stops first stops listening, then closes its connections, and each connection that HAProxy kept
+        # A stopping replica first stops listening, then closes its connections, and each connection that HAProxy kept
         # may cost a retry. The first refused connection marks the replica down (on one machine that is certain), and
-        # the next replica, or Serve's own proxy, needs one more. Serve's default of 3 was too few.
+        # the next replica, or Serve's own proxy, needs one more. Serve's default of 3 retries was too low.
         "RAY_SERVE_HAPROXY_RETRIES": "30",
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-        # How long a stopping replica stays reachable. HAProxy learns of it in well under a second on an idle machine.
+        # How long a stopping replica stays reachable. On an idle machine HAProxy is notified in well under a second.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-        # An HAProxy worker that a reload replaced may finish its streams.
+        # An HAProxy worker that a reload has replaced may finish its streams.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(int(config.proxy_timeout_s)),
     }
 
 
 def prepare(config: ServeConfig, session: Path) -> None:
-    """Write what HAProxy reads into the session's folder. Raises `ConfigError` where a socket's path is too long."""
+    """Write HAProxy's files into the session's folder. Raises `ConfigError` if a socket's path is too long."""
     _check_socket_paths(os.environ)
     folder = _folder(session)
     folder.mkdir()
@@ -96,7 +96,7 @@ def prepare(config: ServeConfig, session: Path) -> None:
 def free_port() -> int:
     """Find a port that will still be free when it is bound, seconds later.
 
-    It lies below the ports that the system assigns to outgoing connections, and above those of Ray's workers.
+    It is below the ports that the system assigns to outgoing connections, and above those of Ray's workers.
     """
     ports = list(range(_FIRST_PORT, _first_ephemeral_port()))
     random.shuffle(ports)
@@ -116,7 +116,7 @@ def _folder(session: Path) -> Path:
 
 
 def _binary(environment: Mapping[str, str]) -> str:
-    """Return the HAProxy binary that Serve will find, looking where it does in the same order; empty: none."""
+    """Return the HAProxy binary that Serve will find, by the same search; empty: none."""
     chosen = environment.get("RAY_SERVE_HAPROXY_BINARY_PATH")
     if chosen:
         return chosen if os.access(chosen, os.X_OK) else ""
@@ -131,17 +131,17 @@ def _binary(environment: Mapping[str, str]) -> str:
 def _defaults_section(limits: Limits, folder: Path) -> str:
     """Return the end of the section `defaults` of HAProxy's configuration.
 
-    Serve copies the balance algorithm's variable there as it is, and has no settings for the timeout of a request's
-    headers, for idle connections, nor for the pages that HAProxy sends where no replica is reached.
+    Serve copies the variable of the balance algorithm there unchanged. It has no settings for the timeout of headers,
+    for idle connections, or for HAProxy's error pages.
     """
     lines = [
-        "leastconn",  # Serve's own choice
+        "leastconn",  # Serve's default
         f"timeout http-request {max(1, round(1000 * limits.receive_s))}ms",
         f"timeout http-keep-alive {round(1000 * limits.idle_connection_s)}ms",
-        "option http-ignore-probes",  # an idle connection that ends gets no reply
-        "option http-buffer-request",  # only a request that has arrived whole can go to another replica
+        "option http-ignore-probes",  # no reply to an idle connection that ends
+        "option http-buffer-request",  # only a complete request can be sent to another replica
         *(f"errorfile {status} {folder / _UNREACHABLE_PAGE}" for status in (502, 503, 504)),
-        f"errorfile 408 {folder / _TOO_SLOW_PAGE}",  # for a late body; for late headers HAProxy sends its own page
+        f"errorfile 408 {folder / _TOO_SLOW_PAGE}",  # for a slow body; for slow headers HAProxy sends its own page
     ]
     return "\n    ".join(lines)
 
@@ -160,9 +160,9 @@ def _write_error_pages(folder: Path, limits: Limits) -> None:
 
 
 def _install_script(script: Path) -> None:
-    """Make Serve start `_SCRIPT` in place of HAProxy, since Serve has no setting for what the script corrects.
+    """Make Serve start `_SCRIPT` in place of HAProxy, because Serve has no settings for these corrections.
 
-    Where no file of the session's folder can be executed, as in a container whose /tmp is mounted noexec, HAProxy's own
+    If files of the session's folder cannot be executed, as in a container whose /tmp is mounted noexec, HAProxy's own
     pages (statistics, metrics) stay reachable from the container's network.
     """
     script.write_text(_SCRIPT.format(binary=shlex.quote(_binary(os.environ))))

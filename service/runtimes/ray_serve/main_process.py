@@ -1,4 +1,4 @@
-"""The process that runs Ray: its signals, a time limit for calls to Ray, and the end of all processes below it.
+"""The main process under Ray: its signals, a time limit for calls to Ray, and the end of all its descendants.
 
 Linux only.
 """
@@ -17,7 +17,7 @@ from types import FrameType
 from model.system.process_tree import descendants
 from service.runtimes.assembly import exit_code
 
-# -- Signal handling for a main thread that is inside calls to Ray, and a time limit for such calls.
+# -- Signal handling while the main thread is inside calls to Ray, and a time limit for such calls.
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -26,9 +26,8 @@ def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-os.register_at_fork(
-    after_in_child=_unblock_signals
-)  # processes that Ray starts must not inherit the mask of `MainSignals.blocked`
+# Processes that Ray starts must not inherit the mask of `MainSignals.blocked`.
+os.register_at_fork(after_in_child=_unblock_signals)
 
 
 class MainSignals:
@@ -45,7 +44,7 @@ class MainSignals:
 
     @contextmanager
     def blocked(self) -> Iterator[None]:
-        """Block signals inside the block: during `ray.init` the handlers of Ray's C++ part would abort the process."""
+        """Block signals inside the block, because during `ray.init` Ray's C++ handlers would abort the process."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             yield
@@ -59,7 +58,7 @@ class MainSignals:
             signal.signal(number, signal.SIG_IGN)
 
     def exit_code(self, stopped: SystemExit) -> int:
-        """Return the exit code of the signal received; raises `stopped` again if there was none."""
+        """Return the exit code for the received signal; raises `stopped` again if there was none."""
         if self._received is None:
             raise stopped
         return exit_code(self._received, drained=self.drained)
@@ -71,7 +70,7 @@ class MainSignals:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` inside a block that takes longer. Works by a signal, so only in the main thread."""
+    """Raise `TimeoutError` inside a block that takes longer. It uses a signal, so it works in the main thread only."""
 
     def expired(number: int, frame: FrameType | None) -> None:
         raise TimeoutError
@@ -85,23 +84,23 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# -- Termination of all descendant processes, also of those whose parents were killed. Linux only. Ray starts HAProxy
-# and the engines through three processes of its own. If one of these is killed, its children become orphans, and an
+# -- Termination of all descendant processes, including those whose parents were killed. There are three processes of
+# Ray between this one and HAProxy or the engines. If one of these is killed, its children become orphans, and an
 # orphaned HAProxy that keeps listening would block the port for the next service.
 
-_PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
+_PR_SET_CHILD_SUBREAPER = 36  # an option of prctl(2)
 _POLL_SECONDS = 0.05
 _TRIES = 3
 _KILL_WAIT_SECONDS = 1.0
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of all its descendants whose own parent ends, in place of process 1."""
+    """Make this process, in place of process 1, the new parent of its descendants whose parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants(grace_s: float) -> list[str]:
-    """Wait `grace_s` for all descendants to end, kill those that have not, and return the names of the killed."""
+    """Wait `grace_s` for all descendants to end, kill the others, and return the names of the killed ones."""
     if _gone_within(grace_s):
         return []
     killed: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""How many GPUs a replica requests, and the policy by which Serve's controller scales the replicas. Imports no Ray."""
+"""The number of GPUs that a replica requests, and the autoscaling policy of the replicas. Imports no Ray."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Protocol
 from model.api.engine_config import EngineConfig
 from model.errors import ConfigError
 
-# -- The number of GPUs that a replica requests from Ray. Imports no Ray. All ranks of a model are processes of one
-# replica, so their GPUs must be on one machine, which Ray guarantees for an actor. Ray numbers the GPUs that a replica
-# gets from 0 (`CUDA_VISIBLE_DEVICES`). A replica whose models have one rank each requests none: it sees all GPUs of its
-# machine and shares them with other replicas.
+# -- The number of GPUs that a replica requests from Ray. All ranks of a model are processes of one replica, so their
+# GPUs must be on one machine, which Ray guarantees for an actor. Ray numbers the GPUs of a replica from 0
+# (`CUDA_VISIBLE_DEVICES`). A replica whose models have one rank each requests none: it sees all GPUs of its machine and
+# shares them with other replicas.
 
 
 def gpus_of_replica(engines: Iterable[EngineConfig], cluster_gpus: float) -> int:
-    """Return the GPUs that the models of a replica need together; `device: auto` is a GPU if the cluster has any."""
+    """Return the number of GPUs that the models of a replica need; `device: auto` is a GPU if the cluster has any."""
     on_gpus = [engine for engine in engines if _uses_gpu(engine, cluster_gpus)]
     if all(engine.tensor_parallel_size == 1 for engine in on_gpus):
         return 0
@@ -23,7 +23,7 @@ def gpus_of_replica(engines: Iterable[EngineConfig], cluster_gpus: float) -> int
 
 
 def check_gpus(wanted: int, cluster_gpus: float) -> None:
-    """Raise `ConfigError` where the cluster has too few GPUs, since Ray would wait for them forever."""
+    """Raise `ConfigError` if the cluster has too few GPUs, because Ray would wait for them forever."""
     if wanted > cluster_gpus:
         raise ConfigError(
             f"tensor_parallel_size: all replicas together need {wanted} GPUs, this machine has {cluster_gpus:g}; "
@@ -40,15 +40,15 @@ def _first_gpu(engine: EngineConfig) -> int:
     return int(index) if index.isdigit() else 0
 
 
-# -- The autoscaling policy of the replicas, which runs in Ray Serve's controller. Imports no Ray. Each replica reports
-# its saturation: running and waiting work over its capacity, in sequences or in tokens of KV cache, whichever is higher
+# -- The autoscaling policy of the replicas, which runs in Ray Serve's controller. Each replica reports its saturation:
+# running and waiting work over its capacity, in sequences or in tokens of KV cache, whichever is higher
 # (`AsyncEngine.demand`). The sum over replicas is the load in units of full replicas.
 
 SATURATION = "saturation"
 
 
-class Context(Protocol):
-    """Declares what the policy reads of `ray.serve.config.AutoscalingContext`."""
+class AutoscalingContext(Protocol):
+    """The fields of `ray.serve.config.AutoscalingContext` that the policy reads."""
 
     target_num_replicas: int
 
@@ -57,13 +57,13 @@ class Context(Protocol):
 
 
 class SaturationPolicy:
-    """Requests as many replicas as bring their mean saturation to `target`; Serve applies bounds and delays."""
+    """A policy that brings the mean saturation of replicas to `target`; Serve applies bounds and delays."""
 
     def __init__(self, target: float) -> None:
         self._target = target
 
-    def __call__(self, context: Context) -> tuple[float, dict[str, Any]]:
-        """Return the desired number of replicas and the state to keep (none)."""
+    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        """Return the desired number of replicas, and an empty state."""
         reported = (context.aggregated_metrics or {}).get(SATURATION, {})
         if not reported:
             return context.target_num_replicas, {}

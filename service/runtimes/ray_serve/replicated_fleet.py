@@ -18,33 +18,32 @@ from service.core.errors import ApiError, conflict, error_fields, log_unexpected
 from service.core.models import Model, Origin, State
 from service.lifecycle.fleet import LoadOrder, LocalFleet, ModelEntry, keep, merged, wait_for
 
-# -- Models that operators load on all replicas: the set that they want, kept where it survives every replica. The set
-# lies in the cluster's key-value store, where new and restarted replicas find it: each compares its models with the set
-# when it starts and every `POLL_SECONDS`. Changes are made under a lock in the same store. A load is tried on the
-# replica that received it, then on the others, and enters the set when all of them have the model; if one fails, those
-# that have loaded it unload it again. Models of `--models-dir` are not in the set: each replica loads them when it
-# needs them. Imports no Ray.
+# -- The set of models that operators want on all replicas. It is in the cluster's key-value store, so it survives every
+# replica. Each replica reconciles its models with the set when it starts and every `POLL_SECONDS`. Changes are made
+# under a lease in the same store. A model is loaded first on the replica that receives the order, then on the others,
+# and is added to the set when all of them have it. If one fails, the replicas that have loaded the model unload it.
+# Models of `--models-dir` are not in the set: each replica loads them on demand.
 
 POLL_SECONDS = 2.0
-_HEARTBEAT_SECONDS = 3.0  # between signs of life of the holder of the lock
-_STALE_SECONDS = 15.0  # without one, after which the lock is taken from a replica that was killed
-_LOCK_SECONDS = 0.2  # between attempts to get the lock
+_HEARTBEAT_SECONDS = 3.0  # between two renewals of the lease
+_STALE_SECONDS = 15.0  # without a renewal, after which a killed replica loses the lease
+_LOCK_SECONDS = 0.2  # between two attempts to get the lease
 
 
 class Store(Protocol):
-    """A key-value store of the whole cluster."""
+    """The key-value store of the cluster."""
 
     async def get(self, key: str) -> bytes | None: ...
 
     async def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
-        """Store a value; False, and nothing is stored, if there is one already and `overwrite` is false."""
+        """Store a value. If there is one and `overwrite` is false, store nothing and return False."""
 
     async def delete(self, key: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WantedModel:
-    """A model of the set: a `LoadOrder` of which the path is fixed to one revision."""
+    """A model of the set: a `LoadOrder` whose path is fixed to one revision."""
 
     path: str | None  # None: every replica knows the model
     settings: dict[str, str | int | float | bool] = field(default_factory=dict)
@@ -53,32 +52,32 @@ class WantedModel:
 
 @dataclass(slots=True)
 class WantedModels:
-    """What operators want beside the models of the start."""
+    """The set: changes that operators have made to the models of the start."""
 
-    models: dict[str, WantedModel] = field(default_factory=dict)
-    unloaded: list[str] = field(default_factory=list)  # models of the start
+    models: dict[str, WantedModel] = field(default_factory=dict)  # additional models, by name
+    unloaded: list[str] = field(default_factory=list)  # models of the start that are unloaded
 
 
 class WantedStore:
-    """Reads and writes the set, and holds the lock under which it is changed."""
+    """Reads and writes the set, under a lease."""
 
     def __init__(self, store: Store, application: str) -> None:
         self._store = store
         self._set, self._lock = f"{application}/models", f"{application}/models-lock"
-        self._seen: tuple[bytes | None, float] = (None, 0.0)  # the lock's value, and since when it has been that
+        self._seen: tuple[bytes | None, float] = (None, 0.0)  # the lease's value, and when it was first seen
 
     async def read(self) -> WantedModels:
         stored = await self._store.get(self._set)
         return WantedModels() if stored is None else msgspec.json.decode(stored, type=WantedModels)
 
     async def change(self, change: Callable[[WantedModels], None]) -> None:
-        """Change the set; the caller holds the lock."""
+        """Change the set; the caller holds the lease."""
         wanted = await self.read()
         change(wanted)
         await self._store.put(self._set, msgspec.json.encode(wanted))
 
     async def operation(self) -> str:
-        """Return the token of the operation that holds the lock; empty if none does, or its replica is dead."""
+        """Return the token of the operation that holds the lease; empty if there is none, or its replica is dead."""
         value = await self._store.get(self._lock)
         if value != self._seen[0]:
             self._seen = (value, time.monotonic())
@@ -86,16 +85,16 @@ class WantedStore:
 
     @property
     def _is_stale(self) -> bool:
-        """Whether the lock has been seen without a sign of life for too long."""
+        """Whether the lease has not been renewed for too long."""
         return self._seen[0] is not None and time.monotonic() - self._seen[1] > _STALE_SECONDS
 
     @asynccontextmanager
     async def locked(self) -> AsyncIterator[str]:
-        """Hold the lock inside the block, which gets the token of the operation. Waits for others to end."""
+        """Wait for the lease, hold it inside the block, and yield the token of the operation."""
         token = secrets.token_hex(8)
         while not await self._store.put(self._lock, f"{token} 0".encode(), overwrite=False):
             if not await self.operation() and self._is_stale:
-                logger.warning("a replica ended while it loaded or unloaded a model for all: its operation is over")
+                logger.warning("a replica ended while it loaded or unloaded a model on all replicas: its lease is over")
                 await self._store.delete(self._lock)
                 continue
             await asyncio.sleep(_LOCK_SECONDS)
@@ -123,9 +122,9 @@ def _token(value: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What one replica tells the others to do."""
+    """A command from one replica to the others."""
 
-    kind: str  # load, take_back, unload, give_up, entries
+    kind: str  # load, take_back (undo a load), unload, give_up (cancel a load in progress), entries
     name: str = ""
     token: str = ""  # of the operation
     path: str | None = None
@@ -135,34 +134,34 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """How a command ended on one replica: done, nothing to do, or an error as `ApiError` has it."""
+class CommandResult:
+    """The result of a command on one replica."""
 
-    done: bool = False
-    error: dict[str, Any] | None = None
+    done: bool = False  # False: there was nothing to do
+    error: dict[str, Any] | None = None  # fields of an `ApiError`
     entries: tuple[Any, ...] = ()
 
 
-_RETRY_SECONDS = 30.0  # before a wanted model that could not be loaded here is tried again
+_RETRY_SECONDS = 30.0  # until a wanted model that could not be loaded is tried again
 
 logger = logging.getLogger("triptych.models")
 
-Broadcast = Callable[[Command], Awaitable[Sequence[Answer | None]]]
+Broadcast = Callable[[Command], Awaitable[Sequence[CommandResult | None]]]
 
 
 class ReplicatedFleet:
-    """One replica's part: starts operations, follows those of the others, and keeps to the set that is wanted."""
+    """The fleet as one replica runs it: starts operations, follows those of others, and reconciles with the set."""
 
     def __init__(self, local: LocalFleet, store: WantedStore, others: Broadcast) -> None:
-        """`others` sends a command to all other replicas and returns their answers, None for one that is gone."""
+        """`others` sends a command to all other replicas and returns their results, None for one that has ended."""
         self._local = local
         self._models = local.models
         self._store = store
         self._others = others
         self._tasks: set[asyncio.Task[None]] = set()
-        self._tentative: dict[str, str] = {}  # models that an operation loads, with its token
+        self._tentative: dict[str, str] = {}  # names of models that an operation loads, with its token
         self._stopped = False
-        self._retry_at: dict[str, float] = {}  # of wanted models that could not be loaded, by `time.monotonic()`
+        self._retry_at: dict[str, float] = {}  # when to try a wanted model again, by `time.monotonic()`
 
     # -- operators
 
@@ -186,7 +185,7 @@ class ReplicatedFleet:
             had = self._is_loaded(order.name)
             self._tentative[order.name] = token
             try:
-                await self._local.begin_load(order)  # what fails here changes nothing on the others
+                await self._local.begin_load(order)  # if it fails, the other replicas are unchanged
                 slot = self._models.get(order.name)
                 assert slot is not None
                 wanted = self._fixed(order, slot)
@@ -201,7 +200,7 @@ class ReplicatedFleet:
                 self._tentative.pop(order.name, None)
 
     async def _take_back(self, name: str, token: str, *, here: bool) -> None:
-        """Unload the model again where the operation has loaded it."""
+        """Unload the model on the replicas that the operation has loaded it on."""
         if here and self._is_loaded(name):
             await self._local.begin_unload(name, 0.0)
         await self._others(Command("take_back", name, token))
@@ -221,11 +220,11 @@ class ReplicatedFleet:
 
     # -- the other replicas' operations
 
-    async def follow(self, command: Command) -> Answer:
-        """Do what another replica asks for."""
+    async def follow(self, command: Command) -> CommandResult:
+        """Execute a command of another replica."""
         try:
             if command.kind == "entries":
-                return Answer(True, entries=tuple(self._local.own_entries()))
+                return CommandResult(True, entries=tuple(self._local.own_entries()))
             if command.kind == "give_up":
                 return await self._give_up(command.name)
             if command.kind == "load":
@@ -234,40 +233,40 @@ class ReplicatedFleet:
                 loaded_by_it = self._tentative.pop(command.name, None) == command.token
                 if loaded_by_it and self._is_loaded(command.name):
                     await self._local.begin_unload(command.name, 0.0)
-                return Answer(loaded_by_it)
+                return CommandResult(loaded_by_it)
             await self._local.begin_unload(command.name, command.drain_s)
-            return Answer(True)
+            return CommandResult(True)
         except ApiError as error:
-            return Answer(error=error_fields(error))
+            return CommandResult(error=error_fields(error))
 
-    async def _follow_load(self, command: Command) -> Answer:
+    async def _follow_load(self, command: Command) -> CommandResult:
         if self._is_loaded(command.name):
-            return Answer()
+            return CommandResult()
         self._tentative[command.name] = command.token
         order = LoadOrder(command.name, command.path, command.settings, command.pinned)
         await self._local.begin_load(order)
-        return Answer(True)
+        return CommandResult(True)
 
-    async def _give_up(self, name: str) -> Answer:
-        """Stop a load in progress."""
+    async def _give_up(self, name: str) -> CommandResult:
+        """Cancel a load in progress."""
         slot = self._models.get(name)
         if slot is None or slot.state is not State.LOADING:
-            return Answer()
+            return CommandResult()
         await wait_for(self._local.loader.unload(name, 0.0))
-        return Answer(True)
+        return CommandResult(True)
 
-    # -- the set that is wanted
+    # -- the wanted set
 
     async def start(self) -> None:
-        """Load what is wanted, and keep to the set from now on."""
+        """Reconcile with the set, now and every `POLL_SECONDS`."""
         self._stopped = False
         await self._try_reconcile()
-        keep(self._tasks, self._keep_to_wanted())
+        keep(self._tasks, self._reconcile_forever())
 
     def stop(self) -> None:
         self._stopped = True
 
-    async def _keep_to_wanted(self) -> None:
+    async def _reconcile_forever(self) -> None:
         while not self._stopped:
             await asyncio.sleep(POLL_SECONDS)
             await self._try_reconcile()
@@ -275,14 +274,14 @@ class ReplicatedFleet:
     async def _try_reconcile(self) -> None:
         try:
             await self.reconcile()
-        except Exception as error:  # the store may not answer for a while; the next attempt is soon
+        except Exception as error:  # the store may be unavailable for a while; the next attempt follows soon
             log_unexpected(error)
 
     async def reconcile(self) -> None:
-        """Load what is wanted and unload what is not. Skip models that an operation is changing."""
+        """Load the wanted models and unload the others. Skip models that an operation is changing."""
         if self._stopped:
             return
-        operation = await self._store.operation()  # before the set: what an operation has done is then in the set
+        operation = await self._store.operation()  # read before the set, which then has the results of ended operations
         wanted = await self._store.read()
         for name in [name for name, token in self._tentative.items() if token != operation]:
             del self._tentative[name]
@@ -295,7 +294,7 @@ class ReplicatedFleet:
                 await self._load_if_missing(name, model)
 
     async def _load_if_missing(self, name: str, model: WantedModel) -> None:
-        """Load a wanted model, unless this replica has it or, as it is not pinned, had it and loads it when needed."""
+        """Load a wanted model, unless it is loaded, or it is not pinned and a request will load it."""
         slot = self._models.get(name)
         absent = slot is None or slot.state in (State.UNLOADED, State.FAILED)
         if not absent and not (model.pinned and slot is not None and slot.state is State.AVAILABLE):
@@ -311,7 +310,7 @@ class ReplicatedFleet:
         return slot is not None and slot.state is State.LOADED
 
     def _fixed(self, order: LoadOrder, slot: Model) -> WantedModel:
-        """Return what the other replicas load: of a model of the Hub, the commit that this one has loaded."""
+        """Return the model to load on the other replicas; a model of the Hub gets the commit that is loaded here."""
         path = slot.given_path
         served = self._models.served(order.name)
         if path is not None and hub.is_hub_name(path) and served is not None:
