@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 
 from model.config.layer import Activation, ExpertsConfig, MLPConfig, NormConfig, NormKind
@@ -50,7 +51,38 @@ def hunyuan(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         raw = raw.but(rope_parameters=None, rope_scaling=None, rope_theta=theta * alpha ** (dim / (dim - 2)))
     base = llama.config(raw, names)
     assert base.decoder is not None
+    _read_own_code(raw, base)
     return with_attention(base, qk_norm=base.decoder.final_norm, turns_first=True)
+
+
+# What the code in published folders of HunYuan reads beyond the reference's class, by the value that is computed.
+_OWN_CODE = {
+    **dict.fromkeys(("use_qk_norm", "use_rotary_pos_emb", "norm_topk_prob"), True),
+    **dict.fromkeys(("use_cla", "use_mla", "position_embedding_xdrope", "group_limited_greedy", "mlp_bias"), False),
+    **dict.fromkeys(("moe_drop_tokens", "moe_random_routing_dropped_token", "add_classification_head"), False),
+    **{"norm_type": "rms", "num_shared_expert": 1, "routed_scaling_factor": 1.0, "moe_layer_num_skipped": 0},
+}
+# Of images, of classifiers that are not stored, and of what is switched off above.
+_OWN_CODE_UNUSED = (
+    *("im_*", "image_*", "text_*_id", "vit_*", "anyres_*", "video_*", "num_media_embeds", "mask_init_id"),
+    *("class_num", "pool_type", "skip_cls_token", "dense_list", "pad_id", "cla_share_factor"),
+    *("capacity_factor", "sep_token_id", "xdrope_section"),
+)
+
+
+def _read_own_code(raw: Settings, base: ModelConfig) -> None:
+    assert base.decoder is not None
+    layer = base.decoder.layers[0]
+    served = {**_OWN_CODE, "use_mixed_mlp_moe": raw["model_type"] == "hunyuan_v1_moe"}
+    served |= {"org_vocab_size": raw["vocab_size"], "attention_head_dim": layer.attention.head_dim}
+    served["moe_intermediate_size"] = layer.mlp.intermediate_size
+    for key, value in served.items():
+        found = raw.get(key, value)  # or a list with one for each layer
+        if found is not None and any(one != value for one in (found if isinstance(found, list) else [found])):
+            raw.ignore(key, found)
+    for key in raw:
+        if any(fnmatchcase(key, pattern) for pattern in _OWN_CODE_UNUSED):
+            raw.get(key)
 
 
 def hunyuan_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -22,7 +22,7 @@ from model.families.table.raw_config import Settings
 from model.families.wholes import WHOLES
 from tests.model import config_keys
 from tests.model.checkpoints import KINDS, saved
-from tests.model.test_published import NOMIC
+from tests.model.test_published import NOMIC, PUBLISHED
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -299,6 +299,39 @@ def test_a_known_setting_that_is_not_computed_is_refused_by_name(name: str, chan
     setting = list(change)[-1]
     with pytest.raises(ConfigError, match="snake" if "snake" in str(change) else setting):
         config_from_raw({**defaults(name), **change})
+
+
+# What the code in the folder of Hunyuan-A13B-Instruct reads beyond the library's class.
+HUNYUAN: dict[str, Any] = {
+    "auto_map": {"AutoModelForCausalLM": "hunyuan.HunYuanMoEV1ForCausalLM"},
+    **dict(
+        add_classification_head=False, attention_head_dim=128, cla_share_factor=2, class_num=0, dense_list=[4096, 0]
+    ),
+    **dict(
+        group_limited_greedy=False, im_end_id=6, im_newline_id=12, im_start_id=5, kv_lora_rank=None, mask_init_id=12
+    ),
+    **dict(mlp_bias=False, moe_drop_tokens=False, moe_intermediate_size=[3072] * 32, moe_layer_num_skipped=0),
+    **dict(moe_random_routing_dropped_token=False, n_group=None, norm_topk_prob=True, norm_type="rms", pad_id=127961),
+    **dict(num_media_embeds=257, num_shared_expert=[1] * 32, org_vocab_size=128167, pool_type="last", q_lora_rank=None),
+    **dict(position_embedding_xdrope=False, qk_nope_head_dim=None, routed_scaling_factor=1.0, skip_cls_token=False),
+    **dict(text_end_id=8, text_start_id=7, topk_group=None, use_cla=False, use_mixed_mlp_moe=True, use_mla=False),
+    **dict(use_qk_norm=True, use_rotary_pos_emb=True, v_head_dim=None),
+}
+
+
+def test_the_settings_of_hunyuans_own_code_are_read() -> None:
+    raw = json.loads(PUBLISHED["Hunyuan-A13B-Instruct"].config)
+    assert read_settings({**raw, **HUNYUAN}) == (config_from_raw(raw), ())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("use_cla", True), ("num_shared_expert", [1] * 31 + [2]), ("norm_type", "layer"), ("new_one", 3)]
+)
+def test_what_only_hunyuans_own_code_computes_is_refused_by_name(key: str, value: object) -> None:
+    raw = json.loads(PUBLISHED["Hunyuan-A13B-Instruct"].config)
+    assert read_settings({**raw, key: value}) == (config_from_raw(raw), (key,))  # as the library's class
+    with pytest.raises(ConfigError, match=key):
+        config_from_raw({**raw, **HUNYUAN, key: value})
 
 
 def test_what_a_class_has_and_its_model_does_not_compute_with_is_ignored() -> None:
