@@ -1,1 +1,1 @@
-"""The HTTP service over the engines: typed requests and replies, metrics, and runtimes."""
+"""The HTTP service that gives clients access to the engines: requests and replies, metrics, and runtimes."""

@@ -1,4 +1,4 @@
-"""The factory of the application, which serves an `EngineClient` under uvicorn and Ray Serve alike.
+"""Builds the application, which serves the models of an `EngineClient` under uvicorn or Ray Serve.
 
 Its lifespan loads the models and releases the engines. There is no global state, so one process can have several
 applications.
@@ -57,7 +57,7 @@ TABLE = RouteTable(row for module in _MODULES for row in module.routes.rows)
 
 
 class Application(Starlette):
-    """Answers HTTP by the table of routes, within the middleware.
+    """The application: the middleware around the table of routes.
 
     The server's own `send` is put into the scope, so that the body of a stream bypasses the middleware.
     """
@@ -88,9 +88,9 @@ def create_app(
     tenants: Tenants | None = None,
     replicas: Replicas | None = None,
 ) -> Application:
-    """Return the application for the `models`, which `client` runs; `reader` reads those loaded later.
+    """Build the application for the `models` that `client` runs; `reader` reads models that are loaded on demand.
 
-    `tenants` names the holders of keys; their results and prefixes are kept apart by these names.
+    `tenants` names the holders of keys; cached results and prefixes are separated by these names.
     """
     metrics = Metrics(vllm_names=settings.vllm_metrics)
     service = Service(client, models, settings, metrics, reader, replicas)

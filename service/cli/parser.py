@@ -17,7 +17,7 @@ _MODEL = "[NAME=]PATH of a Hugging Face checkpoint folder, hf:ORGANISATION/NAME,
 SAMPLING = {name: column for name, column in PARAMETERS.items() if column.row.flag}  # flags of `generate`
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """A parser that raises errors as `ConfigError`, in one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -26,9 +26,11 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser. Its result has `command`, the command's name, and `flags`, all flags of that command."""
-    parser = _Parser(prog="triptych", description="Serve decoder-only, encoder-decoder and encoder-only Transformers.")
+    parser = _CommandParser(
+        prog="triptych", description="Serve decoder-only, encoder-decoder and encoder-only Transformers."
+    )
     _add_verbose(parser, default=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     _add_serve(commands)
     _add_serve_config(commands)
     _add_download(commands)

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
             arguments.format,
             texts=None if arguments.texts is None else Path(arguments.texts),
             dtype=arguments.dtype or "auto",
-            progress=_Progress().report,
+            progress=_ProgressPrinter().report,
         )
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -37,7 +37,7 @@ def _end(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-class _Progress:
+class _ProgressPrinter:
     """Prints progress to standard error from time to time."""
 
     def __init__(self) -> None:

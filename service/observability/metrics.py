@@ -253,7 +253,7 @@ class Metrics:
         self._add(self._model_draft_tokens, stats.model, "model_draft_tokens", stats.model_draft_tokens)
         self._add(self._model_accepted_tokens, stats.model, "model_accepted_tokens", stats.model_accepted_tokens)
 
-    def _add(self, counter: _Labelled[Counter], model: str, name: str, value: int) -> None:
+    def _add(self, counter: _CachedFamily[Counter], model: str, name: str, value: int) -> None:
         """Add the increase of an engine's counter since the last update; a new engine counts from 0."""
         seen = self._seen.get((model, name), 0)
         counter.labels(model).inc(value - seen if value >= seen else value)
@@ -261,14 +261,14 @@ class Metrics:
 
     # Definitions
 
-    def _counter(self, name: str, text: str, *labels: str) -> _Labelled[Counter]:
-        return _Labelled(Counter(f"triptych_{name}", text, labels, registry=self.registry))
+    def _counter(self, name: str, text: str, *labels: str) -> _CachedFamily[Counter]:
+        return _CachedFamily(Counter(f"triptych_{name}", text, labels, registry=self.registry))
 
     def _histogram(
         self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS
-    ) -> _Labelled[Histogram]:
+    ) -> _CachedFamily[Histogram]:
         found = Histogram(f"triptych_{name}", text, ("model", *labels), registry=self.registry, buckets=buckets)
-        return _Labelled(found)
+        return _CachedFamily(found)
 
     def _gauge(self, name: str, text: str, *labels: str, over_replicas: Literal["sum", "max"] = "sum") -> Gauge:
         mode: Literal["livesum", "livemax"] = "livesum" if over_replicas == "sum" else "livemax"
@@ -401,7 +401,7 @@ def _drop_unloaded(families: Iterable[Metric]) -> None:
             family.samples = [sample for sample in family.samples if sample.labels["model"] in served]
 
 
-class _Labelled(Generic[F]):
+class _CachedFamily(Generic[F]):
     """A metric family that caches its metric for each combination of labels: the library's look-up takes a lock."""
 
     def __init__(self, family: F) -> None:

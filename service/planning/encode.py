@@ -22,7 +22,7 @@ from service.core.models import Models, ServedModel, Task
 from service.planning.admission import check_room, check_timeout, loaded_info
 from service.planning.encode_checks import check_inputs, texts_of
 from service.planning.encode_tokens import Reading, read
-from service.planning.outputs.base import CheckedInputs, EncodeInput, InputResult, Json, Output, Part
+from service.planning.outputs.base import CheckedInputs, EncodeInput, InputResult, Json, OutputKind, PartResult
 from service.planning.requests import engine_id
 from service.planning.tokenization import TokenizerThreads
 from service.sandbox.image_pool import ImagePool, RequestImages
@@ -46,7 +46,7 @@ class EncodePlan:
         return self.checked.served
 
     @property
-    def output(self) -> Output:
+    def output(self) -> OutputKind:
         return self.checked.output
 
     @property
@@ -57,10 +57,10 @@ class EncodePlan:
     def items(self, outputs: Sequence[EncodeOutput]) -> list[Json]:
         """Return the item of each input; `outputs` has one output for each request."""
         body, inputs = self.checked.body, self.checked.inputs
-        parts: list[list[Part]] = [[] for _ in inputs]
+        parts: list[list[PartResult]] = [[] for _ in inputs]
         cut = [False] * len(inputs)
         for reading, output in zip(self.readings, outputs, strict=True):
-            parts[reading.owner].append(Part(reading.sent, reading.encoded, output))
+            parts[reading.owner].append(PartResult(reading.sent, reading.encoded, output))
             cut[reading.owner] |= reading.cut
         items = []
         for index, (sent, of_input) in enumerate(zip(inputs, parts, strict=True)):

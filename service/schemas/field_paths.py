@@ -133,12 +133,12 @@ _JSON_TEXTS: Final = frozenset({"arguments", "json_schema", "json", "schema", "v
 _MOST_UNKNOWN: Final = 32  # unknown fields of an object; the reply lists an error for each
 
 
-class _Place:
+class _FieldPlace:
     """What a model reads at one place of a body: fields by name, or elements of a list."""
 
     def __init__(self) -> None:
-        self.fields: dict[str, _Place] = {}
-        self.items: _Place | None = None
+        self.fields: dict[str, _FieldPlace] = {}
+        self.items: _FieldPlace | None = None
         self.limit = ""  # name of the limit of its entries
         self.has_any_names = False
         self.holds_inputs = False  # whether a list here has inputs, or is the token ids of one input
@@ -157,13 +157,13 @@ class _Place:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             for name, field in annotation.model_fields.items():
                 known = field.alias or name
-                place = self.fields.setdefault(known, _Place())
+                place = self.fields.setdefault(known, _FieldPlace())
                 place.limit = _OF_MODEL.get((annotation.__name__, known), MOST.get(known, place.limit))
                 place.holds_inputs = known in _INPUTS
                 place.is_json = known in _JSON_TEXTS
                 place.add(field.annotation)
         elif get_origin(annotation) is list:
-            self.items = self.items or _Place()
+            self.items = self.items or _FieldPlace()
             self.items.add(get_args(annotation)[0])
         elif annotation is Any or get_origin(annotation) is dict:
             self.has_any_names = True
@@ -173,8 +173,8 @@ class _Place:
 
 
 @cache
-def _place(model: type[BaseModel]) -> _Place:
-    found = _Place()
+def _place(model: type[BaseModel]) -> _FieldPlace:
+    found = _FieldPlace()
     found.add(model)
     return found
 
@@ -206,7 +206,7 @@ class _Counter:
         self._path: list[int | str] = []
         self._values = 0  # JSON values inside texts
 
-    def check(self, value: object, place: _Place) -> None:
+    def check(self, value: object, place: _FieldPlace) -> None:
         if isinstance(value, str):
             if place.is_json:
                 self._check_text(value)
@@ -225,7 +225,7 @@ class _Counter:
                 if name in value and not inner.is_plain:
                     self._check_inner(name, value[name], inner)
 
-    def _check_inner(self, key: int | str, value: object, place: _Place) -> None:
+    def _check_inner(self, key: int | str, value: object, place: _FieldPlace) -> None:
         self._path.append(key)
         self.check(value, place)
         self._path.pop()

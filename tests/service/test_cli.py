@@ -220,7 +220,7 @@ def test_quantize_leaves_nothing_when_it_is_ended(tmp_path: Path, monkeypatch: p
         assert [path.name.partition("ut.")[0] for path in tmp_path.iterdir()] == [".o"]  # half written
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(quantize._Progress, "report", end)
+    monkeypatch.setattr(quantize._ProgressPrinter, "report", end)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with pytest.raises(SystemExit) as ended:

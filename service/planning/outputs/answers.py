@@ -11,7 +11,16 @@ import numpy as np
 from model.text.tokenizer import Encoded, Located, Tokenizer
 from service.core.errors import invalid
 from service.core.models import ServedModel
-from service.planning.outputs.base import Array, CheckedInputs, EncodeInput, InputResult, Json, Part, at_most, softmax
+from service.planning.outputs.base import (
+    Array,
+    CheckedInputs,
+    EncodeInput,
+    InputResult,
+    Json,
+    PartResult,
+    at_most,
+    softmax,
+)
 from service.schemas.encode_bodies import EncodeBody
 from service.settings.service_settings import Limits
 
@@ -56,7 +65,7 @@ def answers_item(result: InputResult) -> Json:
     return {"answers": sorted(all_answers, key=lambda one: -float(one["score"]))[:top_k]}
 
 
-def _spans(part: Part, top_k: int, longest: int) -> tuple[float, list[tuple[float, int, int]]]:
+def _spans(part: PartResult, top_k: int, longest: int) -> tuple[float, list[tuple[float, int, int]]]:
     """Return the score of "no answer", and the best spans as (score, first token, last token)."""
     inside = np.array([of == 1 for of in part.located.texts])
     readable = inside.copy()
@@ -81,7 +90,7 @@ def _products(starts: Array, ends: Array, longest: int) -> Array:
     return scores
 
 
-def _answer(part: Part, score: float, first: int, last: int, *, widened: bool) -> Json:
+def _answer(part: PartResult, score: float, first: int, last: int, *, widened: bool) -> Json:
     located: Located = part.located
     start, end = located.offsets[first][0], located.offsets[last][1]
     if widened:
@@ -243,7 +252,7 @@ def entities_item(result: InputResult) -> Json:
     return {"entities": _without_overlaps(entities) if len(result.parts) > 1 else entities}
 
 
-def _entities(result: InputResult, part: Part) -> Iterator[Json]:
+def _entities(result: InputResult, part: PartResult) -> Iterator[Json]:
     classifier, way = result.served.config.classifier, result.body.aggregation or "none"
     assert classifier is not None
     tokens, labels = list(_tokens(result.tokenizer, part)), classifier.labels
@@ -260,7 +269,7 @@ def _entities(result: InputResult, part: Part) -> Iterator[Json]:
         yield item
 
 
-def _tokens(tokenizer: Tokenizer, part: Part) -> Iterator[_Token]:
+def _tokens(tokenizer: Tokenizer, part: PartResult) -> Iterator[_Token]:
     """Yield the tokens of the text with their probabilities, without special tokens."""
     text, located, probabilities = part.sent.text, part.located, softmax(part.values)
     for position, (token, (start, end), of) in enumerate(zip(located.ids, located.offsets, located.texts, strict=True)):

@@ -53,7 +53,7 @@ class Need:
     of_tokenizer: bool = False  # whether it is known only once the model is loaded
 
 
-class Part(msgspec.Struct, frozen=True):
+class PartResult(msgspec.Struct, frozen=True):
     """One input of the engine with its result. A long text, or one with several labels, has several parts."""
 
     sent: EncodeInput
@@ -81,7 +81,7 @@ class InputResult(msgspec.Struct, frozen=True):
     body: EncodeBody
     served: ServedModel
     sent: EncodeInput
-    parts: Sequence[Part]
+    parts: Sequence[PartResult]
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -89,7 +89,7 @@ class InputResult(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputKind:
     """One value of `output` in a body of /encode.
 
     `fields` are the fields of the body that this output reads and not all others do. `readings` makes from an input the
@@ -142,7 +142,7 @@ class CheckedInputs:
     info: ModelInfo
     limits: Limits
     bounds: EncodeBounds
-    output: Output
+    output: OutputKind
     inputs: tuple[EncodeInput, ...]
     prompt: str  # prefix of each text
 

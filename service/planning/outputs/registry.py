@@ -6,7 +6,7 @@ from model.api.request import EncodeTask
 from service.core.errors import invalid
 from service.core.models import ServedModel
 from service.planning.outputs import answers, vectors
-from service.planning.outputs.base import Need, Output
+from service.planning.outputs.base import Need, OutputKind
 from service.schemas.encode_bodies import EncodeBody
 
 
@@ -47,7 +47,7 @@ _OFFSETS = Need(
 _VECTOR = frozenset({"prompt_name", "task", "truncate", "normalize", "encoding_format"})
 
 _TABLE = (
-    Output(
+    OutputKind(
         "embedding",
         EncodeTask.EMBEDDING,
         vectors.embedding_item,
@@ -55,8 +55,8 @@ _TABLE = (
         readings=vectors.divided_text,
         settings=vectors.embedding_settings,
     ),
-    Output("tokens", EncodeTask.TOKENS, vectors.tokens_item, fields=_VECTOR, detailed=True),
-    Output(
+    OutputKind("tokens", EncodeTask.TOKENS, vectors.tokens_item, fields=_VECTOR, detailed=True),
+    OutputKind(
         "logits",
         EncodeTask.LOGITS,
         vectors.scores_item,
@@ -65,7 +65,7 @@ _TABLE = (
         labelled=True,
         settings=vectors.end_of_sequence,
     ),
-    Output(
+    OutputKind(
         "scores",
         EncodeTask.SCORES,
         vectors.scores_item,
@@ -74,7 +74,7 @@ _TABLE = (
         labelled=True,
         settings=vectors.end_of_sequence,
     ),
-    Output(
+    OutputKind(
         "sparse",
         EncodeTask.SPARSE,
         vectors.sparse_item,
@@ -83,7 +83,7 @@ _TABLE = (
         detailed=True,
         settings=vectors.sparse_settings,
     ),
-    Output(
+    OutputKind(
         "multi_vector",
         EncodeTask.MULTI_VECTOR,
         vectors.vectors_item,
@@ -95,7 +95,7 @@ _TABLE = (
         readings=vectors.single_text,
         settings=vectors.vector_settings,
     ),
-    Output(
+    OutputKind(
         "fill_mask",
         EncodeTask.FILL_MASK,
         answers.mask_item,
@@ -106,7 +106,7 @@ _TABLE = (
         heavy=True,
         settings=answers.mask_settings,
     ),
-    Output(
+    OutputKind(
         "token_classification",
         EncodeTask.LOGITS,
         answers.entities_item,
@@ -118,7 +118,7 @@ _TABLE = (
         verbatim=True,
         heavy=True,
     ),
-    Output(
+    OutputKind(
         "question_answering",
         EncodeTask.LOGITS,
         answers.answers_item,
@@ -132,7 +132,7 @@ _TABLE = (
         readings=answers.question,
         settings=answers.answer_settings,
     ),
-    Output(
+    OutputKind(
         "zero_shot",
         EncodeTask.LOGITS,
         answers.zero_shot_item,
@@ -141,7 +141,7 @@ _TABLE = (
         readings=answers.hypotheses,
     ),
 )
-OUTPUTS: dict[str, Output] = {output.name: output for output in _TABLE}
+OUTPUTS: dict[str, OutputKind] = {output.name: output for output in _TABLE}
 # By output, in the order of the body: the fields that only other outputs read, and their defaults.
 _MEANINGLESS = {
     output.name: [
@@ -153,13 +153,13 @@ _MEANINGLESS = {
 }
 
 
-def missing(output: Output, served: ServedModel) -> str | None:
+def missing(output: OutputKind, served: ServedModel) -> str | None:
     """Return what a model lacks for an output; None if it lacks nothing, or that is not known before it is loaded."""
     needs = [need for need in output.needs if served.loaded or not need.of_tokenizer]
     return next((need.lacks for need in needs if not need.met(served)), None)
 
 
-def output_of(body: EncodeBody, served: ServedModel) -> Output:
+def output_of(body: EncodeBody, served: ServedModel) -> OutputKind:
     """Return the body's output; raises a 400 if the model cannot compute it, or for a field that it does not read."""
     output = OUTPUTS[body.output]
     for name, default in _MEANINGLESS[output.name]:
