@@ -57,9 +57,9 @@ def conversation(body: ResponsesBody, served: ServedModel, before: Sequence[Mapp
 
 
 def _instructed(body: ResponsesBody, messages: list[Mapping[str, Any]]) -> list[Json]:
-    """Return the messages after the instructions, which are put into the first system message, if there is one.
+    """Put the instructions before the messages, or into the first one if it is a system message.
 
-    Many templates read only the first message.
+    Many templates read only one system message.
     """
     found = [dict(message) for message in messages]
     if body.instructions and found and found[0]["role"] in ("system", "developer"):

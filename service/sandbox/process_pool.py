@@ -65,9 +65,9 @@ class Worker:
         return self._reply(self._exchange(self._request(request)))
 
     def ask_with_bytes(self, request: Mapping[str, Any], data: bytes, most: int = 0) -> tuple[Any, memoryview]:
-        """Send a request with bytes, and return the reply with its bytes, at most about `most`.
+        """Send a request with bytes, and return the reply with its bytes. Raises `WorkerError`.
 
-        Raises `WorkerError`.
+        The reply may have `most` bytes in addition to `_REPLY_BYTES`.
         """
         answer = self._exchange(b"".join((self._request(request), _BYTES_FOLLOW, data)), most + _REPLY_BYTES)
         end = answer.find(_BYTES_FOLLOW)
