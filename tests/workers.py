@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ EMBEDDED = frozenset(  # they share one service of the embedded models
 _LONG = EMBEDDED | frozenset(  # of single tests or fixtures that take long: begun late they would be waited for
     {"tests/lab/test_gpu_bench.py", "tests/engine/test_process_transport.py", "tests/service/test_openapi.py"}
 )
+_CHECKPOINTS = "TRIPTYCH_TEST_CHECKPOINTS"
 _PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
 
 
@@ -58,6 +61,13 @@ class Turns:
 
 
 _turns = Turns()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all processes of a run one folder of tiny checkpoints, each of which the first that wants it writes."""
+    if _CHECKPOINTS not in os.environ:
+        os.environ[_CHECKPOINTS] = tempfile.mkdtemp(prefix="triptych-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(_CHECKPOINTS), ignore_errors=True))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,7 +1,7 @@
 """Tiny random checkpoints, written by `transformers` and read by our loader: one row of `KINDS` for each kind.
 
 Weights are drawn anew with a standard deviation of about 0.3, because the library's own initialisation is so small that
-all outputs look alike. A checkpoint is made once a test run.
+all outputs look alike. A checkpoint is made once a test run: processes that share the suite out share the folders.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint folder and `transformers`' model that wrote it."""
+    """A checkpoint folder and, for those who ask, `transformers`' model that wrote it."""
 
+    kind: str
     path: Path
-    reference: Any
+
+    @cached_property
+    def reference(self) -> Any:
+        return _random(self.kind).float().eval().requires_grad_(False)
 
 
 def _marian(**changes: Any) -> Callable[[], Any]:
@@ -410,14 +415,28 @@ DECODERS, ENCODER_DECODERS, ENCODERS, CLASSIFIERS = map(tuple, (_DECODERS, _ENCO
 @cache
 def saved(kind: str) -> Saved:
     """The checkpoint of a kind; tests share it, so they must not write into its folder (see `copied`)."""
-    torch.manual_seed(len(kind))
-    model = {**KINDS, **HEADS}[kind]()
-    # T5 does not scale its scores: 0.3 is all softmax. Behind Qwen3.5's norms, whose gains are then around 2, experts
-    # would make so much of rounding that `transformers`' logits move by 3e-4 with the last bits of its embeddings.
-    randomise(model, std=0.2 if kind.startswith(("t5", "mt5", "umt5", "qwen3-5-moe")) else 0.3)
     path = _root() / kind
-    model.save_pretrained(path, max_shard_size="20KB" if kind.endswith("sharded") else "1GB")
-    return Saved(path, model.float().eval().requires_grad_(False))
+    found = Saved(kind, path)
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=_root()) as made:
+            model = _random(kind)
+            model.save_pretrained(made, max_shard_size="20KB" if kind.endswith("sharded") else "1GB")
+            with suppress(OSError):  # another process was quicker
+                Path(made).rename(path)
+        found.__dict__["reference"] = model.float().eval().requires_grad_(False)
+    return found
+
+
+def _random(kind: str) -> Any:
+    """`transformers`' model of a kind, the same every time; what a test draws does not depend on whether it is made."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(len(kind))
+        model = {**KINDS, **HEADS}[kind]()
+        # T5 does not scale its scores: 0.3 is all softmax. Behind Qwen3.5's norms, whose gains are then around 2,
+        # experts would make so much of rounding that `transformers`' logits move by 3e-4 with the last bits of its
+        # embeddings.
+        randomise(model, std=0.2 if kind.startswith(("t5", "mt5", "umt5", "qwen3-5-moe")) else 0.3)
+    return model
 
 
 def copied(kind: str, into: Path) -> Path:
@@ -427,6 +446,9 @@ def copied(kind: str, into: Path) -> Path:
 
 @cache
 def _root() -> Path:
+    """The folder that the processes of a test run share (tests/workers.py), or one of this process."""
+    if shared := os.environ.get("TRIPTYCH_TEST_CHECKPOINTS"):
+        return Path(shared)
     root = tempfile.mkdtemp(prefix="triptych-tests-")
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return Path(root)
@@ -504,11 +526,16 @@ def reference_input(source: Source) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor([list(source.token_ids)])}
 
 
+_LOGITS: dict[tuple[str, tuple[int, ...], bytes], Tensor] = {}
+
+
 def reference_logits(kind: str, ids: Sequence[int], source: Source | None = None) -> Tensor:
     """`transformers`' logits `[L, V]` after each of the decoder's `ids`, in one full forward."""
-    reference = saved(kind).reference
-    rows = torch.tensor([list(ids)])
-    with torch.inference_mode():
-        if source is None:
-            return reference(input_ids=rows).logits[0]
-        return reference(**reference_input(source), decoder_input_ids=rows).logits[0]
+    key = (kind, tuple(ids), b"" if source is None else source.digest)
+    if key not in _LOGITS:
+        given = {"input_ids": torch.tensor([key[1]])}
+        if source is not None:
+            given = {**reference_input(source), "decoder_input_ids": given["input_ids"]}
+        with torch.inference_mode():
+            _LOGITS[key] = saved(kind).reference(**given).logits[0]
+    return _LOGITS[key]

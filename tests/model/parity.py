@@ -97,16 +97,22 @@ def images(image: ImageConfig) -> tuple[StackInput, list[dict[str, Tensor]]]:
     return replace(inputs, pixels=pixels), [dict(pixel_values=one[None]) for one in pixels]
 
 
+_THEIRS: dict[str, Tensor] = {}  # by kind, as the inputs of a kind are always the same
+
+
 def _encoded(kind: str, model: Transformer) -> tuple[Tensor, Tensor]:
     ours, inputs = hidden_states(model)
-    reference = saved(kind).reference.base_model
-    return torch.cat(ours), torch.cat([reference(**given).last_hidden_state[0] for given in inputs])
+    if kind not in _THEIRS:
+        reference = saved(kind).reference.base_model
+        _THEIRS[kind] = torch.cat([reference(**given).last_hidden_state[0] for given in inputs])
+    return torch.cat(ours), _THEIRS[kind]
 
 
 def _class_scores(kind: str, model: Transformer) -> tuple[Tensor, Tensor]:
     ours, inputs = hidden_states(model)
-    theirs = [saved(kind).reference(**given).logits.flatten(0, -2) for given in inputs]
-    return torch.cat([model.classify(hidden) for hidden in ours]), torch.cat(theirs)
+    if kind not in _THEIRS:
+        _THEIRS[kind] = torch.cat([saved(kind).reference(**given).logits.flatten(0, -2) for given in inputs])
+    return torch.cat([model.classify(hidden) for hidden in ours]), _THEIRS[kind]
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
