@@ -20,7 +20,7 @@ def _fuzz(*arguments: str, seconds: float) -> None:
 
 
 def test_changed_values_are_refused_or_answered() -> None:
-    _fuzz("--seed", "1", "--most", "40", *KINDS, seconds=300)
+    _fuzz("--seed", "1", "--most", "20", *KINDS, seconds=300)
 
 
 @pytest.mark.slow

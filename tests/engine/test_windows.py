@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from model.engine.scheduling.block_pool import NULL_BLOCK
 from model.llm import LLM
 from tests.engine.scripted import Harness, expected_tokens
 from tests.engine.test_beam_search import BeamRunner, hypotheses
+from tests.matrix import rest_is_slow
 from tests.model.checkpoints import copied, prompt
 
 WINDOW, BLOCK, STEP, CONTEXT = 512, 16, 256, 4096
@@ -69,19 +71,22 @@ def test_more_sequences_fit_where_five_of_six_layers_have_a_window() -> None:
 STATES = StateSize(6, 6)
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["", "uncached"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("pools", [
-    [PoolSize(30), PoolSize(14, 9), PoolSize(11, 3)],
-    [PoolSize(40), PoolSize(40, 1)],
-    [PoolSize(16, 12)],
-    [PoolSize(30), STATES],
-], ids=["three", "one-token", "no-full", "states"])  # fmt: skip
-def test_random_steps_over_a_few_prefixes(
-    pools: list[PoolSize | StateSize], overlap: bool, prefix_caching: bool
-) -> None:
+POOLS: dict[str, list[PoolSize | StateSize]] = {
+    "three": [PoolSize(30), PoolSize(14, 9), PoolSize(11, 3)],
+    "one-token": [PoolSize(40), PoolSize(40, 1)],
+    "no-full": [PoolSize(16, 12)],
+    "states": [PoolSize(30), STATES],
+}
+RANDOM = rest_is_slow(
+    product(POOLS, (False, True), (True, False)),
+    lambda pools, overlap, prefix_caching: (pools in ("three", "states")) == (overlap == prefix_caching),
+)
+
+
+@pytest.mark.parametrize(("named", "overlap", "prefix_caching"), RANDOM)
+def test_random_steps_over_a_few_prefixes(named: str, overlap: bool, prefix_caching: bool) -> None:
     """Chunks, prefix hits, preemption, forks, searches and aborts; the runner checks what every token reads."""
-    rng = random.Random(7)
+    rng, pools = random.Random(7), POOLS[named]
     states = STATES if STATES in pools else None
     blocks = [pool for pool in pools if isinstance(pool, PoolSize)]
     harness = Harness(

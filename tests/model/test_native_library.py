@@ -85,31 +85,36 @@ def test_a_library_with_other_structures_is_not_loaded(monkeypatch: pytest.Monke
 
 
 @needs_native
-@pytest.mark.parametrize("cpus", [1, 2])
-def test_threads_meet_whether_they_share_a_cpu_or_not(cpus: int) -> None:
-    program = f"""
+def test_threads_meet_whether_they_share_a_cpu_or_not() -> None:
+    program = """
 import os
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cpus}])
 import torch
 from model.native import library
 from model.native.library import native
 from model.linear.native import packed_linear
 library.LARGE = 0
-torch.manual_seed(0)
-packed, x = packed_linear(native(), torch.randn(70, 64, dtype=torch.bfloat16), None), torch.randn(5, 64)
-torch.set_num_threads(1)
-alone = packed(x)
-for threads in (2, 3, 7):
-    torch.set_num_threads(threads)
-    assert all(torch.equal(packed(x), alone) for _ in range(500))
+
+def meet(cpus):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cpus])
+    packed, x = packed_linear(native(), torch.randn(70, 64, dtype=torch.bfloat16), None), torch.randn(5, 64)
+    torch.set_num_threads(1)
+    alone = packed(x)
+    for threads in (2, 3, 7):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(packed(x), alone) for _ in range(500))
+
+for cpus in (1, 2):
+    if not os.fork():  # before there are threads
+        meet(cpus)
+        os._exit(0)
+    assert os.wait()[1] == 0, f"on {cpus} CPUs"
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
 
 
 @needs_native
-@pytest.mark.parametrize(("threads", "code"), [(2, 7), (1, 0)])
-def test_a_forked_child_is_told_instead_of_waiting_for_ever(threads: int, code: int) -> None:
-    program = f"""
+def test_a_forked_child_is_told_instead_of_waiting_for_ever() -> None:
+    program = """
 import os
 import torch
 from model.native import library
@@ -119,16 +124,21 @@ library.LARGE = 0
 packed, x = packed_linear(native(), torch.ones(70, 64), None), torch.ones(5, 64)
 torch.set_num_threads(2)
 before = packed(x)
-if os.fork():
-    raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))
-torch.set_num_threads({threads})
-try:
-    assert torch.equal(packed(x), before)
-except RuntimeError as error:
-    os._exit(7 if "forked after the native kernels" in str(error) else 1)
-os._exit(0)
+
+def child(threads):
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(packed(x), before)
+    except RuntimeError as error:
+        os._exit(7 if "forked after the native kernels" in str(error) else 1)
+    os._exit(0)
+
+for threads, code in ((2, 7), (1, 0)):
+    if not os.fork():
+        child(threads)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == code, threads
 """
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == code
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def scratch_of_attention(segments: list[tuple[int, int]]) -> int:

@@ -7,12 +7,12 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from model.checkpoint.folder import read_checkpoint
 from model.config.layer import RopeScaling, RotaryConfig
 from model.config.model import GenerationRules, ModelConfig
 from model.errors import ConfigError
@@ -21,7 +21,7 @@ from model.families.table.known_keys import PATH, known_keys
 from model.families.table.raw_config import Settings
 from model.families.wholes import WHOLES
 from tests.model import config_keys
-from tests.model.checkpoints import KINDS, saved
+from tests.model.checkpoints import saved
 from tests.model.test_published import NOMIC, PUBLISHED
 
 LLAMA: dict[str, Any] = {
@@ -46,6 +46,11 @@ CLASSES = tuple(
 
 
 def defaults(name: str) -> dict[str, Any]:
+    return copy.deepcopy(_defaults(name))
+
+
+@cache
+def _defaults(name: str) -> dict[str, Any]:
     import transformers
 
     needed = {"Esm": dict(vocab_size=33, pad_token_id=1)}  # which the class has no defaults of
@@ -77,12 +82,6 @@ def mathematics(model: ModelConfig) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_transformers_own_defaults_are_understood(name: str) -> None:
-    raw = defaults(name)
-    assert config_from_raw(raw).model_type == raw["model_type"]
-
-
-@pytest.mark.parametrize("name", CLASSES)
 def test_what_a_folder_does_not_say_is_as_in_transformers_or_refused(name: str) -> None:
     """But for what tensors and `*_token_id` say: those that a folder does not name, it does not have."""
     raw = defaults(name)
@@ -101,19 +100,20 @@ def inner(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_what_the_class_does_not_know_is_ignored_and_named_in_every_family(name: str) -> None:
+def test_defaults_are_understood_and_what_the_class_does_not_know_is_ignored_and_named(name: str) -> None:
     raw = defaults(name)
     expected = config_from_raw(raw)
+    assert expected.model_type == raw["model_type"]
     place, part = inner(raw)
     part |= {"logit_softcap": 30.0, "attention_sinks": 4, "is_llama_config": True, "off": False, "empty": None}
     model, ignored = read_settings(raw)
     assert model == expected
     assert ignored == tuple(place + key for key in ("attention_sinks", "is_llama_config", "logit_softcap"))
+    _a_folder_with_code_of_its_own_has_no_unknown_settings({**defaults(name)})
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_folder_with_code_of_its_own_has_no_unknown_settings(name: str) -> None:
-    raw = {**defaults(name), "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+def _a_folder_with_code_of_its_own_has_no_unknown_settings(raw: dict[str, Any]) -> None:
+    raw["auto_map"] = {"AutoConfig": "configuration_own.OwnConfig"}
     config_from_raw(raw)
     place, part = inner(raw)
     part |= {"logit_softcap": 30.0, "attention_sinks": 4}
@@ -198,11 +198,6 @@ def read_null(raw: dict[str, Any], key: str) -> ModelConfig | None:
 
 def test_attention_of_encoders_does_not_read_whether_it_is_causal() -> None:
     assert config_from_raw({**defaults("Bert"), "is_causal": False}) == config_from_raw(defaults("Bert"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_folders_that_transformers_wrote_are_understood(kind: str) -> None:
-    read_checkpoint(saved(kind).path)
 
 
 @pytest.mark.parametrize(

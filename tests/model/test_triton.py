@@ -15,6 +15,7 @@ from model.attention.base import DeviceLengths
 from model.attention.reference import ReferenceBackend
 from model.attention.triton import TritonBackend
 from model.cache.kv_cache import LayerCache
+from tests.matrix import rest_is_slow
 from tests.model.attention_cases import Case, assert_finite_and_close, problem, tolerance
 from tests.model.triton_cases import (
     DECODE,
@@ -46,39 +47,41 @@ PAIRS = [
 ]
 
 CASES = [
-    Case(DECODE),
-    Case(DECODE, window=7),
     Case(DECODE, heads=6, kv_heads=2, dim=12),
     Case(DECODE, heads=2, kv_heads=2, buckets=True),
     Case(DECODE, int8=True, window=20),
     Case(DECODE, window=9, softcap=1.5),
-    Case(DECODE, int8=True, heads=2, kv_heads=1, softcap=0.7, dtype=torch.bfloat16),
     Case(DECODE, causal=False, writes=False, block_size=16),
-    Case(DECODE, heads=5, kv_heads=1, dtype=torch.bfloat16, int8=True),
     Case(DECODE, dtype=torch.float16, block_size=32),
     Case(MIXED),
     Case(MIXED, window=4, block_size=4),
     Case(MIXED, window=5, softcap=0.5, heads=2, kv_heads=1),
-    Case(MIXED, heads=2, kv_heads=2, buckets=True, softcap=2.0),
-    Case(MIXED, heads=2, kv_heads=2, softcap=50.0),
-    Case(MIXED, heads=6, kv_heads=2, dim=24),
     Case(MIXED, heads=3, kv_heads=1, dim=40, window=9, dtype=torch.bfloat16),
-    Case(MIXED, heads=2, kv_heads=2, buckets=True, block_size=5),
     Case(MIXED, heads=2, kv_heads=1, int8=True, buckets=True, dtype=torch.float16),
     Case(MIXED, heads=4, kv_heads=2, fp8=True),
     Case(MIXED, heads=6, kv_heads=2, slopes=True, window=9),
-    Case(MIXED, heads=2, kv_heads=1, dim=24, fp8=True, window=9, dtype=torch.bfloat16),
     Case(((3, 9), (1, 30), (4, 1)), causal=False, writes=False),
-    Case(((7, 7), (1, 1), (30, 30)), paged=False, causal=False),
     Case(((7, 7), (1, 1), (30, 30)), paged=False, causal=False, heads=2, kv_heads=2, buckets=True, window=11),
     Case(((7, 7), (1, 1), (30, 30)), paged=False, causal=True, heads=2, kv_heads=2, dtype=torch.bfloat16, buckets=True),
     Case(((1, 7), (1, 1), (1, 30)), paged=False, causal=False, dim=33),
+]
+COMBINED = [  # what `CASES` have one by one or in another combination
+    Case(DECODE),
+    Case(DECODE, window=7),
+    Case(DECODE, int8=True, heads=2, kv_heads=1, softcap=0.7, dtype=torch.bfloat16),
+    Case(DECODE, heads=5, kv_heads=1, dtype=torch.bfloat16, int8=True),
+    Case(MIXED, heads=2, kv_heads=2, buckets=True, softcap=2.0),
+    Case(MIXED, heads=2, kv_heads=2, softcap=50.0),
+    Case(MIXED, heads=6, kv_heads=2, dim=24),
+    Case(MIXED, heads=2, kv_heads=2, buckets=True, block_size=5),
+    Case(MIXED, heads=2, kv_heads=1, dim=24, fp8=True, window=9, dtype=torch.bfloat16),
+    Case(((7, 7), (1, 1), (30, 30)), paged=False, causal=False),
     Case(((4, 7), (3, 1), (2, 30)), paged=False, causal=False),
 ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", rest_is_slow([*CASES, *COMBINED], lambda case: case in CASES), ids=str)
 def test_attention_is_the_formulas(case: Case, device: torch.device) -> None:
     check(Cut(SMALL), case, device)
 
