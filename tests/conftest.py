@@ -58,6 +58,7 @@ else:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)  # of what tests make themselves: with Python's 700 a twelfth of their time is this
     gc.enable()
 
 

@@ -21,7 +21,7 @@ from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.stored_formats import fp8_storage
 from model.config.cache import paged_specs, pools_of
 from model.config.formats import FLOAT
-from model.engine import warmup
+from model.engine import builder
 from model.engine.builder import load
 from model.engine.warmup import compile_products
 from model.errors import ConfigError
@@ -36,7 +36,7 @@ from model.system.float8_kernels import to_float8
 from tests.model.checkpoints import saved
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.model.test_stored_formats import FP8, in_fp8
-from tests.model.triton_cases import DEVICES, launches_nothing, no_gpu
+from tests.model.triton_cases import DEVICES, compile_nothing, no_gpu
 from tests.parallel.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -199,7 +199,7 @@ def test_two_ranks_quantise_their_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_setting_is_for_gpus_and_a_cpu_is_told_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "compile_products", launches_nothing)
+    monkeypatch.setattr(builder, "warm_up", compile_nothing)
     path = str(saved("llama-gqa").path)
 
     def loaded(folder: str = path, **settings: str) -> object:

@@ -17,7 +17,7 @@ from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.config.formats import FLOAT, INT8_ROWS, QUANTIZED_LAYERS, NumberKind, Storage, integers, integers_in_groups
-from model.engine import warmup
+from model.engine import builder
 from model.engine.builder import load
 from model.engine.planning.stored_weights import conversions
 from model.engine.warmup import compile_products
@@ -35,7 +35,7 @@ from tests.model.checkpoints import native_backends, saved
 from tests.model.packers import CASES, folders
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.model.test_stored_formats import quantised
-from tests.model.triton_cases import DEVICES, launches_nothing
+from tests.model.triton_cases import DEVICES, compile_nothing
 from tests.parallel.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -321,7 +321,7 @@ def test_two_ranks_round_their_parts(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_integers_are_served_where_triton_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "compile_products", launches_nothing)
+    monkeypatch.setattr(builder, "warm_up", compile_nothing)
     path = str(saved("llama-gqa").path)
 
     def loaded(folder: str = path, **settings: str) -> object:

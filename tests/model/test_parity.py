@@ -80,7 +80,9 @@ def test_bfloat16_stays_close_to_float32(kind: str) -> None:
     assert 0 < error < BF16_OF_SPREAD * theirs.std()
 
 
-@pytest.mark.parametrize("kind", MECHANISMS)
+@pytest.mark.parametrize(
+    "kind", ["llama-gqa", "gpt2", "qwen3-next", "bart", "whisper", "bert", "xlnet", "vit", "bert-token"]
+)
 def test_control_one_changed_weight_is_noticed(kind: str) -> None:
     model = loaded(kind)
     stack = model.decoder or model.encoder
