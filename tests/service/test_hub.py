@@ -175,8 +175,6 @@ def test_the_command_line_takes_names_of_the_hub(hub: tuple[Hub, str], files: Fi
     served, url = hub
     served.publish("org/bert", files)
     client = Client(url, tmp_path)
-    line = client.run("-m", "service.cli.main", "encode", "--model", "hf:org/bert", "import os")
-    assert len(json.loads(line)["embedding"]) == 32
     assert "bert" in client.run("-m", "service.cli.main", "inspect", "hf:org/bert", "--json")
 
 
@@ -225,12 +223,13 @@ def children():
     return Path("/proc/self/task", str(os.getpid()), "children").read_text().split()
 
 async def main():
-    path, most, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    try:
-        async with asyncio.timeout(seconds):
-            print(await download(path, pickle=True, max_bytes=most, log_format="plain"))
-    except (ConfigError, TimeoutError) as error:
-        print(type(error).__name__, error)
+    most, seconds = int(sys.argv[1]), float(sys.argv[2])
+    for path in sys.argv[3:]:
+        try:
+            async with asyncio.timeout(seconds):
+                print(await download(path, pickle=True, max_bytes=most, log_format="plain"))
+        except (ConfigError, TimeoutError) as error:
+            print(type(error).__name__, error)
     print("left:", len(children()))
 
 asyncio.run(main())
@@ -243,15 +242,15 @@ def test_a_download_while_the_service_runs_is_bounded_and_can_be_given_up(
     served, url = hub
     commit = served.publish("org/bert", files)
     client = Client(url, tmp_path)
-    refused = client.run("-c", DOWNLOAD, "hf:org/bert", "1000", "60")
+    refused = client.run("-c", DOWNLOAD, "1000", "60", "hf:org/bert", "hf:org/none")
+    assert "no such repository" in refused
     assert "MB would be downloaded, more than the 0.001 MB that max_download allows" in refused
     assert not [name for name in served.requests if name == "GET model.safetensors"]
     served.held = threading.Event()
-    given_up = client.run("-c", DOWNLOAD, "hf:org/bert", "1000000", "3")
+    given_up = client.run("-c", DOWNLOAD, "1000000", "3", "hf:org/bert")
     served.held.set()
     assert given_up == "TimeoutError \nleft: 0\n"
-    done = client.run("-c", DOWNLOAD, "hf:org/bert", "1000000", "60")
+    done = client.run("-c", DOWNLOAD, "1000000", "60", "hf:org/bert")
     assert done == f"{tmp_path}/hub/models--org--bert/snapshots/{commit}\nleft: 0\n"
-    assert "no such repository" in client.run("-c", DOWNLOAD, "hf:org/none", "1000000", "60")
     served.error = 503  # what is in the cache needs no Hub
-    assert client.run("-c", DOWNLOAD, "hf:org/bert", "1000000", "60") == done
+    assert client.run("-c", DOWNLOAD, "1000000", "60", "hf:org/bert") == done
