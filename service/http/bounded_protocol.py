@@ -237,6 +237,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._newest.has_whole_request = True
         self._drained.discard(self)
+        self.cycle.waiting_for_100_continue = False  # nothing is left to ask for; HAProxy loses the reply after a 100
         super().on_message_complete()
         if not self._unanswered:  # its reply came before
             self._become_idle()

@@ -200,6 +200,8 @@ def _connections() -> list[Case]:
         Case("identity, then br", (post(b"Content-Encoding: identity", b"Content-Encoding: br"),), (415,)),
         Case("identity coding of the body", (post(b"Content-Encoding: identity"),), (200,)),
         Case("expect", (post(b"Expect: 100-continue"),), (200,)),
+        Case("expect, no body", (get(b"/livez", b"Expect: 100-continue"),), (200,)),
+        Case("expect, empty body", (post(b"Expect: 100-continue", body=b""),), (400,)),
         Case("expect, refused", (expect, JSON), (404,), False, direct=True),
         Case("expect, refused, no body, then another", (expect, get()), (404,), False, unfinished=True),
         Case(

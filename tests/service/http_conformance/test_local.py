@@ -27,6 +27,13 @@ def test_each_request_gets_its_reply(port: int, case: Case) -> None:
     check(port, case)
 
 
+@pytest.mark.parametrize("body", [b"", b"{}"])
+def test_a_body_that_has_come_is_not_asked_for(port: int, body: bytes) -> None:
+    with Client(port) as client:
+        client.send([post(b"Expect: 100-continue", body=body)])
+        assert client.reply() is not None and client.interim == []
+
+
 @pytest.mark.parametrize("sent", [get(), post(), get() + post() + get()], ids=["GET", "POST", "three"])
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
 def test_a_client_that_closes_its_side_gets_its_replies(port: int, sent: bytes, version: bytes) -> None:
