@@ -68,6 +68,12 @@ class ServedModel:
         """Whether a prompt or an input may be text or images; a model that transcribes reads sound alone."""
         return self.config.audio is None
 
+    def check_reads_text(self, param: str) -> None:
+        """Raise a 400 for a prompt or input, named `param`, if the model reads sound alone."""
+        if not self.reads_text:
+            message = f"{param}: model {self.name} transcribes speech: send a file as audio, in base64"
+            raise invalid(message, param, "wrong_task")
+
     @property
     def token_types(self) -> int:
         """The number of segments (token type ids) that the model distinguishes; 0: it has none."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
@@ -52,6 +53,8 @@ class RedactedThinkingBlock(DialectBody):
 
 
 class ToolUseBlock(DialectBody):
+    list_limits: ClassVar[Mapping[str, str]] = {"input": ""}  # instead of `field_paths.MOST`
+
     type: Literal["tool_use"] = Field(description="The type of the block.", examples=["tool_use"])
     id: str = Field(description="Id of the call, which its result repeats.", examples=["toolu_1"])
     name: str = Field(description="The tool.", examples=["weather"])

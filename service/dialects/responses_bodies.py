@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
@@ -266,6 +267,8 @@ Include = Literal[
 @RESPONSES.body
 class ResponsesBody(Extended, Routed, Parameters):
     """Continue a conversation, as OpenAI's responses do; the model's chat template makes the prompt."""
+
+    list_limits: ClassVar[Mapping[str, str]] = {"input": "max_chat_messages"}  # instead of `field_paths.MOST`
 
     input: Input = Field(
         description="A text, or items: messages, function calls, their outputs, reasoning.",

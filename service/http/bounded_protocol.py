@@ -23,7 +23,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
 from service.http.connections import LOSS, ConnectionLoss, HalfClosed, IdleConnections
-from service.http.guard import AUDIO_PATHS
 from service.http.message_head import check_head, read_target
 from service.http.reply_writing import ReplyTransport, last_if_unread, without_chunks
 from service.settings.service_settings import Limits
@@ -31,7 +30,6 @@ from service.settings.service_settings import Limits
 # Times `max_header_bytes`. The application refuses headers up to here, with a request id. HAProxy has the same factor.
 _HEADER_FACTOR = 4
 _DRAIN_FACTOR = 8  # times `max_body_bytes`: bytes that are read and discarded after a reply
-_AUDIO_PATHS = tuple(AUDIO_PATHS)
 _MAX_DRAINED = 64  # connections of a server that are drained at a time
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})  # fields that tell where a message ends
 _MAX_PIPELINED = 16  # requests of a connection that are read while an earlier one is answered
@@ -75,8 +73,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._drained = drained
         self._idle = idle
         self._is_known = False  # a request was accepted
-        self._drain_left = self._drain_limit = _DRAIN_FACTOR * limits.max_body_bytes  # bytes
-        self._audio_drain_limit = max(self._drain_limit, limits.max_audio_bytes)
+        self._drain_left = self._drain_limit = max(_DRAIN_FACTOR * limits.max_body_bytes, limits.largest_body)  # bytes
         self._discards_input = False  # no request will be read any more
         self._has_closed_writing = False
         self._max_header_bytes = _HEADER_FACTOR * limits.max_header_bytes
@@ -343,12 +340,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self._drained.add(self)
-        self._drain_left = self._audio_drain_limit if self._is_audio() else self._drain_limit
+        self._drain_left = self._drain_limit
         self._start_timer()
-
-    def _is_audio(self) -> bool:
-        """Whether the body that comes is one of a route that takes an audio file, behind any prefix."""
-        return self._in_body and self.scope["path"].endswith(_AUDIO_PATHS)
 
     def _close(self) -> None:
         """Close the connection at the end of a reply."""

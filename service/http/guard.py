@@ -20,14 +20,11 @@ from service.core.errors import (
 )
 from service.core.request_context import current
 from service.http.message_head import Headers, all_of, header_of
-from service.http.route_table import RouteTable
+from service.http.route_table import MAX_BODY, RouteTable
 from service.http.sites import Sites
 from service.settings.api_keys import KeyRing, Tenants
 from service.settings.service_settings import Limits
 
-AUDIO_PATHS = frozenset(
-    {"/v1/audio/transcriptions", "/v1/audio/translations", "/pipeline/automatic-speech-recognition"}
-)
 _BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
 
 
@@ -44,6 +41,7 @@ class Guard:
         sites: Sites,
     ) -> None:
         """`table` says which routes need no key, and which one of `admins`; these are off without any."""
+        self._body_limits = table.body_limits
         self._open_paths, self._admin_paths = table.open_paths, table.admin_paths
         self._sites = sites
         self._limits = limits
@@ -65,11 +63,15 @@ class Guard:
 
     def max_body_bytes(self, scope: Scope) -> int:
         """Return how many bytes a body may have on this path."""
-        return self._limits.max_audio_bytes if scope["path"] in AUDIO_PATHS else self._limits.max_body_bytes
+        return int(getattr(self._limits, self._body_limits.get(scope["path"], MAX_BODY)))
+
+    def counts_body(self, scope: Scope) -> bool:
+        """Whether a body on this path counts in `BodyRoom`; the others have a room and a limit of their own."""
+        return scope["path"] not in self._body_limits
 
     def body_too_large(self, scope: Scope) -> ApiError:
         """Return the 413 of a body above the limit."""
-        name = "max_audio_bytes" if scope["path"] in AUDIO_PATHS else "max_body_bytes"
+        name = self._body_limits.get(scope["path"], MAX_BODY)
         return too_large(f"the body has more than {self.max_body_bytes(scope)} bytes ({name})")
 
     def _has_own_key(self, scope: Scope) -> bool:
@@ -141,7 +143,7 @@ def _authorized_key(authorization: str) -> bytes:
 
 # -- Bounds what the bodies of all connections take together, while they come and until their replies begin. Small
 # bodies are always taken: their number is bounded by the connections, and who sends large ones slowly keeps no others
-# out. Files of the audio routes have a room of their own (`AudioRoom`).
+# out.
 
 FREE_BYTES = 65_536  # of a body that is not counted
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.core.errors import ANTHROPIC_PATHS, ApiError, internal, log_unexpected, render, request_too_slow
 from service.core.request_context import RequestContext, current, request_id_from, set_current
 from service.http.connections import LOSS, ConnectionLoss
-from service.http.guard import AUDIO_PATHS, FREE_BYTES, BodyRoom, Guard, HeldBody
+from service.http.guard import FREE_BYTES, BodyRoom, Guard, HeldBody
 from service.http.message_head import all_of, header_of
 from service.observability.logs import access
 from service.observability.metrics import Metrics
@@ -150,7 +150,7 @@ class GuardMiddleware:
                 seen += len(message.get("body", b""))
                 if seen > most:
                     raise self._guard.body_too_large(scope)
-                if seen > FREE_BYTES and scope["path"] not in AUDIO_PATHS:
+                if seen > FREE_BYTES and self._guard.counts_body(scope):
                     held = held or self._enter()
                     held.hold(seen)
             return message

@@ -21,6 +21,7 @@ from service.core.request_context import current
 Handler = Callable[[Request], Awaitable[Response]]
 Access = Literal["open", "key", "admin"]  # who may call a route: any client, or one with such a key
 JSON: Final = "application/json"
+MAX_BODY: Final = "max_body_bytes"  # the setting that limits the bytes of a body
 BODY_ERRORS: Final = (400, 408, 415)
 WORK_ERRORS: Final = (*BODY_ERRORS, 404, 409, 429, 499, 503, 504)
 
@@ -32,6 +33,7 @@ class Body:
     models: Sequence[type[BaseModel]]
     examples: Mapping[str, Any]  # complete bodies
     media_types: Sequence[str] = (JSON,)
+    limit: str = MAX_BODY  # the setting that limits its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,14 @@ def json_body(*models: type[BaseModel], **examples: Any) -> Body:
     return Body(models, examples)
 
 
-def form_body(model: type[BaseModel]) -> Body:
+def form_body(model: type[BaseModel], limit: str = MAX_BODY) -> Body:
     """Return a body that is a form with a file."""
-    return Body((model,), {}, ("multipart/form-data",))
+    return Body((model,), {}, ("multipart/form-data",), limit)
 
 
-def file_body(model: type[BaseModel], media_type: str) -> Body:
+def file_body(model: type[BaseModel], media_type: str, limit: str = MAX_BODY) -> Body:
     """Return a body that is a file, or `model` with the file in it."""
-    return Body((model,), {}, (media_type, "application/octet-stream", JSON))
+    return Body((model,), {}, (media_type, "application/octet-stream", JSON), limit)
 
 
 def replies(description: str, *shapes: Any, events: Sequence[Any] = (), texts: Sequence[str] = ()) -> dict[int, Reply]:
@@ -168,6 +170,7 @@ class RouteTable:
         self.rows = tuple(routes)
         self.tasks = {row.path: row.task for row in self.rows if row.task is not None}
         self.open_paths = frozenset(row.path for row in self.rows if row.access == "open")
+        self.body_limits = {row.path: row.body.limit for row in self.rows if row.body and row.body.limit != MAX_BODY}
         self.admin_paths = frozenset(row.path for row in self.rows if row.access == "admin")
         self._fixed: dict[str, dict[str, Route]] = {}
         named: dict[str, dict[str, Route]] = {}

@@ -239,8 +239,6 @@ class ModelLoader:
     def _announce(self, served: ServedModel) -> None:
         tasks = [task for task in (Task.GENERATE, Task.ENCODE) if served.serves(task)]
         self._metrics.loaded(self._client.models[served.name], self._version, tasks, self._client.restarts)
-        if not served.reads_text:
-            self._metrics.transcribes(served.name)
 
     def _limit_failed(self) -> None:
         """Remove the oldest failed models that operators named."""

@@ -92,7 +92,7 @@ class Service:
         """Load the models; raises what `EngineClient.start` raises."""
         if self.confinement.missing:
             logger.warning(
-                "templates, grammars, images and audio files are processed without %s: this kernel does not have it",
+                "templates, grammars and the files of clients are processed without %s: this kernel does not have it",
                 " and ".join(self.confinement.missing),
             )
         self.client.on_step(self.metrics.step)

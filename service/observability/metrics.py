@@ -48,8 +48,6 @@ _SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
-_WINDOW_OUTCOMES = ("text", "silence", "repeated")
-_FACTORS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 
@@ -65,6 +63,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._vllm_names = vllm_names
         self._gauges: list[Gauge] = []
+        self._at_load: list[Callable[[str], None]] = []
         self._tallies: dict[str, TokenTally] = {}  # by model
         self._seen: dict[tuple[str, str], int] = {}  # engines' counters at the last update
         self._make_counters()
@@ -107,16 +106,6 @@ class Metrics:
             self._tallies[model] = TokenTally(self._generation_tokens.labels(model), self._inter_token.labels(model))
         return self._tallies[model]
 
-    def transcribed(self, model: str, audio_seconds: float, seconds: float) -> None:
-        """Count a transcription that took `seconds` for `audio_seconds` of audio."""
-        self._audio_seconds.labels(model).inc(audio_seconds)
-        self._real_time.labels(model).observe(seconds / audio_seconds)
-
-    def windows(self, model: str, *, spoken: int, silent: int, repeated: int) -> None:
-        """Count windows of audio by outcome: text, silence, or decoded again."""
-        for outcome, count in zip(_WINDOW_OUTCOMES, (spoken, silent, repeated), strict=True):
-            self._audio_windows.labels(model, outcome).inc(count)
-
     def tokenized(self, model: str, seconds: float) -> None:
         """Record the time that tokenisation took."""
         self._tokenize.labels(model).observe(seconds)
@@ -131,13 +120,12 @@ class Metrics:
         self._build_info.labels(info.name, version, info.form, info.dtype, info.attention_backend).set(1)
         self._seen[info.name, "restarts"] = restarts
         self._initialize_counters(info.name, tasks)
+        for begin in self._at_load:
+            begin(info.name)
 
-    def transcribes(self, model: str) -> None:
-        """Export the counters of speech as 0 for a loaded model that transcribes."""
-        self._audio_seconds.labels(model)
-        self._real_time.labels(model)
-        for outcome in _WINDOW_OUTCOMES:
-            self._audio_windows.labels(model, outcome)
+    def at_load(self, begin: Callable[[str], None]) -> None:
+        """Call `begin` with the name of each model that is loaded from now on, to export its counters as 0."""
+        self._at_load.append(begin)
 
     def load_ended(self, model: str, outcome: Literal["loaded", "failed", "cancelled"], seconds: float) -> None:
         """Count a load on demand; `seconds` since the order, including the wait for other loads."""
@@ -261,10 +249,10 @@ class Metrics:
 
     # Definitions
 
-    def _counter(self, name: str, text: str, *labels: str) -> _CachedFamily[Counter]:
+    def counter(self, name: str, text: str, *labels: str) -> _CachedFamily[Counter]:
         return _CachedFamily(Counter(f"triptych_{name}", text, labels, registry=self.registry))
 
-    def _histogram(
+    def histogram(
         self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS
     ) -> _CachedFamily[Histogram]:
         found = Histogram(f"triptych_{name}", text, ("model", *labels), registry=self.registry, buckets=buckets)
@@ -277,83 +265,68 @@ class Metrics:
         return made
 
     def _make_counters(self) -> None:
-        self._received = self._counter("requests_received_total", "Requests received on the routes of a task.", "task")
-        self._accepted = self._counter("requests_accepted_total", "Requests accepted by an engine.", "model", "task")
-        self._rejections = self._counter("rejections_total", "Requests rejected, by reason.", "model", "reason")
-        self._requests = self._counter(
+        self._received = self.counter("requests_received_total", "Requests received on the routes of a task.", "task")
+        self._accepted = self.counter("requests_accepted_total", "Requests accepted by an engine.", "model", "task")
+        self._rejections = self.counter("rejections_total", "Requests rejected, by reason.", "model", "reason")
+        self._requests = self.counter(
             "requests_total", "Accepted requests that ended, by outcome.", "model", "task", "outcome"
         )
-        self._prompt_tokens = self._counter(
+        self._prompt_tokens = self.counter(
             "prompt_tokens_total", "Prompt and input tokens of accepted requests.", "model"
         )
-        self._generation_tokens = self._counter("generation_tokens_total", "Generated tokens.", "model")
-        self._prefix_queries = self._counter(
+        self._generation_tokens = self.counter("generation_tokens_total", "Generated tokens.", "model")
+        self._prefix_queries = self.counter(
             "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", "model"
         )
-        self._prefix_hits = self._counter(
-            "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "model"
-        )
-        self._drafts = self._counter(
+        self._prefix_hits = self.counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "model")
+        self._drafts = self.counter(
             "spec_decode_num_drafts_total", "Steps of a sequence that verified draft tokens.", "model"
         )
-        self._draft_tokens = self._counter("spec_decode_num_draft_tokens_total", "Draft tokens proposed.", "model")
-        self._accepted_tokens = self._counter(
-            "spec_decode_num_accepted_tokens_total", "Draft tokens accepted.", "model"
-        )
-        self._model_draft_tokens = self._counter(
+        self._draft_tokens = self.counter("spec_decode_num_draft_tokens_total", "Draft tokens proposed.", "model")
+        self._accepted_tokens = self.counter("spec_decode_num_accepted_tokens_total", "Draft tokens accepted.", "model")
+        self._model_draft_tokens = self.counter(
             "spec_decode_num_model_draft_tokens_total", "Draft tokens proposed by a draft model.", "model"
         )
-        self._model_accepted_tokens = self._counter(
+        self._model_accepted_tokens = self.counter(
             "spec_decode_num_model_accepted_tokens_total", "Draft tokens of a draft model that were accepted.", "model"
         )
-        self._preemptions = self._counter(
+        self._preemptions = self.counter(
             "preemptions_total", "Sequences preempted because no KV block was free.", "model"
         )
-        self._restarts = self._counter("engine_restarts_total", "Restarts of failed engines.", "model")
-        self._cache_lookups = self._counter(
+        self._restarts = self.counter("engine_restarts_total", "Restarts of failed engines.", "model")
+        self._cache_lookups = self.counter(
             "embed_cache_inputs_total",
             "Inputs of /encode by the source of their results: kept, in_flight (an equal input's), computed.",
             *("model", "source"),
         )
-        self._audio_seconds = self._counter("audio_seconds_total", "Seconds of audio that were transcribed.", "model")
-        self._audio_windows = self._counter(
-            "audio_windows_total",
-            "Outputs for windows of audio: text, silence, or repeated (decoded again at the next temperature).",
-            *("model", "outcome"),
-        )
-        self._loads = self._counter("model_loads_total", "Loads of models on demand, by outcome.", "model", "outcome")
-        self._unloads = self._counter(
+        self._loads = self.counter("model_loads_total", "Loads of models on demand, by outcome.", "model", "outcome")
+        self._unloads = self.counter(
             "model_unloads_total",
             "Unloads of models: by request, when idle, evicted for another model, or because the folder is gone.",
             *("model", "reason"),
         )
 
     def _make_histograms(self) -> None:
-        self._ttft = self._histogram(
+        self._ttft = self.histogram(
             "time_to_first_token_seconds", "Seconds from a request's arrival to its first token."
         )
-        self._inter_token = self._histogram("inter_token_latency_seconds", "Seconds between two tokens of a sequence.")
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Seconds from a request's arrival to its end.")
-        self._queue_time = self._histogram(
+        self._inter_token = self.histogram("inter_token_latency_seconds", "Seconds between two tokens of a sequence.")
+        self._e2e = self.histogram("e2e_request_latency_seconds", "Seconds from a request's arrival to its end.")
+        self._queue_time = self.histogram(
             "request_queue_time_seconds", "Seconds from a request's arrival until it was first scheduled."
         )
-        self._load_times = self._histogram(
+        self._load_times = self.histogram(
             "model_load_time_seconds", "Seconds from the order to load a model on demand until it was loaded."
         )
-        self._real_time = self._histogram(
-            "audio_real_time_factor", "Seconds of a transcription over seconds of its audio.", buckets=_FACTORS
-        )
-        self._tokenize = self._histogram("tokenize_seconds", "Seconds spent on tokenising a request's texts.")
-        self._prefill = self._histogram("prefill_seconds", "Seconds from first being scheduled to the first output.")
-        self._decode = self._histogram("decode_seconds", "Seconds from the first token to the end.")
-        self._step_seconds = self._histogram("step_seconds", "Seconds of an engine step, by kind.", "kind")
-        self._batch_tokens = self._histogram(
-            "batch_tokens", "Tokens in the batch of a generation step.", buckets=_SIZES
-        )
-        self._batch_sequences = self._histogram(
+        self._tokenize = self.histogram("tokenize_seconds", "Seconds spent on tokenising a request's texts.")
+        self._prefill = self.histogram("prefill_seconds", "Seconds from first being scheduled to the first output.")
+        self._decode = self.histogram("decode_seconds", "Seconds from the first token to the end.")
+        self._step_seconds = self.histogram("step_seconds", "Seconds of an engine step, by kind.", "kind")
+        self._batch_tokens = self.histogram("batch_tokens", "Tokens in the batch of a generation step.", buckets=_SIZES)
+        self._batch_sequences = self.histogram(
             "batch_sequences", "Sequences in the batch of a generation step.", buckets=_SIZES
         )
-        self._encode_tokens = self._histogram(
+        self._encode_tokens = self.histogram(
             "encode_batch_tokens", "Tokens in the batch of an encode step.", buckets=_SIZES
         )
 

@@ -91,8 +91,7 @@ class EncodePlanner:
         `uncounted` of its inputs are not the client's (a query, with which the others are compared).
         """
         served = self._models.resolve(body.model, Task.ENCODE)
-        if served.config.audio is not None:
-            raise invalid(f"input: model {served.name} reads sound, not text or images", "input")
+        served.check_reads_text("input")
         info = loaded_info(self._client, served)
         check_timeout(body.timeout_s, self._limits)
         checked = check_inputs(body, served, info, self._limits, uncounted)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from model.api.request import Request
 from service.core.engine_client import EngineClient
-from service.core.errors import invalid
 from service.core.models import Models, ServedModel, Task
 from service.planning.admission import check_request, check_room, loaded_info
 from service.planning.checks import CheckedPrompts, ReplyShape, check_body, with_constraint
@@ -62,9 +61,7 @@ class GeneratePlanner:
     ) -> GeneratePlan:
         """Return the plan of a body; raises `ApiError` for a body that cannot be served."""
         served = self._models.resolve(body.model, Task.GENERATE).for_task(body.task)
-        if served.config.audio is not None:
-            message = f"prompt: model {served.name} transcribes speech: send a file as audio, in base64"
-            raise invalid(message, "prompt", "wrong_task")
+        served.check_reads_text("prompt")
         info = loaded_info(self._client, served)
         check_request(body.timeout_s, body.priority, self._limits)
         checked = check_body(body, served, info, self._limits, shape)

@@ -1,1 +1,1 @@
-"""Confined processes, which can be killed, for chat templates, grammars of clients, images and audio files."""
+"""Confined processes, which can be killed, for chat templates, and for grammars and files of clients."""

@@ -123,11 +123,6 @@ MOST: Final[Mapping[str, str]] = {  # limit of a field that is a list, or an obj
     "prompt": "max_prompts",
     **dict.fromkeys(("input", "inputs", "texts", "documents", "sentences", "text_1", "text_2"), "max_encode_inputs"),
 }
-_OF_MODEL: Final = {
-    ("ResponsesBody", "input"): "max_chat_messages",
-    ("ToolUseBlock", "input"): "",
-    ("TranscribeBody", "suppress_tokens"): "",
-}
 _INPUTS: Final = frozenset({"prompt", "input", "inputs", "text_1", "text_2"})
 _JSON_TEXTS: Final = frozenset({"arguments", "json_schema", "json", "schema", "value"})
 _MOST_UNKNOWN: Final = 32  # unknown fields of an object; the reply lists an error for each
@@ -155,10 +150,11 @@ class _FieldPlace:
         while get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            own: Mapping[str, str] = getattr(annotation, "list_limits", {})
             for name, field in annotation.model_fields.items():
                 known = field.alias or name
                 place = self.fields.setdefault(known, _FieldPlace())
-                place.limit = _OF_MODEL.get((annotation.__name__, known), MOST.get(known, place.limit))
+                place.limit = own.get(known, MOST.get(known, place.limit))
                 place.holds_inputs = known in _INPUTS
                 place.is_json = known in _JSON_TEXTS
                 place.add(field.annotation)

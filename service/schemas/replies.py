@@ -91,21 +91,21 @@ class Choice(Reply):
     prompt_logprobs: list[TokenLogprobReply | None] | None = Field(None, description="One for each prompt token.")
 
 
-class GenerateReply(Reply):
+class ReplyFrame(Reply):
     id: str = Field(description="The request id.", examples=["5f0c1d"])
-    model: str = Field(description="The model that replied.", examples=["code"])
+    model: str = Field(description="The model that replies.", examples=["code"])
     created: int = Field(description="Unix time.", examples=[1_790_000_000])
+
+
+class GenerateReply(ReplyFrame):
     choices: list[Choice] = Field(description="The n choices of each prompt, in order.")
     usage: Usage = Field(description="Token counts.")
     timings: TimingsReply = Field(description="The request's times.")
 
 
-class GenerateEvent(Reply):
+class GenerateEvent(ReplyFrame):
     """One event of a stream. The last one also has usage and timings, or is an `ErrorReply`; `[DONE]` follows it."""
 
-    id: str = Field(description="The request id.", examples=["5f0c1d"])
-    model: str = Field(description="The model that replies.", examples=["code"])
-    created: int = Field(description="Unix time.", examples=[1_790_000_000])
     choices: list[Choice] = Field(description="New parts of choices.")
     usage: Usage | None = Field(None, description="Token counts, in the last event.")
     timings: TimingsReply | None = Field(None, description="The request's times, in the last event.")
@@ -217,7 +217,7 @@ class InfoReply(Reply):
     embed_cache: EmbedCacheInfo | None = Field(description="The cache of results of /encode; null: off.")
     asks_for_key: bool = Field(description="Whether requests need a key.", examples=[False])
     confinement: dict[str, Any] = Field(
-        description="What confines the processes for templates, grammars, images and audio: the version "
+        description="What confines the processes for templates, grammars and files: the version "
         "of Landlock (0: none), and whether there are seccomp filters.",
         examples=[{"landlock": 7, "seccomp": True}],
     )

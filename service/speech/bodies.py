@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, Tag
 
 from model.api.request import MAX_PRIORITY, MIN_PRIORITY
 from service.schemas.bodies import ModelName, RequestId, Timeout
 from service.schemas.parameters import bounded
-from service.schemas.replies import Finish, TimingsReply, TokenLogprobReply, Usage
+from service.schemas.replies import Finish, ReplyFrame, TimingsReply, TokenLogprobReply, Usage
 from service.schemas.types import MAX_INT, ONE_OR_LIST, TONE, Body, Reply, TokenId
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
@@ -22,6 +23,8 @@ Temperatures = Annotated[
 
 class TranscribeBody(Body):
     """Write down what is said in an audio file."""
+
+    list_limits: ClassVar[Mapping[str, str]] = {"suppress_tokens": ""}  # instead of `field_paths.MOST`
 
     model: ModelName = None
     audio: str = Field(
@@ -144,21 +147,15 @@ class TranscribeUsage(Usage):
     audio_seconds: float = Field(description="Length of the audio.", examples=[12.5])
 
 
-class TranscribeReply(Reply):
-    id: str = Field(description="The request id.", examples=["5f0c1d"])
-    model: str = Field(description="The model that replied.", examples=["speech"])
-    created: int = Field(description="Unix time.", examples=[1_790_000_000])
+class TranscribeReply(ReplyFrame):
     choices: list[Transcript] = Field(description="One.")
     usage: TranscribeUsage = Field(description="Prompt tokens are positions of the encoder.")
     timings: TimingsReply = Field(description="The request's times.")
 
 
-class TranscribeEvent(Reply):
+class TranscribeEvent(ReplyFrame):
     """One event of a stream; the last also has usage and timings, or is an `ErrorReply`. Then comes `[DONE]`."""
 
-    id: str = Field(description="The request id.", examples=["5f0c1d"])
-    model: str = Field(description="The model that replies.", examples=["speech"])
-    created: int = Field(description="Unix time.", examples=[1_790_000_000])
     choices: list[Transcript] = Field(description="One.")
     usage: TranscribeUsage | None = Field(None, description="On the last event.")
     timings: TimingsReply | None = Field(None, description="On the last event.")

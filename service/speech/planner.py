@@ -30,6 +30,7 @@ from service.sandbox.process_pool import WorkerError
 from service.settings.service_settings import Limits
 from service.speech.audio_pool import AudioPool, AudioRoom, HeldAudio
 from service.speech.bodies import TranscribeBody
+from service.speech.metrics import SpeechMetrics
 
 READS_AUDIO = "transcribes speech"
 
@@ -97,8 +98,15 @@ class SpeechPlanner:
     """Makes plans of bodies with audio, for the loaded models."""
 
     def __init__(
-        self, models: Models, client: EngineClient, limits: Limits, threads: TokenizerThreads, decoders: AudioPool
+        self,
+        models: Models,
+        client: EngineClient,
+        limits: Limits,
+        threads: TokenizerThreads,
+        decoders: AudioPool,
+        metrics: SpeechMetrics,
     ) -> None:
+        self.metrics = metrics
         self._models = models
         self._client = client
         self._limits = limits

@@ -32,6 +32,7 @@ from service.speech import dialect
 from service.speech.audio_pool import AudioPool, HeldAudio
 from service.speech.bodies import TranscribeBody
 from service.speech.dialect_bodies import AudioForm, SpeechBody, TranscriptionForm, TranslationForm
+from service.speech.metrics import SpeechMetrics
 from service.speech.planner import READS_AUDIO, SpeechPlanner, audio_limits, lacks_for_audio, reads_audio
 from service.speech.running import RunningTranscription
 from service.speech.transcripts import NativeTranscript, RenderTranscript, TranscriptEvents
@@ -39,6 +40,7 @@ from service.speech.transcripts import NativeTranscript, RenderTranscript, Trans
 routes = Routes("generate")
 F = TypeVar("F", bound=AudioForm)
 
+_LIMIT = "max_audio_bytes"  # the setting that limits a body with a file
 _BASE64_PART = 1 << 20  # characters, a multiple of 4
 _TEXTS = ("text/plain", "application/x-subrip", "text/vtt")
 _TYPES = ("audio/", "video/", "application/octet-stream", "application/ogg")  # of a file that is the whole body
@@ -47,7 +49,7 @@ _TYPES = ("audio/", "video/", "application/octet-stream", "application/ogg")  # 
 @routes.post(
     "/v1/audio/transcriptions",
     "Transcribe speech, as OpenAI has it",
-    form_body(TranscriptionForm),
+    form_body(TranscriptionForm, _LIMIT),
     replies("The transcription.", Any, events=(Any,), texts=_TEXTS),
 )
 async def transcriptions(request: Request) -> Response:
@@ -58,7 +60,7 @@ async def transcriptions(request: Request) -> Response:
 @routes.post(
     "/v1/audio/translations",
     "Translate speech to English, as OpenAI has it",
-    form_body(TranslationForm),
+    form_body(TranslationForm, _LIMIT),
     replies("The translation.", Any, texts=_TEXTS),
 )
 async def translations(request: Request) -> Response:
@@ -69,7 +71,7 @@ async def translations(request: Request) -> Response:
 @routes.post(
     "/pipeline/automatic-speech-recognition",
     "Transcribe speech, as InferenceClient asks for it",
-    file_body(SpeechBody, "audio/*"),
+    file_body(SpeechBody, "audio/*", _LIMIT),
     replies("The text.", Any),
     MODEL_IN_QUERY,
 )
@@ -159,7 +161,7 @@ async def answer(
             request, speech_of(request).plan(body, held, context.request_id, context.started)
         )
         service.check_not_given_up()
-        running = RunningTranscription(plan, service.client, service.jobs, service.metrics, service.limits)
+        running = RunningTranscription(plan, service.client, service.jobs, speech_of(request).metrics, service.limits)
         try:
             job = await cancel_on_disconnect(request, running.start(context))
         except BaseException:  # a client that goes away as the job is opened: nothing else would close it
@@ -180,7 +182,8 @@ def speech_planner(service: Service) -> SpeechPlanner:
     """Make what plans the requests of speech; the application keeps it as `app.state.speech`."""
     limits = service.limits
     decoders = AudioPool(limits.audio_decode_s, audio_limits(limits))
-    return SpeechPlanner(service.models, service.client, limits, service.threads, decoders)
+    metrics = SpeechMetrics(service.metrics, service.models)
+    return SpeechPlanner(service.models, service.client, limits, service.threads, decoders, metrics)
 
 
 def speech_of(request: Request) -> SpeechPlanner:

@@ -18,8 +18,8 @@ from service.core.engine_client import EngineClient, GenerationStream
 from service.core.errors import REFUSALS, deadline_passed, draining, engine_refusal, log_unexpected
 from service.core.request_context import RequestContext
 from service.lifecycle.jobs import Job, Jobs
-from service.observability.metrics import Metrics
 from service.settings.service_settings import Limits
+from service.speech.metrics import SpeechMetrics
 from service.speech.planner import SpeechPlan
 
 _ROOM_SECONDS = 0.05  # between looks for room in the queue
@@ -31,7 +31,14 @@ class RunningTranscription:
     `outcome` is set once it has ended; `pieces` yields what is new until then.
     """
 
-    def __init__(self, plan: SpeechPlan, client: EngineClient, jobs: Jobs, metrics: Metrics, limits: Limits) -> None:
+    def __init__(
+        self,
+        plan: SpeechPlan,
+        client: EngineClient,
+        jobs: Jobs,
+        metrics: SpeechMetrics,
+        limits: Limits,
+    ) -> None:
         self.plan = plan
         self.outcome: FinishReason | None = None
         self.completion_tokens = 0

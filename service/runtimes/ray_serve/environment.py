@@ -23,19 +23,9 @@ from service.http.connections import raise_descriptor_limit
 from service.observability.metric_parts import MULTIPROCESS_FOLDER, make_folder
 from service.runtimes.ray_serve import haproxy
 from service.settings.serve_config import ServeConfig
-from service.settings.service_settings import Limits
 
-EDGE_LIMITS: Final = "TRIPTYCH_EDGE_LIMITS"  # variable with limits of connections, as JSON, for Serve's processes
+EDGE_LIMITS: Final = "TRIPTYCH_EDGE_LIMITS"  # variable with the limits, as JSON, for Serve's processes
 HA_PROXY: Final = "RAY_SERVE_ENABLE_HA_PROXY"
-_LIMITS = (
-    "max_body_bytes",
-    "max_audio_bytes",
-    "max_header_bytes",
-    "max_idle_connections",
-    "receive_s",
-    "stream_stall_s",
-)
-
 _MAX_TEMP_PATH = 16  # bytes; Ray and HAProxy append up to 85 for Unix sockets, whose paths have 107 at most
 
 
@@ -68,7 +58,7 @@ def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": str(int(with_haproxy)),  # 1: replicas listen themselves; 0: a proxy does
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "service.runtimes.ray_serve.edge:middlewares",
-        EDGE_LIMITS: _edge_limits(config.settings.limits),
+        EDGE_LIMITS: msgspec.json.encode(config.settings.limits).decode(),
         "RAY_SERVE_LOG_TO_STDERR": "0",
         # By default Serve kills a proxy that takes over 5 s to start, as on a busy machine, and then fails itself.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "45",
@@ -82,10 +72,6 @@ def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
         MULTIPROCESS_FOLDER: str(folder / "metrics"),
     }
     return settings | (haproxy.variables(config, folder) if with_haproxy else {})
-
-
-def _edge_limits(limits: Limits) -> str:
-    return msgspec.json.encode({name: getattr(limits, name) for name in _LIMITS}).decode()
 
 
 def _session_folder() -> Path:
