@@ -42,6 +42,7 @@ class SpeechTokens:
     tasks: Mapping[str, int]  # of TASKS
     default_language: str | None = None  # None: it is detected
     default_task: str = "transcribe"
+    forces_task: bool = False  # an older folder, whose `forced_decoder_ids` say the task
     return_timestamps: bool = False
     max_initial_timestamp_index: int | None = None
     suppressed: tuple[int, ...] = ()  # never generated
@@ -78,13 +79,16 @@ class SpeechTokens:
             raise ValueError(f"language: the model has no {given[:60]!r}; it has {known}")
         return code
 
-    def task(self, given: str | None) -> str:
-        """Return a task, by default the folder's; raises `ValueError` for one that the model does not have."""
+    def task(self, given: str | None, language: str | None = None) -> str:
+        """Return a task, by default the folder's; raises `ValueError` for one that the model does not have.
+
+        `language` is the one that is asked for: with it `forced_decoder_ids` do not count, as in the reference.
+        """
         if given not in (None, "transcribe", *self.tasks):
             raise ValueError(
                 "task: the model transcribes and does not translate" if given in TASKS else f"no task {given!r}"
             )
-        return given or self.default_task
+        return given or (TASKS[0] if self.forces_task and language is not None else self.default_task)
 
     def prompt(self, language: str | None = None, task: str | None = None, *, timestamps: bool) -> tuple[int, ...]:
         """Return the beginning of the decoder's tokens; a model of English only takes no language and no task.
@@ -128,6 +132,7 @@ def read_speech_tokens(
         tasks=tasks if languages else {},
         default_language=language if languages else None,
         default_task=task if languages else "transcribe",
+        forces_task=task != TASKS[0] and generation.get("task") is None,
         return_timestamps=reader.flag("return_timestamps") or False,
         max_initial_timestamp_index=reader.max_initial(no_timestamps),
         suppressed=reader.ids("suppress_tokens"),

@@ -51,7 +51,7 @@ class SpeechOptions:
         return replace(
             self,
             language=tokens.language(self.language),
-            task=tokens.task(self.task),
+            task=tokens.task(self.task, self.language),
             writes_timestamps=self.words or (tokens.return_timestamps if self.timestamps is None else self.timestamps),
             max_tokens=longest if self.max_tokens is None else self.max_tokens,
             num_beams=defaults.get("num_beams", 1) if self.num_beams is None else self.num_beams,

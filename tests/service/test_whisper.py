@@ -288,10 +288,11 @@ OWN: dict[str, dict[str, Any]] = {  # what a folder sets by itself, in generatio
 }
 
 
-def said_by_itself(folder: Path, samples: NDArray[np.float32]) -> list[int]:
-    """The tokens of a transcription for which nothing is asked."""
+def said_by_itself(folder: Path, samples: NDArray[np.float32], language: str | None = None) -> list[int]:
+    """The tokens of a transcription for which nothing else is asked."""
     made = LLM(folder, EngineConfig(dtype="float32", max_num_seqs=8, kv_cache_memory=4 << 20))
     plain = SpeechOptions(
+        language=language,
         carries_context=False,
         temperatures=(0.0,),
         compression_ratio_threshold=None,
@@ -333,6 +334,18 @@ def test_what_a_folder_sets_is_done_where_nothing_is_asked(
     samples = noise(2.0, 4)  # a whole window, in which both end
     expected = said_by_reference(model[1], generation, samples)
     assert said_by_itself(tmp_path, samples) == expected != []
+
+
+def test_a_language_that_is_asked_for_undoes_an_older_folders_task(
+    model: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path
+) -> None:
+    shutil.copytree(model[0], tmp_path, dirs_exist_ok=True)
+    generation = {**whisper.GENERATION, "return_timestamps": True, "forced_decoder_ids": FORCED}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    samples = noise(2.0, 4)
+    expected = said_by_reference(model[1], generation, samples, language="en")
+    assert said_by_itself(tmp_path, samples, "en") == expected
+    assert said_by_reference(model[1], generation, samples, language="en", task="translate") != expected
 
 
 ENGLISH = {"is_multilingual": False, "lang_to_id": None, "task_to_id": None}
