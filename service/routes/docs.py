@@ -161,8 +161,7 @@ def _reply(reply: Reply, schemas: _Schemas) -> Json:
                 "properties": {
                     "data": {
                         "type": "string",
-                        "contentMediaType": JSON,
-                        "contentSchema": data,
+                        "anyOf": [{"contentMediaType": JSON, "contentSchema": data}, {"const": "[DONE]"}],
                         "description": "JSON; where the API has one, `[DONE]` ends the stream.",
                     }
                 },

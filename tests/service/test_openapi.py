@@ -33,12 +33,12 @@ CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
 def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    """Models such that every route has one that answers."""
+    """Models such that every route has one that answers; the document's examples name three of them."""
     folder = tmp_path_factory.mktemp("models")
     models = [
-        f"gen={checkpoints.llama(folder / 'llama')}",
-        f"seq={embedded_models()['normalize']}",
-        f"enc={checkpoints.bert(folder / 'bert')}",
+        f"code={checkpoints.llama(folder / 'llama')}",
+        f"normalize={embedded_models()['normalize']}",
+        f"embed={checkpoints.bert(folder / 'bert')}",
         f"cls={checkpoints.bert(folder / 'classifier', classes=3)}",
     ]
     (folder / "llama" / "chat_template.jinja").write_text(CHAT)

@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from PIL import Image
 
@@ -25,6 +26,7 @@ from service.core.errors import ANTHROPIC_PATHS, SERVER_FAULTS
 from service.observability import logs
 from service.schemas.replies import InfoReply, ModelsReply
 from service.settings.service_settings import Limits, ServiceSettings
+from tests.service.dialects.support import chat_app
 from tests.service.support import (
     App,
     HeldTokenizer,
@@ -380,6 +382,32 @@ def test_openapi_shows_a_body_that_each_route_reads() -> None:
     for body, name in (("SpeechBody", "inputs"), ("TranscribeBody", "audio")):
         with wave.open(io.BytesIO(base64.b64decode(known[body]["properties"][name]["examples"][0]))) as file:
             assert file.getnframes() == 16
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", GOOD),
+        ("/generate", {"model": "gen", "inputs": "a"}),
+        ("/v1/completions", {"model": "gen", "prompt": "a", "stream_options": {"include_usage": True}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 4}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}),
+    ],
+)
+def test_openapi_describes_every_event_of_a_stream(path: str, body: dict[str, Any]) -> None:
+    app = chat_app(max_model_len=256)
+    document = ask(app, "GET", "/openapi.json").json()
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    data = content["schema"]["properties"]["data"]
+    text = ask(app, "POST", path, json={**body, "stream": True}).text
+    sent = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert len(sent) > 2
+    for one in sent:
+        jsonschema.validate(one, data)
+        if not any(one == other.get("const") for other in data["anyOf"]):
+            event = {**data["anyOf"][0]["contentSchema"], "components": document["components"]}
+            jsonschema.validate(json.loads(one), event)
 
 
 def _references(node: Any) -> Iterator[str]:
