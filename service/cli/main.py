@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments, unknown = make_parser().parse_known_args(argv)
         if unknown:
-            raise ConfigError(f"{unknown[0]} is not known{sources.nearest(unknown[0], arguments.flags)}")
+            near = sources.nearest(unknown[0].partition("=")[0], arguments.flags)
+            raise ConfigError(f"{unknown[0]} is not known{near or f' (see triptych {arguments.command} --help)'}")
         code = _COMMANDS[arguments.command](arguments)
     except ConfigError as error:
         if arguments.verbose:

@@ -18,10 +18,23 @@ SAMPLING = {name: column for name, column in PARAMETERS.items() if column.row.fl
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """A parser that raises errors as `ConfigError`, in one line."""
+    """A parser that raises errors as `ConfigError`, in one line, and takes no beginning of a flag for the flag."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+class _Version(argparse.Action):
+    """Prints the version, which takes long to read for a parser that is not asked for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"triptych {version('triptych')}")
+        parser.exit()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -30,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="triptych", description="Serve decoder-only, encoder-decoder and encoder-only Transformers."
     )
     _add_verbose(parser, default=False)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     _add_serve(commands)
     _add_serve_config(commands)

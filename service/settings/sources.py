@@ -25,6 +25,7 @@ from service.settings.option_table import (
 )
 from service.settings.parsers import boolean
 
+_FEW = 12  # names that an error lists
 _REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts")
 # Read by `service.cli.main`, `model.network.activation_dump` and `model.system.child_process`.
 _OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG", "TRIPTYCH_DUMP_ACTIVATIONS", "TRIPTYCH_ENGINE_MODULE"})
@@ -165,7 +166,9 @@ def _refuse_unknown(found: Iterable[str], known: Iterable[str], what: str) -> No
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: the most similar known name, or all known names."""
+    """Return the end of an error message: the most similar known name, else all known names if they are few."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; known are {', '.join(known)}" if len(known) <= _FEW else ""

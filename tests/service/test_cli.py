@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
@@ -72,12 +73,20 @@ print("done", file=sys.stderr)
     assert run.returncode == 0 and run.stderr.endswith("done\n"), run.stderr
 
 
+def test_the_version_is_printed() -> None:
+    run = triptych_here("--version")
+    assert (run.returncode, run.stdout) == (0, f"triptych {version('triptych')}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("serve", "/no/such/folder"), "/no/such/folder: no such folder"),
         (("serve", "--prot", "1"), "--prot is not known; did you mean --port?"),
         (("encode", "--modle", "embed", "x"), "--modle is not known; did you mean --model?"),
+        (("serve", "--por", "1"), "--por is not known; did you mean --port?"),
+        (("serve", "--por=1"), "--por=1 is not known; did you mean --port?"),
+        (("serve", "--trust-remote-code"), "--trust-remote-code is not known (see triptych serve --help)"),
         (("serve", "--port", "x"), "--port: found 'x', expected a whole number"),
         (("serve", "code", "code"), "two models have the same name"),
         (("generate", "code", "x", "--dtype", "int3"), "--dtype: found 'int3'"),
