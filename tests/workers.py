@@ -30,7 +30,7 @@ EMBEDDED = frozenset(  # they share one service of the embedded models
 _LONG = EMBEDDED | frozenset(  # of single tests or fixtures that take long: begun late they would be waited for
     {"tests/lab/test_gpu_bench.py", "tests/engine/test_process_transport.py", "tests/service/test_openapi.py"}
 )
-_CHECKPOINTS = "TRIPTYCH_TEST_CHECKPOINTS"
+_CHECKPOINTS = "CHECKPOINTS_OF_TRIPTYCH_TESTS"
 _PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
 
 

@@ -447,7 +447,7 @@ def copied(kind: str, into: Path) -> Path:
 @cache
 def _root() -> Path:
     """The folder that the processes of a test run share (tests/workers.py), or one of this process."""
-    if shared := os.environ.get("TRIPTYCH_TEST_CHECKPOINTS"):
+    if shared := os.environ.get("CHECKPOINTS_OF_TRIPTYCH_TESTS"):
         return Path(shared)
     root = tempfile.mkdtemp(prefix="triptych-tests-")
     atexit.register(shutil.rmtree, root, ignore_errors=True)
