@@ -168,7 +168,8 @@ def _refuse_unknown(found: Iterable[str], known: Iterable[str], what: str) -> No
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message: the most similar known name, else all known names if they are few."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    by_word = {one.removeprefix(PREFIX).lstrip("-"): one for one in known}  # what all have says nothing
+    near = difflib.get_close_matches(name.removeprefix(PREFIX).lstrip("-"), by_word, n=1, cutoff=0.6)
     if near:
-        return f"; did you mean {near[0]}?"
+        return f"; did you mean {by_word[near[0]]}?"
     return f"; known are {', '.join(known)}" if len(known) <= _FEW else ""

@@ -120,6 +120,8 @@ def test_every_option_reads_its_own_variable() -> None:
 def test_an_unknown_variable_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"TRIPTYCH_PROT is not known; did you mean TRIPTYCH_PORT\?"):
         sources.from_environment({"TRIPTYCH_PROT": "1"})
+    with pytest.raises(ConfigError, match=r"TRIPTYCH_CHECKPOINTS is not known$"):  # the prefix is like no other
+        sources.from_environment({"TRIPTYCH_CHECKPOINTS": "1"})
 
 
 @pytest.mark.parametrize(
