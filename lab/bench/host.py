@@ -13,14 +13,11 @@ from torch import Tensor
 from model.api.request import Request
 from model.api.sampling_params import SamplingParams
 from model.cache.kv_cache import KVCache
+from model.config.attention import AttentionConfig
 from model.config.cache import PoolSize
-from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, Norms
-from model.config.model import (
-    EmbeddingConfig,
-    HeadConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig
+from model.config.stack import StackConfig
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager

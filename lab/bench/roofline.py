@@ -19,10 +19,12 @@ import torch
 
 from lab.bench.batches import Workload
 from model.checkpoint.folder import read_checkpoint
+from model.config.attention import AttentionConfig
 from model.config.cache import paged_specs, state_bytes
 from model.config.formats import FORMATS, QUANTIZED_LAYERS
-from model.config.layer import AttentionConfig, ExpertsConfig, LayerConfig, MLPConfig
-from model.config.model import ModelConfig, StackConfig
+from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig
+from model.config.model import ModelConfig
+from model.config.stack import StackConfig
 from model.linear.native import packed_linear
 from model.native.library import Kind, Library, native
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from model.cache.kv_cache import LayerCache
+from model.config.attention import AttentionConfig
 from model.config.cache import PagedSpec
-from model.config.layer import AttentionConfig
 from model.system import devices
 
 UNEVEN_KEYS = 2048  # the least number of keys that is worth a second launch to divide them

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from model.attention.base import AttentionBackend, AttentionMetadata, ScoreBias
 from model.cache.kv_cache import LayerCache, StateCache, StateTables
+from model.config.attention import AttentionConfig, GatedDeltaConfig
 from model.config.cache import PagedSpec
-from model.config.layer import AttentionConfig, GatedDeltaConfig
 
 # -- Different backends for the layers of one model.
 

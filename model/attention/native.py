@@ -9,8 +9,8 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata, ScoreBias, SlopedBias, distance_table, given, refuse_gradients
 from model.cache.kv_cache import LayerCache
+from model.config.attention import AttentionConfig, XLNetRelativeConfig
 from model.config.cache import PagedSpec
-from model.config.layer import AttentionConfig, XLNetRelativeConfig
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import AttentionShape, KVPages, Segments
 from model.native.structures import ScoreBias as BiasTable

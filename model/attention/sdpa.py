@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, softcapped, visible, weights_of
 from model.cache.kv_cache import LayerCache
+from model.config.attention import AttentionConfig
 from model.config.cache import PagedSpec
-from model.config.layer import AttentionConfig
 
 
 class SdpaBackend:

@@ -13,8 +13,8 @@ from model.attention.base import AttentionBackend
 from model.attention.layer_backends import PerLayerBackend
 from model.attention.native import NativeBackend
 from model.attention.sdpa import SdpaBackend
+from model.config.attention import AttentionConfig
 from model.config.cache import PagedSpec
-from model.config.layer import AttentionConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.native.library import Library, native

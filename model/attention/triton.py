@@ -29,8 +29,8 @@ from model.attention.layer_backends import Recurrence
 from model.attention.triton_heads import prepare
 from model.attention.triton_kernels import INTERPRETED, SLOPES, TABLE, attend, combine, write_pages
 from model.cache.kv_cache import LayerCache, StateCache, StateTables
+from model.config.attention import AttentionConfig, DisentangledConfig, GatedDeltaConfig, XLNetRelativeConfig
 from model.config.cache import SCALED_KINDS, PagedSpec
-from model.config.layer import AttentionConfig, DisentangledConfig, GatedDeltaConfig, XLNetRelativeConfig
 from model.system.devices import processors
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -15,7 +15,7 @@ from model.attention.layer_backends import Recurrence
 from model.attention.triton_delta_kernels import gate_outputs, scan_chunks, solve_chunks, step_states
 from model.attention.triton_kernels import INTERPRETED
 from model.cache.kv_cache import StateCache, StateTables
-from model.config.layer import GatedDeltaConfig
+from model.config.attention import GatedDeltaConfig
 
 CHUNK = 32  # tokens that are solved for together
 _MOST = 128 * 128  # elements of a head's state, which a program has in registers

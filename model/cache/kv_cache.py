@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.config.attention import AttentionConfig, GatedDeltaConfig
 from model.config.cache import NO_STATE, SCALED_KINDS, PagedSpec, paged_specs, pools_of
-from model.config.layer import AttentionConfig, GatedDeltaConfig
-from model.config.model import StackConfig
+from model.config.stack import StackConfig
 from model.system import huge_pages
 from model.system.devices import device_tensor, to_device
 

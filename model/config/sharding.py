@@ -15,15 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from model.config.layer import (
-    AlibiConfig,
-    AttentionConfig,
-    ExpertsConfig,
-    GatedDeltaConfig,
-    LayerConfig,
-    MLPConfig,
-    NormSpan,
-)
+from model.config.attention import AlibiConfig, AttentionConfig, GatedDeltaConfig, NormSpan
+from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig
 from model.config.model import EmbeddingConfig, ModelConfig
 from model.errors import ConfigError
 

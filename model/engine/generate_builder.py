@@ -16,7 +16,8 @@ from model.attention.layer_backends import recurrent_backend
 from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import Checkpoint
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
-from model.config.model import GenerationRules, ModelConfig, StackConfig
+from model.config.model import GenerationRules, ModelConfig
+from model.config.stack import StackConfig
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, num_recorded, recorded, recording
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine

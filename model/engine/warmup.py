@@ -20,7 +20,7 @@ from model.api.sampling_params import SamplingParams
 from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
 from model.attention.layer_backends import backend_of
 from model.cache.kv_cache import KVCache, whole_segments
-from model.config.layer import AttentionConfig, BucketBiasConfig
+from model.config.attention import AttentionConfig, BucketBiasConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.execution.sources import blank_source

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.config.attention import AttentionConfig, NormConfig, NormKind
+from model.config.layer import LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, ModelConfig
+from model.config.stack import PositionConfig, PositionKind, StackConfig
 from model.errors import ConfigError
 from model.families.table.heads import (
     classifier,

@@ -12,8 +12,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.config.attention import AttentionConfig, NormConfig, NormKind
+from model.config.layer import LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig
+from model.config.stack import PositionConfig, PositionKind, StackConfig
 from model.families.table.heads import classifier, classifier_rules
 from model.families.table.helpers import (
     activation,

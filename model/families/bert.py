@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.config.attention import AttentionConfig, NormConfig, NormKind
+from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, ModelConfig
+from model.config.stack import PositionConfig, PositionKind, StackConfig
 from model.families.table.heads import (
     classifier,
     classifier_rules,

@@ -7,17 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.layer import (
-    Activation,
-    AlibiConfig,
-    AttentionConfig,
-    LayerConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    Norms,
-)
-from model.config.model import ModelConfig, StackConfig
+from model.config.attention import AlibiConfig, AttentionConfig, NormConfig, NormKind
+from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from model.config.model import ModelConfig
+from model.config.stack import StackConfig
 from model.families.table.decoders import decoder_model
 from model.families.table.heads import classifier_rules
 from model.families.table.helpers import affine, ignore_unless, refuse_unless, repeat, split_width

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import NormConfig, NormKind, Norms, NormSpan
+from model.config.attention import NormConfig, NormKind, NormSpan
+from model.config.layer import Norms
 from model.config.model import ModelConfig
 from model.families import llama
 from model.families.table.decoders import either_way, turning_neighbours, with_attention, with_layers

@@ -10,24 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
-from model.config.layer import (
-    AttentionConfig,
-    DisentangledConfig,
-    LayerConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    Norms,
-)
-from model.config.model import (
-    ClassifierConfig,
-    ConvolutionConfig,
-    EmbeddingConfig,
-    ModelConfig,
-    PositionConfig,
-    PositionKind,
-    StackConfig,
-)
+from model.config.attention import AttentionConfig, DisentangledConfig, NormConfig, NormKind
+from model.config.layer import LayerConfig, MLPConfig, Norms
+from model.config.model import ClassifierConfig, EmbeddingConfig, ModelConfig
+from model.config.stack import ConvolutionConfig, PositionConfig, PositionKind, StackConfig
 from model.errors import ConfigError
 from model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.config.attention import AttentionConfig, NormConfig, NormKind
+from model.config.layer import LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, ModelConfig
+from model.config.stack import PositionConfig, PositionKind, StackConfig
 from model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
 from model.families.table.helpers import activation, affine, repeat, self_attention, split_width
 from model.families.table.raw_config import Settings

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 
 from model.config.layer import Activation, Norms
-from model.config.model import MaskDropout, ModelConfig, PositionConfig, PositionKind
+from model.config.model import MaskDropout, ModelConfig
+from model.config.stack import PositionConfig, PositionKind
 from model.errors import ConfigError
 from model.families import bert
 from model.families.table.heads import tied_names

@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.layer import (
-    AlibiConfig,
-    AttentionConfig,
-    LayerConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    Norms,
-    RotaryConfig,
-)
-from model.config.model import ModelConfig, StackConfig
+from model.config.attention import AlibiConfig, AttentionConfig, NormConfig, NormKind, RotaryConfig
+from model.config.layer import LayerConfig, MLPConfig, Norms
+from model.config.model import ModelConfig
+from model.config.stack import StackConfig
 from model.errors import ConfigError
 from model.families.table.decoders import decoder_model
 from model.families.table.heads import classifier_rules

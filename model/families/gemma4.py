@@ -12,17 +12,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from model.config.layer import (
-    AttentionConfig,
-    ExpertsConfig,
-    LayerConfig,
-    LayerEmbeddingConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    Norms,
-)
-from model.config.model import ModelConfig, StackConfig
+from model.config.attention import AttentionConfig, NormConfig, NormKind
+from model.config.layer import ExpertsConfig, LayerConfig, LayerEmbeddingConfig, MLPConfig, Norms
+from model.config.model import ModelConfig
+from model.config.stack import StackConfig
 from model.errors import ConfigError
 from model.families import gemma, llama
 from model.families.table.decoders import ExpertNames, decoder_model

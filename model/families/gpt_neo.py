@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice
 
-from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.config.attention import AttentionConfig, NormConfig, NormKind
+from model.config.layer import LayerConfig, MLPConfig, Norms
+from model.config.model import ModelConfig
+from model.config.stack import PositionConfig, PositionKind, StackConfig
 from model.errors import ConfigError
 from model.families.table.decoders import decoder_model
 from model.families.table.heads import classifier_rules

@@ -10,8 +10,10 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
-from model.config.layer import AttentionConfig, ExpertsConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import ModelConfig, StackConfig
+from model.config.attention import AttentionConfig, NormConfig, NormKind
+from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig, Norms
+from model.config.model import ModelConfig
+from model.config.stack import StackConfig
 from model.errors import ConfigError
 from model.families.table.decoders import ExpertNames, decoder_model, either_way, with_attention
 from model.families.table.heads import classifier_rules

@@ -12,7 +12,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-from model.config.layer import Activation, ExpertsConfig, MLPConfig, NormConfig, NormKind
+from model.config.attention import NormConfig, NormKind
+from model.config.layer import Activation, ExpertsConfig, MLPConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError, shown
 from model.families import llama

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.layer import BucketBiasConfig
+from model.config.attention import BucketBiasConfig
 from model.config.model import ModelConfig
 from model.families import bert
 from model.families.table.heads import classifier_rules, masked_head_rules, tied_names

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.layer import AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.config.attention import AttentionConfig, NormConfig, NormKind
+from model.config.layer import LayerConfig, MLPConfig, Norms
+from model.config.model import ModelConfig
+from model.config.stack import PositionConfig, PositionKind, StackConfig
 from model.families.table.decoders import decoder_model
 from model.families.table.heads import classifier_rules
 from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width

@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import ExpertsConfig, NormConfig, NormKind, RotaryConfig
+from model.config.attention import NormConfig, NormKind, RotaryConfig
+from model.config.layer import ExpertsConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError, shown
 from model.families import llama, mixtral

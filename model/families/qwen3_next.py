@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from math import gcd
 
-from model.config.layer import AttentionConfig, GatedDeltaConfig, NormConfig, NormKind, Norms
+from model.config.attention import AttentionConfig, GatedDeltaConfig, NormConfig, NormKind
+from model.config.layer import Norms
 from model.config.model import ModelConfig
 from model.families import llama, qwen_moe
 from model.families.table.helpers import fused, heads_norm, layers_by_type, refuse_unless

@@ -11,18 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import (
-    Activation,
-    AttentionConfig,
-    LayerConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    Norms,
-    RopeScaling,
-    RotaryConfig,
-)
-from model.config.model import AdapterConfig, ClassifierInput, EmbeddingConfig, ModelConfig, StackConfig
+from model.config.attention import AttentionConfig, NormConfig, NormKind, RopeScaling, RotaryConfig
+from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from model.config.model import AdapterConfig, ClassifierInput, EmbeddingConfig, ModelConfig
+from model.config.stack import StackConfig
 from model.errors import ConfigError
 from model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
 from model.families.table.helpers import activation, affine, fused, refuse_unless, repeat, split_width

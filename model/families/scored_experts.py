@@ -10,7 +10,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import ChoiceConfig, ExpertsConfig, NormSpan
+from model.config.attention import NormSpan
+from model.config.layer import ChoiceConfig, ExpertsConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import glm, llama, mixtral

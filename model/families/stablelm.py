@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.layer import NormConfig, NormKind, Norms, NormSpan
+from model.config.attention import NormConfig, NormKind, NormSpan
+from model.config.layer import Norms
 from model.config.model import ModelConfig
 from model.families import llama
 from model.families.table.decoders import either_way, with_attention, with_layers

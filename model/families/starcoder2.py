@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.layer import MLPConfig, NormConfig, NormKind
+from model.config.attention import NormConfig, NormKind
+from model.config.layer import MLPConfig
 from model.config.model import ModelConfig
 from model.families import llama
 from model.families.table.decoders import either_way, with_attention, with_layers

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
+from model.config.model import EmbeddingConfig, ModelConfig
+from model.config.stack import StackConfig
 from model.families.table.raw_config import Settings
 from model.families.table.rules import Family, Rule, TensorRule
 

@@ -9,16 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.layer import (
-    AttentionConfig,
-    BucketBiasConfig,
-    LayerConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    Norms,
-)
-from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig, StackConfig
+from model.config.attention import AttentionConfig, BucketBiasConfig, NormConfig, NormKind
+from model.config.layer import LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig
+from model.config.stack import StackConfig
 from model.families.table.helpers import (
     activation,
     affine,

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from model.config.layer import LayerConfig
-from model.config.model import HeadConfig, ModelConfig, StackConfig
+from model.config.model import HeadConfig, ModelConfig
+from model.config.stack import StackConfig
 from model.families import gemma2
 from model.families.table.decoders import as_encoder, see_one_more
 from model.families.table.helpers import affine, cross_attention, fused, ids, self_attention, tied

@@ -9,16 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, NormConfig, NormKind, Norms
-from model.config.model import (
-    ClassifierInput,
-    EmbeddingConfig,
-    ImageConfig,
-    ModelConfig,
-    PositionConfig,
-    PositionKind,
-    StackConfig,
-)
+from model.config.attention import AttentionConfig, NormConfig, NormKind
+from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from model.config.model import ClassifierInput, EmbeddingConfig, ImageConfig, ModelConfig
+from model.config.stack import PositionConfig, PositionKind, StackConfig
 from model.families.table.heads import classifier, classifier_rules, has_pooler
 from model.families.table.helpers import (
     activation,

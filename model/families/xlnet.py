@@ -7,16 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.layer import (
-    AttentionConfig,
-    LayerConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    Norms,
-    XLNetRelativeConfig,
-)
-from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
+from model.config.attention import AttentionConfig, NormConfig, NormKind, XLNetRelativeConfig
+from model.config.layer import LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, ModelConfig
+from model.config.stack import StackConfig
 from model.families.table.heads import classifier, classifier_rules
 from model.families.table.helpers import activation, affine, ignore_unless, refuse_unless, repeat
 from model.families.table.raw_config import Settings

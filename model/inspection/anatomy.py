@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.config.cache import StateSize, cached_elements, state_bytes
-from model.config.layer import (
+from model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
-    ExpertsConfig,
     GatedDeltaConfig,
-    LayerConfig,
-    MLPConfig,
     RotaryConfig,
     XLNetRelativeConfig,
 )
-from model.config.model import ModelConfig, StackConfig
+from model.config.cache import StateSize, cached_elements, state_bytes
+from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig
+from model.config.model import ModelConfig
+from model.config.stack import StackConfig
 from model.network.parameter_counts import parameters_by_part
 
 _POSITIONS = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup
 from model.attention.reference import ReferenceBackend
 from model.checkpoint.folder import read_checkpoint
-from model.config.layer import AttentionConfig
+from model.config.attention import AttentionConfig
 from model.errors import ConfigError
 from model.network.inputs import CrossInput, packed_input
 from model.network.transformer import Transformer

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from model.attention.base import Preparation, PreparingBackend, ScoreBias
 from model.attention.layer_backends import backend_of
 from model.cache.kv_cache import LayerCache
-from model.config.layer import AttentionConfig, NormSpan, RotaryConfig
+from model.config.attention import AttentionConfig, NormSpan, RotaryConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.fused_ops import rotate_both, sigmoid_gated

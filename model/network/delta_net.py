@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from model.attention.layer_backends import Recurrence, recurrent_backend
 from model.cache.kv_cache import StateCache, StateSpan, independent_spans, whole_segments
-from model.config.layer import GatedDeltaConfig
+from model.config.attention import GatedDeltaConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.inputs import StepContext

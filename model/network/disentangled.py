@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import SegmentGroup
-from model.config.layer import AttentionConfig, DisentangledConfig, NormConfig
+from model.config.attention import AttentionConfig, DisentangledConfig, NormConfig
 from model.linear.base import Linear, LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.network.norms import build_norm

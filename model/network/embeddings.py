@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.base import AttentionMetadata
-from model.config.model import AudioConfig, ConvolutionConfig, ImageConfig, MaskDropout, PositionConfig
+from model.config.model import AudioConfig, ImageConfig, MaskDropout
 from model.config.sharding import Range
+from model.config.stack import ConvolutionConfig, PositionConfig
 from model.linear.base import Linear, LinearSpec, Part
 from model.linear.factory import Collective, LinearFactory
 from model.network.feed_forward import ACTIVATIONS

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config.layer import RopeScaling, RotaryConfig
+from model.config.attention import RopeScaling, RotaryConfig
 from model.network.norms import OffsetRMSNorm
 from model.network.positions import rotary_frequencies, rotate, turns
 from model.system import fallbacks

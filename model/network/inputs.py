@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionBackend, AttentionMetadata
 from model.cache.kv_cache import LayerCache, StateSpan, StateTables, whole_segments
-from model.config.layer import RopeScaling, RotaryConfig
+from model.config.attention import RopeScaling, RotaryConfig
 from model.linear.base import Linear
 from model.network.adapters import RowAdapters
 from model.network.disentangled import RelativeTable

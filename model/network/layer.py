@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from model.attention.base import ScoreBias, SegmentGroup
 from model.cache.kv_cache import LayerCache, StateCache
-from model.config.layer import (
+from model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
-    LayerConfig,
     XLNetRelativeConfig,
 )
+from model.config.layer import LayerConfig
 from model.linear.factory import LinearFactory
 from model.network.attention import CrossAttention, SelfAttention
 from model.network.delta_net import GatedDeltaNet

@@ -9,24 +9,18 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from model.config.layer import (
-    Activation,
+from model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
-    ExpertsConfig,
-    GateClamp,
     GatedDeltaConfig,
-    LayerConfig,
-    LayerEmbeddingConfig,
-    MLPConfig,
     NormConfig,
-    Norms,
     RotaryConfig,
     XLNetRelativeConfig,
 )
-from model.config.model import ConvolutionConfig, PositionConfig, StackConfig
+from model.config.layer import Activation, ExpertsConfig, GateClamp, LayerConfig, LayerEmbeddingConfig, MLPConfig, Norms
+from model.config.stack import ConvolutionConfig, PositionConfig, StackConfig
 from model.native.library import ACTIVATIONS
 
 _READ: dict[type, str] = {  # by class, the fields that C reads, or that torch takes care of around it

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from model.config.attention import AttentionConfig
 from model.config.cache import pool_of_layers
 from model.config.formats import QUANTIZED_LAYERS, kept_as_stored, nearest_kept
-from model.config.layer import AttentionConfig, LayerConfig
-from model.config.model import ModelConfig, StackConfig
+from model.config.layer import LayerConfig
+from model.config.model import ModelConfig
+from model.config.stack import StackConfig
 from model.linear.native import kernel_of
 from model.native.library import KINDS, Kind, Library
 from model.native.structures import KVPages, Layer, PackedMatrix, Segments

@@ -17,20 +17,21 @@ from torch import Tensor, nn
 from model.attention.base import AttentionMetadata
 from model.attention.native import bias_width, fill_segments, kv_pages, shape_of
 from model.cache.kv_cache import KVCache, whole_segments
-from model.config.cache import pool_of_layers
-from model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind
-from model.config.layer import (
+from model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
-    LayerConfig,
     NormConfig,
     NormKind,
     NormSpan,
     RotaryConfig,
 )
-from model.config.model import ModelConfig, StackConfig
+from model.config.cache import pool_of_layers
+from model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind
+from model.config.layer import LayerConfig
+from model.config.model import ModelConfig
+from model.config.stack import StackConfig
 from model.linear.factory import LinearFactory
 from model.linear.native import packed_matrix
 from model.native.library import ACTIVATIONS, KINDS, Library

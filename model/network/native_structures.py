@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from model.cache.kv_cache import StateCache
-from model.config.layer import AttentionConfig, DisentangledConfig, ExpertsConfig, GatedDeltaConfig, MLPConfig
-from model.config.model import StackConfig
+from model.config.attention import AttentionConfig, DisentangledConfig, GatedDeltaConfig
+from model.config.layer import ExpertsConfig, MLPConfig
+from model.config.stack import StackConfig
 from model.linear.base import Linear
 from model.linear.native import NativeLinear, packed_bytes, packed_linear, packed_matrix
 from model.native.library import ACTIVATIONS, CLAMPED_SILU, KINDS, Kind, Library

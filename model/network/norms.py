@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.attention.base import HeadNorm
-from model.config.layer import NormConfig, NormKind, Norms, NormSpan
+from model.config.attention import NormConfig, NormKind, NormSpan
+from model.config.layer import Norms
 from model.errors import ConfigError
 from model.linear.factory import Collective
 

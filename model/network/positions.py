@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention.base import ScoreBias, SegmentGroup, distance_table
-from model.config.layer import (
-    AlibiConfig,
-    AttentionConfig,
-    BucketBiasConfig,
-    RopeScaling,
-    RotaryConfig,
-)
+from model.config.attention import AlibiConfig, AttentionConfig, BucketBiasConfig, RopeScaling, RotaryConfig
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 

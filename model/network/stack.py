@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from model.attention.base import AttentionBackend
 from model.cache.kv_cache import KVCache
-from model.config.layer import BucketBiasConfig
-from model.config.model import EmbeddingConfig, PositionKind, StackConfig
+from model.config.attention import BucketBiasConfig
+from model.config.model import EmbeddingConfig
+from model.config.stack import PositionKind, StackConfig
 from model.linear.base import Linear, LinearSpec, Part
 from model.linear.factory import LinearFactory
 from model.network.activation_dump import PassDump, Write

@@ -15,13 +15,9 @@ from torch import Tensor, nn
 from model.attention.base import AttentionBackend
 from model.attention.native import write_rows
 from model.cache.kv_cache import KVCache
-from model.config.model import (
-    ClassifierInput,
-    EmbeddingConfig,
-    ModelConfig,
-    StackConfig,
-)
+from model.config.model import ClassifierInput, EmbeddingConfig, ModelConfig
 from model.config.sharding import Shard
+from model.config.stack import StackConfig
 from model.linear.base import Linear, LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
 from model.native.library import KINDS

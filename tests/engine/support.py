@@ -14,7 +14,7 @@ from model.api.sampling_params import SamplingParams
 from model.attention.base import AttentionBackend
 from model.cache.kv_cache import KVCache
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
-from model.config.model import StackConfig
+from model.config.stack import StackConfig
 from model.engine.execution.model_runner import ModelRunner, SampledToken, decodes_first
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.generate_engine import GenerateEngine

@@ -21,8 +21,8 @@ from model.attention.base import AttentionMetadata
 from model.attention.layer_backends import Recurrence
 from model.attention.sdpa import SdpaBackend
 from model.cache.kv_cache import KVCache, StateCache, StateSpan, StateTables
+from model.config.attention import GatedDeltaConfig
 from model.config.cache import NO_STATE, StateSize
-from model.config.layer import GatedDeltaConfig
 from model.engine.execution import cuda_graphs
 from model.engine.execution.cuda_graphs import DecodeGraphs, num_recorded, sizes_up_to, uneven_sizes
 from model.engine.execution.model_runner import Launched, ModelRunner

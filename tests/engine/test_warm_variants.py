@@ -19,8 +19,8 @@ from model.attention.triton_kernels import INTERPRETED
 from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.sentence_transformers import SentenceSettings
+from model.config.attention import AttentionConfig
 from model.config.cache import PoolSize, StateSize
-from model.config.layer import AttentionConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.model_runner import ModelRunner

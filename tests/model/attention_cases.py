@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionMetadata
 from model.cache.kv_cache import LayerCache
-from model.config.layer import AlibiConfig, AttentionConfig, BucketBiasConfig
+from model.config.attention import AlibiConfig, AttentionConfig, BucketBiasConfig
 from model.network.positions import AlibiBias, BucketBias
 
 NAN = float("nan")

@@ -29,8 +29,8 @@ from model.attention import triton_delta, triton_heads
 from model.attention.base import HeadNorm, Preparation
 from model.attention.layer_backends import Recurrence
 from model.cache.kv_cache import LayerCache, StateCache, StateSpan, StateTables
+from model.config.attention import GatedDeltaConfig
 from model.config.cache import NO_STATE
-from model.config.layer import GatedDeltaConfig
 from model.linear import triton_experts, triton_fp8, triton_integers
 from model.sampling import triton_sampling
 from tests.model.attention_cases import Case, problem

@@ -13,21 +13,19 @@ from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from model.config.layer import (
+from model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
-    ExpertsConfig,
-    LayerConfig,
-    MLPConfig,
     NormConfig,
     NormKind,
-    Norms,
     RotaryConfig,
     XLNetRelativeConfig,
 )
-from model.config.model import ModelConfig, PositionKind, StackConfig
+from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig, Norms
+from model.config.model import ModelConfig
+from model.config.stack import PositionKind, StackConfig
 from model.errors import ConfigError
 from model.families import FAMILIES, WHOLES, config_from_raw
 from tests.model.test_published import PUBLISHED

@@ -14,8 +14,9 @@ from model.attention.native import NativeBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.cache.kv_cache import KVCache, LayerCache
-from model.config.layer import Activation, AttentionConfig, BucketBiasConfig, LayerConfig, MLPConfig, Norms
-from model.config.model import StackConfig
+from model.config.attention import AttentionConfig, BucketBiasConfig
+from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from model.config.stack import StackConfig
 from model.network.positions import BucketBias
 from model.system import devices
 from tests.model.checkpoints import CPU, native_backends

@@ -16,7 +16,7 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
-from model.config.model import PositionKind
+from model.config.stack import PositionKind
 from model.engine.builder import load
 from model.errors import CheckpointError, ConfigError
 from model.families import family_for

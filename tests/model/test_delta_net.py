@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from model.cache.kv_cache import StateCache, StateSpan, StateTables, independent_spans, segments
+from model.config.attention import GatedDeltaConfig
 from model.config.cache import NO_STATE
-from model.config.layer import GatedDeltaConfig
 from model.network.delta_net import delta_rule
 
 HEADS, KEY, VALUE = 3, 12, 8

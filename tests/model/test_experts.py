@@ -12,9 +12,10 @@ from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.attention.reference import ReferenceBackend
 from model.checkpoint.folder import read_checkpoint
+from model.config.attention import AttentionConfig
 from model.config.formats import QUANTIZED_LAYERS
-from model.config.layer import Activation, AttentionConfig, ExpertsConfig, GateClamp, LayerConfig, MLPConfig, Norms
-from model.config.model import StackConfig
+from model.config.layer import Activation, ExpertsConfig, GateClamp, LayerConfig, MLPConfig, Norms
+from model.config.stack import StackConfig
 from model.engine.builder import load
 from model.engine.warmup import compile_products
 from model.errors import ConfigError

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
-from model.config.layer import RopeScaling, RotaryConfig
+from model.config.attention import RopeScaling, RotaryConfig
 from model.errors import ConfigError
 from model.gguf import container
 from model.gguf.container import GGUFModel, read_gguf

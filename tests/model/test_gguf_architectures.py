@@ -14,7 +14,7 @@ from torch import Tensor
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.gguf.architectures import ARCHITECTURES
-from model.config.layer import RotaryConfig
+from model.config.attention import RotaryConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.families import FAMILIES

@@ -24,8 +24,9 @@ from model.checkpoint.gguf.metadata import factor_settings
 from model.checkpoint.tensor_files import TensorReader, TensorSource
 from model.checkpoint.tensor_sources import tensor_sources
 from model.checkpoint.weights_cache import WeightsCache
+from model.config.attention import BucketBiasConfig, RopeScaling, RotaryConfig
 from model.config.formats import Storage, integers_in_groups
-from model.config.layer import BucketBiasConfig, ExpertsConfig, LayerConfig, RopeScaling, RotaryConfig
+from model.config.layer import ExpertsConfig, LayerConfig
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.gguf.container import read_gguf

@@ -9,21 +9,19 @@ import pytest
 import torch
 
 from model.attention.reference import ReferenceBackend
-from model.config.layer import (
-    Activation,
+from model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
-    LayerConfig,
-    MLPConfig,
     NormConfig,
     NormKind,
-    Norms,
     NormSpan,
     RotaryConfig,
 )
-from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
+from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, ModelConfig
 from model.config.sharding import Shard
+from model.config.stack import StackConfig
 from model.errors import ConfigError
 from model.families.table.helpers import repeat
 from model.inspection.anatomy import describe_stack, dissect

@@ -14,20 +14,11 @@ from torch import Tensor
 from model.attention.base import AttentionBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
+from model.config.attention import AlibiConfig, AttentionConfig, BucketBiasConfig, NormConfig, NormKind, RotaryConfig
 from model.config.cache import cached_elements
-from model.config.layer import (
-    Activation,
-    AlibiConfig,
-    AttentionConfig,
-    BucketBiasConfig,
-    LayerConfig,
-    MLPConfig,
-    NormConfig,
-    NormKind,
-    Norms,
-    RotaryConfig,
-)
-from model.config.model import EmbeddingConfig, ModelConfig, PositionConfig, PositionKind, StackConfig
+from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, ModelConfig
+from model.config.stack import PositionConfig, PositionKind, StackConfig
 from model.linear.factory import LinearFactory
 from model.network.embeddings import SinusoidalPositions
 from model.network.feed_forward import MLP

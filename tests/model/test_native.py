@@ -16,7 +16,8 @@ from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.cache.kv_cache import KVCache, LayerCache
 from model.checkpoint.folder import read_checkpoint
-from model.config.layer import Activation, AttentionConfig
+from model.config.attention import AttentionConfig
+from model.config.layer import Activation
 from model.linear.base import LinearSpec, Part
 from model.linear.native import NativeLinear, packed_linear
 from model.native.library import Kind, Library

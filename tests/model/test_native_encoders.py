@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 
 from model.attention.reference import ReferenceBackend
-from model.config.formats import NumberFormat, NumberKind
-from model.config.layer import (
-    Activation,
+from model.config.attention import (
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
-    LayerConfig,
-    MLPConfig,
     NormConfig,
     NormKind,
-    Norms,
     RotaryConfig,
 )
-from model.config.model import EmbeddingConfig, StackConfig
+from model.config.formats import NumberFormat, NumberKind
+from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig
+from model.config.stack import StackConfig
 from model.linear.factory import LinearFactory
 from model.native import library
 from model.native.library import Kind, Library

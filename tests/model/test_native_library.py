@@ -18,8 +18,8 @@ from model.attention.base import AttentionMetadata
 from model.attention.native import fill_segments
 from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import read_checkpoint
+from model.config.attention import AttentionConfig
 from model.config.cache import pool_of_layers
-from model.config.layer import AttentionConfig
 from model.native import build
 from model.native import library as native_library
 from model.native.library import Kind, Library

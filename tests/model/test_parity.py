@@ -20,7 +20,8 @@ from model.attention.native import NativeBackend
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
-from model.config.layer import LayerConfig, NormConfig, NormKind, RotaryConfig
+from model.config.attention import NormConfig, NormKind, RotaryConfig
+from model.config.layer import LayerConfig
 from model.network.inputs import CrossInput, packed_input
 from model.network.transformer import Transformer
 from model.network.weights import load_model

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from model.attention.base import AttentionMetadata, SegmentGroup
-from model.config.layer import AlibiConfig, BucketBiasConfig, DisentangledConfig, RotaryConfig
-from model.config.model import PositionConfig, PositionKind
+from model.config.attention import AlibiConfig, BucketBiasConfig, DisentangledConfig, RotaryConfig
+from model.config.stack import PositionConfig, PositionKind
 from model.network.disentangled import relative_rows
 from model.network.embeddings import LearnedPositions, SinusoidalPositions
 from model.network.fused_ops import rotary_tables

@@ -13,7 +13,7 @@ from torch import nn
 from model.attention.base import AttentionMetadata
 from model.attention.native import NativeBackend
 from model.attention.reference import ReferenceBackend
-from model.config.layer import AttentionConfig
+from model.config.attention import AttentionConfig
 from model.linear.base import LinearSpec, Part
 from model.linear.native import Int8RowsLinear, packed_linear
 from model.native import build

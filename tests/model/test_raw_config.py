@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from model.config.layer import RopeScaling, RotaryConfig
+from model.config.attention import RopeScaling, RotaryConfig
 from model.config.model import GenerationRules, ModelConfig
 from model.errors import ConfigError
 from model.families import FAMILIES, config_from_raw, family_for, read_settings

@@ -15,9 +15,11 @@ from model.attention.layer_backends import PerLayerBackend, backend_of
 from model.attention.reference import ReferenceBackend
 from model.attention.sdpa import SdpaBackend
 from model.attention.selection import Selection, select_backend, select_layers
+from model.config.attention import AttentionConfig
 from model.config.cache import PagedSpec
-from model.config.layer import Activation, AttentionConfig, LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
+from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from model.config.model import EmbeddingConfig, ModelConfig
+from model.config.stack import StackConfig
 from model.errors import ConfigError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -16,8 +16,8 @@ from model.attention import triton_delta
 from model.attention.layer_backends import Recurrence
 from model.attention.triton import TritonBackend
 from model.cache.kv_cache import StateCache, StateSpan, StateTables, whole_segments
+from model.config.attention import GatedDeltaConfig
 from model.config.cache import NO_STATE
-from model.config.layer import GatedDeltaConfig
 from tests.model.triton_cases import DEVICES
 
 pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.parametrize("device", DEVICES)]

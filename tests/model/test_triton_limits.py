@@ -15,8 +15,14 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 from model.attention.base import AttentionMetadata, DeviceLengths, Preparation, SegmentGroup, are_uneven
 from model.attention.triton import TritonBackend
 from model.cache.kv_cache import LayerCache
+from model.config.attention import (
+    AttentionConfig,
+    BucketBiasConfig,
+    DisentangledConfig,
+    RotaryConfig,
+    XLNetRelativeConfig,
+)
 from model.config.cache import PagedSpec
-from model.config.layer import AttentionConfig, BucketBiasConfig, DisentangledConfig, RotaryConfig, XLNetRelativeConfig
 from model.network.positions import BucketBias, StepBias
 from tests.model.triton_cases import CPU
 

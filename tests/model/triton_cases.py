@@ -11,7 +11,7 @@ from model.attention.sdpa import SdpaBackend
 from model.attention.triton import Tiles, TritonBackend
 from model.attention.triton_kernels import INTERPRETED
 from model.cache.kv_cache import LayerCache
-from model.config.layer import BucketBiasConfig
+from model.config.attention import BucketBiasConfig
 from model.network.positions import BucketBias
 from model.system.background_work import Work
 from tests.model.attention_cases import Case, Problem, assert_finite_and_close, problem, tolerance

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model.attention.base import AttentionBackend, AttentionMetadata, DeviceLengths
 from model.cache.kv_cache import LayerCache
-from model.config.layer import AttentionConfig, BucketBiasConfig
+from model.config.attention import AttentionConfig, BucketBiasConfig
 from model.network.positions import BucketBias
 
 

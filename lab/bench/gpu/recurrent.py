@@ -14,8 +14,8 @@ from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench, need_triton
 from model.attention.layer_backends import Recurrence
 from model.cache.kv_cache import StateCache, StateSpan, StateTables
+from model.config.attention import GatedDeltaConfig
 from model.config.cache import NO_STATE
-from model.config.layer import GatedDeltaConfig
 from model.network.delta_net import recur
 
 _QWEN = GatedDeltaConfig(16, 32, 128, 128, 4, 1e-6)  # Qwen3-Next, Qwen3.5

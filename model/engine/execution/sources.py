@@ -11,7 +11,8 @@ from torch import Tensor
 
 from model.api.request import Alignment, AlignmentMethod, Source, SourceKind, audio_source, image_source, token_source
 from model.cache.kv_cache import KVCache
-from model.config.model import ModelConfig, StackConfig
+from model.config.model import ModelConfig
+from model.config.stack import StackConfig
 from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.engine.scheduling.sequence import SequenceState
 from model.media.images import ImageProcessing

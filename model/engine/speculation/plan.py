@@ -15,7 +15,8 @@ from model.api.engine_config import BatchLimits, EngineConfig
 from model.attention.selection import Selection
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.cache import paged_specs, pools_of
-from model.config.model import ModelConfig, StackConfig
+from model.config.model import ModelConfig
+from model.config.stack import StackConfig
 from model.engine.planning.cache_budget import kv_bytes_per_token
 from model.engine.planning.kernels import check_kernels, choose_dtype, linears_of, select_kernels
 from model.engine.planning.memory_plan import plan_weights

@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.config.layer import ExpertsConfig, LayerConfig, RotaryConfig
-from model.config.model import EmbeddingConfig, ModelConfig, StackConfig
+from model.config.attention import RotaryConfig
+from model.config.layer import ExpertsConfig, LayerConfig
+from model.config.model import EmbeddingConfig, ModelConfig
+from model.config.stack import StackConfig
 from model.families.table.heads import classifier
 from model.families.table.helpers import decoder_head, fused, ids
 from model.families.table.raw_config import Settings

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.config.layer import Activation, NormConfig
+from model.config.attention import NormConfig
+from model.config.layer import Activation
 from model.config.model import (
     ClassifierConfig,
     ClassifierInput,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from model.config.layer import Activation, AttentionConfig, LayerConfig, NormSpan
+from model.config.attention import AttentionConfig, NormSpan
+from model.config.layer import Activation, LayerConfig
 from model.config.model import HeadConfig
 from model.errors import ConfigError, shown
 from model.families.table.raw_config import Settings

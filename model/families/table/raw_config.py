@@ -14,7 +14,7 @@ from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
 
-from model.config.layer import MOST, MOST_HEADS
+from model.config.bounds import MOST, MOST_HEADS
 from model.errors import ConfigError, listed, shown
 from model.families.table.known_keys import KnownKeys, known_keys
 from model.families.table.uncomputed import UNCOMPUTED

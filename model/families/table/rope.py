@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from model.config.layer import MOST, RopeScaling, RotaryConfig
+from model.config.attention import RopeScaling, RotaryConfig
+from model.config.bounds import MOST
 from model.errors import ConfigError, listed, shown
 from model.families.table.raw_config import Settings
 

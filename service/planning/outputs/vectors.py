@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.checkpoint.sentence_transformers import LateInteraction
-from model.config.layer import RotaryConfig
+from model.config.attention import RotaryConfig
 from model.config.model import ClassifierInput
 from model.text.tokenizer import Encoded, Located
 from service.core.errors import invalid
