@@ -35,7 +35,7 @@ from tests.model.checkpoints import native_backends, saved
 from tests.model.packers import CASES, folders
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.model.test_stored_formats import quantised
-from tests.model.triton_cases import DEVICES, compile_nothing
+from tests.model.triton_cases import DEVICES, compute_nothing
 from tests.parallel.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -321,7 +321,6 @@ def test_two_ranks_round_their_parts(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_integers_are_served_where_triton_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "warm_up", compile_nothing)
     path = str(saved("llama-gqa").path)
 
     def loaded(folder: str = path, **settings: str) -> object:
@@ -333,6 +332,7 @@ def test_integers_are_served_where_triton_is(tmp_path: Path, monkeypatch: pytest
     for name in ("int4", "int8"):
         played = loaded(quantization=name, attention_backend="triton")  # in the interpreter
         assert (played.dtype, played.dtype_reason) == (name, "asked for")  # type: ignore[attr-defined]
+    monkeypatch.setattr(builder, "compute_first_token", compute_nothing)  # as the one before did
     stored = str(quantised("llama-gqa", tmp_path))
     kept = loaded(stored, attention_backend="triton")
     assert (kept.dtype, kept.dtype_reason) == ("int8", "the checkpoint stores it so")  # type: ignore[attr-defined]

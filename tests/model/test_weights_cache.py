@@ -93,7 +93,7 @@ def library() -> Library:
 
 
 @needs_native
-@pytest.mark.parametrize("kind", ["gpt2", "gpt-neox", "marian", "albert"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("gpt-neox", marks=pytest.mark.slow), "marian", "albert"])
 def test_a_mapped_model_computes_the_same_bits(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("float32", "bfloat16", "int8", "torch"):
         settings: dict[str, Any] = {**FORMATS[name], "weights_cache": str(folder)}

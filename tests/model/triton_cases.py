@@ -147,6 +147,6 @@ def load(into: Problem, given: Problem) -> None:
     into.cache.values[: len(given.cache.values)] = given.cache.values
 
 
-def compile_nothing(*_: object) -> Work[None]:
-    """Stand for `warm_up` where a test is about something else: it takes seconds in the interpreter."""
+def compute_nothing(*_: object) -> Work[None]:
+    """Stand for `compute_first_token` where a test is about something else: it takes a second in the interpreter."""
     yield from ()
