@@ -64,12 +64,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def embedded_service() -> Iterator[Any]:
-    """Start the embedded models in float32; the files of tests.workers.EMBEDDED share it.
+    """Start the embedded models and one for speech in float32; the files of tests.workers.EMBEDDED share it.
 
     In float32 a request gives the same output alone and among others. It runs on one core: threads that wait for each
     other take many times as long where others want the second one.
     """
     from model.pretrained import CHECKPOINTS, embedded_models
+    from tests.service.asking import SPEECH
     from tests.service.processes import running
 
     models = embedded_models() | {"assistant": CHECKPOINTS / "assistant"}
@@ -77,7 +78,7 @@ def embedded_service() -> Iterator[Any]:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        with running(["--runtime", "local", "--dtype", "float32", *named]) as started:
+        with running(["--runtime", "local", "--dtype", "float32", "--admin-key", "key", *named, SPEECH]) as started:
             os.sched_setaffinity(0, cores)
             yield started
     finally:

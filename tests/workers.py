@@ -24,7 +24,7 @@ RAY = frozenset(
 EMBEDDED = frozenset(  # they share one service of the embedded models
     {
         *("tests/service/test_embedded.py", "tests/service/test_assistant.py"),
-        *("tests/loadtest/test_service.py", "tests/test_examples.py"),
+        *("tests/loadtest/test_service.py", "tests/test_examples.py", "tests/deploy/test_monitoring.py"),
     }
 )
 _LONG = EMBEDDED | frozenset(  # of single tests or fixtures that take long: begun late they would be waited for

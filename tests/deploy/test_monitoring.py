@@ -11,12 +11,10 @@ import pytest
 import yaml
 
 from deploy.monitoring import PROMETHEUS_RULE, RULES, rendered
-from model.pretrained import embedded_models
 from service.core.errors import SERVER_FAULTS
 from tests.deploy.docker import ROOT
 from tests.deploy.monitoring import dashboard, dashboard_queries, metrics_in, rules, scaling_queries
-from tests.service.asking import SPEECH
-from tests.service.processes import running
+from tests.service.processes import ServiceProcess
 
 RULE_QUERIES = {rule.get("alert") or rule["record"]: rule["expr"] for rule in rules()}
 QUERIES = {**dashboard_queries(), **RULE_QUERIES, **scaling_queries()}
@@ -31,21 +29,21 @@ def promtool(*arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def scraped() -> set[str]:
+def scraped(embedded_service: ServiceProcess) -> set[str]:
     """The names in a scrape of a service that has seen each kind of request, and has a model that transcribes; of
     gauges also those that none of its models has, as one without recurrent layers has no slots for states."""
-    models = [f"{name}={path}" for name, path in embedded_models().items()]
-    with running([*models, SPEECH, "--runtime", "local", "--admin-key", "key"]) as service:
-        for what in ("unload", "load"):
-            headers = {"Authorization": "Bearer key"}
-            httpx.post(f"{service.url}/models/{what}", json={"name": "embed"}, headers=headers, timeout=60)
-        for path, body in (
-            ("/generate", {"model": "code", "prompt": "import os", "max_tokens": 4}),
-            ("/encode", {"model": "embed", "input": "a cat"}),
-            ("/generate", {"model": "code", "prompt": "x", "max_tokens": -1}),
-        ):
-            httpx.post(service.url + path, json=body, timeout=60)
-        text = httpx.get(f"{service.url}/metrics").text
+    url = embedded_service.url
+    for what in ("unload", "load"):
+        headers = {"Authorization": "Bearer key"}
+        reply = httpx.post(f"{url}/models/{what}", json={"name": "embed"}, headers=headers, timeout=60)
+        assert reply.status_code == 200, reply.text
+    for path, body in (
+        ("/generate", {"model": "code", "prompt": "import os", "max_tokens": 4}),
+        ("/encode", {"model": "embed", "input": "a cat"}),
+        ("/generate", {"model": "code", "prompt": "x", "max_tokens": -1}),
+    ):
+        httpx.post(url + path, json=body, timeout=60)
+    text = httpx.get(f"{url}/metrics").text
     gauges = set(re.findall(r"^# TYPE (\w+) gauge$", text, re.MULTILINE))
     return gauges | {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
 

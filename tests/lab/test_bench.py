@@ -92,6 +92,12 @@ def test_a_format_is_multiplied_by_every_kernel_of_it_and_of_wider_ones() -> Non
         assert isinstance(product, torch.Tensor) and product[0, 0].item() == pytest.approx(roofline._SIZE, rel=0.01)
 
 
+@pytest.fixture(autouse=True)
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_SIZE", 512)
+    monkeypatch.setattr(roofline, "_READ_BYTES", 16 << 20)
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With N1 in it, whose tokenizer is trained on a short text."""
