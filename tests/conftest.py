@@ -85,6 +85,12 @@ def embedded_service() -> Iterator[Any]:
         os.sched_setaffinity(0, cores)
 
 
+@pytest.fixture
+def packed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack the weights of models in this process, however large they are: a child process takes seconds to start."""
+    monkeypatch.setattr("model.engine.packing.SMALL_BYTES", 1 << 30)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """What a test draws does not depend on which others drew before it."""

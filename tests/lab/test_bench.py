@@ -126,6 +126,7 @@ def test_the_hollow_model_measures_steps() -> None:
     assert 0 < step_milliseconds(4, context=16, steps=8) < 1000
 
 
+@pytest.mark.usefixtures("packed_here")
 def test_every_run_computes_its_prompts() -> None:
     """A workload's runs have the same prompts, which no peer keeps."""
     names = {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "auto", "attention_backend": "auto"}

@@ -15,6 +15,8 @@ from model.llm import LLM
 from model.pretrained import embedded_models
 from tests.model.checkpoints import native_backends
 
+pytestmark = pytest.mark.usefixtures("packed_here")
+
 TEXTS = ["def area(width, height):\n    return width * height\n", "twenty five percent of it"]
 
 

@@ -197,6 +197,7 @@ def test_generate_streams_a_normalised_date() -> None:
     assert run.stdout == "2024-03-03 09:30\n", run.stderr
 
 
+@pytest.mark.usefixtures("packed_here")
 def test_encode_prints_a_json_line_for_each_text() -> None:
     run = triptych_here("encode", "a cat", "a dog")
     lines = [json.loads(line) for line in run.stdout.splitlines()]

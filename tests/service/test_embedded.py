@@ -99,6 +99,7 @@ def test_embed_equals_the_vectors_of_sentence_transformers(url: str) -> None:
     assert [item.get("truncated", False) for item in data] == [False] * (len(data) - 1) + [True]
 
 
+@pytest.mark.usefixtures("packed_here")
 def test_embed_in_float32_equals_them_to_four_digits() -> None:
     llm = LLM(embedded_models()["embed"], EngineConfig(dtype="float32", device="cpu"))
     vectors = llm.encode(VECTORS["texts"][:-1])  # the last is longer than the model reads

@@ -17,6 +17,8 @@ from model.engine.builder import load
 from model.pretrained import embedded_models
 from service.cli import inspection
 
+pytestmark = pytest.mark.usefixtures("packed_here")
+
 MODELS = embedded_models()
 TEXT = 'the <!--<script> </script><script>document.title="broken"</script> third of march'
 
