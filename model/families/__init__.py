@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from model.config.model import ModelConfig
-from model.errors import ConfigError
+from model.errors import ConfigError, shown
 from model.families.not_served import NOT_SERVED
 from model.families.table.blamed_keys import MissingKeyError, WrongKindError, blamed_keys, names_a_key
 from model.families.table.known_keys import known_keys
@@ -102,6 +102,9 @@ def read_settings(
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """Build the `ModelConfig` as `config_from_raw`, and name the keys that are ignored, as the reference does."""
     raw = _own_type(raw)
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(one, str | None) for one in architectures):
+        raise ConfigError(f"config.json: architectures must be a list of names, found {shown(architectures)}")
     try:
         return _read(raw, names, strict=strict)
     except ConfigError as error:

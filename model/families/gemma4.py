@@ -122,7 +122,7 @@ def _kinds(raw: Settings) -> list[str]:
     if kinds is None:
         kinds = [_SLIDING if (index + 1) % _PERIOD else _FULL for index in range(count)]
     if len(kinds) != count:
-        raise ConfigError(f"layer_types names {len(kinds)} layers, expected {count}")
+        raise ConfigError(f"layer_types names {len(kinds)} layers, and num_hidden_layers is {count}")
     return [*kinds[:-1], _FULL]  # whatever the file says of the last one, as in `transformers`
 
 

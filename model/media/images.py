@@ -139,7 +139,8 @@ def read_image_processing(
     if not raw.get("do_normalize", True):
         mean, std = (0.0,) * image.channels, (1.0,) * image.channels
     if image.channels != 3 or len(mean) != 3 or len(std) != 3:
-        raise ConfigError("images of three channels are served, others are not")
+        found = f"num_channels = {image.channels}, {len(mean)} in image_mean and {len(std)} in image_std"
+        raise ConfigError(f"images of three channels are served, found {found}")
     resample, rescale = raw.get("resample", _BILINEAR), raw.get("rescale_factor", 1 / 255)
     if not isinstance(resample, int) or isinstance(resample, bool) or not 0 <= resample <= 5:
         raise ConfigError(f"{where}: resample must be the number of a filter of Pillow, 0 to 5, found {resample!r}")

@@ -367,7 +367,11 @@ def _numbers(raw: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tupl
 
 @pytest.mark.parametrize("name", ["Llama", "Mpt", "Gemma2", "Qwen2Moe", "Bert", "T5", "ViT"])
 def test_every_refusal_of_a_value_names_its_key_and_no_class_of_ours(name: str) -> None:
-    raw, refused = defaults(name), 0
+    assert _refused(defaults(name)) > 20
+
+
+def _refused(raw: dict[str, Any]) -> int:
+    refused = 0
     for path in _numbers(raw):
         for value in (0, -1, 7, "nonsense", {"a": 1}):
             changed = copy.deepcopy(raw)
@@ -383,7 +387,32 @@ def test_every_refusal_of_a_value_names_its_key_and_no_class_of_ours(name: str) 
                 assert path[-1] in message or ("layer_types" in message and "layer" in path[-1]), (path, message)
                 assert not re.search(r"\w+Config\b|Error|NoneType|argument|attribute", message), message
                 assert len(message) <= 600 and message.isprintable(), message
-    assert refused > 20
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("gpt2", {"n_head": 5}, "config.json: n_head = 5: hidden size 32 is not a multiple of 5 heads"),
+        (
+            "gpt-neox",
+            {"num_attention_heads": -1},
+            "config.json: num_attention_heads = -1: dim must be positive, found -16",
+        ),
+        ("modernbert", {"num_hidden_layers": 0}, "config.json: num_hidden_layers = 0: the number of layers must be"),
+        ("qwen3", {"num_hidden_layers": {"a": 1}}, "has a value of the wrong kind: num_hidden_layers = {'a': 1}"),
+        ("deberta-v2", {"pos_att_type": [0]}, "has a value of the wrong kind: pos_att_type = [0]"),
+        ("bert-sequence", {"id2label": [1]}, "has a value of the wrong kind: id2label = [1]"),
+        ("vit", {"architectures": [1]}, "config.json: architectures must be a list of names, found [1]"),
+        ("marian", {"architectures": {"a": 1}}, "config.json: architectures must be a list of names, found {'a': 1}"),
+    ],
+)
+def test_a_tiny_models_key_is_named_though_the_classs_default_does_not_fit_it(
+    kind: str, change: dict[str, Any], message: str
+) -> None:
+    raw = json.loads((saved(kind).path / "config.json").read_text())
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config_from_raw({**raw, **change})
 
 
 def test_the_keys_that_do_not_fit_each_other_are_named_with_their_values() -> None:

@@ -14,7 +14,8 @@ from model.errors import ConfigError, shown
 from model.families.table.known_keys import known_keys
 
 _MOST_DEPTH, _MOST_TRIES, _MOST_SECONDS, _MOST_NAMED = 4, 300, 0.5, 3
-_KINDS = {"model_type", "architectures", "auto_map", "id2label", "label2id"}  # which say what is built
+_KINDS = {"model_type", "architectures", "auto_map"}  # which say what is built: the last to blame
+_WHOLE = {"auto_map", "id2label", "label2id"}  # objects that are one value
 
 Path = tuple[str, ...]
 Build = Callable[[dict[str, Any]], object]  # raises `ConfigError`
@@ -46,16 +47,21 @@ def names_a_key(message: str, raw: Mapping[str, Any]) -> bool:
 
 
 def blamed_keys(raw: dict[str, Any], message: str, build: Build) -> str:
-    """Return the keys that another value helps, each with the value that it has; empty where no single one does."""
+    """Return the keys that another value helps, each with the value that it has; empty where none is found."""
     until = time.monotonic() + _MOST_SECONDS
-    found: dict[Path, Any] = {}
-    for number, (path, value) in enumerate(_places(raw, ())):
-        if number >= _MOST_TRIES or time.monotonic() > until:
+    helped, changed = dict[Path, Any](), dict[Path, Any]()
+    places = sorted(_places(raw, ()), key=lambda place: place[0][-1] in _KINDS)
+    for path, value in places[:_MOST_TRIES]:
+        if time.monotonic() > until or (path[-1] in _KINDS and (helped or changed)):
             break
-        if path[-1] in _KINDS or any(inner[: len(path)] == path for inner in found):
+        if any(inner[: len(path)] == path for inner in (*helped, *changed)):
             continue
-        if any(_builds(changed, build) for changed in _changed(raw, path)):
-            found[path] = value
+        outcomes = {_outcome(other, build) for other in _others(raw, path)}
+        if "" in outcomes:
+            helped[path] = value
+        elif outcomes - {message} and (f" {shown(value)}" in message or type(value) not in (int, float, str)):
+            changed[path] = value
+    found = helped or changed
     exact = [path for path in found if f" {shown(found[path])}" in message] or list(found)
     return ", ".join(f"{'.'.join(path)} = {shown(found[path])}" for path in exact[:_MOST_NAMED])
 
@@ -63,13 +69,13 @@ def blamed_keys(raw: dict[str, Any], message: str, build: Build) -> str:
 def _places(raw: Mapping[str, Any], before: Path) -> Iterator[tuple[Path, Any]]:
     """Yield the keys with their values, those of an object before the object itself."""
     for key, value in raw.items():
-        if isinstance(value, dict) and len(before) + 1 < _MOST_DEPTH and key not in _KINDS:
+        if isinstance(value, dict) and len(before) + 1 < _MOST_DEPTH and key not in _WHOLE:
             yield from _places(value, (*before, key))
         yield (*before, key), value
 
 
-def _changed(raw: dict[str, Any], path: Path) -> Iterator[dict[str, Any]]:
-    """Yield copies of the settings with another value at the path: the class's default, and none."""
+def _others(raw: dict[str, Any], path: Path) -> Iterator[dict[str, Any]]:
+    """Yield copies of the settings with other values at the path: none, the class's default, small numbers."""
     *parents, key = path
     whole = dict(raw)
     holder = whole
@@ -80,14 +86,17 @@ def _changed(raw: dict[str, Any], path: Path) -> Iterator[dict[str, Any]]:
     yield whole
     known = known_keys(str(holder.get("model_type")))
     default = None if known is None else known.defaults.get(known.renamed.get(key, key))
-    if default is not None and default != value:
-        holder[key] = default
-        yield whole
+    numbers = (1, 2) if isinstance(default, int) and not isinstance(default, bool) else ()
+    for other in (default, *numbers):
+        if other is not None and other != value:
+            holder[key] = other
+            yield whole
 
 
-def _builds(raw: dict[str, Any], build: Build) -> bool:
+def _outcome(raw: dict[str, Any], build: Build) -> str:
+    """Return why the network cannot be built; empty where it can."""
     try:
         build(raw)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -144,7 +144,7 @@ def layers_by_type(
         kinds = ("full_attention" if index % period == place else "sliding_attention" for index in range(count))
         return tuple(layers[kind] for kind in kinds)
     if len(types) != count:
-        raise ConfigError(f"layer_types names {len(types)} layers, expected {count}")
+        raise ConfigError(f"layer_types names {len(types)} layers, and num_hidden_layers is {count}")
     unknown = sorted(set(types) - layers.keys())
     if unknown:
         raise ConfigError(f"layer_types {', '.join(unknown)} are not served; served are {', '.join(layers)}")
