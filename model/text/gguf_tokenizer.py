@@ -20,16 +20,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from model.errors import ConfigError
 from model.gguf.container import GGUFModel, read_gguf, shown
 from model.text.gguf_pretokenizers import PRE_TOKENIZERS
-from model.text.sentencepiece_classes import (
-    model_tokens,
-    precompiled,
-    scored,
-    sentencepiece_bpe,
-    set_llama_steps,
-    set_normalizers,
-    set_words,
-)
+from model.text.sentencepiece_bpe import sentencepiece_bpe, set_llama_steps
+from model.text.sentencepiece_classes import model_tokens, scored
 from model.text.sentencepiece_model import SPACE, Algorithm, Piece, PieceKind, SentencePieceModel
+from model.text.sentencepiece_steps import precompiled, set_normalizers, set_words
 from model.text.tokenizer_class import put_cls_and_sep, set_template
 from model.text.tokenizer_files import Files, library_errors
 from model.text.tokenizer_limits import check_cost

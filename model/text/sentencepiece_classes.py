@@ -6,11 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from model.errors import ConfigError
 from model.text.piece_tokenizers import MBART50_LANGUAGES, MBART_LANGUAGES
-from model.text.sentencepiece_model import SPACE, Algorithm, Piece, PieceKind, SentencePieceModel
+from model.text.sentencepiece_bpe import (
+    around_code_llama,
+    around_llama,
+    dress_code_llama,
+    dress_gemma,
+    dress_llama,
+    dress_nllb,
+    read_bpe,
+    read_nllb,
+)
+from model.text.sentencepiece_model import Algorithm, Piece, PieceKind
+from model.text.sentencepiece_steps import SPACES, fairseq_first, precompiled, set_normalizers, set_words
 from model.text.special_tokens import Token
 from model.text.tokenizer_class import (
     Texts,
@@ -18,42 +28,12 @@ from model.text.tokenizer_class import (
     around_cls_and_sep,
     mask,
     put_begin_and_end,
-    set_bpe,
     set_template,
 )
 from model.text.tokenizer_files import Files
 
-_SPACES = normalizers.Replace(Regex(" {2,}"), " ")
-_MAX_PIECE = 512  # characters of a piece that others are merged to; those of published models have less than 130
 Vocabulary = list[tuple[str, float]]  # pieces by id, with their scores
 Dress = Callable[[Tokenizer, Files, bytes], None]
-
-
-def metaspace(scheme: str) -> Any:
-    """Write spaces as SentencePiece does, with one more in front of a text by `scheme`: always, first or never.
-
-    The library's own step puts none in front of a text that begins with a space; SentencePiece does.
-    """
-    plain = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never", split=False)
-    if scheme == "never":
-        return plain
-    in_front = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme=scheme, split=False)
-    return pre_tokenizers.Sequence([plain, in_front, plain])
-
-
-def set_words(tokenizer: Tokenizer, *, words: bool = True, scheme: str = "always") -> None:
-    """Let spaces begin pieces, and with `words` any white space separate words."""
-    step = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), step]) if words else step
-    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=True)
-
-
-def set_normalizers(tokenizer: Tokenizer, *steps: Any) -> None:
-    tokenizer.normalizer = normalizers.Sequence(list(steps)) if steps else None
-
-
-def precompiled(charsmap: bytes) -> list[Any]:
-    return [normalizers.Precompiled(charsmap)] if charsmap else []
 
 
 def model_tokens(files: Files) -> list[Token]:
@@ -78,7 +58,7 @@ def _dress_words(*, words: bool = True, charsmap: bool = True, spaces: bool = Fa
     """Words of a unigram model; `spaces` joins repeated ones, `prefix` reads `add_prefix_space`."""
 
     def dress(tokenizer: Tokenizer, files: Files, rules: bytes) -> None:
-        set_normalizers(tokenizer, *(precompiled(rules) if charsmap else ()), *([_SPACES] if spaces else ()))
+        set_normalizers(tokenizer, *(precompiled(rules) if charsmap else ()), *([SPACES] if spaces else ()))
         set_words(tokenizer, words=words, scheme=_scheme(files) if prefix else "always")
 
     return dress
@@ -140,16 +120,11 @@ def _around_xlnet(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
         set_template(tokenizer, f"$A:0 {s}:0 {c}:2", f"$A:0 {s}:0 $B:1 {s}:1 {c}:2", (s, c))
 
 
-def _fairseq_first(files: Files) -> list[str]:
-    defaults = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
-    return [files.special(f"{name}_token", text) for name, text in defaults.items()]
-
-
 def _read_fairseq(languages: Sequence[str]) -> Callable[[Files], models.Unigram]:
     """Pieces in fairseq's order: `<s> <pad> </s> <unk>`, the model's after its own first three, languages, mask."""
 
     def read(files: Files) -> models.Unigram:
-        vocabulary: Vocabulary = [(text, 0.0) for text in _fairseq_first(files)]
+        vocabulary: Vocabulary = [(text, 0.0) for text in fairseq_first(files)]
         vocabulary += scored(files.sentencepiece.pieces[3:])
         vocabulary += [(text, 0.0) for text in (*languages, files.special("mask_token", "<mask>"))]
         return models.Unigram(vocabulary, unk_id=3, byte_fallback=False)
@@ -179,7 +154,7 @@ def _dress_deberta_v2(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> No
     """Normalise as the SentencePiece model says; without its rules as today's class does."""
     steps: list[Any] = [normalizers.Lowercase()] if files.flag("do_lower_case", False) else []
     if charsmap:
-        steps += [normalizers.Strip(), *precompiled(charsmap), _SPACES]
+        steps += [normalizers.Strip(), *precompiled(charsmap), SPACES]
     else:
         space = normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " ")
         steps += [space, normalizers.NFC(), normalizers.Strip(left=False, right=True)]
@@ -206,7 +181,7 @@ def _read_pegasus(files: Files) -> models.Unigram:
 
 def _dress_pegasus(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
     rules = precompiled(charsmap) or [normalizers.Replace(Regex(r"\n"), " ")]
-    set_normalizers(tokenizer, *rules, _SPACES)
+    set_normalizers(tokenizer, *rules, SPACES)
     set_words(tokenizer, words=False)
 
 
@@ -218,116 +193,6 @@ def _around_pegasus(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
 def _around_xglm(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
     if end := texts.get("eos_token"):
         set_template(tokenizer, f"{end} $A", f"{end} $A {end} {end} $B", [end])
-
-
-def merges(pieces: Sequence[Piece], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the pairs of pieces that SentencePiece's BPE joins, in the order of the scores of what they become.
-
-    Of equal scores, which Mistral's runs of spaces have, it joins the leftmost first: a run grows from its beginning.
-    Pairs with a longer left half in front of others do the same.
-    """
-    found: list[tuple[float, int, int, int, int, str, str]] = []
-    normal = [piece for piece in pieces if piece.kind is PieceKind.NORMAL]
-    longest = max((len(piece.text) for piece in normal), default=0)
-    if longest > _MAX_PIECE:
-        raise ConfigError(f"a piece of its SentencePiece model has {longest} characters; at most {_MAX_PIECE} are read")
-    for piece in normal:
-        for cut in range(1, len(piece.text)):
-            left, right = piece.text[:cut], piece.text[cut:]
-            if left in ids and right in ids:
-                found.append((-piece.score, -len(left), -len(right), ids[left], ids[right], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
-
-
-def sentencepiece_bpe(model: SentencePieceModel, ids: dict[str, int], unknown: str) -> models.BPE:
-    if model.algorithm is not Algorithm.BPE:
-        raise ConfigError("its SentencePiece model must be of the type BPE")
-    pairs = merges(model.pieces, ids)
-    return models.BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=model.byte_fallback)
-
-
-def _read_bpe(files: Files) -> models.BPE:
-    model = files.sentencepiece
-    try:
-        return sentencepiece_bpe(model, {piece.text: token for token, piece in enumerate(model.pieces)}, "<unk>")
-    except ConfigError as error:
-        raise ConfigError(f"{files.folder.name}: {error}") from None
-
-
-def set_llama_steps(tokenizer: Tokenizer, *, scheme: str, strip: bool, before: Sequence[Any] = ()) -> None:
-    """Let spaces be marks of pieces; `strip` takes the first one off an output."""
-    set_normalizers(tokenizer, *before)
-    tokenizer.pre_tokenizer = metaspace(scheme)
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if strip else steps)
-
-
-def _dress_llama(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
-    """Llama's: a space in front of a text; `legacy` puts one after every special token too.
-
-    What a SentencePiece model says of spaces and characters holds, as in its own library.
-    """
-    if files.loaded is not None:
-        set_bpe(tokenizer, fuse_unk=True, byte_fallback=True)
-    model = files.sentencepiece if files.loaded is None else SentencePieceModel(remove_extra_whitespaces=False)
-    prefix = files.flag("add_prefix_space", model.add_dummy_prefix)
-    scheme = ("always" if files.flag("legacy", False) else "first") if prefix else "never"
-    before = precompiled(charsmap) if files.loaded is None else []
-    if model.remove_extra_whitespaces:
-        before += [normalizers.Replace(Regex(" +$" if prefix else "^ +| +$"), ""), _SPACES]
-    set_llama_steps(tokenizer, scheme=scheme, strip=prefix, before=before)
-    if model.remove_extra_whitespaces:  # the first space of a text is the one in front of it
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
-
-
-def _dress_code_llama(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
-    if files.loaded is not None:
-        set_bpe(tokenizer, fuse_unk=True, byte_fallback=True, unk_token=files.special("unk_token", "<unk>"))
-    set_llama_steps(tokenizer, scheme="first" if files.flag("add_prefix_space", True) else "never", strip=True)
-
-
-def _dress_gemma(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
-    if files.loaded is not None:
-        set_bpe(tokenizer, fuse_unk=True, byte_fallback=True, unk_token=files.special("unk_token", "<unk>"))
-    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-
-
-def _around_llama(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
-    """Put begin and end around texts; what tokenizer.json puts there stays."""
-    if files.loaded is None:
-        put_begin_and_end(tokenizer, files, texts, begins=True)
-
-
-def _around_code_llama(tokenizer: Tokenizer, files: Files, texts: Texts) -> None:
-    """Put a begin token in front of texts, whatever tokenizer.json puts there."""
-    if files.loaded is None:
-        put_begin_and_end(tokenizer, files, texts, begins=True)
-    elif begin := texts.get("bos_token"):
-        set_template(tokenizer, f"{begin}:0 $A:0", f"{begin}:0 $A:0 {begin}:1 $B:1", [begin])
-
-
-def _read_nllb(files: Files) -> models.BPE:
-    """Read NLLB's pieces in fairseq's order, the languages and the mask after them, as published."""
-    first = _fairseq_first(files)
-    ids = {text: place for place, text in enumerate(first)}
-    for piece in files.sentencepiece.pieces:
-        ids.setdefault(piece.text, len(ids))
-    languages = files.special_tokens.extra
-    if not languages:
-        raise ConfigError(f"{files.folder.name}: additional_special_tokens must list NLLB's languages")
-    for token in (*languages, files.special("mask_token", "<mask>")):
-        ids.setdefault(str(token), len(ids))
-    return sentencepiece_bpe(files.sentencepiece, ids, first[3])
-
-
-def _dress_nllb(tokenizer: Tokenizer, files: Files, charsmap: bytes) -> None:
-    if files.loaded is not None:
-        set_bpe(tokenizer, fuse_unk=True, unk_token=files.special("unk_token", "<unk>"))
-    if charsmap or files.loaded is None:
-        set_normalizers(tokenizer, *precompiled(charsmap), _SPACES)
-    set_words(tokenizer, words=False)
 
 
 def _special(*texts: str) -> list[Token]:
@@ -344,10 +209,10 @@ _FAIRSEQ: dict[str, Token] = {
 _MASKED = _FAIRSEQ | {"mask_token": mask("<mask>")}
 _LLAMA = TokenizerClass(
     "BPE",
-    _read_bpe,
-    _dress_llama,
+    read_bpe,
+    dress_llama,
     {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    _around_llama,
+    around_llama,
     settings=_PREFIX | {"legacy"},
 )
 _XLM_ROBERTA = TokenizerClass(
@@ -450,21 +315,21 @@ _ALL = {
     "Llama": _LLAMA,
     "CodeLlama": replace(
         _LLAMA,
-        dress=_dress_code_llama,
-        around=_around_code_llama,
+        dress=dress_code_llama,
+        around=around_code_llama,
         extra=lambda files: [*map("\u2581<{}>".format, ("PRE", "MID", "SUF", "EOT")), "<FILL_ME>"],
         settings=_PREFIX,
     ),
     "Gemma": replace(
         _LLAMA,
-        dress=_dress_gemma,
+        dress=dress_gemma,
         specials={f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
         settings=frozenset(),
     ),
     "Nllb": TokenizerClass(
         "BPE",
-        _read_nllb,
-        _dress_nllb,
+        read_nllb,
+        dress_nllb,
         _FAIRSEQ | {"mask_token": mask("<mask>", normalized=True, special=True)},
         settings=frozenset({"src_lang", "legacy_behaviour"}),
     ),

@@ -20,7 +20,8 @@ from model.gguf.paths import model_name as gguf_name
 from model.system.child_process import ENGINE, ConnectedChild
 from service.cli.parser import SAMPLING, make_parser
 from service.settings import sources
-from service.settings.option_table import BY_NAME, OPTIONS, Option
+from service.settings.option import Option
+from service.settings.option_table import BY_NAME, OPTIONS
 from service.settings.parsers import byte_size
 from service.settings.resolve import embedded_model_settings, models_or_embedded
 

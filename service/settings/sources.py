@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import ConfigError
-from service.settings.option_table import (
-    ENGINE_OPTIONS,
-    GROUP_OPTIONS,
-    LIMIT_OPTIONS,
-    OPTIONS,
-    PREFIX,
-    REQUEST_OPTIONS,
-    Option,
-)
+from service.settings.option import PREFIX, Option
+from service.settings.option_table import ENGINE_OPTIONS, GROUP_OPTIONS, LIMIT_OPTIONS, OPTIONS, REQUEST_OPTIONS
 from service.settings.parsers import boolean
 
 _FEW = 12  # names that an error lists
