@@ -18,7 +18,7 @@ from typing import Any
 import httptools
 import msgspec
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
@@ -33,12 +33,33 @@ _DRAIN_FACTOR = 8  # times `max_body_bytes`: bytes that are read and discarded a
 _MAX_DRAINED = 64  # connections of a server that are drained at a time
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})  # fields that tell where a message ends
 _MAX_PIPELINED = 16  # requests of a connection that are read while an earlier one is answered
+_PIECE = 1024  # bytes of requests that are parsed before it is checked whether more may be
+_BODY_PIECE = 16_384  # the same within a body
+_MAX_BODY_PARTS = 4096  # that are parsed in one turn of the event loop: a chunk may have one byte
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
 
 
 def bounded_protocol(limits: Limits) -> Callable[..., BoundedProtocol]:
     """Return a factory of protocols for one server, for uvicorn's option `http`."""
     return partial(BoundedProtocol, limits, set(), IdleConnections(limits.max_idle_connections))
+
+
+class _Flow(FlowControl):
+    """Reads nothing more while there is data that has not been parsed."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        if not self.is_held:
+            super().resume_reading()
+
+    def hold(self) -> None:
+        self.pause_reading()
+        self.is_held = True
+
+    def release(self) -> None:
+        self.is_held = False
+        self.resume_reading()
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -63,6 +84,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.parser = self._new_parser()
         self._parsing = False
+        self._rest = b""  # data that is parsed later
+        self._body_parts = 0  # that were parsed in this turn
         self._is_replayed = False  # the parser is given a head again, without its offer to upgrade
         self._fault: ApiError | None = None  # of the head that is being parsed
         self._half_closed: HalfClosed | None = None  # once the client has closed its writing side
@@ -92,9 +115,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow: _Flow = _Flow(transport)
         self._become_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._rest = b""
         self._stop_timer()
         self._stop_watching()
         if self._half_closed is not None:
@@ -125,6 +150,11 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._drain_left < 0:
                 self.transport.close()
                 return
+        self._take(self._rest + data)
+
+    def _take(self, data: bytes) -> None:
+        """Parse data, and act on it; what is not parsed yet is kept."""
+        self._rest = b""
         if self._discards_input or self._refusal is not None:
             return
         if self._newest_reply is not None:
@@ -138,13 +168,34 @@ class BoundedProtocol(HttpToolsProtocol):
             self._parsing = False
             self._start_unstarted()
         has_request = self._progressed or self._in_body or bool(self._unanswered)
-        if self._in_head or not (has_request or self.transport.is_closing()):  # the rest of it must come in time
+        if self._rest:
+            self._stop_timer()
+        elif self._in_head or not (has_request or self.transport.is_closing()):  # the rest of it must come in time
             self._start_timer()
-        self._unparsed = 0 if self._progressed else self._unparsed + len(data)
+        self._unparsed = 0 if self._progressed else self._unparsed + len(data) - len(self._rest)
         if self._unparsed > self._max_header_bytes:
             self._refuse(headers_too_large(f"the headers exceed {self._max_header_bytes} bytes"))
 
     def _parse(self, data: bytes) -> None:
+        """Parse data piece by piece, until there is no room for more requests, or it would take too long."""
+        at = self._body_parts = 0
+        while at < len(data) and self._refusal is None:
+            piece = data[at : at + (_BODY_PIECE if self._in_body else _PIECE)]
+            at += len(piece)
+            self._feed(piece)
+            if at < len(data) and not (self._has_room() and self._body_parts < _MAX_BODY_PARTS):
+                self._rest = data[at:]
+                self.flow.hold()
+                self.loop.call_soon(self._go_on)
+                return
+
+    def _go_on(self) -> None:
+        """Parse the rest of the data if there is room for more requests; else a reply that ends makes room."""
+        if self._rest and not self.transport.is_closing() and self._has_room():
+            self.flow.release()
+            self._take(self._rest)
+
+    def _feed(self, data: bytes) -> None:
         """Give data to the parser, which stops at the end of a head that offers an upgrade."""
         while True:
             try:
@@ -219,11 +270,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _has_room(self) -> bool:
         """Whether more requests may be read while an earlier one is answered."""
-        held = sum(len(cycle.body) for cycle, _ in self.pipeline)
-        return len(self.pipeline) <= _MAX_PIPELINED and held <= HIGH_WATER_LIMIT
+        if len(self.pipeline) > _MAX_PIPELINED:
+            return False
+        return sum(len(cycle.body) for cycle, _ in self.pipeline) <= HIGH_WATER_LIMIT
 
     def on_body(self, body: bytes) -> None:
         self._progressed = True
+        self._body_parts += 1
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -252,6 +305,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._become_idle()
         if self._answered_early():
             self._drain()
+        if self._rest:
+            self.loop.call_soon(self._go_on)
         if self.transport.get_write_buffer_size():
             self._watch_unread()
 
@@ -355,8 +410,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._discards_input = self._has_closed_writing = True
         self._stop_timer()
         self._drain()
+        self._rest = b""
         if not self.transport.is_closing():
-            self.flow.resume_reading()
+            self.flow.release()
             self.transport.write_eof()
 
     def _refuse(self, error: ApiError) -> None:

@@ -420,6 +420,30 @@ async def test_a_pipelined_request_does_not_hide_the_loss_of_the_first(connected
 
 
 @in_a_loop
+async def test_requests_are_parsed_as_replies_make_room() -> None:
+    """All of a segment of 256 KiB were, which took time quadratic in their number."""
+    client = Connection(1)
+    client.protocol.data_received((GET + b"\r\n") * 3_000)
+    most = 0
+    while client.protocol._unanswered:
+        most = max(most, len(client.protocol.pipeline))
+        await asyncio.sleep(0)
+        client.transport.take(client.transport.unread)
+    assert most <= 64
+    assert client.transport.written.count(b"HTTP/1.1 200 ") == 3_000
+
+
+@in_a_loop
+async def test_a_body_of_many_chunks_is_parsed_in_several_turns() -> None:
+    client = Connection(1)
+    client.protocol.data_received(CHUNKED + b"1\r\nx\r\n" * 40_000 + b"0\r\n\r\n")
+    assert len(client.protocol.cycle.body) < 10_000
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert client.transport.written.count(b"HTTP/1.1 200 ") == 1 and not client.protocol._in_body
+
+
+@in_a_loop
 async def test_a_trailer_is_no_header() -> None:
     seen = list[object]()
 
