@@ -122,7 +122,7 @@ def test_parts_of_the_inputs_are_added_in_order_whichever_is_done_last(
         product = partial(triton_integers.multiply, tiles=Tiles(16, 64, 4, 4, parts))
         together = product(x, *packed)
         must_be_near(linear, together, x)
-        for rows in (1, 2, 7):
+        for rows in (1, 7):
             assert torch.equal(product(x[3 : 3 + rows], *packed), together[3 : 3 + rows])
         assert not triton_integers.counters(device).any()
 
