@@ -394,7 +394,10 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         "rope_theta must be a number, found 'x'",
     ),
     "a type that is a list": (lambda f: edit_json(f / "config.json", model_type=[]), r"model_type \[\] is none of"),
-    "an architecture that is a number": (lambda f: edit_json(f / "config.json", architectures=[1]), "wrong kind"),
+    "an architecture that is a number": (
+        lambda f: edit_json(f / "config.json", architectures=[1]),
+        "must be a list of names",
+    ),
     "labels beyond counting": (
         lambda f: edit_json(f / "config.json", architectures=["LlamaForSequenceClassification"], num_labels=10**9),
         "num_labels must be from 1 to 1000000",
