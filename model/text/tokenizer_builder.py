@@ -10,6 +10,7 @@ import base64
 import json
 import logging
 import re
+from dataclasses import replace
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
@@ -122,7 +123,10 @@ def _finished(tokenizer: Tokenizer, files: Files, kind: TokenizerClass, charsmap
     extra = kind.extra(files) if kind.extra is not None else ()
     reads = kind.reads_sentencepiece and files.loaded is None
     pieces = sentencepiece_classes.model_tokens(files) if reads else ()
-    texts = add_special_tokens(tokenizer, files.special_tokens, kind.specials, extra, pieces)
+    tokens = files.special_tokens
+    if reads and not tokens.listed:  # the library takes the model's own instead of the older list of the token map
+        tokens = replace(tokens, extra=None)
+    texts = add_special_tokens(tokenizer, tokens, kind.specials, extra, pieces)
     if kind.around is not None:
         kind.around(tokenizer, files, texts)
     return _split(tokenizer, files)

@@ -175,11 +175,24 @@ def test_settings_of_a_folder_without_tokenizer_json_are_the_references(
 ) -> None:
     files = root / f"{name}-files"
     folder = laid_over(files if files.exists() else write_folder(name, files), tmp_path / "model", settings)
+    equal_ids(folder, every_token=name != "marian")
+
+
+@pytest.mark.parametrize("name", ["mbart", "t5", "xlnet"])
+def test_an_older_list_of_tokens_does_not_replace_those_of_sentencepiece(name: str, root: Path, tmp_path: Path) -> None:
+    files = root / f"{name}-files"
+    source = files if files.exists() else write_folder(name, files)
+    token_map = {"additional_special_tokens": ["import", "<new>"]}
+    equal_ids(laid_over(source, tmp_path / "model", {}, special_tokens_map=token_map))
+
+
+def equal_ids(folder: Path, *, every_token: bool = True) -> None:
+    """Compare ids with the library's, and each token's text between two others."""
     ours, reference = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
     assert ours is not None
     for text in (*(text for text in _TEXTS if "  " not in text), "the end</s> of <new> it[x]y"):
         assert list(ours.encode(text).ids) == reference(text).input_ids, repr(text)
-    for token in range(0 if name == "marian" else ours.vocab_size):
+    for token in range(ours.vocab_size if every_token else 0):
         assert ours.decode([9, token, 9]) == reference.decode([9, token, 9], skip_special_tokens=True)
 
 
