@@ -26,7 +26,6 @@ UNREAD = (
     "docs/fields.md",
     "loadtest/workload/prompts.py",  # a list of English words
     "model/pretrained/checkpoints/assistant/",
-    "service/chat/",
     "service/core/",
     "service/http/",
     "service/routes/",

@@ -1,9 +1,9 @@
-"""Conversations in any protocol: the prompt that a template makes, and the parts that a reply falls into.
+"""Conversations of all protocols: chat templates, prompts, and parsed replies.
 
-A dialect turns its body into a `Conversation` (`conversation.py`), whose messages get the form that the model's chat
-template takes (`message_fit.py`). Rendered, it becomes a prompt and a `ReplyFormat`: how this model marks its reasoning
-and its tool calls. `template_probe.py` finds that when a model is loaded, among `formats.py` or in what the template
-renders (`derived_syntax.py`). `reply_parser.py` parts the text of a reply by
-it, while it streams, into the parts of `parts.py`; dialects only render these. `call_grammar.py` writes the grammar
-that holds calls to their schemas. Nothing here knows a protocol.
+A dialect turns its request body into a `Conversation` (`conversation.py`). `message_fit.py` gives its messages the form
+that the model's chat template takes. Rendering gives the prompt and a `ReplyFormat`: how this model marks its reasoning
+and its tool calls. `template_probe.py` finds the format when a model is loaded: a row of `formats.py`, or a syntax that
+`derived_syntax.py` reads from rendered text. `reply_parser.py` splits a streamed reply into the parts of `parts.py`,
+which dialects render. `call_grammar.py` writes the grammar that makes calls match their schemas. No module here depends
+on a protocol.
 """

@@ -1,4 +1,4 @@
-"""What a model can do in conversations, as its chat template shows it."""
+"""What a model can do in conversations, according to its chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.chat.template_probe import read_chat_template
 def chat_abilities(
     chat: ChatTemplate | None, problem: str, *, tools: str = AUTO, reasoning: str = AUTO
 ) -> dict[str, Any]:
-    """Return what /info and `inspect` show; `tools` and `reasoning` are the formats that the service sets."""
+    """Return the abilities that /info and `inspect` show; `tools` and `reasoning` are the service's format settings."""
     if chat is None:
         return {"serves": False, "problem": problem or "there is no chat template", "tools": None, "reasoning": None}
     for_tools = chat.chosen(with_tools=True)

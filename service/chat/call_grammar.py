@@ -1,7 +1,7 @@
-"""Grammars that hold a reply's tool calls to the schemas of their tools, in the form that the model's family writes.
+"""Grammars that make a reply's tool calls match the schemas of their tools, in the model family's own form.
 
-A grammar covers the whole reply: its reasoning, which is free text up to its mark, then content or calls. A mark that
-is a special token is written as its id, since no text makes one.
+A grammar covers the whole reply: reasoning, which is free text up to its mark, then content or calls. A mark that is a
+special token is written as its id, because no text gives a special token.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from service.chat.formats import ReasoningFormat
 from service.chat.reply_parser import ReplyFormat
 from service.chat.tools import ToolUse
 
-# -- Grammar rules for arguments of calls: one JSON object, or each between marks as the model's family writes them.
-# Strings that a schema leaves free stand as they are; every other value is JSON that its schema holds. A schema that
-# says more of the object than its properties is held as one JSON object, which parsers of all families take.
+# -- Grammar rules for the arguments of calls: one JSON object, or each argument between the marks of the family.
+# Unconstrained strings are written unquoted; every other value is JSON that matches its schema. If a schema constrains
+# the object beyond its properties, the arguments are one JSON object, which the parsers of all families accept.
 
 _OBJECT_KEYS = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema"}
 _DEFINITIONS = ("$defs", "definitions")
 _KEY = re.compile(r"[^\s<>:,\"'(){}\[\]=]+")
 _PYTHON_KEY = re.compile(r"\w+")
 _PYTHON_TEXT = r"/'([^'\\\n]|\\.)*'/"
-_MOST_APART = 100  # arguments; more are one JSON object
+_MOST_APART = 100  # arguments between marks; more are written as one JSON object
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument that stands apart: its name, the schema of its value, and whether it must be there."""
+    """An argument between marks: its name, the schema of its value, and whether it is required."""
 
     name: str
     schema: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Argument:
 
 
 def arguments_of(schema: Mapping[str, Any], syntax: ArgumentSyntax) -> list[Argument] | None:
-    """Return the arguments of a schema of an object; None where they cannot be held one by one."""
+    """Return the arguments of an object schema; None if they cannot be constrained one by one."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not schema.keys() <= {*_OBJECT_KEYS, *_DEFINITIONS} or not isinstance(properties, dict):
         return None
@@ -66,9 +66,9 @@ def arguments_of(schema: Mapping[str, Any], syntax: ArgumentSyntax) -> list[Argu
 
 @dataclass(frozen=True, slots=True)
 class ArgumentRules:
-    """Writes the rules of one tool's arguments into `rules`, under names that begin with `name`.
+    """A writer of the rules of one tool's arguments into `rules`, under names that begin with `name`.
 
-    `text` gives what matches exactly a text; `until` what matches any text up to a mark, with the mark.
+    `text` returns what matches exactly a text; `until` returns what matches any text up to and including a mark.
     """
 
     rules: dict[str, str]
@@ -77,7 +77,7 @@ class ArgumentRules:
     until: Callable[[str, str], str]
 
     def call(self, function: str, syntax: CallSyntax, schema: Mapping[str, Any]) -> str:
-        """Return what matches a call of a function from its name on: the marks, and the arguments."""
+        """Return what matches a call from the function's name to its end."""
         apart = None if syntax.arguments is None else arguments_of(schema, syntax.arguments)
         between, after = syntax.between, syntax.after
         if syntax.arguments is None or apart is None:
@@ -93,7 +93,7 @@ class ArgumentRules:
                 self._one(at, one, syntax) if one.is_required else f"({self._one(at, one, syntax)})?"
                 for at, one in enumerate(arguments)
             )
-        # `first` before any argument was written, `more` after one
+        # `first` matches the rest before any argument was written, `more` after one.
         first = more = ""
         for at, one in reversed(list(enumerate(arguments))):
             self.rules[f"{self.name}_is_{at}"] = self._one(at, one, syntax)
@@ -133,7 +133,7 @@ class ArgumentRules:
 
 
 def _python_values(schema: Mapping[str, Any], *, with_text: bool) -> str:
-    """Return what else than JSON matches a value, as templates write it by Python; empty if nothing does."""
+    """Return what matches a value as Python writes it, which some templates do; empty if only JSON does."""
     if schema.get("type") == "boolean" and "const" not in schema and "enum" not in schema:
         return '"True" | "False"'
     return _PYTHON_TEXT if with_text and is_text(schema) and known_texts(schema) is None else ""
@@ -142,7 +142,7 @@ def _python_values(schema: Mapping[str, Any], *, with_text: bool) -> str:
 SpecialId = Callable[[str], int | None]  # the id of a text that is a special token
 
 _ANY = r"/(?s:.*)/"
-_NO_CALL = r"/(\s*[^\s\[{<`](?s:.*))?/"  # text that does not begin as calls without a mark do
+_NO_CALL = r"/(\s*[^\s\[{<`](?s:.*))?/"  # text that does not begin like a call without a mark
 _TO_FUNCTIONS, _COMMENTARY = (
     " to=functions.",
     "<|channel|>commentary json<|message|>",
@@ -152,7 +152,7 @@ _GAP = r"/\n{0,2}/"  # between reasoning and what follows
 
 
 def reply_grammar(format: ReplyFormat, use: ToolUse, answer: str, special: SpecialId) -> str:
-    """Return the grammar of replies of this format, in which `use` says what is called.
+    """Return the grammar of replies of this format that may call the tools of `use`.
 
     `answer` is the grammar of an answer without calls; empty: any text.
     """
@@ -179,12 +179,12 @@ class _Writer:
         return rules_grammar(self._rules) + extra
 
     def _thought(self, format: ReasoningFormat) -> str:
-        """Return what matches the reasoning, which only one that the prompt has opened is sure to have."""
+        """Return what matches the reasoning, which is optional unless the prompt has opened it."""
         rest = f"{self._until('thought', format.closing)} {_GAP}"
         return rest if self._format.reasoning_opened else f"({self._text(format.opening)} {rest})?"
 
     def _body(self) -> str:
-        """Return what matches the reply behind its reasoning."""
+        """Return what matches the reply after its reasoning."""
         calls, use = self._format.calls, self._use
         if calls is None or not use.callable:
             return self._anything()
@@ -207,13 +207,13 @@ class _Writer:
         return self._free()
 
     def _free(self) -> str:
-        """Return what matches any text, in which no mark is spelt out that is a special token."""
+        """Return what matches any text that does not spell out a mark that is a special token."""
         spelt = "|".join(re.escape(mark).replace("/", r"\/") for mark in self._special)
         self._rules["FREE"] = f"{_ANY} & ~/(?s:.*)({spelt})(?s:.*)/" if spelt else _ANY
         return "FREE"
 
     def _calls(self, syntax: CallSyntax, without: str = "") -> str:
-        """Return what matches one or more calls; `without` is a beginning that was matched already."""
+        """Return what matches one or more calls; `without` is a beginning that is already matched."""
         text = self._text
         one = " | ".join(
             self._rules_of(at).call(tool.name, syntax, tool.schema) for at, tool in enumerate(self._use.callable)
@@ -230,7 +230,7 @@ class _Writer:
         return ArgumentRules(self._rules, f"arguments_{at}", self._text, self._until)
 
     def _harmony(self) -> str:
-        """Return what matches a reply in channels: reasoning, then the answer, or words to the user and a call."""
+        """Return what matches a reply in channels: reasoning, then an answer, or commentary and a call."""
         text, use, calls, free = self._text, self._use, self._format.calls, self._free()
         following = text("<|end|><|start|>assistant")
         thought = f"({text('<|channel|>analysis<|message|>')} {free} {following})?"
@@ -248,14 +248,14 @@ class _Writer:
         return f"{thought} ({final} | {words} {call})"
 
     def _until(self, rule: str, mark: str) -> str:
-        """Return what matches any text up to the first `mark`, with it."""
+        """Return what matches any text up to and including the first `mark`."""
         if any(special in mark for special in self._special):
             return f"{self._free()} {self._text(mark)}"
         self._rules[f"{rule}[lazy]"] = f"/(?s:.*){_escaped(mark)}/"
         return rule
 
     def _text(self, text: str) -> str:
-        """Return what matches exactly this text, in which marks may be special tokens, and some characters vary."""
+        """Return what matches exactly this text: its special tokens by id, its `VARYING` characters by their class."""
         if not text:
             return ""
         pieces = re.split(f"({'|'.join((*map(re.escape, self._special), *VARYING))})", text)
@@ -270,16 +270,16 @@ class _Writer:
 
 
 def _framed(syntax: CallSyntax) -> str:
-    """Return the terminal of content that has a beginning of its own, and no call after it."""
+    """Return the terminal of content that has a beginning of its own and is followed by no call."""
     return f"/{_escaped(syntax.content)}(?s:.*)/ & ~/(?s:.*){_escaped(syntax.separator)}(?s:.*)/"
 
 
 def _escaped(text: str) -> str:
-    """Return a text as a regular expression of the grammar's language."""
+    """Return a text escaped for a regular expression of the grammar's language."""
     return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
 
 
-# -- Writes calls as text, as a model of a format would.
+# -- Calls written as text, in the way a model of a format writes them.
 
 Calls = Sequence[tuple[str, Mapping[str, Any]]]  # names and arguments
 
@@ -298,7 +298,7 @@ def written_calls(syntax: CallSyntax, calls: Calls) -> str:
 
 
 def is_written(syntax: CallSyntax, calls: Calls, text: str, *, whole: bool) -> bool:
-    """Return whether a text has these calls as the syntax writes them; not `whole`: without the marks around all."""
+    """Return whether a text has these calls in this syntax; not `whole`: one call without the marks around all."""
     calls = calls if whole else calls[:1]
     joined = syntax.separator.join(
         syntax.before + name + syntax.between + _arguments(syntax.arguments, arguments) + syntax.after

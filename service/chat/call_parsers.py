@@ -1,6 +1,6 @@
-"""How families write their tool calls, one parser each.
+"""Parsers of tool calls, one for each family of models.
 
-A parser gives content, and calls within it, to a `PartSink`. What looks like a call but is none, is content.
+A parser gives content and calls to a `PartSink`. Text that resembles a call but is not one is content.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _FENCES = ("```json\n", "```tool_code\n", "```tool_call\n", "```\n")
 _NAME_END = re.compile(r"[\[{\s]")
 _PLAIN_KEY = re.compile(r"[^\s:,{}\[\]]+")
 _PLAIN_VALUE = re.compile(r"[^,}\]]*")
-_HEADER = re.compile(r"<\|channel\|>|<\|start\|>| to=")  # what a message of gpt-oss may begin with
+_HEADER = re.compile(r"<\|channel\|>|<\|start\|>| to=")  # beginnings of gpt-oss messages
 _PYTHON_VALUES = {"None": None, "True": True, "False": False}
 _TO = ">>>"
 _SPACES, _COMMA = re.compile(r"\s*"), re.compile(r"\s*,?\s*")
 
 
 def anything(name: str) -> bool:
-    """Return True: behind a family's own mark, every name is one of a call."""
+    """Return whether there is a name: after a family's own mark, every name is accepted as a call's."""
     return bool(name)
 
 
 def hermes(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
-    """Parse `<tool_call>` with JSON in it, as Hermes and Qwen write it, or with what Qwen3-Coder writes."""
+    """Parse `<tool_call>` with JSON in it, as Hermes and Qwen write it, or with Qwen3-Coder's marks in it."""
     yield from _tagged(reader, sink, tools, "<tool_call>")
 
 
 def qwen3_coder(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
-    """Parse `<function=NAME>` with `<parameter=NAME>` in it, which is mostly, but not always, in a `<tool_call>`."""
+    """Parse `<function=NAME>` with `<parameter=NAME>` in it, with or without a `<tool_call>` around it."""
     yield from _tagged(reader, sink, tools, "<tool_call>", "<function=")
 
 
@@ -69,7 +69,7 @@ def _tagged(reader: Reader, sink: PartSink, tools: Mapping[str, Tool], *markers:
 def _xml_call(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[bool]:
     """Parse `NAME>`, parameters and `</function>`; False if there is no name.
 
-    Each value is text, or JSON where the schema wants no string. All arguments may come as one JSON object.
+    Each value is text, or JSON if the schema is not of a string. All arguments may come as one JSON object.
     """
     pieces: list[str] = []
     closed = yield from reader.until(">", emit=pieces.append)
@@ -77,7 +77,7 @@ def _xml_call(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Step
     if closed is None or not name:
         sink.content(reader.recorded())
         return False
-    reader.forget()
+    reader.drop_record()
     sink.call(name)
     if (yield from reader.skip_spaces()) == "{":
         yield from reader.bracketed(sink.arguments)
@@ -116,7 +116,7 @@ def mistral(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[
 
 
 def _named_call(reader: Reader, sink: PartSink) -> Steps[bool]:
-    """Parse NAME, `[CALL_ID]` with an id, `[ARGS]`, and the object; False if there is none."""
+    """Parse NAME, `[CALL_ID]` with an id, `[ARGS]`, and the object; False if this is not a call."""
     at = 0
     while (found := _NAME_END.search(reader.text, at)) is None:
         if reader.ended:
@@ -130,16 +130,16 @@ def _named_call(reader: Reader, sink: PartSink) -> Steps[bool]:
         yield from reader.until("[ARGS]", emit=lambda _: None)
     if (yield from reader.skip_spaces()) != "{" or not name:
         return False
-    reader.forget()
+    reader.drop_record()
     sink.call(name)
     yield from reader.bracketed(sink.arguments)
     return True
 
 
 def bare_json(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
-    """Parse a reply that is nothing but JSON, or has it behind `<|python_tag|>`, as Llama 3 writes calls.
+    """Parse a reply that is only JSON, or has JSON after `<|python_tag|>`, as Llama 3 writes calls.
 
-    Several stand behind each other, or in an array. A name that is of no tool makes it content.
+    Several calls follow each other, or are in an array. A call of an unknown tool is content.
     """
     reader.record()
     while True:
@@ -180,7 +180,7 @@ def generic(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[
 
 
 def deepseek(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
-    """Parse calls between DeepSeek's marks: V3 has `function` before the separator, V3.1 the name."""
+    """Parse calls between DeepSeek's marks: V3 writes `function` before the separator, V3.1 the name."""
     opening, closing, begin, end, separator = DEEPSEEK_MARKS
     while (marker := (yield from reader.until(begin, opening, closing, emit=sink.content))) is not None:
         if marker != begin:
@@ -200,7 +200,7 @@ def deepseek(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps
         if (yield from reader.skip_spaces()) != "{" or not name:
             sink.content(reader.recorded())
             continue
-        reader.forget()
+        reader.drop_record()
         sink.call(name)
         yield from reader.bracketed(sink.arguments)
         yield from reader.until(end, emit=lambda _: None)
@@ -209,7 +209,7 @@ def deepseek(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps
 def gemma(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
     """Parse `<|tool_call>call:NAME{...}<tool_call|>` of Gemma 4, or `<start_function_call>` of FunctionGemma.
 
-    Keys have no quotes, and strings stand between `<|"|>` or `<escape>` without escapes; JSON is taken too.
+    Keys have no quotes. Strings are between `<|"|>` or `<escape>`, without escapes. JSON is accepted too.
     """
     ends = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
     while (marker := (yield from reader.until(*ends, emit=sink.content))) is not None:
@@ -221,13 +221,13 @@ def gemma(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[No
         if value is None or not name.strip():
             sink.content(reader.recorded())
             continue
-        reader.forget()
+        reader.drop_record()
         sink.call(name.strip())
         sink.arguments(value)
 
 
 def _gemma_object(text: str) -> str | None:
-    """Return the JSON of an object as Gemma writes it; None if it is none."""
+    """Return the JSON of an object in Gemma's form; None if the text is not one."""
     try:
         if isinstance(json_value(text), dict):
             return text
@@ -243,8 +243,8 @@ def _gemma_object(text: str) -> str | None:
 
 
 def _gemma_value(text: str, at: int) -> tuple[Any, int]:
-    """Return the value at a place of a text, and the place behind it; raises `ValueError`."""
-    at = _behind(_SPACES, text, at)
+    """Return the value at a position of a text, and the position after it; raises `ValueError`."""
+    at = _match_end(_SPACES, text, at)
     for quote in ('<|"|>', "<escape>"):
         if text.startswith(quote, at):
             begin = at + len(quote)
@@ -254,23 +254,23 @@ def _gemma_value(text: str, at: int) -> tuple[Any, int]:
         return _gemma_items(text, at + 1)
     if text.startswith("[", at):
         values: list[Any] = []
-        at = _behind(_SPACES, text, at + 1)
+        at = _match_end(_SPACES, text, at + 1)
         while not text.startswith("]", at):
             value, at = _gemma_value(text, at)
             values.append(value)
-            at = _behind(_COMMA, text, at)
+            at = _match_end(_COMMA, text, at)
         return values, at + 1
     if text.startswith('"', at):
         return json.JSONDecoder(strict=False).raw_decode(text, at)
-    end = _behind(_PLAIN_VALUE, text, at)
+    end = _match_end(_PLAIN_VALUE, text, at)
     plain = text[at:end].strip()
     return (_PYTHON_VALUES[plain] if plain in _PYTHON_VALUES else json_value(plain)), end
 
 
 def _gemma_items(text: str, at: int) -> tuple[dict[str, Any], int]:
-    """Return the object behind whose bracket this place is, and the place behind it."""
+    """Return the object whose opening bracket ends at `at`, and the position after it; raises `ValueError`."""
     items: dict[str, Any] = {}
-    at = _behind(_SPACES, text, at)
+    at = _match_end(_SPACES, text, at)
     while not text.startswith("}", at):
         if text.startswith(('<|"|>', "<escape>", '"'), at):
             key, at = _gemma_value(text, at)
@@ -279,24 +279,24 @@ def _gemma_items(text: str, at: int) -> tuple[dict[str, Any], int]:
             if found is None:
                 raise ValueError
             key, at = found[0], found.end()
-        at = _behind(_SPACES, text, at)
+        at = _match_end(_SPACES, text, at)
         if not text.startswith(":", at):
             raise ValueError
         items[str(key)], at = _gemma_value(text, at + 1)
-        at = _behind(_COMMA, text, at)
+        at = _match_end(_COMMA, text, at)
     return items, at + 1
 
 
-def _behind(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the place behind what the pattern, which may match nothing, matches at a place."""
+def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return the position after the pattern's match at `at`; `at` if there is no match."""
     found = pattern.match(text, at)
     return at if found is None else found.end()
 
 
 def harmony(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
-    """Parse the messages of gpt-oss: reasoning on the channel `analysis`, calls to `functions.NAME`, content else.
+    """Parse the messages of gpt-oss: reasoning on the channel `analysis`, calls to `functions.NAME`, else content.
 
-    A header that is cut off is none of these, and left out.
+    A header that is cut off is dropped.
     """
     ends = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
     end: str | None = None
@@ -313,7 +313,7 @@ def harmony(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[
             if end != "<|start|>" and not _HEADER.match("".join(head)):
                 sink.content(reader.recorded())
             return
-        reader.forget()
+        reader.drop_record()
         _, _, channel = "".join(head).partition("<|channel|>")
         recipient = re.search(r"to=functions\.([^\s<]+)", "".join(head))
         emit = sink.content
@@ -329,7 +329,7 @@ def harmony(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[
 
 
 def functionary(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
-    """Parse messages that begin with `>>>` and who gets them, as functionary 3.2 writes them: `all`, or a function.
+    """Parse messages of functionary 3.2: `>>>`, then the recipient, which is `all` or a function, then the text.
 
     The prompt ends with the first `>>>`.
     """
@@ -343,9 +343,9 @@ def functionary(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> St
             return
         name = "".join(recipient).strip()
         if name == "all":
-            reader.forget()
+            reader.drop_record()
         elif name in tools and (yield from reader.skip_spaces()) == "{":
-            reader.forget()
+            reader.drop_record()
             sink.call(name)
             yield from reader.bracketed(sink.arguments)
         else:

@@ -1,4 +1,4 @@
-"""Parses calls that are written as JSON or as Python, NAME(KEY=VALUE, ...), and values that stand between marks."""
+"""Parsers of calls written as JSON or as Python, NAME(KEY=VALUE, ...), and of values between marks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from service.chat.parts import PartSink
 from service.chat.reader import Reader, Steps
 from service.chat.tools import Tool
 
-# -- Tool calls that are written as JSON: {"name": ..., "arguments": {...}}, alone or in an array.
+# -- Tool calls written as JSON: {"name": ..., "arguments": {...}}, alone or in an array.
 
-Known = Callable[[str], bool]  # whether a call of this name is one
+Known = Callable[[str], bool]  # whether a call may have this name
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters", "args")
-_OTHERS = ("type", "id", "call_id", "tool_call_id", "index", "description")  # keys besides name and arguments
+_OTHERS = ("type", "id", "call_id", "tool_call_id", "index", "description")  # other keys that a call may have
 
 
 def json_calls(reader: Reader, sink: PartSink, known: Known) -> Steps[bool]:
     """Parse a call, or an array of calls, whose bracket is next; False if it is something else.
 
-    `reader` records; what was recorded is forgotten with the first call, so that the caller can give back what was
-    none.
+    `reader` is recording. The record is dropped with the first call; without a call, the caller can still give it back.
     """
     if (yield from reader.accept("[")) is None:
         return (yield from _JsonCall(reader, sink, known).parse())
@@ -43,18 +42,18 @@ def json_calls(reader: Reader, sink: PartSink, known: Known) -> Steps[bool]:
 
 
 class _JsonCall:
-    """Parses one call. It becomes one once its name and the beginning of its arguments have come, in either order."""
+    """A parser of one call, which begins once its name and the start of its arguments have come, in either order."""
 
     def __init__(self, reader: Reader, sink: PartSink, known: Known) -> None:
         self._reader = reader
         self._sink = sink
         self._known = known
         self._name: str | None = None
-        self._arguments: str | None = None  # that came before the name
+        self._arguments: str | None = None  # those that came before the name
         self._begun = False
 
     def parse(self) -> Steps[bool]:
-        """Take the object, whose bracket is next; False if it is no call."""
+        """Take the object, whose bracket is next; False if it is not a call."""
         reader = self._reader
         if (yield from reader.accept("{")) is None:
             return False
@@ -119,7 +118,7 @@ class _JsonCall:
     def _begin(self) -> None:
         assert self._name is not None
         self._begun = True
-        self._reader.forget()
+        self._reader.drop_record()
         self._sink.call(self._name)
 
 
@@ -133,7 +132,7 @@ def _no_constant(name: str) -> None:
 
 
 def _object_in(text: str | None) -> str | None:
-    """Return the JSON object that a string holds; None if it holds none."""
+    """Return the text if it is a JSON object, else None."""
     try:
         return text if text and isinstance(json_value(text), dict) else None
     except (ValueError, RecursionError):
@@ -144,16 +143,16 @@ def _nowhere(text: str) -> None:
     """Drop the text."""
 
 
-# -- Values of arguments that stand as text between marks, and not in a JSON object.
+# -- Values of arguments that are text between marks, not in a JSON object.
 
 _NOTES = {"type", "title", "description", "default", "examples", "example", "deprecated", "$comment", "enum", "const"}
 _CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
-_MOST_PYTHON = 1 << 16  # characters of a literal, which is read at once
+_MOST_PYTHON = 1 << 16  # characters of a literal
 _PYTHON = re.compile(r"\s*([\[{(]|(True|False|None)\s*$)")
 
 
 def is_text(schema: object) -> bool:
-    """Return whether a schema is of strings alone that it bounds by nothing, or by a list of them."""
+    """Return whether a schema allows only strings, without constraints except a list of allowed ones."""
     return isinstance(schema, Mapping) and schema.get("type") == "string" and schema.keys() <= _NOTES
 
 
@@ -166,8 +165,8 @@ def properties_of(tool: Tool | None) -> Mapping[str, Any]:
 def value_json(text: str, schema: object, *, is_string: bool | None = None) -> str:
     """Return the JSON of an argument's text, by its schema.
 
-    `is_string`: what the text's marks say; None: they say nothing. Templates of some families write Python's literals
-    in the place of JSON.
+    `is_string`: whether the marks around the text declare a string; None: they do not declare a type. Templates of some
+    families write Python literals in place of JSON.
     """
     if "<![CDATA[" in text:
         text = _CDATA.sub(lambda found: found[1], text)
@@ -188,7 +187,7 @@ def value_json(text: str, schema: object, *, is_string: bool | None = None) -> s
 
 
 def python_json(text: str) -> str | None:
-    """Return the JSON of a Python literal; None if it is none, or no value of JSON, or very long."""
+    """Return the JSON of a Python literal; None if the text is not one, has no JSON form, or is very long."""
     if len(text) > _MOST_PYTHON:
         return None
     try:
@@ -200,7 +199,7 @@ def python_json(text: str) -> str | None:
 
 
 def known_texts(schema: object) -> Sequence[str] | None:
-    """Return the texts that `enum` or `const` of a schema of strings allows; None: any."""
+    """Return the texts that a string schema allows by `enum` or `const`; None: any."""
     if not isinstance(schema, Mapping):
         return None
     if "const" in schema:
@@ -213,7 +212,7 @@ def _string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-# -- Parses calls that are written as Python: NAME(KEY=VALUE, ...).
+# -- Calls written as Python: NAME(KEY=VALUE, ...).
 
 _NAME = re.compile(r"[A-Za-z0-9_.:\-]*")
 _KEY = re.compile(r"\w*")
@@ -222,7 +221,7 @@ _QUOTED = {quote: re.compile(rf"[{quote}\\]") for quote in ('"', "'")}
 
 
 def pythonic(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
-    """Parse a reply that is nothing but a list of calls, as Llama 4 writes it: [f(a=1), g()]."""
+    """Parse a reply that is only a list of calls, as Llama 4 writes it: [f(a=1), g()]."""
     reader.record()
     yield from reader.skip_spaces()
     if (yield from reader.accept("[")) is not None:
@@ -238,19 +237,19 @@ def pythonic(reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps
             if (yield from reader.accept(",", "]")) != ",":
                 break
         if calls:
-            reader.forget()
+            reader.drop_record()
     sink.content(reader.recorded())
     yield from reader.rest(sink.content)
 
 
 def python_call(reader: Reader, sink: PartSink, name: str) -> Steps[bool]:
-    """Parse the arguments of a call whose name was taken, from bracket to bracket; False if there are none."""
+    """Parse the arguments of a call whose name was taken, from bracket to bracket; False if this is not a call."""
     yield from reader.skip_spaces()
     if (yield from reader.accept("(")) is None:
         return False
     following = yield from reader.skip_spaces()
-    if following == "{":  # all arguments in one object, which a grammar writes where it cannot write them apart
-        reader.forget()
+    if following == "{":  # all arguments in one object: a grammar allows this if it cannot constrain them one by one
+        reader.drop_record()
         sink.call(name)
         yield from reader.bracketed(sink.arguments)
         yield from reader.accept(")")
@@ -270,14 +269,14 @@ def python_call(reader: Reader, sink: PartSink, name: str) -> Steps[bool]:
         else:
             following = ")"
     yield from reader.accept(")")
-    reader.forget()
+    reader.drop_record()
     sink.call(name)
     sink.arguments("{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in found.items()) + "}")
     return True
 
 
 def _value(reader: Reader) -> Steps[str | None]:
-    """Take a value up to the comma or bracket that ends it, and return its JSON; None if it is no value."""
+    """Take a value up to the comma or bracket that ends it, and return its JSON; None if it is not a value."""
     at, depth, quote = 0, 0, ""
     while True:
         pattern = _QUOTED[quote] if quote else _OUTSIDE

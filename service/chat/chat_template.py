@@ -1,8 +1,8 @@
 """Chat templates of checkpoints, which turn a conversation into a prompt.
 
-A template comes only from the checkpoint's folder (`service.chat.template_files`); a request can set tools,
-`add_generation_prompt`, `continue_final_message`, and variables of the template's own. Templates are rendered in a
-process that can be killed (`service.chat.render_main`), the first times when the model is loaded, as a test.
+A template comes only from the checkpoint's folder (`service.chat.template_files`). A request can set tools,
+`add_generation_prompt`, `continue_final_message`, and the template's own variables. Templates are rendered in a
+process that can be killed (`service.chat.render_main`). Loading a model renders its template first, as a test.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from service.chat.template_files import TOKENS, TemplateError
 from service.core.context_bound import ContextBound, context_exceeded
 from service.core.errors import ApiError, invalid, scrub
 
-# -- The texts around tool calls, as data: what a grammar writes, and what a parser looks for. Three characters of
-# Unicode's private use stand in these texts for what differs from call to call: `ID` for the call's id, `INDEX` for its
-# number, `KIND` for the type of an argument.
+# -- The texts around tool calls, as data for grammars and parsers. Three characters of Unicode's private use area mark
+# what differs from call to call: `ID` the call's id, `INDEX` its number, `KIND` the type of an argument.
 
 ID, INDEX, KIND = "\ue000", "\ue001", "\ue002"
-VARYING = {ID: r"[A-Za-z0-9_.:\-]", INDEX: "[0-9]", KIND: "[a-z]"}  # the characters of what stands in their places
+VARYING = {ID: r"[A-Za-z0-9_.:\-]", INDEX: "[0-9]", KIND: "[a-z]"}  # the characters that each of them replaces
 _MARK = re.compile(r"<[^<>\s\ue000-\ue002]+>|\[/?[A-Z_]+\]")
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSyntax:
-    """The texts around one argument, where arguments are not one JSON object.
+    """The texts around one argument, for calls whose arguments are not one JSON object.
 
-    They are `before` KEY `between` VALUE `after`, with `separator` between several. A string stands between the two
-    `quotes` as it is; without quotes it is JSON, as all other values are. Where `between` has `KIND`, this is
+    An argument is `before` KEY `between` VALUE `after`; `separator` separates arguments. A string is written unescaped
+    between the two `quotes`; if `quotes` is None, it is JSON like all other values. `KIND` in `between` becomes
     `text_kind` for a string, and one of `other_kinds` for another value.
     """
 
@@ -49,9 +48,9 @@ class ArgumentSyntax:
 class CallSyntax:
     """The texts around calls.
 
-    They are `opening`, then `before` NAME `between` ARGUMENTS `after` with `separator` between several, then `closing`.
-    `trigger` is what begins calls after content; empty: calls are a whole reply. Arguments are a JSON object, or as
-    `arguments` says.
+    A reply has `opening`, then calls `before` NAME `between` ARGUMENTS `after`, separated by `separator`, then
+    `closing`. `trigger` begins calls after content; empty: calls are the whole reply. The arguments are a JSON object,
+    or have the syntax `arguments`.
     """
 
     before: str
@@ -61,7 +60,7 @@ class CallSyntax:
     separator: str = ""
     closing: str = ""
     trigger: str = ""
-    content: str = ""  # what begins a reply without calls, where they have no trigger
+    content: str = ""  # beginning of a reply without calls, for calls without a trigger
     one: bool = False  # a reply ends with its first call
     arguments: ArgumentSyntax | None = None
 
@@ -74,20 +73,20 @@ class CallSyntax:
         return tuple(dict.fromkeys(mark for text in texts for mark in _MARK.findall(text)))
 
 
-# -- What a chat template does with messages, as rendering a few conversations shows (`service.chat.template_probe`).
+# -- What a chat template does with messages, found by rendering a few conversations (`service.chat.template_probe`).
 
 
 class CallIds(StrEnum):
-    """The ids of calls that a template takes."""
+    """The form of call ids that a template accepts."""
 
     ANY = "any"
     SHORT = "short"  # nine letters and digits
-    NUMBERED = "numbered"  # functions.NAME:NUMBER, which the template writes in the place of the name
+    NUMBERED = "numbered"  # functions.NAME:NUMBER, which the template writes in place of the name
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The texts around reasoning that no known format has."""
+    """The texts around reasoning of no known format."""
 
     opening: str
     closing: str
@@ -97,29 +96,29 @@ class ReasoningMarks:
 class TemplateTraits:
     """How to give messages to a template, and how it writes calls and reasoning.
 
-    `tool_format` and `reasoning_format` name formats of `service.chat.formats`. Where none of these fits, `call_syntax`
-    and `reasoning_marks` say what the template writes.
+    `tool_format` and `reasoning_format` name formats of `service.chat.formats`. If none of these fits, `call_syntax`
+    and `reasoning_marks` are the texts that the template writes.
     """
 
     tool_format: str = ""
     call_syntax: CallSyntax | None = None
-    call_ends: tuple[str, ...] = ()  # special tokens after calls, where a reply ends
-    tools_problem: str = ""  # why no call can be read back; empty: it can, or the template reads no tools
+    call_ends: tuple[str, ...] = ()  # special tokens that end a reply with calls
+    tools_problem: str = ""  # why calls cannot be parsed; empty: they can, or the template reads no tools
     renders_calls: bool = False  # calls of earlier turns reach the prompt
-    text_in_parts: bool = False  # content is a list of parts; each has a type
-    calls_apart: bool = False  # calls are left out of a message that has content: they go into one of their own
-    calls_in_content: bool = False  # the template leaves tool_calls out: calls go into the content
+    text_in_parts: bool = False  # content is a list of parts, each with a type
+    calls_apart: bool = False  # the template drops calls of a message with content: they need a message of their own
+    calls_in_content: bool = False  # the template drops tool_calls: calls go into the content
     empty_content: str | None = ""  # the content of a message that has only calls
-    has_content_key: bool = True  # False: such a message has no content at all
+    has_content_key: bool = True  # False: such a message has no key `content`
     text_arguments: bool = False  # arguments of calls are text, not objects
     ids: CallIds = CallIds.ANY
-    content_or_reasoning: bool = False  # it refuses a message with calls that has both
+    content_or_reasoning: bool = False  # it refuses a message with calls, content and reasoning
     names_results: bool = False  # a tool's result needs the tool's name
     describes: bool = False  # tools and their parameters need descriptions
     reasoning_format: str = ""
     reasoning_marks: ReasoningMarks | None = None
-    reasoning_key: str = ""  # under which it reads reasoning, if not as the reference library gives it
-    knows_developer: bool = False  # it has a form of its own for the role `developer`
+    reasoning_key: str = ""  # the message key for reasoning, if it is not the reference library's
+    knows_developer: bool = False  # it renders the role `developer` in a form of its own
 
 
 Messages = Sequence[Mapping[str, Any]]
@@ -139,17 +138,17 @@ _GIVEN = frozenset(
         "raise_exception",
         "strftime_now",
     }
-)  # names that no request may set
+)  # variables that no request may set
 _HELLO = ({"role": "user", "content": "Hello"},)
 _TEST_MAX_CHARACTERS = 1_000_000
-_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # whether its space survives shows whether the template strips content
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # its trailing space is lost if the template strips content
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Holds a Jinja template, the special tokens that it may name (`bos_token` ...), and `names`, all that it reads.
+    """A Jinja template, its special tokens (`bos_token` ...), and `names`, all variables that it reads.
 
-    `tool_use` is the template of this name, which conversations with tools use in its place.
+    `tool_use` is the folder's template of this name, which conversations with tools use instead.
     """
 
     source: str
@@ -160,7 +159,7 @@ class ChatTemplate:
 
     @classmethod
     def compiled(cls, source: str, tokens: Mapping[str, str], folder: str, worker: RenderWorker) -> ChatTemplate:
-        """Compile a template; raises `TemplateError`, which names the folder."""
+        """Compile a template; raises `TemplateError` that names the folder."""
         try:
             return cls(source, tokens, worker.names(source))
         except RenderError as error:
@@ -183,7 +182,7 @@ class ChatTemplate:
             return False
 
     def with_traits(self, traits: TemplateTraits, tool_use: ChatTemplate | None = None) -> ChatTemplate:
-        """Return the template with what was found out about it."""
+        """Return the template with its traits."""
         return replace(self, traits=traits, tool_use=tool_use)
 
     def chosen(self, *, with_tools: bool) -> ChatTemplate:
@@ -195,7 +194,7 @@ class ChatTemplate:
         return name in self.names
 
     def takes(self, name: str) -> bool:
-        """Return whether a request may set this variable: the template reads it, and it is not the service's."""
+        """Return whether a request may set this variable: the template reads it, and the service does not set it."""
         return name not in _GIVEN and self.reads(name)
 
     def variables(
@@ -226,7 +225,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         more: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render the prompt, whose length is within `bound`; raises `ApiError` naming `messages`."""
+        """Render the prompt, at most as long as `bound` allows; raises `ApiError` that names `messages`."""
         try:
             variables = self.variables(messages, add_generation_prompt=add_generation_prompt, tools=tools, more=more)
             text = await pool.render(self.source, variables, bound.characters)
@@ -244,7 +243,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         more: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render the prompt up to the end of the last message's content, so that the model continues it."""
+        """Render the prompt up to the end of the last message's content, which the model continues."""
         last = messages[-1]
         content = text_of(last)
         if content is None:
@@ -261,13 +260,13 @@ class ChatTemplate:
 
 
 def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose text is a list with one part."""
+    """Return the message with its text as a list of one part."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
 
 
 def text_of(message: Mapping[str, Any]) -> str | None:
-    """Return the text of a message, also of one made by `in_parts`; None if it has none."""
+    """Return the text of a message, in parts or not; None if it has none."""
     content = message.get("content")
     if isinstance(content, list) and content:
         content = content[-1].get("text")
@@ -275,7 +274,7 @@ def text_of(message: Mapping[str, Any]) -> str | None:
 
 
 def cannot_render(folder: str, error: RenderError) -> TemplateError:
-    """Return the error for a template that does not compile, or does not render what every template should."""
+    """Return the error for a template that does not compile or fails its test rendering."""
     return TemplateError(f"{folder}: the chat template does not render ({error.kind}): {scrub(str(error))}")
 
 

@@ -1,4 +1,4 @@
-"""A conversation becomes a prompt: its chat template is rendered and tokenised, and the reply's format is found."""
+"""Turns a conversation into prompt tokens and the format of its reply."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from service.planning.admission import check_room
 from service.planning.checks import ReplyShape
 from service.planning.response_format import OutputConstraint, check_schema, schema_constraint
 
-_SAID_IN_MESSAGES = TemplateTraits(tool_format="json")  # of templates that read no tools: messages ask for JSON
+_JSON_TRAITS = TemplateTraits(tool_format="json")  # of templates that read no tools: messages ask for JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Holds what a request says beside how to sample, in the form that templates read.
+    """The messages, tools and template variables of a request, in the form that templates read.
 
-    `variables` are those of the template that the request sets, each with the field that it comes from.
+    `variables` are the template variables that the request sets, each with the field that it comes from.
     """
 
     messages: list[Json]
@@ -41,7 +41,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Holds the prompt of a conversation, and what its reply will look like."""
+    """The prompt of a conversation and the format of its reply."""
 
     ids: list[int]
     format: ReplyFormat
@@ -49,7 +49,7 @@ class Turn:
     served: ServedModel
 
     def shape(self) -> ReplyShape:
-        """Return what the reply is held to and which marks it shows; neither for one that is all content."""
+        """Return the reply's constraint and the special tokens that it shows; neither if it is all content."""
         if self.format.is_plain:
             return ReplyShape()
         calls, reasoning = self.format.calls, self.format.reasoning
@@ -64,7 +64,7 @@ class Turn:
         return found if found in tokenizer.special_ids else None
 
     def _constraint(self, given: OutputConstraint | None) -> OutputConstraint | None:
-        """Return the constraint of the whole reply, with `given` as that of an answer."""
+        """Return the constraint of the whole reply; `given` constrains an answer without calls."""
         if given is None and not self.use.is_held:
             return None
         parts: list[OutputConstraint] = [] if given is None else [given]
@@ -81,7 +81,7 @@ def _known(ids: set[int | None]) -> set[int]:
 async def take_turn(service: Service, served: ServedModel, conversation: Conversation, *, answer_is_held: bool) -> Turn:
     """Render and tokenise a conversation; raises `ApiError` that names its fields.
 
-    `answer_is_held`: a grammar holds the answer, and so the whole reply.
+    `answer_is_held`: a grammar constrains the answer, and therefore the whole reply.
     """
     param, context = conversation.param, service.model_info(served.name).max_model_len
     if conversation.use.is_held or answer_is_held:
@@ -154,9 +154,9 @@ async def _prompt(
 def template_variables(
     chat: ChatTemplate | None, effort: str | None, param: str, thinks: bool | None, others: Mapping[str, Any] | None
 ) -> dict[str, tuple[Any, str]]:
-    """Return the template's variables that a body sets: `effort` in the field `param`, `enable_thinking`, and others.
+    """Return the template variables that a body sets: `effort` in the field `param`, `enable_thinking`, and others.
 
-    The effort `none` is also what a template without reasoning does.
+    The effort `none` is accepted for every template: one without reasoning satisfies it.
     """
     variables: dict[str, tuple[Any, str]] = {}
     if effort == "none" and chat is not None and not chat.takes("reasoning_effort"):
@@ -180,7 +180,7 @@ def _chosen(service: Service, served: ServedModel, use: ToolUse) -> tuple[ChatTe
     chat = served.chat.chosen(with_tools=bool(use.callable))
     setting = service.settings.tool_format
     if not chat.reads("tools"):
-        return chat, tool_format(_SAID_IN_MESSAGES, setting)
+        return chat, tool_format(_JSON_TRAITS, setting)
     calls = tool_format(chat.traits, setting)
     if calls is None and use.callable:
         message = (
@@ -206,7 +206,7 @@ async def _rendered(
     def fitted() -> list[Json]:
         return fitted_messages(conversation.messages, tools, chat, calls)
 
-    # Where messages describe the tools, these are written into them, and they may be long.
+    # Descriptions of tools, which may be long, are written into the messages in another thread.
     messages = await service.threads.run_in_thread(fitted) if tools and not chat.reads("tools") else fitted()
     more = {name: value for name, (value, _) in conversation.variables.items()}
     limits, context = service.limits, service.model_info(served.name).max_model_len

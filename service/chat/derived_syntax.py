@@ -1,4 +1,4 @@
-"""Finds the syntax of calls in what a template renders: the texts around known names and arguments."""
+"""Finds the syntax of calls in rendered text: the texts around known names and arguments."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LEAST_TRIGGER = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenCalls:
-    """A reply with calls as the template renders it, and what the calls are: names, arguments and ids.
+    """A reply with calls as the template renders it, and the names, arguments and ids of these calls.
 
-    `ending` is what the template writes after a reply's content.
+    `ending` is the text that the template writes after a reply's content.
     """
 
     text: str
@@ -33,18 +33,18 @@ class WrittenCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a call stands in a text: `begin` and `end` of its name and of its arguments."""
+    """The position of a call in a text: start and end of its name, and end of its arguments."""
 
     name: int
     name_end: int
     end: int
-    pieces: tuple[tuple[int, int], ...] = ()  # keys and values in turn, where arguments are no JSON
+    pieces: tuple[tuple[int, int], ...] = ()  # the JSON object, or else keys and values in turn
 
 
 def derived(one: WrittenCalls, two: WrittenCalls | None) -> tuple[CallSyntax, tuple[str, ...]] | None:
-    """Return the syntax of a reply with one call of two arguments, or the same and a second call; None: none is found.
+    """Return the syntax of calls and the tags that end such a reply instead of the usual ending; None: no syntax fits.
 
-    The second value are the tags that end such a reply in the place of the usual ending.
+    `one` has one call of two arguments; `two` has the same call and a second one.
     """
     source = one if two is None else two
     text = source.text
@@ -87,7 +87,7 @@ def derived(one: WrittenCalls, two: WrittenCalls | None) -> tuple[CallSyntax, tu
 
 
 def _places(text: str, calls: tuple[tuple[str, Mapping[str, Any]], ...]) -> list[_Place] | None:
-    """Return where the calls stand, one after another; None if one is missing."""
+    """Return the positions of the calls in their order; None if one is missing."""
     found, at = [], 0
     for name, arguments in calls:
         begin = text.find(name, at)
@@ -112,7 +112,7 @@ def _places(text: str, calls: tuple[tuple[str, Mapping[str, Any]], ...]) -> list
 
 
 def _object(text: str, at: int, value: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return where the first JSON object after a place stands, if it is this one, however it is spaced."""
+    """Return start and end of the first JSON object after `at` if it equals `value`, else None."""
     begin = text.find("{", at)
     try:
         found, end = json.JSONDecoder().raw_decode(text, begin) if begin >= 0 else (None, 0)
@@ -122,7 +122,7 @@ def _object(text: str, at: int, value: Mapping[str, Any]) -> tuple[int, int] | N
 
 
 def _arguments(text: str, place: _Place) -> tuple[ArgumentSyntax | None, str] | None:
-    """Return the syntax of arguments and what stands between the name and them; None if it is of no known kind."""
+    """Return the syntax of arguments and the text between name and arguments; None if the kind is unknown."""
     (begin, end), *others = place.pieces
     gap = text[place.name_end : begin]
     if not others:
@@ -147,7 +147,7 @@ def _arguments(text: str, place: _Place) -> tuple[ArgumentSyntax | None, str] | 
 
 
 def _kinds(one: str, other: str) -> tuple[str, str, str] | None:
-    """Return the one word in which two texts differ, of each, and the text with `KIND` in its place."""
+    """Return the only word that differs, of each text, and the text with `KIND` in its place; None if not one does."""
     words, others = _KIND.split(one), _KIND.split(other)
     found = [at for at, pair in enumerate(zip(words, others, strict=False)) if pair[0] != pair[1]]
     if len(words) != len(others) or len(found) != 1 or found[0] % 2 == 0:
@@ -157,7 +157,7 @@ def _kinds(one: str, other: str) -> tuple[str, str, str] | None:
 
 
 def _without_ending(tail: str, ending: str) -> tuple[str, tuple[str, ...]]:
-    """Return the text after the last arguments without what ends a reply, and the tag that does in its place."""
+    """Return the text after the last arguments without the reply's ending, and the tag that replaces this ending."""
     if ending.strip() and tail.rstrip().endswith(ending.strip()):
         return tail.rstrip()[: -len(ending.strip())], ()
     found = _LAST_TAG.search(tail)
@@ -167,7 +167,7 @@ def _without_ending(tail: str, ending: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _trigger(head: str) -> str:
-    """Return the beginning of a text that tells calls from content; empty if nothing does."""
+    """Return the beginning of a text that distinguishes calls from content; empty if there is none."""
     first = re.match(rf"[^\s{''.join(VARYING)}]*", head)
     assert first is not None
     text = first[0]
@@ -185,20 +185,20 @@ def _trigger(head: str) -> str:
 
 
 def _common_suffix(one: str, other: str) -> str:
-    """Return the longest common suffix that begins with no rest of a tag."""
+    """Return the longest common suffix that does not begin within a tag."""
     found = shared_beginning(one[::-1], other[::-1])[::-1]
     end, begin = found.find(">"), found.find("<")
     return found[end + 1 :] if end >= 0 and (begin < 0 or end < begin) else found
 
 
 def _common_prefix(one: str, other: str) -> str:
-    """Return the longest common prefix that ends with no beginning of a tag."""
+    """Return the longest common prefix that does not end within a tag."""
     found = shared_beginning(one, other)
     begin = found.rfind("<")
     return found[:begin] if begin > found.rfind(">") else found
 
 
 def shared_beginning(one: str, other: str) -> str:
-    """Return the longest text with which both begin."""
+    """Return the longest common prefix."""
     size = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
     return one[: min(len(one), len(other)) if size is None else size]

@@ -1,8 +1,8 @@
-"""How families mark reasoning and tool calls in their replies.
+"""The formats in which families of models mark reasoning and tool calls in their replies.
 
-`service.chat.template_probe` finds which of these a chat template writes; a setting overrides that. A family whose
-calls differ only in the texts around them is a row here, parsed by `MarkedCalls`; a template whose calls fit no row has
-a syntax of its own, which is read from what it renders.
+`service.chat.template_probe` finds the format that a chat template writes; a setting overrides it. A family whose calls
+differ only in the texts around them is a row here, which `MarkedCalls` parses. If no row fits a template, its syntax is
+read from what it renders.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from service.chat.marked_calls import MarkedCalls
 from service.chat.parts import call_id
 
 AUTO, NONE = "auto", "none"
-OWN = "template"  # the name of a format that was read from the template
+OWN = "template"  # name of a format that was read from a template
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,16 @@ class ToolFormat:
     """How a family writes tool calls."""
 
     name: str
-    models: str  # that write them so, for the docs
+    models: str  # models of this format, for the docs
     syntax: CallSyntax
-    parser: CallParser | None = None  # None: the syntax tells it
-    more_marks: tuple[str, ...] = ()  # which may be special tokens, besides those of the syntax
+    parser: CallParser | None = None  # None: made from the syntax
+    more_marks: tuple[str, ...] = ()  # further texts that may be special tokens
     ends: tuple[str, ...] = ()  # special tokens that end a reply with calls
     ids: CallIds = CallIds.ANY
-    shown_by: str = ""  # a text by which a template asks for this format that leaves calls of earlier turns out
-    held_parser: CallParser | None = None  # under a grammar, which does not hold all that `parser` takes for a call
+    shown_by: str = ""  # text of a template that asks for this format but drops calls of earlier turns
+    held_parser: CallParser | None = (
+        None  # parser under a grammar, if `parser` accepts more than the grammar constrains
+    )
     frames_content: bool = False  # replies without calls have marks too
 
     @property
@@ -54,12 +56,12 @@ class ToolFormat:
 
     @property
     def held_parse(self) -> CallParser:
-        """What parses replies that a grammar holds."""
+        """The parser of replies that a grammar constrains."""
         return self.held_parser or self.parse
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The texts which may be special tokens, and must be shown then."""
+        """The texts that may be special tokens, which decoding must then keep."""
         return tuple(dict.fromkeys((*self.syntax.marks, *self.more_marks)))
 
 
@@ -70,16 +72,16 @@ def _marked(syntax: CallSyntax) -> CallParser:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family marks its reasoning, which comes first."""
+    """How a family marks its reasoning, which begins a reply."""
 
     name: str
     opening: str
     closing: str
-    channels: tuple[str, ...] = ()  # marks of all parts of a reply, where reasoning is one of them
+    channels: tuple[str, ...] = ()  # marks of all parts of a reply, if reasoning is one of several channels
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The texts which may be special tokens, and must be shown then, also in replies without tools."""
+        """The texts that may be special tokens, which decoding must then keep, also in replies without tools."""
         return self.channels or (self.opening.strip(), self.closing)
 
 
@@ -312,13 +314,13 @@ REASONING_FORMATS = {
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
         ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
         ReasoningFormat("gemma", "<|channel>thought\n", "<channel|>"),
-        ReasoningFormat("harmony", "", "", _HARMONY_MARKS),  # which are parsed with its calls
+        ReasoningFormat("harmony", "", "", _HARMONY_MARKS),  # parsed together with its calls
     )
 }
 
 
 def tool_format(traits: TemplateTraits, setting: str = AUTO) -> ToolFormat | None:
-    """Return the format of tool calls of a template, or the one that is set; None: none can be read."""
+    """Return the format of a template's tool calls, or the one that is set; None: calls cannot be parsed."""
     if setting != AUTO:
         return TOOL_FORMATS[setting]
     if traits.call_syntax is not None:
@@ -328,12 +330,12 @@ def tool_format(traits: TemplateTraits, setting: str = AUTO) -> ToolFormat | Non
 
 @lru_cache(maxsize=256)
 def own_format(syntax: CallSyntax, ends: tuple[str, ...]) -> ToolFormat:
-    """Return the format of a template that has a syntax of its own."""
+    """Return the tool format of a template with a syntax of its own."""
     return ToolFormat(OWN, "", syntax, ends=ends)
 
 
 def reasoning_format(traits: TemplateTraits, setting: str = AUTO) -> ReasoningFormat | None:
-    """Return the format of reasoning of a template, or the one that is set; None: no reasoning is parted."""
+    """Return the format of a template's reasoning, or the one that is set; None: reasoning stays in the content."""
     if setting != AUTO:
         return REASONING_FORMATS.get(setting)
     if traits.reasoning_marks is not None:
@@ -342,17 +344,17 @@ def reasoning_format(traits: TemplateTraits, setting: str = AUTO) -> ReasoningFo
 
 
 def own_reasoning(marks: ReasoningMarks) -> ReasoningFormat:
-    """Return the format of a template that has marks of its own."""
+    """Return the reasoning format of a template with marks of its own."""
     return ReasoningFormat(OWN, marks.opening, marks.closing)
 
 
 def id_maker(ids: CallIds) -> Callable[[], str]:
-    """Return what makes ids of calls; Mistral's templates take only nine letters and digits."""
+    """Return the function that makes call ids; Mistral's templates accept only nine letters and digits."""
     return (lambda: secrets.token_hex(5)[:9]) if ids is CallIds.SHORT else call_id
 
 
 def fitting_id(ids: CallIds, id: str) -> str:
-    """Return a call's id as templates take it: the same, or where they are short, the same short one each time."""
+    """Return a call's id in the form that the template accepts; the same id always gives the same result."""
     if ids is not CallIds.SHORT or (len(id) == 9 and id.isalnum()):
         return id
     return hashlib.sha256(id.encode()).hexdigest()[:9]

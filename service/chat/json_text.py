@@ -1,7 +1,7 @@
-"""JSON that a model or a client wrote as text, made so that every library reads it, and alike.
+"""Rewrites JSON of a model or a client so that every library reads it, with the same result.
 
 Models write, and Python's `json` reads, three things that other libraries refuse: control characters in strings, half
-of a surrogate pair (`\\ud800`), and NaN with the infinities. They become escapes, U+FFFD, and null.
+of a surrogate pair (`\\ud800`), and NaN and infinities. They become escapes, U+FFFD, and null.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _ESCAPE, _PAIR = 6, 12  # characters of `\ud83d`, and of a pair of them
 
 
 class JsonText:
-    """Rewrites a text that is still growing. What comes out, joined, does not depend on how the text was cut."""
+    """A rewriter of a growing text, whose joined output does not depend on how the text was cut."""
 
     def __init__(self) -> None:
         self._quoted = False
-        self._held = ""  # an escape that is not complete or may be the first of a pair, or what may begin no number
+        self._held = ""  # an incomplete escape, the possible first half of a pair, or a possible start of `_NO_NUMBERS`
 
     @classmethod
     def whole(cls, text: str) -> str:
-        """Return a complete text rewritten."""
+        """Return a complete text, rewritten."""
         one = cls()
         return one.push(text) + one.end()
 
     def push(self, text: str) -> str:
-        """Add text and return what is certain by now."""
+        """Add text, and return the output that is certain so far."""
         text, self._held = self._held + text, ""
         shown: list[str] = []
         at = 0
@@ -58,13 +58,13 @@ class JsonText:
         return "".join([*shown, text[at:end]])
 
     def end(self) -> str:
-        """Return what was held back; nothing follows."""
+        """Return the output that was held back; no text follows."""
         held, self._held = self._held, ""
         return _REPLACEMENT + held[_ESCAPE:] if held.startswith("\\") and len(held) >= _ESCAPE else held
 
 
 def _begun(text: str, start: int) -> int:
-    """Return where the end of a text begins what may become no number; the length of the text if it does not."""
+    """Return where a possible start of one of `_NO_NUMBERS` ends the text; the text's length if there is none."""
     for at in range(max(start, len(text) - len(max(_NO_NUMBERS, key=len)) + 1), len(text)):
         if any(name.startswith(text[at:]) for name in _NO_NUMBERS):
             return at
@@ -72,7 +72,7 @@ def _begun(text: str, start: int) -> int:
 
 
 def _escape(text: str) -> tuple[str, int]:
-    """Return an escape as it is shown, of a text that begins with one, and its length; 0: more text is needed."""
+    """Return the rewritten escape at the start of a text, and its length in the text; 0: more text is needed."""
     if _HEX_BEGUN.fullmatch(text):
         return "", 0
     found = _HEX.match(text)
@@ -90,7 +90,7 @@ def _escape(text: str) -> tuple[str, int]:
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text, rewritten; raises `ValueError`, also for one of over `VALUE_LEVELS` levels."""
+    """Return the value of a rewritten JSON text; raises `ValueError`, also for more than `VALUE_LEVELS` levels."""
     whole = JsonText.whole(text)
     may_be_deep = whole.count("{") + whole.count("[") > VALUE_LEVELS
     if may_be_deep and deep_place(whole.encode(errors="replace"), VALUE_LEVELS) is not None:

@@ -1,6 +1,6 @@
-"""Parses calls by their syntax alone: most families differ only in the texts around names and arguments.
+"""A parser of calls by their syntax alone: most families differ only in the texts around names and arguments.
 
-White space between marks is not compared. What the marks promise and the text does not keep, is content.
+White space between marks is not compared. Marks without a valid call are content.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHUNK = re.compile(rf"[{''.join(VARYING)}]|[^\s{''.join(VARYING)}]+")
 
 
 class MarkedCalls:
-    """Parses calls of one syntax, all of which begin with its trigger."""
+    """A parser of the calls of one syntax."""
 
     def __init__(self, syntax: CallSyntax) -> None:
         head = (syntax.opening + syntax.before).lstrip()
@@ -45,7 +45,7 @@ class MarkedCalls:
         self._numbered = INDEX in syntax.between
 
     def __call__(self, reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[None]:
-        """Parse a reply; without a trigger, one that is nothing but calls."""
+        """Parse a reply; if the syntax has no trigger, calls must be the whole reply."""
         trigger = self._syntax.trigger
         if not trigger:
             reader.record()
@@ -59,7 +59,7 @@ class MarkedCalls:
                 sink.content(reader.recorded())
 
     def _calls(self, reader: Reader, sink: PartSink, tools: Mapping[str, Tool], first: str) -> Steps[bool]:
-        """Parse the calls whose trigger was taken; False if there is none."""
+        """Parse the calls after their trigger; False if there is none."""
         if not (yield from _literal(reader, first)) or not (yield from self._call(reader, sink, tools)):
             return False
         while not self._syntax.one:
@@ -72,7 +72,7 @@ class MarkedCalls:
         return True
 
     def _call(self, reader: Reader, sink: PartSink, tools: Mapping[str, Tool]) -> Steps[bool]:
-        """Parse one call from its name, or its JSON object, to its end."""
+        """Parse one call from its name or its JSON object to its end."""
         if self._is_json:
             found = (yield from reader.skip_spaces()) in ("{", "[") and (
                 yield from json_calls(reader, sink, _any_name if self._syntax.trigger else tools.__contains__)
@@ -87,7 +87,7 @@ class MarkedCalls:
         yield from reader.skip_spaces()
         name = yield from reader.run_of(_WORD)
         between = self._syntax.between
-        if self._numbered:  # a number after a colon is part of what was read
+        if self._numbered:  # the name read includes a colon and a number
             name, _, number = name.rpartition(":")
             between = between.partition(INDEX)[2]
             if not number.isdecimal():
@@ -101,7 +101,7 @@ class MarkedCalls:
         syntax = self._syntax.arguments
         following = yield from reader.skip_spaces()
         if following == "{":
-            reader.forget()
+            reader.drop_record()
             sink.call(name)
             yield from reader.bracketed(sink.arguments)
             return True
@@ -109,14 +109,14 @@ class MarkedCalls:
             return False
         if self._after.strip() and (yield from reader.coming(syntax.before.strip(), self._after.split()[0])) is None:
             return False
-        reader.forget()
+        reader.drop_record()
         sink.call(name)
         yield from _tagged(reader, sink, syntax, properties_of(tools.get(name)))
         return True
 
 
 def _tagged(reader: Reader, sink: PartSink, syntax: ArgumentSyntax, schemas: Mapping[str, object]) -> Steps[None]:
-    """Parse arguments of which each stands between marks, as far as there are any."""
+    """Parse the arguments that follow, each between marks."""
     opening, after = syntax.before.strip(), syntax.after.strip()
     between, _, rest = (part.strip() for part in syntax.between.partition(KIND))
     before = "{"
@@ -144,7 +144,7 @@ def _tagged(reader: Reader, sink: PartSink, syntax: ArgumentSyntax, schemas: Map
 
 
 def _literal(reader: Reader, text: str) -> Steps[bool]:
-    """Take a text, in which white space may be other than here; False if something else comes."""
+    """Take a text, ignoring differences in white space; False if something else follows."""
     for chunk in _CHUNK.findall(text):
         yield from reader.skip_spaces()
         if chunk in _VARYING:
@@ -156,14 +156,14 @@ def _literal(reader: Reader, text: str) -> Steps[bool]:
 
 
 def _optional(reader: Reader, text: str) -> Steps[None]:
-    """Take a text if it comes."""
+    """Take a text if it follows."""
     reader.record()
     if (yield from _literal(reader, text)):
-        reader.forget()
+        reader.drop_record()
     else:
         reader.give_back()
 
 
 def _any_name(name: str) -> bool:
-    """Return True: after a family's own mark, every name is one of a call."""
+    """Return whether there is a name: after a family's own mark, every name is accepted as a call's."""
     return bool(name)

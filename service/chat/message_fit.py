@@ -1,4 +1,4 @@
-"""Gives messages the form that a chat template takes, as its traits say."""
+"""Gives messages the form that a chat template accepts, according to its traits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.chat.chat_template import CallIds, ChatTemplate, TemplateTraits, in
 from service.chat.formats import ToolFormat, fitting_id
 from service.chat.tools import Json, Tool
 
-# -- Tools for chat templates that know none: what they can do, and what was called, is said in plain messages.
+# -- Tools for chat templates that know none: plain messages describe the tools and the earlier calls.
 
 _TOOLS = """You can call functions. Each of these lines describes one, with a JSON schema of its arguments:
 {tools}
@@ -19,19 +19,19 @@ _TOOLS = """You can call functions. Each of these lines describes one, with a JS
 To call functions, reply with nothing but a JSON array of calls, as here:
 [{{"name": "the function", "arguments": {{"an argument": "its value"}}}}]
 What they return follows in the next message. If no function is needed, answer in words."""
-_PART = 10_000  # entries of a list that are written in one call
+_PART = 10_000  # entries of a list that one call of `json.dumps` writes
 
 
 def plain_messages(messages: Sequence[Json], tools: Sequence[Tool]) -> list[Json]:
-    """Return the conversation without tool calls and messages of tools, and with a description of the tools.
+    """Return the conversation with tool calls, results and descriptions of tools written as plain messages.
 
-    The description follows the system message, or without one comes before the first message. Results of several calls
-    become one message of the user, since many templates want roles to alternate.
+    The description follows the text of a system message; without one, it begins the first message. Results of several
+    calls become one user message, because many templates require alternating roles.
     """
     found: list[Json] = []
     joined: dict[int, list[str]] = {}  # texts of messages, by place: joined once
     names: dict[str, str] = {}  # of functions, by the id of their call
-    joins = False  # whether the last message is of tools, and takes what follows from the user
+    joins = False  # whether the last message is a tool's, to which results and user messages are joined
     for message in messages:
         role = message["role"]
         if role == "tool":
@@ -60,15 +60,15 @@ def _result(message: Json, names: dict[str, str]) -> str:
 
 def _introduced(messages: list[Json], tools: Sequence[Tool]) -> list[Json]:
     lines = "\n".join(_written(tool.shown()["function"]) for tool in tools)
-    told = _TOOLS.format(tools=lines)
+    description = _TOOLS.format(tools=lines)
     first = messages[0]
     content = first.get("content") or ""
-    parts = (content, told) if first["role"] in ("system", "developer") else (told, content)
+    parts = (content, description) if first["role"] in ("system", "developer") else (description, content)
     return [first | {"content": "\n\n".join(filter(None, parts))}, *messages[1:]]
 
 
 def _written(value: object) -> str:
-    """Return what `json.dumps` does, with long lists written in parts: no other thread runs while one is written."""
+    """Return what `json.dumps` does; long lists are written in pieces, because it blocks all other threads."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_written(name)}: {_written(one)}' for name, one in value.items())}}}"
     if isinstance(value, list) and len(value) > _PART:
@@ -101,23 +101,23 @@ def shown_tools(tools: Iterable[Tool], traits: TemplateTraits) -> list[Json]:
 
 
 def given_ids(traits: TemplateTraits, calls: ToolFormat | None) -> CallIds:
-    """Return what ids of calls must be."""
+    """Return the form that ids of calls must have."""
     return traits.ids if calls is None or traits.ids is not CallIds.ANY else calls.ids
 
 
 class _Fit:
-    """Fits the messages of one conversation, in their order."""
+    """A converter of the messages of one conversation, in their order."""
 
     def __init__(self, traits: TemplateTraits, calls: ToolFormat | None) -> None:
         self._traits = traits
         self._format = calls
         self._ids = given_ids(traits, calls)
         self._in_content = calls is not None and (traits.calls_in_content or not traits.renders_calls)
-        self._given: dict[str, tuple[str, str]] = {}  # the new id and the function's name, by the id of a call
+        self._given: dict[str, tuple[str, str]] = {}  # new id and function name, by the id of a call
         self._count = 0
 
     def messages(self, message: Json) -> list[Json]:
-        """Return the message as the template takes it, in two where it has content and calls and they go apart."""
+        """Return the message in the template's form: two messages if its content and calls must be separate."""
         found = self._message(message)
         if not (self._traits.calls_apart and found.get("tool_calls") and found.get("content")):
             return [found]
@@ -142,7 +142,7 @@ class _Fit:
         return found
 
     def _leave_empty(self, found: Json) -> None:
-        """Leave out the content of a message with calls, in the way that the template takes."""
+        """Set the empty content of a message with calls in the form that the template accepts."""
         if self._traits.has_content_key:
             found["content"] = self._traits.empty_content
         else:
@@ -165,7 +165,7 @@ class _Fit:
 
     @staticmethod
     def _written(message: Json, format: ToolFormat) -> Json:
-        """Return a message with its calls in its content, as the model writes them."""
+        """Return the message with its calls written into its content, as the model writes them."""
         found = {name: value for name, value in message.items() if name != "tool_calls"}
         functions = [call["function"] for call in message["tool_calls"]]
         calls = [(one["name"], one["arguments"] if isinstance(one["arguments"], dict) else {}) for one in functions]
@@ -173,7 +173,7 @@ class _Fit:
 
 
 def _with_reasoning(message: Json, traits: TemplateTraits) -> Json:
-    """Return a message with its reasoning under each name that the reference library gives it, and the template's."""
+    """Return the message with its reasoning under the reference library's keys and the template's own."""
     thought = message.get("reasoning_content")
     if not thought:
         return message
@@ -185,7 +185,7 @@ def _with_reasoning(message: Json, traits: TemplateTraits) -> Json:
 
 
 def _described(tool: Json) -> Json:
-    """Return a tool in which it and all its parameters have descriptions, if empty ones."""
+    """Return the tool with an empty description wherever it or a parameter has none."""
     function: Json = tool["function"]
     return tool | {"function": {"description": "", **function, "parameters": _described_schema(function["parameters"])}}
 

@@ -1,4 +1,4 @@
-"""The parts of a reply: reasoning, content and tool calls, each as a piece of what streams."""
+"""The parts of a streamed reply: pieces of reasoning, of content and of tool calls."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The beginning of a tool call; its arguments follow."""
+    """The beginning of a tool call, before its arguments."""
 
-    index: int  # among the reply's calls
+    index: int  # of the call in the reply
     id: str
     name: str
 
@@ -58,7 +58,7 @@ class WholeCall:
 
 @dataclass(slots=True)
 class WholeReply:
-    """All parts of a reply joined."""
+    """All parts of a reply, joined."""
 
     reasoning: str = ""
     content: str = ""
@@ -84,24 +84,24 @@ def call_id() -> str:
 
 
 class PartSink:
-    """Collects the parts that a parser finds.
+    """A collector of the parts that a parser finds.
 
-    White space between a block (reasoning, a call) and content, and between blocks, belongs to neither: templates write
-    their own there, and a conversation that is sent back would otherwise not have the tokens that were generated.
+    White space between blocks (reasoning, a call), and between a block and content, is dropped. Templates write their
+    own there; with both, a conversation that is sent back would not have the tokens that were generated.
     """
 
     def __init__(self, *, holds_spaces: bool, one_call: bool, new_id: Callable[[], str]) -> None:
-        """`holds_spaces`: calls may follow content; `one_call`: calls behind the first are left out."""
+        """Start with no parts; `holds_spaces`: calls may follow content; `one_call`: only the first call is kept."""
         self._holds_spaces = holds_spaces
         self._one_call = one_call
         self._new_id = new_id
         self._parts: list[Part] = []
-        self._spaces = ""  # behind content, or reasoning, so far
-        self._behind_block = False  # no content has come since reasoning or a call
+        self._spaces = ""  # held-back white space after content or reasoning
+        self._after_block = False  # no content has come since reasoning or a call
         self._reasoning_began = False
-        self._drops = False  # the current call is left out
+        self._drops = False  # the current call is dropped
         self._arguments: list[str] = []  # of the last call
-        self._json = JsonText()  # which rewrites them
+        self._json = JsonText()  # rewriter of these arguments
         self.calls = 0
 
     @property
@@ -114,7 +114,7 @@ class PartSink:
         return True
 
     def take(self) -> list[Part]:
-        """Return the parts since the last time, with pieces of one kind joined."""
+        """Return the parts since the last call of `take`, with adjacent pieces of one kind joined."""
         parts, self._parts = self._parts, []
         joined: list[Part] = []
         for part in parts:
@@ -129,11 +129,11 @@ class PartSink:
 
     def content(self, text: str) -> None:
         self._end_arguments()
-        if self._behind_block:
+        if self._after_block:
             text = text.lstrip()
         if not text:
             return
-        self._behind_block = False
+        self._after_block = False
         text = self._spaces + text
         kept = text.rstrip() if self._holds_spaces else text
         self._spaces = text[len(kept) :]
@@ -153,13 +153,13 @@ class PartSink:
             self._parts.append(Reasoning(kept))
 
     def end_reasoning(self) -> None:
-        """Drop the white space behind the reasoning, and before what follows."""
-        self._spaces, self._behind_block, self._reasoning_began = "", True, False
+        """Drop the white space after the reasoning."""
+        self._spaces, self._after_block, self._reasoning_began = "", True, False
 
     def call(self, name: str) -> None:
         """Begin a call."""
         self._end_arguments()
-        self._spaces, self._behind_block = "", True
+        self._spaces, self._after_block = "", True
         self._drops = self._one_call and self.calls > 0
         if not self._drops:
             self._parts.append(Call(self.calls, self._new_id(), name))
@@ -180,8 +180,8 @@ class PartSink:
             self._parts.append(Arguments(self.calls - 1, text))
 
     def end(self) -> None:
-        """Give out the end of arguments, and the white space at the end of content."""
+        """Add the held-back end of arguments and the white space at the end of content."""
         self._end_arguments()
-        if self._spaces and not self._behind_block and not self._reasoning_began:
+        if self._spaces and not self._after_block and not self._reasoning_began:
             self._parts.append(Content(self._spaces))
         self._spaces = ""

@@ -1,8 +1,7 @@
-"""Reading of a text that is still growing, written as if it were all there.
+"""A reader of growing text, for parsers that are written as if the text were complete.
 
-A parser is a generator over a `Reader`. It yields where it needs more text, and goes on when there is more or the text
-has ended. What it takes does not depend on how the text was cut into pieces, because it decides nothing before it has
-seen what it needs.
+A parser is a generator over a `Reader`. It yields when it needs more text, and continues when there is more or the text
+has ended. It decides only on text that it has seen, so its result does not depend on how the text was cut.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SCALAR = re.compile(r"[^\s,:{}\[\]\"]*")
 
 
 class Reader:
-    """Holds the text that has come and was not taken yet."""
+    """The text that has arrived and was not taken yet."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -30,20 +29,20 @@ class Reader:
         self._record: list[str] | None = None
 
     def record(self, before: str = "") -> None:
-        """Remember what is taken from now on, behind `before`, to be able to give it back as text."""
+        """Start a record of `before` and all text taken from now on."""
         self._record = [before]
 
     def recorded(self) -> str:
-        """Return what was taken since `record`, and remember no more."""
+        """Return the record and end it."""
         found, self._record = "".join(self._record or ()), None
         return found
 
     def give_back(self) -> None:
-        """Put back what was taken since `record`, and remember no more."""
+        """Put the record back in front of the text, and end it."""
         self.text = self.recorded() + self.text
 
-    def forget(self) -> None:
-        """Remember no more."""
+    def drop_record(self) -> None:
+        """Drop the record."""
         self._record = None
 
     def take(self, size: int) -> str:
@@ -59,7 +58,7 @@ class Reader:
         return self.text[:1]
 
     def skip_spaces(self) -> Steps[str]:
-        """Take white space; return the next character without taking it."""
+        """Take white space, and return the next character without taking it; empty at the end."""
         while True:
             stripped = self.text.lstrip()
             self.take(len(self.text) - len(stripped))
@@ -68,12 +67,12 @@ class Reader:
             yield
 
     def accept(self, *texts: str) -> Steps[str | None]:
-        """Take the one of `texts` that follows and return it; None if there is none. None may begin another."""
+        """Take and return the one of `texts` that follows, else None. No text may be the beginning of another."""
         found = yield from self.coming(*texts)
         return None if found is None else self.take(len(found))
 
     def coming(self, *texts: str) -> Steps[str | None]:
-        """Return the one of `texts` that follows, without taking it; None if there is none. None may begin another."""
+        """Return the one of `texts` that follows, else None. No text may be the beginning of another."""
         while True:
             for text in texts:
                 if self.text.startswith(text):
@@ -83,7 +82,7 @@ class Reader:
             yield
 
     def until(self, *markers: str, emit: Emit) -> Steps[str | None]:
-        """Emit the text before the first of `markers`, take that and return it; None at the end of the text."""
+        """Emit the text before the first of `markers`, then take and return the marker; None at the end of the text."""
         while True:
             found = [(at, marker) for marker in markers if (at := self.text.find(marker)) >= 0]
             if found:
@@ -106,7 +105,7 @@ class Reader:
             yield
 
     def bracketed(self, emit: Emit) -> Steps[bool]:
-        """Emit a JSON object or array, whose bracket is next, as it is written; False if the text ends before it."""
+        """Emit the text of a JSON object or array, whose bracket is next; False if it is cut off."""
         depth, quoted = 0, False
         while True:
             at = 0
@@ -114,7 +113,7 @@ class Reader:
                 at, mark = found.end(), found[0]
                 if mark == "\\":
                     if at == len(self.text):
-                        at -= 1  # the escaped character is missing
+                        at -= 1  # the escaped character has not arrived
                         break
                     at += 1
                 elif mark == '"':
@@ -135,7 +134,7 @@ class Reader:
             yield
 
     def string(self) -> Steps[str | None]:
-        """Take a JSON string, whose quote is next, and return its value; None if it is none."""
+        """Take a JSON string, whose quote is next, and return its value; None if it is not valid."""
         at = 1
         while (found := _INSIDE.search(self.text, at)) is None or found[0] == "\\":
             if found is not None and found.end() < len(self.text):
@@ -157,7 +156,7 @@ class Reader:
         return (yield from self.run_of(_SCALAR))
 
     def run_of(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Take what a pattern, which may match nothing, matches next, and return it; it must match its own parts."""
+        """Take and return what the pattern matches next; the pattern must also match any piece of a match."""
         at = 0
         while True:
             found = pattern.match(self.text, at)

@@ -1,4 +1,4 @@
-"""Finds out how a chat template marks reasoning."""
+"""Finds how a chat template marks reasoning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.chat.formats import OWN, REASONING_FORMATS, ReasoningFormat, own_re
 
 _USER = {"role": "user", "content": "Question-3"}
 _THOUGHT, _SAID = "Thought-9", "Answer-5"
-_KEYS = ("reasoning_content", "reasoning", "thought")  # under which templates read it
+_KEYS = ("reasoning_content", "reasoning", "thought")  # message keys from which templates read it
 _SWITCHES = ("enable_thinking", "thinking")
 _HARMONY = ("<|channel|>analysis<|message|>", "<|end|>")
 _OPENING = re.compile(r"(<[^<>\s]{1,64}>|\[[^\[\]\n]{1,64}\])\s*$")
@@ -20,7 +20,7 @@ _LAST_LINE = re.compile(r"([^\n<>\[\]]{8,64})$")
 
 
 class ReasoningProbe:
-    """The marks of one template. `render` gives the text of a conversation, or None."""
+    """A search for the reasoning marks of one template; `render` returns the text of a conversation, or None."""
 
     def __init__(self, render: Callable[..., str | None], template: ChatTemplate) -> None:
         self._render = render
@@ -28,7 +28,7 @@ class ReasoningProbe:
         self._found: ReasoningFormat | None = None
 
     def traits(self) -> dict[str, Any]:
-        """Return the traits of reasoning, and remember its format."""
+        """Return the traits of reasoning, and keep its format for `without`."""
         found = self._written() or self._in_prompts()
         name = found.get("reasoning_format", "")
         if marks := found.get("reasoning_marks"):
@@ -38,7 +38,7 @@ class ReasoningProbe:
         return found
 
     def without(self, reply: str) -> str:
-        """Return a reply without the reasoning at its beginning, or the end of one that the prompt has opened."""
+        """Return a reply without its reasoning, or without the closing mark of reasoning that the prompt has opened."""
         found = self._found
         if found is None or not found.closing:
             return reply
@@ -81,17 +81,17 @@ class ReasoningProbe:
             return {}
         begun = "" if opening is None else prompt.rpartition(opening[1])[2]
         if opening is None or (opening[1] in prompt and begun and closing[1] not in begun):
-            opening = _LAST_LINE.search(prompt)  # which opens the reasoning of every reply
+            opening = _LAST_LINE.search(prompt)  # the prompt's last line opens the reasoning of every reply
         if opening is None:
             return {}
         marks = ReasoningMarks(opening[1], closing[1])
         texts = before.rpartition(_USER["content"])[2] + after
         if texts.count(marks.closing) > 1 or texts.count(marks.opening) > 1:
-            return {}  # they stand elsewhere too
+            return {}  # they also occur elsewhere
         return {"reasoning_format": OWN, "reasoning_marks": marks}
 
     def _in_prompts(self) -> dict[str, Any]:
-        """Return the format whose marks the template opens a reply with, takes out of content, or explains."""
+        """Return the format whose marks the template writes into prompts or removes from earlier content."""
         switched = [{name: value} for name in self._switches for value in (True, False)]
         prompts = [self._render([_USER], speak=True, **more) or "" for more in ({}, *switched)]
         prompts.append(

@@ -3,7 +3,7 @@
 A template is a program. Neither Jinja's sandbox nor a tracing function limits its cost: one operation such as
 `9**9**9` or `'x' * 10**10` does not return to the interpreter. So it runs in a process that
 `service.sandbox.worker_main` confines and the kernel kills at the time limit. Templates are compiled here too, because
-the compiler evaluates constants. The process is kept for the next request, as compiling takes longer than rendering.
+the compiler evaluates constants. The process serves many requests, because compiling takes longer than rendering.
 
 A request `{template, variables, limit, seconds}` gets one reply, `{"text"}` or `{"error", "message"}`. Without
 `variables` the reply is `{"names"}`: the variables that the template reads and does not define.
@@ -35,11 +35,11 @@ _MESSAGE = 300
 
 
 class _Raised(TemplateError):
-    """An error that the template itself raises, with `raise_exception`."""
+    """An error that the template itself raises by `raise_exception`."""
 
 
 class _Generation(Extension):
-    """Renders `{% generation %}...{% endgeneration %}`, which marks assistant messages, as its content in a scope."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks assistant messages and renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -49,7 +49,7 @@ class _Generation(Extension):
 
 
 class _Dictionaries:
-    """The function `dict(...)` of templates, which gives no access to the type."""
+    """The function `dict(...)` of templates, which does not expose the type."""
 
     def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
         return dict(*values, **named)
@@ -143,7 +143,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_all() -> None:
-    """Import what Jinja and the clock import at first use, because no file can be opened later."""
+    """Import what Jinja and the clock import on first use, because no file can be opened later."""
     for module in ("html", "jinja2.debug", "pprint", "textwrap", "urllib.parse"):
         importlib.import_module(module)
     for encoding in ("unicode_escape", "ascii", "latin-1", "utf-16", "utf-32", "idna"):
@@ -153,7 +153,7 @@ def _load_all() -> None:
 
 
 def main() -> None:
-    """Answer requests until the other side closes."""
+    """Answer requests until the service closes the connection."""
     _load_all()
     worker_main.serve(lambda request, _: (answer(request), b""), _MEMORY)
 

@@ -9,12 +9,12 @@ from service.sandbox.process_pool import Worker, WorkerError, WorkerPool
 
 _CHAT_WORKERS = 4
 
-# A template was not rendered. `kind`: raised (by the template itself), syntax, failed, memory, length, or any worker's.
+# A rendering that failed. `kind`: raised (by the template itself), syntax, failed, memory, length, or a worker's kind.
 RenderError = WorkerError
 
 
 class RenderWorker(Worker):
-    """One process with an empty environment, started on first use. Not thread-safe."""
+    """One process with an empty environment, which starts on first use; not thread-safe."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds, "service.chat.render_main")
@@ -29,7 +29,7 @@ class RenderWorker(Worker):
 
 
 class RenderPool:
-    """Renders several templates at once outside the event loop, each within `seconds`."""
+    """Processes that render templates concurrently outside the event loop, each within `seconds`."""
 
     def __init__(self, seconds: float, workers: int = _CHAT_WORKERS) -> None:
         self._pool = WorkerPool(lambda: RenderWorker(seconds), seconds, workers, "triptych-chat")
@@ -39,5 +39,5 @@ class RenderPool:
         return await self._pool.run(lambda worker: worker.render(template, variables, limit))
 
     def close(self) -> None:
-        """Wait for renderings in progress and end all processes; a later `render` starts new ones."""
+        """Wait for renderings in flight and end all processes; a later `render` starts new ones."""
         self._pool.close()

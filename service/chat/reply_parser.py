@@ -1,4 +1,4 @@
-"""Parting of a reply's text, while it is generated, into reasoning, content and tool calls."""
+"""Splits a reply's text into reasoning, content and tool calls while it is generated."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from service.chat.tools import Tool
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """Says what the text of a reply is parted into."""
+    """The parts that a reply may have, and how they are marked."""
 
     reasoning: ReasoningFormat | None = None
     reasoning_opened: bool = False  # the prompt ends within the reasoning
-    reasoning_closed: bool = False  # the prompt ends behind it: a grammar allows none
+    reasoning_closed: bool = False  # the prompt ends after the reasoning: a grammar allows no more
     calls: ToolFormat | None = None  # None: no tool may be called
     tools: Mapping[str, Tool] = field(default_factory=dict)
     ids: CallIds = CallIds.ANY
     one_call: bool = False
-    is_held: bool = False  # a grammar holds the calls
+    is_held: bool = False  # a grammar constrains the calls
 
     @property
     def is_plain(self) -> bool:
@@ -33,7 +33,7 @@ class ReplyFormat:
 
 
 class ReplyParser:
-    """Parts one reply. The parts, joined, do not depend on how its text is cut."""
+    """A parser of one reply, whose joined parts do not depend on how the text is cut."""
 
     def __init__(self, format: ReplyFormat) -> None:
         self._format = format
@@ -52,11 +52,11 @@ class ReplyParser:
 
     @property
     def is_within_call(self) -> bool:
-        """Whether the last call lacks a part of its arguments."""
+        """Whether the arguments of the last call are incomplete."""
         return self.has_calls and not self._sink.call_is_whole
 
     def push(self, text: str, *, end: bool = False) -> list[Part]:
-        """Add text and return the parts that are certain by now; with `end`, all that are left."""
+        """Add text and return the parts that are certain so far; with `end`, all that are left."""
         if self.passes:
             return [Content(text)] if text else []
         self._reader.text += text
@@ -67,7 +67,7 @@ class ReplyParser:
         return self._sink.take()
 
     def whole(self, text: str) -> WholeReply:
-        """Return the parts of a complete reply, of which nothing was pushed before."""
+        """Return the parts of a complete reply; no text was pushed before."""
         found = WholeReply()
         found.add(self.push(text, end=True))
         return found
@@ -87,12 +87,12 @@ class ReplyParser:
             yield from parse(reader, sink, format.tools)
             return
         while not (reader.text.strip() or reader.ended):
-            yield  # white space behind the reasoning
+            yield  # white space after the reasoning
         sink.content(reader.take(len(reader.text)))
         self.passes = True
 
     def _reasoning(self, format: ReasoningFormat) -> Steps[None]:
-        """Take the reasoning, if the reply begins with any."""
+        """Take the reasoning if the reply begins with it."""
         reader = self._reader
         if not self._format.reasoning_opened:
             reader.record()
@@ -100,7 +100,7 @@ class ReplyParser:
             if (yield from reader.accept(format.opening)) is None:
                 reader.give_back()
                 return
-            reader.forget()
+            reader.drop_record()
         self.is_reasoning = True
         yield from reader.until(format.closing, emit=self._sink.reasoning)
         self._sink.end_reasoning()

@@ -1,8 +1,9 @@
 """Finds the chat templates of a checkpoint's folder, as the reference library does.
 
-`chat_template.jinja` and `additional_chat_templates/NAME.jinja` win over `chat_template` in tokenizer_config.json,
-which is a text, a list of named templates, or an object with a template for each name. `chat_template.json` of older
-folders with a processor comes last. A GGUF file has templates in its metadata, which files beside it overrule.
+`chat_template.jinja` and `additional_chat_templates/NAME.jinja` take precedence over `chat_template` in
+tokenizer_config.json, which is a text, a list of named templates, or an object of templates by name.
+`chat_template.json`, of older folders with a processor, comes last. A GGUF file has templates in its metadata; files in
+the same folder take precedence over them.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _MOST_BYTES = 4 * _MOST_CHARACTERS  # of a file: a character takes up to four
 
 
 class TemplateError(ConfigError):
-    """Says why a folder's chat templates cannot be used; its other files may be."""
+    """The chat templates of a folder cannot be used; its other files may be valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateFiles:
-    """Holds the templates of a folder by name, and the special tokens that they may name (`bos_token` ...)."""
+    """The templates of a folder by name, and the special tokens that they may name (`bos_token` ...)."""
 
     templates: Mapping[str, str]
     tokens: Mapping[str, str]
@@ -86,7 +87,7 @@ def _text(folder: Path, file: Path) -> str:
 
 
 def _named(folder: Path, file: str, value: Any) -> dict[str, str]:
-    """Return the templates by name that `chat_template` of a JSON file holds."""
+    """Return the templates by name in the value of `chat_template` of a JSON file."""
     kind = type(value).__name__
     if value is None or isinstance(value, str):
         return {} if value is None else {"default": value}

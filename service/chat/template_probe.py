@@ -1,7 +1,7 @@
-"""Finds out what a chat template does with messages, by rendering a few short conversations when a model is loaded.
+"""Finds what a chat template does with messages by rendering a few short conversations when a model is loaded.
 
-One call is rendered and read back: the format that gives the call again is the template's format. The same is done for
-reasoning, for content that is left out, and for the role `developer`. Nothing is concluded from a model's name.
+A call is rendered and parsed: the format that gives back the call is the template's format. Reasoning, empty content
+and the role `developer` are tried in the same way. A model's name is never used.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _IDS = {
     CallIds.NUMBERED: ("functions.get_weather:0", "functions.find_place:1"),
 }
 _ABSENT = object()
-_TAGS = re.compile(r"(\s|<[^<>\s]{1,64}>|\[[^\[\]\s]{1,32}\])*")  # what may end a turn
+_TAGS = re.compile(r"(\s|<[^<>\s]{1,64}>|\[[^\[\]\s]{1,32}\])*")  # tags that may end a turn
 _SPACES, _ANYTHING = re.compile(r"\s*"), re.compile(r"(?s:.*)")
 _TAIL_SHOWN = 120
 
@@ -68,7 +68,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def probed_template(files: TemplateFiles, name: str) -> ChatTemplate:
-    """Return the templates of a folder, tested; raises `TemplateError`, in which `name` is whose they are."""
+    """Test the templates of the folder `name` and return them with their traits; raises `TemplateError`."""
     return _probed(files.default(name), files.templates.get("tool_use"), tuple(sorted(files.tokens.items())), name)
 
 
@@ -95,7 +95,7 @@ def _for_tools(source: str, tokens: tuple[tuple[str, str], ...], name: str, work
 
 
 class _Style:
-    """How messages with calls are given to a template."""
+    """A form in which messages with calls are given to a template."""
 
     def __init__(self, ids: CallIds, *, as_text: bool, content: object) -> None:
         self.ids, self.as_text, self.content = ids, as_text, content
@@ -119,7 +119,7 @@ class _Style:
 
 
 class _Probe:
-    """Renders conversations with one template, for a bounded time."""
+    """A renderer of conversations with one template, for a bounded time."""
 
     def __init__(self, template: ChatTemplate, worker: RenderWorker) -> None:
         self._template = template
@@ -153,7 +153,7 @@ class _Probe:
             return None
 
     def traits(self) -> TemplateTraits:
-        """Return all that can be found out."""
+        """Return all traits of the template."""
         self._in_parts = self._takes_parts_alone()
         reasoning = ReasoningProbe(self.render, self._template)
         found: dict[str, Any] = {"text_in_parts": self._in_parts, **reasoning.traits()}
@@ -165,13 +165,13 @@ class _Probe:
         return TemplateTraits(**found)
 
     def _takes_parts_alone(self) -> bool:
-        """Return whether the template shows text that is a list of parts, and no other."""
+        """Return whether the template shows content only if it is a list of parts."""
         texts = [self.render([_USER], tools=True), self.render([in_parts(_USER)], tools=True)]
         shown = [text is not None and _USER["content"] in text for text in texts]
         return shown == [False, True]
 
     def _knows_developer(self) -> bool:
-        """Return whether the template writes a developer's message, and in another way than one of any role."""
+        """Return whether the template writes a developer's message differently from one of an unknown role."""
         said = "Rule-4"
         known, other = (self.render([{"role": role, "content": said}, _USER]) for role in ("developer", "qrole"))
         if known is None or said not in known:
@@ -189,7 +189,7 @@ class _Probe:
     # -- calls
 
     def _calls(self) -> dict[str, Any]:
-        """Return the traits of calls: how they are given to the template, and how it writes them."""
+        """Return the traits of calls: how the template accepts them, and how it writes them."""
         prompt = self.render([_USER], tools=True, speak=True) or ""
         plain = self.render([_USER, {"role": "assistant", "content": _SAID}], tools=True) or ""
         self._prompt, self._plain = prompt, plain.rpartition(_SAID)[0]
@@ -239,14 +239,14 @@ class _Probe:
         return found
 
     def _leaves_calls_out(self, both: dict[str, Any], calls: dict[str, Any]) -> bool:
-        """Return whether the template shows no calls of a message with content, but those of one after it."""
+        """Return whether the template drops the calls of a message with content, but shows those of the next one."""
         words = {"role": "assistant", "content": both["content"]}
         texts = [self.render([_USER, *said], tools=True) for said in ([both], [words, calls])]
         shown = [text is not None and str(_CALLS[0][1]["days"]) in text for text in texts]
         return texts[0] is not None and shown == [False, True]
 
     def _reply(self, text: str) -> tuple[str, bool]:
-        """Return the last reply of a rendered conversation without its reasoning, and whether its beginning is sure."""
+        """Return the last reply of a rendered conversation without reasoning, and whether its start is certain."""
         is_sure = bool(self._prompt) and text.startswith(self._prompt)
         if is_sure:
             begin = len(self._prompt)
@@ -254,11 +254,11 @@ class _Probe:
             begin = max(len(shared_beginning(text, one)) for one in (self._prompt, self._plain))
             tag = max(text.rfind("<", 0, begin), text.rfind("[", 0, begin))
             if tag > max(text.rfind(">", 0, begin), text.rfind("]", 0, begin)):
-                begin = tag  # the texts part within a tag
+                begin = tag  # the texts differ within a tag
         return self._reasoning.without(text[begin : begin + _MOST_REPLY]), is_sure
 
     def _read_back(self, text: str, style: _Style) -> dict[str, Any] | None:
-        """Return the traits of the format that gives the call again; None if there is none."""
+        """Return the traits of the format that parses the call correctly; None if there is none."""
         reply, is_sure = self._reply(text)
         around = _SPACES if is_sure else _TAGS
         known = [one for one in TOOL_FORMATS.values() if self._reads(one, reply, _CALLS[:1], around)]
@@ -275,7 +275,7 @@ class _Probe:
         return {"tool_format": known[0].name} if known else None
 
     def _own_format(self, reply: str, style: _Style) -> ToolFormat | None:
-        """Return the format whose syntax is read from the reply; None if it does not give all calls that are tried."""
+        """Return the format with the syntax found in the reply; None if it does not parse all calls that are tried."""
         tried = [reply]
         both = self.render([_USER, style.message(_CALLS)], tools=True)
         if both is not None:
@@ -289,7 +289,7 @@ class _Probe:
         return None
 
     def _gives_all(self, format: ToolFormat, reply: str, second: WrittenCalls | None, style: _Style) -> bool:
-        """Return whether a format gives one call, two calls, another call, and a call after content."""
+        """Return whether a format parses one call, two calls, another call, and a call after content."""
         _, other = _CALLS
         message = style.message([other])
         message["tool_calls"][0]["id"] = _IDS[style.ids][1]
@@ -304,7 +304,7 @@ class _Probe:
         )
 
     def _reads(self, format: ToolFormat, reply: str, calls: Calls, around: re.Pattern[str]) -> bool:
-        """Return whether the format gives exactly these calls; `around` matches what else may stand before them."""
+        """Return whether the format parses exactly these calls; `around` matches the other text allowed before them."""
         before: list[str] = []
         after: list[str] = []
         names: list[str] = []
@@ -331,10 +331,10 @@ class _Probe:
         return found == [*calls] and is_clean
 
     def _in_content(self) -> dict[str, Any] | None:
-        """Return the traits of a template that asks for calls of a known format, but leaves earlier ones out."""
-        told = self.render([_USER], tools=True) or ""
+        """Return the traits of a template that asks for calls of a known format, but drops earlier ones."""
+        prompt = self.render([_USER], tools=True) or ""
         for format in TOOL_FORMATS.values():
-            if format.shown_by and format.shown_by in told:
+            if format.shown_by and format.shown_by in prompt:
                 written = written_calls(format.syntax, _CALLS[:1])
                 text = self.render([_USER, {"role": "assistant", "content": written}], tools=True)
                 if text is not None and self._reads(format, self._reply(text)[0], _CALLS[:1], _TAGS):

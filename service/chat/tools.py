@@ -1,4 +1,4 @@
-"""The tools that a reply may call, whatever protocol they came in."""
+"""The tools that a reply may call, in one form for all protocols."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME_PATTERN = r"^[A-Za-z0-9_.:\-]{1,128}$"
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the client can call. `param` names its place in the body, for errors."""
+    """A function of the client that a reply can call; `param` is its place in the request body, for errors."""
 
     name: str
     description: str | None
@@ -43,9 +43,9 @@ class Tool:
 
 
 def called_arguments(text: str) -> object:
-    """Return the arguments of an earlier call, which come as JSON, as templates read them: an object where they are.
+    """Return the JSON arguments of an earlier call as a value, or the text itself if it is not JSON.
 
-    Some clients send an empty text for no arguments.
+    An empty text gives an empty object: some clients send it for no arguments.
     """
     if not text.strip():
         return {}
@@ -59,7 +59,7 @@ def called_arguments(text: str) -> object:
 class ToolUse:
     """The tools of a request, and which of them the reply may or must call.
 
-    With `required` the reply has at least one call; `only` names the tools that it may call, None: all.
+    With `required` the reply has at least one call. `only` names the tools that it may call; None: all.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -76,7 +76,7 @@ class ToolUse:
 
     @property
     def is_held(self) -> bool:
-        """Whether a grammar holds the calls to the schemas of their tools."""
+        """Whether a grammar makes the calls match the schemas of their tools."""
         if not self.callable:
             return False
         return self.choice == "required" or self.only is not None or any(tool.strict for tool in self.callable)
@@ -85,7 +85,7 @@ class ToolUse:
 def tool_use(tools: tuple[Tool, ...], choice: Choice | None, only: Iterable[str] | None, *, parallel: bool) -> ToolUse:
     """Return the checked use of tools.
 
-    Raises `ApiError` for names that are there twice, or not at all, and for arguments that are no object.
+    Raises `ApiError` for two tools of one name, for unknown names in `only`, and for arguments that are not an object.
     """
     names: set[str] = set()
     for tool in tools:

@@ -1,4 +1,4 @@
-"""How many tokens of a reply are reasoning."""
+"""Counts the reasoning tokens of a reply."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from model.text.tokenizer import Tokenizer
 from service.chat.reply_parser import ReplyFormat
 
-_AFTER_ANALYSIS = ("<|channel|>final", "<|channel|>commentary")  # which ends the reasoning of gpt-oss
-_WINDOW = 256  # tokens that are decoded at once, so that each is decoded about once
+_AFTER_ANALYSIS = ("<|channel|>final", "<|channel|>commentary")  # marks that end the reasoning of gpt-oss
+_WINDOW = 256  # tokens that are decoded together, so that each is decoded about once
 
 
 def reasoning_tokens(format: ReplyFormat, ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Return the number of tokens up to the end of the reasoning, with its marks; of a reply that has reasoning."""
+    """Return the number of tokens of a reply up to the end of its reasoning, including the marks."""
     if format.reasoning is None:
         return 0
     marks = (format.reasoning.closing,) if format.reasoning.closing else _AFTER_ANALYSIS
-    longest = max(len(mark.encode()) for mark in marks)  # in tokens: none is shorter than a byte
+    longest = max(len(mark.encode()) for mark in marks)  # in tokens: each has at least one byte
 
     def has_mark(start: int, end: int) -> bool:
         text = tokenizer.decode(ids[max(0, start - longest) : end], skip_special_tokens=False)
