@@ -19,7 +19,7 @@ from model.engine.scheduling.scheduled_step import SchedulerOutput
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.thread_transport import ThreadTransport
 from model.errors import ConfigError, EngineDeadError, EngineGoneError, ModelNotLoadedError
-from model.system import fallbacks
+from model.system import fault_limit
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, until
 from tests.engine.support import mixed, request
 from tests.engine.test_async_engine import LLAMA, encodings, endless
@@ -226,7 +226,7 @@ async def test_restarts_pause_and_health_is_not_live_after_too_many_losses(
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.001,))
     monkeypatch.setattr(async_engine, "_MAX_RESTARTS", 3)
     monkeypatch.setattr(async_engine, "_RESTART_WINDOW", 1.0)
-    monkeypatch.setattr(fallbacks, "time", SimpleNamespace(monotonic=lambda: 0.0))  # however long the losses take
+    monkeypatch.setattr(fault_limit, "time", SimpleNamespace(monotonic=lambda: 0.0))  # however long the losses take
     async with served("bert", transport=Lost) as engine:
         await until(lambda: not engine.health().live)
         assert engine.restarts == 3
