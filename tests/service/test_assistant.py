@@ -111,7 +111,7 @@ def test_the_same_by_anthropics_client(url: str, anthropic: Any) -> None:
     client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
     function = WEATHER["function"]
     tools = [{"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}]
-    arguments: Any = {"model": "assistant", "max_tokens": 100, "tools": tools}
+    arguments: Any = {"model": "assistant", "max_tokens": 100, "tools": tools, "temperature": 0}
     with client.messages.stream(**arguments, messages=ASKED) as stream:
         called = stream.get_final_message()
     [use] = called.content
