@@ -167,6 +167,9 @@ def many_tokens() -> Iterator[Worst]:
         yield _generate(b'"prompt":"x","prediction":[', item, b"]", f"{item.decode()} for predicted ids")
         yield _other("/v1/completions", b'{"model":"gen","max_tokens":1,"prompt":[', item, b"]}")
         yield _other("/detokenize", b'{"model":"gen","token_ids":[', item, b"]}")
+        yield _other("/detokenize", b'{"model":"gen","tokens":[', item, b"]}")
+        yield _other("/v1/rerank", b'{"model":[', item, b"]}")
+        yield _other(CHAT, b'{"model":"chat","messages":[{"ids":[', item, b"]}]}")
         yield _other("/v1/embeddings", b'{"model":"enc","input":[', item, b"]}")
         yield _other("/encode", b'{"model":"enc","truncate":"right","input":[', item, b"]}")
     tool = b'"messages":' + _HI + b',"tools":[{"type":"function","function":{"name":"a","parameters":{"enum":['

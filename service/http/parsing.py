@@ -70,7 +70,7 @@ def _parsed(raw: bytes, model: type[B] | Choose[B], limits: Limits) -> B:
             raise _too_deep(raw, model) from None
         found = None  # making the model says what is wrong
     kind = _kind(model, list(found) if isinstance(found, dict) else [])
-    check_counts(found, kind, limits)
+    check_counts(found, kind, limits, is_long=len(raw) > _INLINE_BYTES)
     del found
     try:
         return kind.model_validate_json(raw)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Final, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
 
 from model.api.request import PARAMETERS
-from service.core.errors import invalid, path_of, too_large
+from service.core.errors import from_validation, invalid, path_of, too_large
 from service.core.json_bounds import json_size
 from service.settings.service_settings import Limits
 
@@ -125,6 +126,7 @@ MOST: Final[Mapping[str, str]] = {  # limit of a field that is a list, or an obj
 }
 _INPUTS: Final = frozenset({"prompt", "input", "inputs", "text_1", "text_2"})
 _JSON_TEXTS: Final = frozenset({"arguments", "json_schema", "json", "schema", "value"})
+_SCALARS: Final = (str, int, float, bool, NoneType)
 _MOST_UNKNOWN: Final = 32  # unknown fields of an object; the reply lists an error for each
 
 
@@ -138,6 +140,8 @@ class _FieldPlace:
         self.has_any_names = False
         self.holds_inputs = False  # whether a list here has inputs, or is the token ids of one input
         self.is_json = False  # whether a text here is parsed as JSON
+        self.is_scalar = True  # whether no list or object is read here
+        self.ignores_others = False  # whether other fields are accepted
 
     @property
     def is_plain(self) -> bool:
@@ -149,8 +153,10 @@ class _FieldPlace:
         """Add an alternative annotation of this place."""
         while get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
+        self.is_scalar &= annotation in _SCALARS or get_origin(annotation) in (Literal, Union, UnionType)
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             own: Mapping[str, str] = getattr(annotation, "list_limits", {})
+            self.ignores_others |= annotation.model_config.get("extra") != "forbid"
             for name, field in annotation.model_fields.items():
                 known = field.alias or name
                 place = self.fields.setdefault(known, _FieldPlace())
@@ -163,7 +169,7 @@ class _FieldPlace:
             self.items.add(get_args(annotation)[0])
         elif annotation is Any or get_origin(annotation) is dict:
             self.has_any_names = True
-        else:
+        elif get_origin(annotation) is not Literal:
             for one in get_args(annotation):
                 self.add(one)
 
@@ -186,19 +192,26 @@ def read_part(place: Sequence[int | str], model: type[BaseModel]) -> Sequence[in
     return place
 
 
-def check_counts(value: object, model: type[BaseModel], limits: Limits) -> None:
+def check_counts(value: object, model: type[BaseModel], limits: Limits, *, is_long: bool = False) -> None:
     """Raise an `ApiError` that names the first list or object of a parsed body with more entries than its limit.
 
-    All texts that are parsed as JSON later, such as the arguments of calls, may have half of `max_json_values`.
+    All texts that are parsed as JSON later, such as the arguments of calls, may have half of `max_json_values`. A body
+    that `is_long` is refused for the first field that is not known, is missing, or has a list or an object that it
+    cannot have: Pydantic copies what is wrong into each of its errors, in one call that lets no other thread run.
     """
-    _Counter(limits).check(value, _place(model))
+    _Counter(limits, is_long).check(value, _place(model))
+    if is_long and isinstance(value, dict):
+        for name, field in model.model_fields.items():
+            if field.is_required() and name_of(name, field) not in value:
+                raise from_validation([{"type": "missing", "loc": (name_of(name, field),)}])
 
 
 class _Counter:
     """Counts the entries of one body."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, is_long: bool) -> None:
         self._limits = limits
+        self._is_long = is_long
         self._path: list[int | str] = []
         self._values = 0  # JSON values inside texts
 
@@ -217,9 +230,21 @@ class _Counter:
                 self._check_number("entries", len(value), place.limit)
             elif len(value) > len(place.fields):
                 self._check_number("unknown fields", len(value.keys() - place.fields.keys()), _MOST_UNKNOWN)
+            if self._is_long and not place.has_any_names and place.fields:
+                self._check_fields(value, place)
             for name, inner in place.fields.items():
                 if name in value and not inner.is_plain:
                     self._check_inner(name, value[name], inner)
+
+    def _check_fields(self, value: Mapping[str, object], place: _FieldPlace) -> None:
+        for name, inner in value.items():
+            known, where = place.fields.get(name), (*self._path, name)
+            if known is None and not place.ignores_others:
+                raise from_validation([{"type": "extra_forbidden", "loc": where}], lambda _: list(place.fields))
+            if known is not None and known.is_scalar and isinstance(inner, list | dict):
+                raise from_validation(
+                    [{"type": "scalar_type", "loc": where, "msg": "Input should be no list or object"}]
+                )
 
     def _check_inner(self, key: int | str, value: object, place: _FieldPlace) -> None:
         self._path.append(key)

@@ -251,6 +251,23 @@ def test_counts_hold_in_every_dialect(route: str, body: dict[str, Any], param: s
     assert re.search(rf"{param} has \d+ entries, more than \d+", reply.json()["error"]["message"]), reply.text
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "said"),
+    [
+        ("/detokenize", {"model": "gen", "tokens": [1]}, "unknown field 'tokens'; did you mean 'token_ids'?"),
+        ("/detokenize", {"model": [1]}, "model: input should be no list or object"),
+        ("/detokenize", {"model": "gen"}, "token_ids is required"),
+        (CHAT, {"messages": [{"role": "user", "contents": [1]}]}, "unknown field 'contents' in messages[0]; did you"),
+        (GENERATE, {"inputs": "x", "parameters": {"top_p": {"a": 1}}}, "parameters.top_p: input should be no list or"),
+        (RESPONSES, {"input": [{"type": "web_search_call", "x": [1]}]}, "input[0]"),
+    ],
+)
+def test_a_long_body_is_refused_for_its_first_wrong_field(route: str, body: dict[str, Any], said: str) -> None:
+    raw = json.dumps(body) + " " * 70_000
+    reply = ask(chat_app(), "POST", route, content=raw, headers={"content-type": JSON})
+    assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text
+
+
 def test_json_in_texts_counts_too() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" + "{}," * 9000 + "{}]"}}
     calls = [{"role": "assistant", "content": "", "tool_calls": [call] * 3}]
