@@ -93,7 +93,7 @@ def test_a_call_its_result_and_the_answer_by_openais_client(client: openai.OpenA
 
 def test_the_same_as_responses(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "strict": False, **tool["function"]} for tool in (TIMER, WEATHER)]
-    arguments: Any = {"model": "assistant", "tools": tools, "temperature": 0}
+    arguments: Any = {"model": "assistant", "tools": tools, "extra_body": {"temperature": 0}}
     *_, last = client.responses.create(**arguments, input=ASKED, stream=True)
     assert last.type == "response.completed"
     [call] = [item.to_dict() for item in last.response.output]
@@ -111,7 +111,7 @@ def test_the_same_by_anthropics_client(url: str, anthropic: Any) -> None:
     client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
     function = WEATHER["function"]
     tools = [{"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}]
-    arguments: Any = {"model": "assistant", "max_tokens": 100, "tools": tools, "temperature": 0}
+    arguments: Any = {"model": "assistant", "max_tokens": 100, "tools": tools, "extra_body": {"temperature": 0}}
     with client.messages.stream(**arguments, messages=ASKED) as stream:
         called = stream.get_final_message()
     [use] = called.content
