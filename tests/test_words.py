@@ -28,7 +28,6 @@ UNREAD = (
     "model/pretrained/checkpoints/assistant/",
     "service/core/",
     "service/http/",
-    "service/routes/",
     "tests/",
     "tests/conformance/areas/",
     "tests/engine/",

@@ -1,4 +1,4 @@
-"""/docs and /openapi.json, which is made from the table of routes and the types of bodies and replies."""
+"""/docs and /openapi.json, made from the table of routes and the types of bodies and replies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _KEYS: Json = {
 
 @routes.get("/docs", "The documentation", None)
 async def docs(request: Request) -> Response:
-    """Returns a page that shows /openapi.json; nothing of it comes from another host."""
+    """Returns a page that shows /openapi.json and loads nothing from other hosts."""
     return page("docs")
 
 
@@ -92,7 +92,7 @@ def _document(table: RouteTable, version: str, with_keys: bool) -> Json:
 
 
 class _Schemas:
-    """The JSON schemas of what routes read and send; models are references to `definitions`."""
+    """The JSON schemas of request bodies and replies; models are references to `definitions`."""
 
     def __init__(self, described: Sequence[Route]) -> None:
         wanted: dict[tuple[Any, Any], TypeAdapter[Any]] = {}
@@ -154,7 +154,7 @@ def _reply(reply: Reply, schemas: _Schemas) -> Json:
     content: Json = {JSON: {"schema": schemas.sent(reply.shapes)}} if reply.shapes else {}
     if reply.events:
         data = _any_of([*(schemas.sent([event]) for event in reply.events), schemas.sent([ErrorReply])])
-        # Before OpenAPI 3.2 the schema of an event stream is that of each event.
+        # Before OpenAPI 3.2, the schema of an event stream is the schema of each event.
         content["text/event-stream"] = {
             "schema": {
                 "type": "object",

@@ -34,7 +34,7 @@ from service.schemas.encode_bodies import EncodeBody
 from service.schemas.replies import EncodeReply
 
 routes = Routes("encode")
-_LARGE_REPLY = 1 << 18  # bytes of numbers: a few milliseconds to write as JSON
+_LARGE_REPLY = 1 << 18  # bytes of numbers, which take a few milliseconds to write as JSON
 
 _BODIES: dict[str, type[BaseModel]] = {
     "input": EncodeBody,
@@ -78,10 +78,10 @@ Show = Callable[[EncodePlan, Json], object]
 async def answer(
     request: Request, body: EncodeBody, show: Show | None = None, *, uncounted: int = 0, of_embedder: bool = False
 ) -> Response:
-    """Encode the inputs of `body`, and reply as /encode does or as `show` converts it.
+    """Encode the inputs of `body`, and reply as /encode does, or with what `show` makes of that reply.
 
-    `uncounted` of them do not count in the number that a request may have. `of_embedder`: vectors must be those of a
-    model that was trained to make them.
+    `uncounted` inputs do not count towards the limit of a request. `of_embedder`: embeddings must come from a model
+    that was trained to make them.
     """
     service, context = service_of(request), context_of_request()
     with service.handling():
@@ -100,7 +100,7 @@ async def answer(
 
 
 async def _with_model(request: Request, body: EncodeBody) -> EncodeBody:
-    """Hold the model of the request: the named one, the only one that makes vectors, or that has another output."""
+    """Hold the model of the request: the named one, else the only one with the requested output."""
     if body.model is None and body.output not in ("embedding", "tokens"):
         output, what = OUTPUTS[body.output], f"has the output {body.output}"
         found = await choose_model(request, None, lambda one: missing(output, one) is None, what, body.timeout_s)
@@ -112,7 +112,7 @@ async def _with_model(request: Request, body: EncodeBody) -> EncodeBody:
 async def _reply(
     service: Service, plan: EncodePlan, outputs: Sequence[EncodeOutput], job: Job, show: Show | None
 ) -> Response:
-    """Return the reply; one that is large, or decodes texts or compares spans, does not hold up the event loop."""
+    """Return the reply; a large one, or one that decodes texts or compares spans, is made outside the event loop."""
 
     def made() -> Response:
         reply = encode_reply(plan, plan.items(outputs), job)
@@ -138,7 +138,7 @@ async def _run(request: Request, service: Service, plan: EncodePlan, job: Job) -
         raise
     service.jobs.accept(job)
     outcome = combined_outcome([output.finish_reason for output in outputs])
-    if outcome is FinishReason.STOP:  # otherwise some inputs have no output, and the times would be wrong
+    if outcome is FinishReason.STOP:  # else some inputs have no output, and the times would be wrong
         scheduled = [output.scheduled_time for output in outputs if output.scheduled_time is not None]
         job.observe(min(scheduled, default=None), time.monotonic())
     job.end(outcome)

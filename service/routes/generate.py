@@ -107,7 +107,7 @@ async def answer(
 ) -> Response:
     """Generate what `body` requests and return it as `render` shows it, streamed or whole; 503 while not ready.
 
-    Errors in a stream name fields by `names`; those that are raised are renamed by `naming_errors`.
+    `names` are the field names for errors in a stream; `naming_errors` renames the fields of errors that are raised.
     """
     with service_of(request).handling():
         return await answer_taken(request, body, render, names)
@@ -116,7 +116,7 @@ async def answer(
 async def answer_taken(
     request: Request, body: GenerateBody, render: Render, names: Mapping[str, str], shape: ReplyShape | None = None
 ) -> Response:
-    """Generate as `answer` does, inside `Service.handling`; `shape` is that of a dialect that has one."""
+    """Generate as `answer` does, inside `Service.handling`; `shape` is the reply shape of a dialect that has one."""
     service, context = service_of(request), context_of_request()
     await hold_model(request, body.model, Task.GENERATE, body.timeout_s)
     plan = await service.generate_planner.plan(body, context.request_id, context.started, shape)

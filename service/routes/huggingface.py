@@ -1,6 +1,6 @@
 """The routes of Hugging Face's servers, with the same planners, streams and replies as /generate and /encode.
 
-Their clients name no model in the body; it may be given in the URL (`?model=`).
+Their clients do not name a model in the body; the URL may name one (`?model=`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def _generate(request: Request, body: TextGenerationBody) -> Response:
     return await generate.huggingface_answer(request, body, as_list=True)
 
 
-# What parses the bodies at `/` and answers them.
+# Body type and handler of each task at `/`.
 _ROOT: dict[RootTask, tuple[type[BaseModel], Callable[[Request, Any], Awaitable[Response]]]] = {
     RootTask.TEXT_GENERATION: (TextGenerationBody, _generate),
     RootTask.TRANSLATION: (TranslationBody, text2text.any_task),
@@ -75,7 +75,7 @@ _RERANK_BODIES: dict[str, type[BaseModel]] = {"texts": RerankBody, "documents": 
     task="generate",
 )
 async def root(request: Request) -> Response:
-    """Does the task that the body is for, or else that of its model: see /pipeline/TASK for each of them.
+    """Does the task that the body is made for, else the task of its model; /pipeline/TASK describes each task.
 
     An encoder-decoder's reply has its text as `generated_text`, `translation_text` and `summary_text`.
     """
@@ -93,7 +93,7 @@ async def root(request: Request) -> Response:
 
 
 def _candidates(request: Request, given: str | None) -> list[ServedModel]:
-    """Return the model that the request names, or all."""
+    """Return the model that the request names, or all models."""
     name = named_model(request, given)
     return [one for one in service_of(request).models.candidates if name in (None, one.name)]
 

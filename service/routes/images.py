@@ -1,4 +1,4 @@
-"""Hugging Face's task for images: /pipeline/image-classification takes a file, or JSON with it as base64."""
+"""Hugging Face's task for images: /pipeline/image-classification takes a file, or JSON with the file as base64."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from service.routes import encode
 
 routes = Routes("encode")
 
-_TYPES = ("image/", "application/octet-stream")  # of a file that is the whole body
+_TYPES = ("image/", "application/octet-stream")  # media types of a body that is the file itself
 
 
 def classifies_images(served: ServedModel) -> bool:
-    """Return whether a model has a classifier of images."""
+    """Return whether a model classifies images."""
     return served.config.image is not None and served.config.classifier is not None
 
 

@@ -1,4 +1,4 @@
-"""Anthropic's routes: messages, with the same planner, streams and parts as chat completions, and their tokens."""
+"""Anthropic's routes: messages, with the planner, streams and parts of chat completions, and counts of tokens."""
 
 from __future__ import annotations
 

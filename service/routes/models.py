@@ -1,4 +1,4 @@
-"""Routes for operators that load and unload models. They need an admin key, and are off without one configured."""
+"""Routes by which operators load and unload models; they need an admin key, and are off if none is configured."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ async def models(request: Request) -> Response:
     errors=_ERRORS,
 )
 async def load(request: Request) -> Response:
-    """Loads a model beside those that are served. If that fails, nothing changes. Needs an admin key.
+    """Loads a model in addition to those that are served. If that fails, nothing changes. Needs an admin key.
 
-    Loading goes on when the client disconnects; /models/unload gives it up. A reply is sent after `request_timeout_s`
+    Loading continues when the client disconnects; /models/unload stops it. A reply is sent after `request_timeout_s`
     at the latest.
     """
     service = _service(request)
@@ -68,8 +68,8 @@ async def load(request: Request) -> Response:
 async def unload(request: Request) -> Response:
     """Refuses new requests for a model, waits for the running ones, and frees its memory. Needs an admin key.
 
-    A model that is being loaded is given up. One of `--models-dir` is available again, and the next request for it
-    loads it.
+    Unloading a model that is being loaded stops the loading. A model of `--models-dir` becomes available again: the
+    next request for it loads it.
     """
     service = _service(request)
     body = await read_body(request, UnloadBody)
@@ -83,7 +83,7 @@ async def unload(request: Request) -> Response:
 
 
 def _service(request: Request) -> Service:
-    """Return the service; raises a 403 while these routes are off. `Guard` has checked the key."""
+    """Return the service; raises a 403 if these routes are off. `Guard` has checked the key."""
     service = service_of(request)
     if not service.settings.has_admin:
         message = "models are loaded and unloaded by request only with an admin key: set --admin-key"
@@ -94,7 +94,7 @@ def _service(request: Request) -> Service:
 async def _answer(
     service: Service, name: str, work: asyncio.Task[None], *, wait: bool, gone: object = None
 ) -> Response:
-    """Reply with the model's state when `work` has ended, or at once; `gone` if the model is not known any more."""
+    """Reply with the model's state when `work` has ended, or at once; with `gone` if the model is no longer known."""
     context_of_request().model = name
     if wait:
         await asyncio.wait({work}, timeout=service.limits.request_timeout_s)

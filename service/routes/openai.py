@@ -40,7 +40,7 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     await hold_model(request, body.model, Task.GENERATE)
     served = service.models.resolve(body.model, Task.GENERATE)
-    openai.check_completion(body)  # outside of `naming_errors`, as in a chat
+    openai.check_completion(body)  # outside of `naming_errors`: its errors name fields of a completion
     with naming_errors(names := openai.completion_names(body)):
         found = openai.completion(body, served)
         return await generate.answer(request, found, lambda generation: Completions(generation, body), names)
@@ -59,7 +59,7 @@ async def chat_completions(request: Request) -> Response:
     served = await chat_model(request, body.model, body.timeout_s)
     body = body.model_copy(update={"model": served.name})
     with service.handling():
-        openai.check_chat(body)  # outside of `naming_errors`, as what follows: its errors name fields of a chat
+        openai.check_chat(body)  # outside of `naming_errors`, like the next lines: their errors name fields of a chat
         conversation = openai.conversation(body, served)
         turn = await take_turn(service, served, conversation, answer_is_held=openai.is_held(body))
         with naming_errors(names := openai.chat_names(body)):

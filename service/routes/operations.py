@@ -1,4 +1,4 @@
-"""Routes for operators: health, models, metrics, and cancelling a request."""
+"""Routes for operators: health, models, metrics, and cancellation of requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def readyz(request: Request) -> Response:
 
 @routes.get("/health", "Does it take work, as other servers say it?", _READY, errors=(503,), access="open")
 async def health(request: Request) -> Response:
-    """Is /readyz by the name that clients of other servers ask for. Needs no key."""
+    """Does what /readyz does, under the name that clients of other servers use. Needs no key."""
     return await readyz(request)
 
 
@@ -53,7 +53,8 @@ async def health(request: Request) -> Response:
 async def info(request: Request) -> Response:
     """Describes each model, its device and attention backend, and all limits on a request.
 
-    A model whose `state` is `available` is loaded when a request names it; what the engine decides is not known yet.
+    A model whose `state` is `available` is loaded when a request names it. Until then it lacks the fields that the
+    engine determines.
     """
     service = service_of(request)
     versions = {"python": platform.python_version()}
@@ -129,7 +130,7 @@ async def cancel(request: Request) -> Response:
 
 
 def _embed_cache(service: Service) -> Json | None:
-    """Return how much of the cache of results is used; None without one."""
+    """Return the size and use of the cache of results; None if there is no cache."""
     if service.embed_cache is None:
         return None
     store = service.embed_cache.store
@@ -157,7 +158,7 @@ def _model(service: Service, served: ServedModel) -> Json:
 
 
 def _speech(checkpoint: Checkpoint) -> Json | None:
-    """Return what a model that reads audio can do; None for any other."""
+    """Return the speech abilities of a model that reads audio; None for any other model."""
     tokens, log_mel = checkpoint.speech, checkpoint.log_mel
     if tokens is None or log_mel is None:
         return None
@@ -170,7 +171,7 @@ def _speech(checkpoint: Checkpoint) -> Json | None:
 
 
 def _from_checkpoint(name: str, state: str, checkpoint: Checkpoint) -> Json:
-    """Return what a checkpoint alone tells about a model."""
+    """Return the description of a model by its checkpoint alone."""
     config, sentences = checkpoint.config, checkpoint.sentences
     return {
         "name": name,

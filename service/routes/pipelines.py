@@ -1,7 +1,7 @@
-"""Hugging Face's tasks beside generation: /pipeline/TASK for `InferenceClient`, and TEI's routes of the same kind.
+"""Hugging Face's tasks other than generation: /pipeline/TASK for `InferenceClient`, and similar routes of TEI.
 
-Their clients name no model in the body; it may be given in the URL (`?model=`). Without one the only model that has
-what the task needs answers.
+Their clients do not name a model in the body; the URL may name one (`?model=`). Otherwise the only model that can do
+the task answers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ async def embed_sparse(request: Request) -> Response:
 
 
 async def compare(request: Request, body: SimilarityBody) -> Response:
-    """Return the cosines of a source sentence and others."""
+    """Return the cosines between a source sentence and others."""
     with naming_errors(pipelines.similarity_names(body)):
         asked = pipelines.similarity(body)
         return await encode.answer(request, asked, pipelines.similarity_reply, uncounted=1, of_embedder=True)
@@ -80,7 +80,7 @@ async def compare(request: Request, body: SimilarityBody) -> Response:
     MODEL_IN_QUERY,
 )
 async def similarity(request: Request) -> Response:
-    """Returns the cosine of the source sentence's vector and each other one's."""
+    """Returns the cosine between the vector of the source sentence and that of each other sentence."""
     return await compare(request, await read_body(request, SimilarityBody))
 
 
@@ -175,19 +175,19 @@ async def fill(request: Request, body: FillMaskBody) -> Response:
 
 
 async def answer_question(request: Request, body: QuestionBody) -> Response:
-    """Return answers with their places."""
+    """Return answers with their positions."""
     with naming_errors(names_of(body)):
         return await encode.answer(request, pipelines.question(body), pipelines.question_reply(body))
 
 
 async def find_entities(request: Request, body: EntityBody) -> Response:
-    """Return entities with their places."""
+    """Return entities with their positions."""
     with naming_errors(names_of(body)):
         return await encode.answer(request, pipelines.entities(body), pipelines.entities_reply(body))
 
 
 async def classify_by(request: Request, body: ZeroShotBody) -> Response:
-    """Return scores of the labels of the body."""
+    """Return scores of the body's labels."""
     with naming_errors(names_of(body)):
         return await encode.answer(request, pipelines.zero_shot(body), pipelines.zero_shot_reply)
 

@@ -1,4 +1,4 @@
-"""Routes of Cohere, Jina and vLLM: reranking, scores of pairs, classes, and Cohere's vectors."""
+"""Routes of Cohere, Jina and vLLM: reranking, scores of pairs, classification, and Cohere's embeddings."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ async def _embed(request: Request, *, by_type: bool) -> Response:
 
 
 async def _first_tokens(request: Request, body: RankBody, served: ServedModel) -> list[str] | None:
-    """Return `max_tokens_per_doc` tokens of each document, as text; None where the model takes no more than that."""
+    """Return `max_tokens_per_doc` tokens of each document, as text; None if the limit is not below the model's own."""
     service, most = service_of(request), body.max_tokens_per_doc
-    refused = len(body.documents) > service.limits.max_encode_inputs  # later, before any work
+    refused = len(body.documents) > service.limits.max_encode_inputs  # the planner refuses it before any work
     if most is None or refused or most >= service.model_info(served.name).max_model_len:
         return None
     texts, tokenizer = ranking.documents(body), served.require_tokenizer("documents")
@@ -164,7 +164,7 @@ async def _first_tokens(request: Request, body: RankBody, served: ServedModel) -
 
 
 async def _judge(request: Request, body: RankBody | ScoreBody) -> ServedModel:
-    """Return the model that scores pairs: the named one, the only classifier of texts, or the only one that embeds."""
+    """Return the model that scores pairs: the named one, the only classifier of texts, or the only embedder."""
     models = service_of(request).models
     if body.model is None and any(map(ranking.judges_pairs, models.candidates)):
         return await classifier_of(request, body)

@@ -1,4 +1,4 @@
-"""OpenAI's responses, with the same planner, streams and parts as chat completions, and those that are stored."""
+"""OpenAI's responses, with the planner, streams and parts of chat completions, and the routes of stored responses."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def delete(request: Request) -> Response:
     errors=(400, 404),
 )
 async def input_items(request: Request) -> Response:
-    """Lists the items up to a response, those of earlier ones that it went on from too."""
+    """Lists the items before a response, including those of the earlier responses that it continued."""
     query = request.query_params
     limit, order = query.get("limit", "20"), query.get("order", "desc")
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= 100:
@@ -117,7 +117,7 @@ async def input_items(request: Request) -> Response:
 
 
 def _stored(request: Request) -> tuple[ResponseStore, str, str]:
-    """Return the store, whose responses the request may see, and the id that it names."""
+    """Return the store, the tenant of the request, and the response id of the URL."""
     return service_of(request).responses, context_of_request().tenant, request.path_params["response_id"]
 
 
@@ -129,7 +129,7 @@ def _not_kept(store: ResponseStore, id: str) -> ApiError:
 
 
 def _previous(service: Service, body: ResponsesBody) -> Sequence[Mapping[str, Any]]:
-    """Return the messages up to the previous response; raises a 400 if they are not there."""
+    """Return the messages up to the previous response; raises a 400 if they are not kept."""
     if body.store and not service.responses.is_on:
         raise invalid("store: this service keeps no responses", "store", "not_supported")
     if body.previous_response_id is None:
@@ -147,7 +147,7 @@ def _previous(service: Service, body: ResponsesBody) -> Sequence[Mapping[str, An
 def _keeper(
     service: Service, body: ResponsesBody, messages: Sequence[Mapping[str, Any]]
 ) -> Callable[[str, Json, Json], None] | None:
-    """Return what keeps the conversation with its answer; None if it is not to be kept."""
+    """Return the function that stores the conversation with its answer; None if nothing is to be stored."""
     if body.store is False or not service.responses.is_on:
         return None
     tenant = context_of_request().tenant

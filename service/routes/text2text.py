@@ -29,7 +29,7 @@ _EXAMPLE = {"model": "normalize", "inputs": "they paid twelve dollars fifty"}
 
 
 def rewrites(served: ServedModel) -> bool:
-    """Return whether a model makes texts of texts with an encoder and a decoder."""
+    """Return whether a model turns texts into texts with an encoder and a decoder."""
     return served.is_encoder_decoder and served.config.can_generate and served.reads_text
 
 
@@ -90,7 +90,7 @@ async def translate(request: Request, body: TranslationBody, keys: Sequence[str]
 
 
 async def any_task(request: Request, body: TranslationBody) -> Response:
-    """Translate, or summarize where the folder is for that alone; show texts under the names of all tasks."""
+    """Summarize if the model's folder has that task and no translation, else translate; show texts under all names."""
     keys = [text2text.TEXT, text2text.TRANSLATED, text2text.SUMMARY]
     parameters = body.parameters
     if parameters is None or (parameters.src_lang is None and parameters.tgt_lang is None):
@@ -101,7 +101,7 @@ async def any_task(request: Request, body: TranslationBody) -> Response:
 
 
 async def rewrite(request: Request, body: AnyBody, task: str, keys: Sequence[str]) -> Response:
-    """Make texts of the inputs by a task that the folder may have, and show them under `keys`."""
+    """Rewrite the inputs by a task that the folder may have, and show the texts under `keys`."""
     served = await _model(request, body)
     return await _answer(request, body, served, text2text.task_of(served, task), keys)
 
@@ -128,7 +128,7 @@ async def _answer(
 
 
 async def _truncated(request: Request, served: ServedModel, chosen: Translation, texts: Sequence[str]) -> list[str]:
-    """Return the beginnings of texts that the model's encoder can read, with what stands in front of them."""
+    """Return the texts, each cut so that the model's encoder can read it with the prefix of its task."""
     service, tokenizer = service_of(request), served.require_tokenizer("prompt")
     info = loaded_info(service.client, served)
     task = served.checkpoint.tasks.get(chosen.task or "")
