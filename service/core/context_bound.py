@@ -1,4 +1,4 @@
-"""How long a prompt may be: the model's context, and the text that can fit it before it is tokenised."""
+"""Bounds of a prompt's length: in tokens by the model's context, in text before it is tokenised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from service.core.errors import ApiError, invalid
 
 
 class ContextBound(NamedTuple):
-    """A context of `tokens`, the most characters that a token of text stands for, and the most bytes of any text."""
+    """A context of `tokens`, the most characters of text for one token, and the most bytes of any text."""
 
     tokens: int
     characters_per_token: int
@@ -19,13 +19,13 @@ class ContextBound(NamedTuple):
         return self.tokens * self.characters_per_token
 
     def check(self, text: str, param: str) -> None:
-        """Refuse a text that is certain to have too many tokens, or that is too long for any context."""
+        """Refuse a text that certainly has too many tokens, or that is too long for any context."""
         if len(text) > self.characters:
             raise context_exceeded(self.tokens, f"{param} has {len(text)} characters", param)
         self.check_bytes(text, param)
 
     def check_bytes(self, text: str, param: str) -> None:
-        """Refuse a text that is too long for any context: its tokens would hold the event loop."""
+        """Refuse a text that is too long for any context: its tokens would block the event loop."""
         most_of_each = 1 if text.isascii() else 4  # bytes of a character
         if len(text) * most_of_each <= self.text_bytes:
             return
@@ -36,6 +36,6 @@ class ContextBound(NamedTuple):
 
 
 def context_exceeded(tokens: int, found: str, param: str) -> ApiError:
-    """Return the error for a prompt beyond the context; clients look for the words before the number."""
+    """Return the error for a prompt beyond the context; clients search for the words before the number."""
     message = f"this model's maximum context length is {tokens} tokens, but {found}"
     return invalid(message, param, "context_length_exceeded")

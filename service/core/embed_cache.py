@@ -1,16 +1,16 @@
-"""Results of /encode that are kept, and computed once for all who ask for them at the same time.
+"""A cache of results of /encode, which also merges equal computations in flight.
 
-`CachingClient` stands in front of another engine client. A result is found by everything that it depends on: the model,
-the input's tokens or pixels, and every field of the `EncodeRequest` but its id and times. API keys share nothing, as
-in the prefix cache: whether an answer comes at once would tell one what another has sent.
+`CachingClient` wraps another engine client. The key of a result is everything that it depends on: the model, the
+input's tokens or pixels, and every field of the `EncodeRequest` except its id and times. API keys share nothing, as in
+the prefix cache: the time of an answer would reveal what another key has sent.
 
     kept        answered at once
-    in flight   whoever asks waits for the same computation, each until its own deadline or cancellation; it is
-                aborted when nobody waits any more
+    in flight   requests wait for the same computation, each until its own deadline or cancellation; the computation
+                is aborted when no request waits for it
     neither     computed by the engine, with admission control as without a cache
 
-What failed is not kept, and all who waited get the error. Nothing is kept over an unload, a load or a restart of the
-engine.
+A failure is not kept; all requests that waited get the error. Results are dropped at an unload, a load or a restart of
+the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from model.text.tokenizer import Tokenizer
 from service.core.engine_client import EngineClient, GenerationStream
 from service.core.request_context import current
 
-ENTRY_BYTES = 1_024  # of an entry beside its numbers: key, digest, links
+ENTRY_BYTES = 1_024  # of an entry in addition to its numbers: key, digest, links
 _FIELDS = tuple(
     one.name for one in fields(EncodeRequest) if one.name not in ("request_id", "source", "arrival_time", "deadline")
 )
@@ -40,7 +40,7 @@ Key = tuple[Hashable, ...]
 
 
 class CacheObserver(Protocol):
-    """Counts what the cache does (`service.observability.metrics.Metrics`)."""
+    """A counter of lookups and sizes of the cache (`service.observability.metrics.Metrics`)."""
 
     def cache_lookups(self, model: str, *, kept: int, in_flight: int, computed: int) -> None: ...
 
@@ -48,7 +48,7 @@ class CacheObserver(Protocol):
 
 
 class ResultStore:
-    """Keeps results within a number of bytes, all models' together; the least recently used go first."""
+    """The kept results of all models, within a number of bytes; the least recently used are evicted first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -64,7 +64,7 @@ class ResultStore:
         return entry[1]
 
     def put(self, key: Key, model: str, output: EncodeOutput) -> None:
-        """Keep a result, unless it is larger than all the room."""
+        """Keep a result unless it is larger than the whole store."""
         if key in self._entries or _size(output) > self.max_bytes:
             return
         self._entries[key] = (model, output)
@@ -85,7 +85,7 @@ class ResultStore:
 
     @property
     def size(self) -> int:
-        """The bytes of everything that is kept."""
+        """The bytes of all results."""
         return self._size
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class ResultStore:
 
 @dataclass(eq=False, slots=True)
 class _Computation:
-    """What the engine computes for everybody who waits for it; its request has the id of the first and no deadline."""
+    """A computation of the engine and its waiters; the request has the id of the first waiter and no deadline."""
 
     key: Key
     request: EncodeRequest
@@ -115,7 +115,7 @@ class _Waiter:
 
 
 class CachingClient:
-    """An `EngineClient` that answers `encode` from a cache where it can; everything else is the other client's."""
+    """An `EngineClient` that answers `encode` from a cache if it can, and else passes calls on to another client."""
 
     def __init__(self, client: EngineClient, max_bytes: int, observer: CacheObserver) -> None:
         self._client = client
@@ -127,7 +127,7 @@ class CachingClient:
         self._restarts = client.restarts
 
     async def encode(self, requests: Sequence[EncodeRequest]) -> list[EncodeOutput]:
-        """As `EngineClient.encode`; also raises what a computation fails with that it waits for."""
+        """Encode as `EngineClient.encode` does; also raises the error of a computation that it waits for."""
         self._notice_restart()
         found: list[EncodeOutput | _Waiter] = []
         begun: list[_Computation] = []
@@ -160,7 +160,7 @@ class CachingClient:
                 self._leave(waiter)
 
     def cancel(self, request_id: str) -> bool:
-        """End the waiting of this request alone, or as the other client does."""
+        """End the wait of this request only; a request that does not wait is cancelled by the other client."""
         waiter = self._waiters.get(request_id)
         if waiter is None:
             return self._client.cancel(request_id)
@@ -186,7 +186,7 @@ class CachingClient:
         return waiter
 
     def _deadlines(self, requests: Sequence[EncodeRequest]) -> list[asyncio.TimerHandle]:
-        """End the waiting of each request at its deadline."""
+        """Start timers that end the wait of each request at its deadline."""
         ids: dict[float, list[str]] = defaultdict(list)
         for request in requests:
             if request.deadline is not None and request.request_id in self._waiters:
@@ -205,10 +205,10 @@ class CachingClient:
         self._leave(waiter)
 
     def _leave(self, waiter: _Waiter) -> None:
-        """Wait no longer; a computation that nobody waits for is aborted, and nobody joins it. Idempotent."""
+        """Stop waiting; a computation without waiters is aborted, and no request joins it. Idempotent."""
         self._waiters.pop(waiter.request_id, None)
         if waiter.result.done() and not waiter.result.cancelled():
-            waiter.result.exception()  # another one's is raised, so this one's need not be
+            waiter.result.exception()  # mark it as seen: another waiter's error is raised
         computation = waiter.computation
         if waiter in computation.waiters:
             computation.waiters.discard(waiter)
@@ -216,7 +216,7 @@ class CachingClient:
                 self._client.cancel(computation.request.request_id)
 
     def _remove(self, computation: _Computation) -> bool:
-        """Let nobody else join a computation; False if another one is in its place."""
+        """Let no further request join a computation; False if another one has its place."""
         if self._in_flight.get(computation.key) is not computation:
             return False
         del self._in_flight[computation.key]
@@ -225,7 +225,7 @@ class CachingClient:
     # -- computing
 
     async def _compute(self, computations: Sequence[_Computation]) -> None:
-        """Run computations as one request to the engine, and give everybody who waits the result or the error."""
+        """Run computations as one request to the engine, and give all waiters the result or the error."""
         wanted = [one for one in computations if one.waiters]
         if not wanted:
             return
@@ -255,7 +255,7 @@ class CachingClient:
             one.waiters.clear()
 
     def forget(self, model: str) -> None:
-        """Drop what is known of a model; what is being computed reaches who waits for it, and is not kept."""
+        """Drop the results of a model; computations in flight still reach their waiters, but are not kept."""
         self.store.forget(model)
         for computation in [one for one in self._in_flight.values() if one.request.model == model]:
             self._remove(computation)
@@ -275,7 +275,7 @@ class CachingClient:
         for model, size in self.store.sizes.items():
             self._observer.cache_size(model, size)
 
-    # -- the other client's
+    # -- passed on to the other client
 
     @property
     def models(self) -> dict[str, ModelInfo]:
@@ -314,12 +314,12 @@ class CachingClient:
 
 
 def _key(tenant: str, request: EncodeRequest) -> Key:
-    """Return everything that the result depends on, and whose it is: of what may be long, a digest."""
+    """Return the tenant and everything that the result depends on, long values as digests."""
     return (tenant, request.source.digest, *(_short(getattr(request, name)) for name in _FIELDS))
 
 
 def _short(value: Hashable) -> Hashable:
-    """Return a digest of a list's values, which a client may make long, and anything else as it is."""
+    """Return the digest of a tuple, which a client can make long, and any other value unchanged."""
     if not isinstance(value, tuple) or not value:
         return value
     return blake2b(repr(value).encode(), digest_size=32).digest()

@@ -1,4 +1,4 @@
-"""The interfaces of the HTTP application to the engines, and to the folders that models are read from."""
+"""The interfaces of the HTTP application to the engines and to the reading of models."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
 from model.text.tokenizer import Tokenizer
 from service.core.models import ServedModel
 
-# -- The interface between the HTTP application and the engines. `model.client.async_engine.AsyncEngine` implements it,
-# with engines in a child process or a thread; `service.core.fake_engine.FakeEngineClient` is a scripted implementation
-# for tests of HTTP semantics.
+# -- The interface to the engines. `model.client.async_engine.AsyncEngine` implements it with engines in a child process
+# or a thread; `service.core.fake_engine.FakeEngineClient` is a scripted implementation for tests of HTTP semantics.
 
 
 class GenerationStream(Protocol):
-    """Iterates over the outputs of the requests of one `submit`, in any order, until all their sequences have ended.
+    """The outputs of the requests of one `submit`, in any order, until all their sequences have ended.
 
-    Every output has its `text` filled (a delta); each of the `params.n` sequences of each request gets one output
-    with a `finish_reason`, its last. Raises `EngineDeadError` from `__anext__` at any time.
+    The `text` of every output is set, as a delta. The last output of each of the `params.n` sequences of a request has
+    a `finish_reason`. `__anext__` may raise `EngineDeadError` at any time.
     """
 
     def __aiter__(self) -> GenerationStream: ...
@@ -28,7 +27,7 @@ class GenerationStream(Protocol):
     async def __anext__(self) -> TokenOutput: ...
 
     async def aclose(self) -> None:
-        """Abort what has not ended, within one step. Idempotent; nothing may be iterated at the time."""
+        """Abort all unfinished sequences within one step. Idempotent; must not be called during an iteration."""
 
 
 @runtime_checkable
@@ -36,65 +35,67 @@ class ListenableStream(Protocol):
     """A `GenerationStream` that may also be read in callbacks."""
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` on the event loop whenever there is something to take, until the stream is closed."""
+        """Call `listener` on the event loop whenever `take` has outputs, until the stream is closed."""
 
     def take(self) -> Sequence[TokenOutput]:
-        """Return all outputs that can be read now. Raises `EngineDeadError`."""
+        """Return all outputs that are ready; raises `EngineDeadError`."""
 
 
 class EngineClient(Protocol):
-    """Runs requests on the engines of one or more models. Request ids are unique among running requests."""
+    """A client of the engines of one or more models; request ids are unique among running requests."""
 
     @property
     def models(self) -> dict[str, ModelInfo]:
-        """The models that take requests, by name; empty until `start` has returned."""
+        """The models that accept requests, by name; empty until `start` has returned."""
 
     @property
     def restarts(self) -> int:
-        """The number of times that failed engines were restarted, over all models."""
+        """The number of restarts of failed engines, of all models."""
 
     async def start(self) -> None:
         """Load the models that are served from the start, if any; raises `ConfigError` or `EngineDeadError`."""
 
     async def load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> ModelInfo:
-        """Load a model beside those that are served; it takes requests once this returns.
+        """Load a further model; it accepts requests once this returns.
 
-        Models are loaded one after the other, in the order of the calls; one whose name is being unloaded, or was given
-        up while it was loaded, once that is done. After any exception nothing has changed. Raises `ConfigError` for
-        what cannot be served or a name that is in use, also while it is being loaded; `MemoryShortageError` where the
-        model does not fit by its plan; `LoadFailedError` for whatever else prevents it; `EngineGoneError` where no
-        engine runs, `EngineDeadError` if it is lost meanwhile. Cancelling gives the model up.
+        Models are loaded one at a time, in the order of the calls. A name that is being unloaded, or whose loading was
+        cancelled, waits until that has ended. After an exception nothing has changed. Raises `ConfigError` for a model
+        that cannot be served and for a name that is loaded or being loaded; `MemoryShortageError` if the model does not
+        fit by its plan; `LoadFailedError` for any other cause; `EngineGoneError` if no engine runs; `EngineDeadError`
+        if the engine is lost meanwhile. Cancelling this call stops the loading.
         """
 
     async def unload(self, name: str, *, drain_seconds: float = 0.0) -> None:
-        """Unload a model; return when its memory is given back.
+        """Unload a model; return when its memory is free.
 
-        It takes no requests from now on. Running ones get `drain_seconds` to end; then they end with
+        It accepts no further requests. Running ones have `drain_seconds` to end; then they end with
         `FinishReason.CANCELLED`. Raises `ModelNotLoadedError`. Cancelling this call does not stop the unloading. If the
         engine is lost meanwhile, the model is unloaded with it.
         """
 
     async def close(self) -> None:
-        """Fail whatever still runs and release the engines. Idempotent."""
+        """Fail all running requests and release the engines. Idempotent."""
 
     def check_room(self, model: str, sequences: int = 1) -> None:
-        """Raise what `submit` and `encode` would raise for so many sequences, before any preparation.
+        """Raise the error that `submit` and `encode` would raise for this number of sequences, before any preparation.
 
-        That is `ModelNotLoadedError`, `QueueFullError` or `EngineGoneError`.
+        It is `ModelNotLoadedError`, `QueueFullError` or `EngineGoneError`.
         """
 
     def submit(self, requests: Sequence[Request]) -> GenerationStream:
-        """Queue all of `requests` (of one model) at once, or raise as `check_room` does with none queued."""
+        """Enqueue all `requests`, which are of one model, or enqueue none and raise as `check_room` does."""
 
     async def encode(self, requests: Sequence[EncodeRequest]) -> list[EncodeOutput]:
-        """One output for each request, in order. Raises as `submit` does before any work, `EngineDeadError` later;
-        cancelling aborts all."""
+        """Return one output for each request, in order.
+
+        Raises as `submit` does before any work, `EngineDeadError` later. Cancelling aborts all requests.
+        """
 
     def cancel(self, request_id: str) -> bool:
-        """End a running request of either kind with `FinishReason.CANCELLED`; False if there is none of that id."""
+        """End a running request of either kind with `FinishReason.CANCELLED`; False if no request has this id."""
 
     def health(self) -> Health:
-        """Return whether the engines are alive and ready, with a reason if not."""
+        """Return whether the engines are alive and ready, and the reason if not."""
 
     def stats(self) -> dict[str, EngineStats]:
         """Return the latest state of each model's engine."""
@@ -106,17 +107,17 @@ class EngineClient(Protocol):
         """Call `observe` for every step of every engine, from any thread (metrics)."""
 
 
-# -- What a model can be loaded from: the interface between the service and the reading of folders and downloads.
-# `service.runtimes.model_reader` implements it; tests of HTTP semantics have one that reads nothing.
+# -- The interface to the reading and downloading of models. `service.runtimes.model_reader` implements it; tests of
+# HTTP semantics use an implementation that reads nothing.
 
 
 class ModelReader(Protocol):
-    """Reads models, except their weights, which the engine reads."""
+    """A reader of models without their weights, which the engine reads."""
 
     async def locate(self, spec: ModelSpec) -> ModelSpec:
-        """Return the spec with a folder of this machine as its path, after a download if there has to be one.
+        """Return the spec with a local folder as its path, and download the model first if necessary.
 
-        Raises `ConfigError`. Cancelling ends the download.
+        Raises `ConfigError`. Cancelling stops the download.
         """
 
     async def read(self, spec: ModelSpec) -> ServedModel:

@@ -1,10 +1,10 @@
 """All errors that a client can see, in one shape: `{"error": {"message", "type", "param", "code"}}`.
 
-The routes of Anthropic's API have another one (`anthropic_error`), which that API's client reads.
+Errors of Anthropic's routes have the shape of that API (`anthropic_error`).
 
-Routes raise an `ApiError` made by one of the functions below. The table of routes renders these, the middleware all
-other exceptions. Messages name fields and limits. They contain no path, address, traceback or key, and of a client's
-values only names, shortened.
+Routes raise an `ApiError` made by one of the functions below. The table of routes renders these errors; the middleware
+renders all other exceptions. Messages name fields and limits. They contain no path, address, traceback or key. The only
+values of a client in them are names, shortened.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from service.core.request_context import current
 
 logger = logging.getLogger("triptych.errors")
 
-REFUSALS = (QueueFullError, EngineGoneError, ModelNotLoadedError)  # of an engine, before any work
-NOT_SUPPORTED = "not_supported"  # for a field of a dialect that would change the result
+REFUSALS = (QueueFullError, EngineGoneError, ModelNotLoadedError)  # raised by an engine before any work
+NOT_SUPPORTED = "not_supported"  # code for an unsupported field of a dialect that would change the result
 SERVER_FAULTS = ("internal", "engine_failed", "engine_dead", "not_ready")  # they consume the error budget (rules.yaml)
 
-ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})  # their errors have the shape of that API
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})  # routes whose errors have that API's shape
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -48,7 +48,7 @@ _UNSAFE = re.compile(r"0x[0-9a-fA-F]{4,}|(?:/[\w.\-]+){2,}|[A-Za-z]:\\\S+")
 
 
 class ApiError(Exception):
-    """Ends a request with an HTTP error. `reason` is its label in metrics (default: `code`)."""
+    """An HTTP error that ends a request; `reason` is its label in metrics (default: `code`)."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ApiError(Exception):
 
 
 def error_fields(error: ApiError) -> dict[str, Any]:
-    """Return the arguments of `ApiError`, by name, which can be sent to another process."""
+    """Return the arguments of `ApiError` by name, to send the error to another process."""
     names = ("status", "message", "type", "code", "param", "headers", "reason")
     return {name: getattr(error, name) for name in names}
 
@@ -138,7 +138,7 @@ def engine_refusal(error: QueueFullError | EngineGoneError | ModelNotLoadedError
 
 
 def no_room(what: str, reason: str) -> ApiError:
-    """Return the error for a limit of what is held at a time, of all requests together."""
+    """Return the error for an exhausted resource that all requests share."""
     message = f"{what}, which is the most at a time; try again later"
     return ApiError(
         *(429, message), type="overloaded_error", code="queue_full", headers={"Retry-After": "5"}, reason=reason
@@ -192,7 +192,7 @@ def shorten(name: str, size: int = 64) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names with commas between them, of many only the first."""
+    """Return names with commas between them; of many names, only the first."""
     names = list(names)
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return (", ".join(names[:_SHOWN_NAMES]) or "none") + more
@@ -222,17 +222,17 @@ def render(error: ApiError) -> Response:
 
 
 def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
-    """Return the body of an error as Anthropic's API has it; clients choose what to raise by the HTTP status."""
+    """Return the body of an error in the shape of Anthropic's API; its clients choose the exception by HTTP status."""
     type_ = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""  # agents look for it
+    too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""  # agents search for it
     detail: dict[str, Any] = {"type": type_, "message": too_long + error.message}
-    if (error.param, error.code) == ("thread", NOT_SUPPORTED):  # by which the client knows to send whole conversations
+    if (error.param, error.code) == ("thread", NOT_SUPPORTED):  # tells the client to send whole conversations
         detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": detail, "request_id": request_id}
 
 
 def log_unexpected(error: BaseException) -> None:
-    """Log the traceback and type of an exception, but not its text, which may quote a prompt."""
+    """Log the traceback and type of an exception without its text, which may quote a prompt."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     logger.error("unexpected %s\n%s", type(error).__name__, frames.rstrip())
 
@@ -242,7 +242,7 @@ def from_validation(
 ) -> ApiError:
     """Turn Pydantic's errors into one 400: the message has the first few, `param` names the first.
 
-    `known` returns the names of the fields at the place of one that is not known, for suggestions of similar names.
+    `known` returns the valid field names at the location of an unknown field, to suggest similar names.
     """
     described = [_describe(error, known) for error in errors[:_SHOWN_ERRORS]]
     lengths = accumulate(len(text) + 2 for _, text, _ in described)
@@ -274,7 +274,7 @@ def _describe(
 
 
 def _unknown_field(location: Sequence[int | str], known: Sequence[str]) -> str:
-    """Return the message for an unknown field, with its place where that is not the body itself."""
+    """Return the message for an unknown field, with its location unless it is the body itself."""
     place = f" in {path_of(location[:-1])}" if len(location) > 1 else ""
     found, _, hint = unknown_name("field", str(location[-1]), known).partition("; ")
     return found + place + (f"; {hint}" if hint else "")

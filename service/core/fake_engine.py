@@ -1,8 +1,7 @@
-"""A scripted `EngineClient` for tests of HTTP semantics. It loads no model and computes nothing.
+"""A scripted `EngineClient` for tests of HTTP semantics, which loads no model and computes nothing.
 
-Each sequence emits the script's token ids, one in each output, with their text from the real detokenizer, and ends as
-in a real engine: by a stop id or string, `max_tokens`, deadline or cancellation. Embeddings are a fixed function of
-the ids.
+Each sequence emits the script's token ids, one per output, with their text from the real detokenizer. It ends as in a
+real engine: by a stop id or string, `max_tokens`, deadline or cancellation. Embeddings are a fixed function of the ids.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ from model.errors import ConfigError, EngineDeadError, EngineGoneError, ModelNot
 from model.text.detokenizer import Detokenizer
 from model.text.tokenizer import Tokenizer
 
-_CRASH = "/usr/lib/secret 0xdeadbeef canary"  # text of an exception, which must reach no client and no log
+_CRASH = "/usr/lib/secret 0xdeadbeef canary"  # text of an exception that must reach no client and no log
 
 
 @dataclass
 class Script:
-    """Sets what the fake engine does; tests change it between requests."""
+    """The behaviour of the fake engine, which tests change between requests."""
 
     token_ids: Sequence[int] = (1,)  # emitted repeatedly
-    end_id: int | None = None  # of the end of an output, which needs no stop id
-    answer: Callable[[Request], Sequence[int]] | None = None  # what is emitted for a request, instead of `token_ids`
-    logprob: float = -0.5  # of every token that is emitted
+    end_id: int | None = None  # token that ends an output, in addition to stop ids
+    answer: Callable[[Request], Sequence[int]] | None = None  # tokens for a request, instead of `token_ids`
+    logprob: float = -0.5  # of every emitted token
     no_speech_prob: float = 0.0  # of every window of audio
     delay_s: float = 0.0  # before every output
     queue_full: str | None = None  # refuse all requests for this reason
     retry_after_s: float = 2.5
     dead: bool = False  # refuse all requests: the engine has ended
-    die_after: int | None = None  # EngineDeadError after so many outputs
-    error_after: int | None = None  # a sequence ends with ERROR after so many tokens
-    crash_after: int | None = None  # raise an unexpected exception after so many outputs
+    die_after: int | None = None  # number of outputs before an EngineDeadError
+    error_after: int | None = None  # number of tokens before a sequence ends with ERROR
+    crash_after: int | None = None  # number of outputs before an unexpected exception
     live: bool = True
     ready: bool = True
     reason: str = ""
     load_delay_s: float = 0.0  # of every `load`
     load_error: Exception | None = None  # raised by every `load`, after the delay
-    unload_delay_s: float = 0.0  # of every `unload`, beside the time that running requests take
+    unload_delay_s: float = 0.0  # of every `unload`, in addition to the time of running requests
 
 
 @dataclass
@@ -65,9 +64,9 @@ class _Sequence:
 
 
 class FakeEngineClient:
-    """Implements `EngineClient`; records the requests (`submitted`, `encoded`) and those ended early (`aborted`).
+    """An `EngineClient` that records requests (`submitted`, `encoded`) and those that ended early (`aborted`).
 
-    It has `models` from the start and knows others, `loadable`, that `load` adds; `loaded` and `unloaded` record that.
+    It has `models` from the start; `load` adds models of `loadable`. `loaded` and `unloaded` record these calls.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class FakeEngineClient:
     ) -> None:
         self._from_start = {info.name: info for info in models}
         self._loadable = {info.name: info for info in (*models, *loadable)}
-        self._changing: set[str] = set()  # names that are being loaded or unloaded
+        self._changing: set[str] = set()  # names of models that are being loaded or unloaded
         self._model_of: dict[str, str] = {}  # of every request
         self.loaded: list[ModelSpec] = []
         self.unloaded: list[str] = []
@@ -139,7 +138,7 @@ class FakeEngineClient:
         self._admit(model)
 
     def submit(self, requests: Sequence[Request]) -> FakeStream:
-        """Return a stream that can also be read in callbacks, as the real engine's."""
+        """Return a stream that can also be read in callbacks, like the real engine's."""
         self._admit(requests[0].model)
         self.submitted.extend(requests)
         self.running.update(request.request_id for request in requests)
@@ -236,14 +235,14 @@ def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 class FakeStream:
-    """Yields the outputs of one `submit`, one token of each sequence in turn."""
+    """The outputs of one `submit`, one token of each sequence in turn."""
 
     def __init__(self, client: FakeEngineClient, sequences: list[_Sequence]) -> None:
         self._client = client
         self._live = sequences
         self._closed = False
         self._outputs = self._run()
-        self._readable: list[TokenOutput] = []  # for a listener, at most one
+        self._readable: list[TokenOutput] = []  # outputs for a listener, at most one
         self._taken = asyncio.Event()
         self._failure: Exception | None = None
         self._feeding: asyncio.Task[None] | None = None
@@ -265,7 +264,7 @@ class FakeStream:
         return taken
 
     async def _feed(self, listener: Callable[[], None]) -> None:
-        """Make each output once the one before was taken."""
+        """Make each output after the previous one was taken."""
         try:
             async for output in self._outputs:
                 self._readable.append(output)
@@ -347,7 +346,7 @@ class FakeStream:
             likely = math.log(max(script.no_speech_prob, 1e-30))
             output.probe_logprobs = [likely] * len(params.probe.token_ids)
         aligned = sequence.request.alignment
-        if aligned is not None:  # each token takes as many positions as the others
+        if aligned is not None:  # each token has the same number of positions
             output.alignment = [5 * at for at in range(aligned.end - aligned.first)]
         if params.prompt_logprobs is not None and sequence.emitted == 0:
             given = sequence.request.prompt_token_ids

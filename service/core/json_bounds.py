@@ -1,4 +1,4 @@
-"""Bounds how deep JSON is nested and how many values it has, and says where it is nested too deep."""
+"""Bounds the depth and the number of values of JSON, and finds where it is nested too deep."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final, NamedTuple
 
 from service.core.errors import ApiError, invalid
 
-BODY_LEVELS: Final = 200  # of a body; Pydantic's parser reads no more
-VALUE_LEVELS: Final = 190  # of a value within a body, such as a schema: a native body has some levels around it
+BODY_LEVELS: Final = 200  # of a body, the limit of Pydantic's parser
+VALUE_LEVELS: Final = 190  # of a value within a body, such as a schema; the rest is for the levels around it
 
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\],:]', re.DOTALL)
 
 
 def deep_place(raw: bytes, most: int) -> list[int | str] | None:
-    """Return the place of a JSON text, as names and indices, at which there are more than `most` levels."""
+    """Return the first location with more than `most` levels of a JSON text, as names and indices; None if none has."""
     place: list[int | str] = []
     text = b'""'
     for found in _TOKEN.finditer(raw):
@@ -57,24 +57,24 @@ def too_deep(param: str, most: int = VALUE_LEVELS, code: str = "invalid_value") 
     return invalid(f"{param or 'the body'} has more than {most} levels of objects and lists", param or None, code)
 
 
-# -- Counts the values of a JSON text without building them: the cost of reading it follows from their number. Parsers
-# make an object of each name, text, list and object, in one call that lets no other thread run. A body of 2 MB may hold
-# 600,000 of them, or a single text. The count is exact for valid JSON; what is not valid, the parser refuses.
+# -- The number of values of a JSON text, counted without building them. It determines the cost of parsing: parsers make
+# an object of each name, text, list and object, in one call that blocks all other threads. A body of 2 MB may have
+# 600,000 values, or a single text. The count is exact for valid JSON; the parser refuses invalid JSON.
 
-_PART = 65_536  # bytes counted in one step, between which other threads run
+_PART = 65_536  # bytes counted in one step; other threads run between steps
 
 
 class JsonSize(NamedTuple):
-    """The number of values of a JSON text, or of its beginning where that has too many."""
+    """The number of values of a JSON text, or of its beginning if that has too many."""
 
     values: int  # names, texts, lists and objects
-    marks: int  # commas, as many as numbers or more, and escapes in texts
+    marks: int  # commas, which bound the number of numbers, and escapes in texts
 
 
 def json_size(raw: bytes, most_values: int, most_marks: int) -> JsonSize:
     """Count the values of `raw`, and stop after a part in which a maximum is exceeded."""
     opened = quotes = marks = 0
-    is_inside = is_escaped = False  # of a text, at the beginning of a part
+    is_inside = is_escaped = False  # whether a part begins inside a text, or after a backslash
     for at in range(0, len(raw), _PART):
         part = raw[at : at + _PART]
         if is_escaped:

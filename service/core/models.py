@@ -1,9 +1,9 @@
-"""The models of the service: what each is, its state, who holds it, and which one a request means.
+"""The models of the service: their descriptions and states, the requests that hold them, and the choice of a model.
 
-Models come and go while the service runs. `Models` is the only place of the front process that knows them;
-`service.lifecycle.model_loader` loads and unloads them. A `ServedModel` holds what is known without the engine: the
-checkpoint's description, the tokenizer, the engine settings. What the engine determines when it loads (context length,
-KV blocks) is in `EngineClient.models`.
+Models come and go while the service runs. `Models` is the front process's only registry of them;
+`service.lifecycle.model_loader` loads and unloads them. A `ServedModel` has what is known without the engine: the
+checkpoint's description, the tokenizer, the engine settings. `EngineClient.models` has what the engine determines when
+it loads a model (context length, KV blocks).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Task(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Describes a model under the name that clients use; without a tokenizer it takes and returns token ids only."""
+    """A model under the name that clients use; without a tokenizer it reads and returns only token ids."""
 
     name: str
     checkpoint: Checkpoint
@@ -43,8 +43,8 @@ class ServedModel:
     engine: EngineConfig = field(default_factory=EngineConfig)
     chat: ChatTemplate | None = None
     chat_problem: str = ""  # why its chat template cannot be used
-    pairs: PairTemplate | None = None  # how a reranker reads a query and a document; None: as the tokenizer joins them
-    loaded: bool = True  # False: what its checkpoint tells; it is loaded when a request needs it
+    pairs: PairTemplate | None = None  # a reranker's template of query and document; None: the tokenizer joins them
+    loaded: bool = True  # False: only the checkpoint is known; the model is loaded when a request needs it
 
     @property
     def config(self) -> ModelConfig:
@@ -56,7 +56,7 @@ class ServedModel:
 
     @property
     def source_vocab_size(self) -> int:
-        """The vocabulary of prompts and texts that are read, which is not that of outputs in some translators."""
+        """The vocabulary size of prompts and inputs, which differs from that of outputs in some translators."""
         return self.config.source_vocab_size
 
     @property
@@ -65,11 +65,11 @@ class ServedModel:
 
     @property
     def reads_text(self) -> bool:
-        """Whether a prompt or an input may be text or images; a model that transcribes reads sound alone."""
+        """Whether a prompt or an input may be text or images; a model that transcribes reads only audio."""
         return self.config.audio is None
 
     def check_reads_text(self, param: str) -> None:
-        """Raise a 400 for a prompt or input, named `param`, if the model reads sound alone."""
+        """Raise a 400 that names the prompt or input `param` if the model reads only audio."""
         if not self.reads_text:
             message = f"{param}: model {self.name} transcribes speech: send a file as audio, in base64"
             raise invalid(message, param, "wrong_task")
@@ -82,21 +82,21 @@ class ServedModel:
 
     @property
     def hidden_size(self) -> int:
-        """The width of the hidden states that /encode gives for tokens."""
+        """The width of the hidden states that /encode returns for tokens."""
         return next(iter(self.config.stacks.values())).hidden_size
 
     def vector_size(self, *, own_pooling: bool) -> int:
-        """Return the dimensions of an embedding, by the checkpoint's own pooling and projections or by another one."""
+        """Return the dimensions of an embedding by the checkpoint's own pooling and projections, or by another one."""
         return self.checkpoint.sentences.output_size(self.hidden_size) if own_pooling else self.hidden_size
 
     def serves(self, task: Task) -> bool:
-        """Return whether the model can do the task; one that is not loaded, whether it may."""
+        """Return whether the model can do the task, or might be able to once it is loaded."""
         if task is Task.GENERATE:
             return self.config.can_generate
         return task is Task.ENCODE or self.tokenizer is not None or not self.loaded
 
     def for_task(self, name: str | None) -> ServedModel:
-        """Return the model with the sampling defaults of a task of its checkpoint; raises a 400 if it has none such."""
+        """Return the model with the sampling defaults of a task of its checkpoint; raises a 400 for an unknown task."""
         if name is None:
             return self
         task = self.checkpoint.tasks.get(name)
@@ -106,7 +106,7 @@ class ServedModel:
         return replace(self, checkpoint=replace(self.checkpoint, sampling_defaults=task.sampling_defaults))
 
     def require_embedder(self) -> None:
-        """Raise a 400 for a model that writes text: its folder says nothing of vectors of texts."""
+        """Raise a 400 for a model that writes text: its folder does not declare embeddings."""
         if self.config.can_generate:
             raise invalid(
                 f"model {self.name} writes text and was not trained to make vectors: its folder has no "
@@ -115,25 +115,25 @@ class ServedModel:
             )
 
     def require_tokenizer(self, param: str) -> Tokenizer:
-        """Return the tokenizer; raises a 400 that names the field with text, if there is none."""
+        """Return the tokenizer; raises a 400 that names the text field `param` if there is none."""
         if self.tokenizer is None:
             raise invalid(f"{param}: model {self.name} has no tokenizer; send token ids", param, "no_tokenizer")
         return self.tokenizer
 
 
 class State(StrEnum):
-    """Whether a model can be used. One that is available is loaded when a request names it."""
+    """The state of a model; an available model is loaded when a request names it."""
 
     LOADED = "loaded"
     LOADING = "loading"
     UNLOADING = "unloading"
     AVAILABLE = "available"
-    UNLOADED = "unloaded"  # by request, though given at the start: it stays so until it is loaded by request
+    UNLOADED = "unloaded"  # a model given at the start and unloaded by request, until it is loaded by request
     FAILED = "failed"
 
 
 class Origin(StrEnum):
-    """Who named a model."""
+    """The source of a model's name."""
 
     START = "start"  # the command line or the configuration file
     MODELS_DIR = "models-dir"
@@ -142,23 +142,23 @@ class Origin(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Model:
-    """Describes one model, from the moment its name is known: where it comes from, its state, and who holds it."""
+    """A known model: its origin, its state, and the number of requests that hold it."""
 
-    spec: ModelSpec  # its path is as it was given: a folder, or a name on the Hub
+    spec: ModelSpec  # with the path as given: a folder, or a name on the Hub
     origin: Origin
     pinned: bool
     state: State = State.AVAILABLE
-    served: ServedModel | None = None  # what requests may be told of it; None: they may not name it
-    refusal: ApiError | None = None  # the answer to requests that name it, if they may not
-    given_path: str | None = None  # as an operator named it
-    stamp: Stamp = ()  # of the files that `spec` was read from, if they are watched
-    missed: int = 0  # scans in a row that did not find its folder, if that is watched
-    reason: str = ""  # why it failed, or is unloaded
-    error: ApiError | None = None  # of the last load that failed, for who asked for it
-    retry_at: float = 0.0  # by `time.monotonic()`: until then a failed model is not loaded again for requests
+    served: ServedModel | None = None  # description for requests; None: they may not name the model
+    refusal: ApiError | None = None  # error for requests that name the model, if they may not
+    given_path: str | None = None  # path as an operator gave it
+    stamp: Stamp = ()  # of the files of `spec`, if they are watched
+    missed: int = 0  # consecutive scans without its folder, if that is watched
+    reason: str = ""  # why it failed or is unloaded
+    error: ApiError | None = None  # of the last failed load, for its requester
+    retry_at: float = 0.0  # by `time.monotonic()`: earliest time to load a failed model again for a request
     users: int = 0  # requests that hold it
-    used_at: float = field(default_factory=time.monotonic)  # when it was last used, loaded or became known
-    task: asyncio.Task[None] | None = None  # loads or unloads it
+    used_at: float = field(default_factory=time.monotonic)  # when it was last used or loaded, or became known
+    task: asyncio.Task[None] | None = None  # its loading or unloading
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -175,18 +175,18 @@ class Model:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it may be unloaded without being asked for."""
+        """Whether the model may be evicted, that is, unloaded without a request to do so."""
         return self.state is State.LOADED and not self.pinned and not self.users
 
     # -- states
 
     def serve(self, served: ServedModel) -> None:
-        """Serve the model, which the engine has loaded."""
+        """Mark the model as loaded by the engine."""
         self.state, self.served, self.refusal = State.LOADED, served, None
         self.used_at = time.monotonic()
 
     def offer(self, checkpoint: Checkpoint) -> None:
-        """Let requests name the model, though the engine does not have it."""
+        """Let requests name the model, which the engine has not loaded."""
         self.served, self.refusal = ServedModel(self.name, checkpoint, None, loaded=False), None
 
     def refuse(self, error: ApiError) -> None:
@@ -194,17 +194,17 @@ class Model:
         self.served, self.refusal = None, error
 
     def fail(self, error: ApiError, retry_s: float) -> None:
-        """Remember why loading failed; requests get that reason until it is tried again."""
+        """Record why loading failed; requests get this reason until loading is tried again."""
         self.state, self.error, self.reason = State.FAILED, error, error.message
         self.retry_at = time.monotonic() + retry_s
 
     def failure(self) -> ApiError:
-        """Return the error for a request that needs this model, which failed."""
+        """Return the error for a request that needs this failed model."""
         seconds = max(1, round(min(self.retry_at - time.monotonic(), 60.0)))
         message = f"model {self.name} could not be loaded: {self.reason}"
         return unavailable(message, "model_failed", seconds)
 
-    # -- who holds it
+    # -- requests that hold it
 
     def hold(self, context: RequestContext) -> None:
         """Keep the model until the request's reply has been sent: it is not evicted, and unloading waits for it."""
@@ -221,7 +221,7 @@ class Model:
 
 
 class Models:
-    """Holds every model that is known, by name, and the routes of models of other applications."""
+    """The registry of all known models by name, and the routes of models of other applications."""
 
     def __init__(self, models: Iterable[ServedModel], elsewhere: Mapping[str, str] | None = None) -> None:
         """`models` are loaded when the engine starts. Raises `ConfigError` if two have one name."""
@@ -234,7 +234,7 @@ class Models:
             self._models[served.name] = Model(spec, Origin.START, pinned=False, state=State.LOADED, served=served)
 
     def __iter__(self) -> Iterator[Model]:
-        """Iterate over all known models; they may come and go meanwhile."""
+        """Iterate over all known models; they may change during the iteration."""
         return iter(list(self._models.values()))
 
     def __getitem__(self, name: str) -> Model:
@@ -244,19 +244,19 @@ class Models:
         return self._models.get(name)
 
     def add(self, model: Model) -> None:
-        """Make a model known, in place of one of its name."""
+        """Make a model known; it replaces a model of the same name."""
         self._models[model.name] = model
 
     def forget(self, model: Model) -> None:
-        """Remove a model that is not loaded, unless another one has its name by now."""
+        """Remove a model that is not loaded, unless another model has its name."""
         if self._models.get(model.name) is model:
             del self._models[model.name]
 
-    # -- what requests may name
+    # -- models that requests may name
 
     @property
     def loaded(self) -> list[ServedModel]:
-        """The models that take requests now."""
+        """The models that accept requests."""
         return [one.served for one in self._models.values() if one.served is not None and one.served.loaded]
 
     @property
@@ -275,22 +275,22 @@ class Models:
         return [one.name for one in self.candidates]
 
     def served(self, name: str) -> ServedModel | None:
-        """Return a loaded model."""
+        """Return the loaded model of this name, or None."""
         found = self.candidate(name)
         return found if found is not None and found.loaded else None
 
     def candidate(self, name: str) -> ServedModel | None:
-        """Return a model that requests may name."""
+        """Return the model of this name if requests may name it, else None."""
         found = self._models.get(name)
         return None if found is None else found.served
 
     def knows(self, name: str) -> bool:
-        """Return whether a model has this name, be it one that does not serve now or that is served elsewhere."""
+        """Return whether a model has this name, including models that do not serve now or are served elsewhere."""
         found = self._models.get(name)
         return name in self.elsewhere or (found is not None and (found.served or found.refusal) is not None)
 
     def hold_loaded(self, name: str | None, task: Task, context: RequestContext) -> bool:
-        """Make the request hold the model that it names if that is loaded, and return whether it is."""
+        """Make the request hold the model that it names, if the model is loaded; return whether it is."""
         if name is not None and self.served(name) is None:
             return False
         model = self._models[self.choose(name, task)]
@@ -302,7 +302,7 @@ class Models:
     def choose(self, name: str | None, task: Task) -> str:
         """Return `name`, or the name of the only model for the task; raises `ApiError` 404, 400 or 503.
 
-        The model may be one that is not loaded yet.
+        The model may not be loaded yet.
         """
         if name is None:
             return self._only_one_for(task)
@@ -314,7 +314,7 @@ class Models:
         return name
 
     def only_one(self, able: Callable[[ServedModel], bool], what: str) -> str:
-        """Return the name of the only model that is `able`, loaded or not; raises a 400 if there is none, or several.
+        """Return the name of the only model that is `able`, loaded or not; raises a 400 unless exactly one is.
 
         `what` completes the sentence "no model ...".
         """
@@ -332,16 +332,16 @@ class Models:
         what: str,
         lack: Callable[[ServedModel], str] | None = None,
     ) -> None:
-        """Raise a 400 if a model that requests may name is not `able`; `lack` says what its folder lacks, or ""."""
+        """Raise a 400 if the model is known and not `able`; `lack` returns what its folder lacks, or ""."""
         found = self.candidate(name)
         if found is not None and not able(found):
             if lack is not None and (missing := lack(found)):
                 raise invalid(f"model {name} cannot be used: {missing}", "model", "wrong_task")
             names = listed(one.name for one in self.candidates if able(one))
-            raise invalid(f"model {name} is none that {what}; models that do: {names}", "model", "wrong_task")
+            raise invalid(f"model {name} is not one that {what}; models that do: {names}", "model", "wrong_task")
 
     def resolve(self, name: str | None, task: Task) -> ServedModel:
-        """Return the loaded model that `choose` finds; raises `ApiError` as it does, a 503 if it is not loaded."""
+        """Return the model that `choose` finds; raises `ApiError` as `choose` does, and a 503 if it is not loaded."""
         chosen = self.choose(name, task)
         model = self.served(chosen)
         if model is None:
@@ -349,7 +349,7 @@ class Models:
         return model
 
     def unknown(self, name: str) -> ApiError:
-        """Return the error for a model that this application does not serve, or not now."""
+        """Return the error for a name that requests may not use."""
         found = self._models.get(name)
         if found is not None and found.refusal is not None:
             return found.refusal
@@ -359,10 +359,10 @@ class Models:
         return unknown_model(name, self.names)
 
     def _only_one_for(self, task: Task) -> str:
-        """Return the only model for the task, of which one that reads sound alone is none: its routes are others.
+        """Return the name of the only model for the task.
 
-        Vectors come from the only encoder, of several from the only one that classifies nothing, though others have
-        hidden states too.
+        For embeddings it is the only encoder, or the only encoder without a classifier, although other models have
+        hidden states too. Models that read only audio count only if no other model can do the task, and for tokens.
         """
         encoders = [one for one in self.candidates if one.config.form == "encoder-only"]
         for made_for in (encoders, [one for one in encoders if one.config.classifier is None]):

@@ -1,8 +1,8 @@
-"""The folder of `--models-dir`: which of its sub-folders are models, and which paths below it may be loaded.
+"""The folder of `--models-dir`: its models, and the paths below it that may be loaded.
 
-A sub-folder with a config.json or a GGUF file counts as a model, and so does a GGUF file by itself, if the name can
-stand in a URL. What lies outside the folder is never read by way of it: neither `..` nor a symbolic link of a
-sub-folder leads out. Files of a model may be links, as in the caches of the Hub.
+A sub-folder with a config.json or a GGUF file is a model, and so is a GGUF file by itself, if the name is valid in a
+URL. Neither `..` nor a sub-folder that is a symbolic link leads outside the folder. Files of a model may be links, as
+in the caches of the Hub.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from model.errors import ConfigError
 from model.gguf.paths import gguf_files, is_gguf
 from model.gguf.paths import model_name as gguf_name
 
-# Of models that are loaded while the service runs: one part, or two as on the Hub.
+# Names of models that are loaded while the service runs: one part, or two as on the Hub.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(/[A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"
 MAX_FOLDERS = 1_000
 _NAME = re.compile(NAME_PATTERN[:-1] + r"\Z")
@@ -29,26 +29,26 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 
 def valid_name(name: str) -> bool:
-    """Return whether a model may have this name: it stands in URLs, labels of metrics and log lines."""
+    """Return whether a model may have this name, which appears in URLs, metric labels and log lines."""
     return _NAME.match(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """Describes a sub-folder or file: its checkpoint, or the `reason` why it cannot be served."""
+    """A sub-folder or file with its checkpoint, or with the `reason` why it cannot be served."""
 
     name: str
     path: Path
-    stamp: Stamp  # changes with the folder's files
+    stamp: Stamp  # names, sizes and times of the folder's files
     checkpoint: Checkpoint | None
     reason: str = ""
 
 
 class ModelsFolder:
-    """Finds the models of a folder, again and again; a model that has not changed is not read again."""
+    """The models of a folder; each scan reads only models that have changed."""
 
     def __init__(self, folder: str, *, pickle: bool = True) -> None:
-        """Raises `ConfigError` if there is no such folder."""
+        """Check that the folder exists; raises `ConfigError`."""
         self.path = Path(folder).absolute()
         self._pickle = pickle
         self._found: dict[str, FoundModel] = {}
@@ -57,7 +57,7 @@ class ModelsFolder:
             raise ConfigError(f"models_dir {folder}: no such folder")
 
     def scan(self) -> dict[str, FoundModel] | None:
-        """Return all models by name; None if the folder cannot be listed at the moment. Reads headers, so it blocks."""
+        """Return all models by name; None if the folder cannot be listed now. Reads headers of files, so it blocks."""
         try:
             real = self.path.resolve(strict=True)
             names = [entry.name for entry in os.scandir(real) if entry.is_dir()]
@@ -69,7 +69,7 @@ class ModelsFolder:
         found |= {name: file for name, file in files.items() if name not in found and self._is_named(name)}
         folders = dict(sorted(found.items()))
         if len(folders) > MAX_FOLDERS:
-            self._skip("", f"models_dir has {len(folders)} models, of which the first {MAX_FOLDERS} are served")
+            self._skip("", f"models_dir has {len(folders)} models; only the first {MAX_FOLDERS} are served")
         self._found = {name: self._read(name, folders[name]) for name in list(folders)[:MAX_FOLDERS]}
         return self._found
 
@@ -87,7 +87,7 @@ class ModelsFolder:
         """Return the real path of a sub-folder that may be a model."""
         try:
             folder = (real / name).resolve(strict=True)
-            marks = ("config.json", "modules.json")  # the second of a folder whose network is in one of its own
+            marks = ("config.json", "modules.json")  # modules.json: the network may be in a sub-folder
             if not any((folder / mark).is_file() for mark in marks) and not gguf_files(folder):
                 return None
         except (OSError, RuntimeError):
@@ -98,7 +98,7 @@ class ModelsFolder:
         return folder if self._is_named(name) else None
 
     def _is_named(self, name: str) -> bool:
-        """Return whether the name can be served."""
+        """Return whether a model of this name can be served, and log once if not."""
         if not valid_name(name):
             self._skip(name, f"models_dir: {name!r} is not served: names have 1-64 letters, digits and ._-")
             return False
@@ -118,13 +118,13 @@ class ModelsFolder:
             return FoundModel(name, folder, stamp, read_checkpoint(folder, pickle=self._pickle))
         except (ConfigError, OSError) as error:
             return FoundModel(name, folder, stamp, None, str(error))
-        except Exception as error:  # a folder may hold anything, and must not keep the others from being served
+        except Exception as error:  # no folder, whatever it contains, may prevent the others from being served
             logger.warning("models_dir: %s cannot be read: %s", name, type(error).__name__)
             return FoundModel(name, folder, stamp, None, f"{name}: cannot be read ({type(error).__name__})")
 
 
 def _stamp(folder: Path) -> Stamp:
-    """Return name, size and time of change of each file."""
+    """Return the name, size and modification time of each file."""
     try:
         if folder.is_file():
             return ((folder.name, (found := folder.stat()).st_size, found.st_mtime_ns),)

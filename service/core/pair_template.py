@@ -1,8 +1,8 @@
-"""Chat templates of rerankers: the text that a query and a document make together.
+"""Chat templates of rerankers: the text of a pair of query and document.
 
-sentence-transformers gives a reranker's template two messages, of the roles `query` and `document`, behind the prompt
-as that of the system. The template is rendered when the model is loaded, in a process that can be killed
-(`service.chat.render_main`); requests put their texts where it left room for them.
+sentence-transformers gives a reranker's template the prompt as a system message, then two messages of the roles `query`
+and `document`. The template is rendered once, when the model is loaded, in a process that can be killed
+(`service.chat.render_main`). Requests insert their texts into the result.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from service.chat.template_files import template_files
 
 _SECONDS, _MAX_CHARACTERS = 5.0, 1_000_000
 _PLACES = ("query-u3Xq", "document-Zt7w")
-_HARD = ' A <b> "c" & {{ d }}\n é\t '  # what stripping, escaping and other filters would change
+_HARD = ' A <b> "c" & {{ d }}\n é\t '  # text that stripping, escaping and other filters would change
 
 
 @dataclass(frozen=True, slots=True)
 class PairTemplate:
-    """Holds what stands before, between and behind a query and a document."""
+    """The texts before, between and after a query and a document."""
 
     before: str
     between: str
     after: str
-    strips: bool  # whether the template takes white space from both ends of the two texts
+    strips: bool  # whether the template strips white space from both ends of the two texts
 
     @classmethod
     def from_folder(cls, folder: Path, settings: MessageSettings, prompt: str) -> PairTemplate:
-        """Render the folder's template; raises `ConfigError` if it does not hold a query and a document behind it."""
+        """Render the folder's template; raises `ConfigError` unless it has the query and then the document."""
         found = template_files(folder)
         if found is None:
             raise ConfigError(f"{folder.name}: there is no chat template, which its pairs of texts need")
@@ -72,7 +72,7 @@ class PairTemplate:
         return tokenizer.encode(self.text(query, document), add_special_tokens=False, most=most)
 
     def cut(self, tokenizer: Tokenizer, ids: tuple[int, ...], limit: int) -> tuple[int, ...]:
-        """Return the first tokens and those behind the document, `limit` in all: scores are read at the last one."""
+        """Return the first tokens and those after the document, `limit` in all: scores are read at the last one."""
         after = tokenizer.encode(self.after, add_special_tokens=False).ids if self.after else ()
         return (*ids[: max(0, limit - len(after))], *after[-limit:])
 

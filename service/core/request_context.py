@@ -1,4 +1,4 @@
-"""The context of the HTTP request being served, for log lines, reply headers and metrics.
+"""The context of an HTTP request, for log lines, reply headers and metrics.
 
 `service.http.middleware` creates a `RequestContext` for each request, and routes fill it in. It never holds a prompt,
 an output or a key.
@@ -14,12 +14,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._:\-]{1,128}$"
-_REQUEST_ID = re.compile(REQUEST_ID_PATTERN[:-1] + r"\Z")  # as Pydantic reads the pattern: no line break behind it
+_REQUEST_ID = re.compile(REQUEST_ID_PATTERN[:-1] + r"\Z")  # as Pydantic reads the pattern: no line break after it
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """Describes one HTTP request; `request_id` appears in the reply and in every log line."""
+    """The context of one HTTP request; `request_id` appears in the reply and in every log line."""
 
     request_id: str
     task: str | None = None  # "generate" or "encode" on a route that runs a model
@@ -31,30 +31,30 @@ class RequestContext:
     tenant: str = ""  # a hash that identifies the API key; empty without keys
     tokens_in: int = 0
     tokens_out: int = 0
-    accepted: bool = False  # by the engine; before that it can only be rejected
+    accepted: bool = False  # by the engine; until then the request can be rejected
     rejection: str = ""  # why it was refused
-    outcome: str = ""  # how it ended, once accepted
+    outcome: str = ""  # how it ended, if it was accepted
     status: int = 0  # of the reply; 0: not started
-    on_reply: list[Callable[[], None]] = field(default_factory=list)  # called when the reply begins, or will not
-    on_end: list[Callable[[], None]] = field(default_factory=list)  # called when the reply has been sent, or given up
-    is_over: bool = False  # that has been called
+    on_reply: list[Callable[[], None]] = field(default_factory=list)  # called when the reply begins or cannot begin
+    on_end: list[Callable[[], None]] = field(default_factory=list)  # called when the reply was sent or abandoned
+    is_over: bool = False  # `on_end` has been called
     started: float = field(default_factory=time.monotonic)
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Call it when the reply has been sent or given up; at once if that is so already."""
+        """Call `call` when the reply was sent or abandoned; at once if it already was."""
         if self.is_over:
             call()
         else:
             self.on_end.append(call)
 
     def end(self) -> None:
-        """Call what waits for the reply's end."""
+        """Call the callbacks of `on_end`."""
         self.is_over = True
         for call in self.on_end:
             call()
 
     def begin_reply(self) -> None:
-        """Call what waits for the reply's beginning."""
+        """Call the callbacks of `on_reply`."""
         for call in self.on_reply:
             call()
         self.on_reply.clear()

@@ -1,6 +1,6 @@
-"""Keeps recent responses with their conversations by id, in this process alone.
+"""A store of recent responses with their conversations by id, in this process only.
 
-A request can read one, or go on from it. The oldest are dropped. Each is seen only by requests of its own API key.
+A request can read a response or continue it. The oldest are dropped. Only requests of the same API key see a response.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from service.core.json_bounds import json_size
 
 Messages = Sequence[Mapping[str, Any]]
 
-_ENTRY_BYTES = 1_024  # of the store, besides the JSON: keys, objects, links
+_ENTRY_BYTES = 1_024  # of an entry in addition to its JSON: keys, objects, links
 
 
 class _Kept(NamedTuple):
-    """One response: JSON of the messages up to it, its own last, and of the response itself."""
+    """The JSON of one response, and of all messages up to and including its own."""
 
     messages: bytes
     reply: bytes
@@ -30,9 +30,9 @@ class _Kept(NamedTuple):
 
 
 class ResponseStore:
-    """Holds responses by id as the JSON that they count as, at most `max_bytes`; 0: none.
+    """Responses by id, as at most `max_bytes` of JSON; 0: none are kept.
 
-    A conversation of more than `max_values` values is not kept: reading it again would hold the event loop.
+    A conversation of more than `max_values` values is not kept: reading it again would block the event loop.
     """
 
     def __init__(self, max_bytes: int, max_values: int) -> None:
@@ -46,17 +46,17 @@ class ResponseStore:
         return self._max_bytes > 0
 
     def get(self, tenant: str, id: str) -> Messages | None:
-        """Return the messages up to a response, None if they are not, or no longer, there."""
+        """Return the messages up to a response; None if it is not kept."""
         found = self._kept.get((tenant, id))
         return None if found is None else msgspec.json.decode(found.messages, type=list[dict[str, Any]])
 
     def reply(self, tenant: str, id: str) -> bytes | None:
-        """Return a response as JSON, None if it is not, or no longer, there."""
+        """Return a response as JSON; None if it is not kept."""
         found = self._kept.get((tenant, id))
         return None if found is None else found.reply
 
     def put(self, tenant: str, id: str, messages: Messages, reply: Mapping[str, Any]) -> None:
-        """Keep a response; one that is larger than the whole store is not kept."""
+        """Keep a response unless it is larger than the whole store."""
         kept = _Kept(_json(messages), _json(reply))
         values = json_size(kept.messages, self._max_values, len(kept.messages)).values
         if kept.size > self._max_bytes or values > self._max_values:
@@ -68,12 +68,12 @@ class ResponseStore:
             self.drop(*next(iter(self._kept)))
 
     def drop(self, tenant: str, id: str) -> bool:
-        """Forget a response, and return whether it was there."""
+        """Drop a response, and return whether it was kept."""
         found = self._kept.pop((tenant, id), None)
         self._bytes -= 0 if found is None else found.size
         return found is not None
 
 
 def _json(value: object) -> bytes:
-    """Return a value as JSON in as many bytes as it has; the encoder's buffer is larger."""
+    """Return a value as JSON, copied to its exact size: the encoder's buffer is larger."""
     return bytes(memoryview(msgspec.json.encode(value)))

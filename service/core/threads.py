@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """Runs functions in at most `number` threads, which start when they are needed."""
+    """A pool of at most `number` threads, which start when they are needed."""
 
     def __init__(self, number: int, name: str) -> None:
         self._number = number

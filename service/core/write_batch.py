@@ -1,7 +1,7 @@
 """A batch of writes to the connections of several streams, one after the other.
 
-A write that wakes a reader on the same machine costs more than twice as much as one while readers are awake. So what
-streams have to send is collected in the callback that makes it, and then written in a row.
+A write that wakes a reader on the same machine costs more than twice as much as one while readers are awake. So the
+writes of all streams of one callback are collected, and then made one after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class WriteBatch:
-    """Collects writes until the callbacks that are due have run. For one event loop."""
+    """Writes of one event loop, collected until its due callbacks have run."""
 
     def __init__(self) -> None:
         self._writes: list[tuple[Write, bytes]] = []
@@ -32,5 +32,5 @@ class WriteBatch:
         for write, data in writes:
             try:
                 write(data)
-            except Exception:  # the others are of other streams
+            except Exception:  # the other writes are of other streams
                 logger.exception("a piece of a stream could not be written")

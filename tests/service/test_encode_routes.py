@@ -100,7 +100,7 @@ def test_a_model_that_cannot_is_refused_before_it_is_loaded(tmp_path: Path) -> N
     asked: list[tuple[str, dict[str, Any], str, str]] = [
         (
             *("/predict", {"inputs": "the cat", "model": "entities"}, "wrong_task"),
-            "model entities is none that classifies texts; models that do: first, second",
+            "model entities is not one that classifies texts; models that do: first, second",
         ),
         (
             *("/classify", {"input": "the cat"}, "missing_field"),
