@@ -184,7 +184,7 @@ HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\
     ids=["name", "value", "path", "trailer"],
 )
 def test_a_head_that_never_ends_is_cut_off(begin: bytes, status: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    app, received = make_app(), Counter[BoundedProtocol]()
+    app, received = make_app(settings=settings(max_audio_bytes=1_000)), Counter[BoundedProtocol]()
     receive = BoundedProtocol.data_received
 
     def noted(protocol: BoundedProtocol, data: bytes) -> None:
@@ -324,7 +324,7 @@ def test_a_slow_client_that_only_writes_sees_why_it_is_refused() -> None:
 
 
 def test_the_body_of_a_refused_request_is_drained_within_limits() -> None:
-    app = make_app(settings=settings(max_body_bytes=1_000))
+    app = make_app(settings=settings(max_body_bytes=1_000, max_audio_bytes=1_000))
     with live(app) as url:
         for more in (b"Connection: close\r\n", b""):
             connection = _connect(url)
