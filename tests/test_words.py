@@ -26,7 +26,6 @@ UNREAD = (
     "docs/fields.md",
     "loadtest/workload/prompts.py",  # a list of English words
     "model/pretrained/checkpoints/assistant/",
-    "service/http/",
     "tests/",
     "tests/conformance/areas/",
     "tests/engine/",

@@ -1,1 +1,1 @@
-"""HTTP: reading bodies, checking headers, writing replies and server-sent events."""
+"""HTTP: request bodies, checks of headers, replies and server-sent events."""

@@ -1,4 +1,4 @@
-"""Helpers of the routes: they read a body, reply with JSON, and cancel work when the client disconnects."""
+"""Helpers of the routes: reading a body, replying with JSON, and cancelling work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a JSON reply, in which NumPy's arrays of float32 become lists."""
+    """Return a JSON reply; NumPy arrays of float32 become lists."""
     return Response(_json.encode(value), status, dict(headers or {}), media_type="application/json")
 
 
 def _list_of_array(value: object) -> object:
-    """Return a NumPy array as JSON by orjson, in as few digits as tell float32 apart."""
+    """Return a NumPy array as JSON by orjson, with the fewest digits that identify each float32."""
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"a reply has a {type(value).__name__}, which JSON has not")
+        raise TypeError(f"a reply has a {type(value).__name__}, which JSON cannot represent")
     return msgspec.Raw(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 JSON: Final = "application/json"
-# What clients send as the model where they know no name: InferenceClient, and the documentation of TGI, TEI and SGLang.
+# Model names that clients send if they know none: InferenceClient, and the documentation of TGI, TEI and SGLang.
 PLACEHOLDERS: Final = frozenset({"", "dummy", "tgi", "tei", "text-embeddings-inference", "default"})
 _json = msgspec.json.Encoder(enc_hook=_list_of_array)
 
@@ -55,12 +55,12 @@ async def read_body(request: Request, model: type[B]) -> B:
 
 
 async def read_one_of(request: Request, default: type[B], by_key: Mapping[str, type[B]]) -> B:
-    """Parse the body as the model that `one_of` finds for its keys."""
+    """Parse the body as the model that `one_of` chooses for its keys."""
     return with_model(request, await parsed(request, await raw_body(request), one_of(default, by_key)))
 
 
 def with_model(request: Request, body: B) -> B:
-    """Return a body with the model that `named_model` finds, if bodies of its kind name one."""
+    """Return the body with the model that `named_model` finds, if its type has a field for it."""
     if "model" not in type(body).model_fields:
         return body
     given: str | None = getattr(body, "model", None)
@@ -69,9 +69,9 @@ def with_model(request: Request, body: B) -> B:
 
 
 def named_model(request: Request, given: str | None) -> str | None:
-    """Return the model that a request names: `given` by its body, else by its URL (`?model=`); None: it names none.
+    """Return the model that a request names in its body (`given`), else in its URL (`?model=`); None if it names none.
 
-    A placeholder names none, unless a model is served by that name.
+    A placeholder counts only if a model has that name.
     """
     in_url = request.query_params.get("model") if request.scope["query_string"] else None
     names = [name for name in (given, in_url) if name is not None]
@@ -79,7 +79,7 @@ def named_model(request: Request, given: str | None) -> str | None:
 
 
 async def raw_body(request: Request, counted: Callable[[int], None] | None = None) -> bytes:
-    """Return the bytes of a JSON body, as `whole_body`; raises a 415 for another content type, a 400 for no bytes."""
+    """Return a JSON body as `whole_body` does; raises a 415 for another content type, a 400 for an empty body."""
     _check_content_type(request)
     raw = await whole_body(request.receive, counted)
     if not raw or raw.isspace():
@@ -90,7 +90,7 @@ async def raw_body(request: Request, counted: Callable[[int], None] | None = Non
 async def whole_body(receive: Receive, counted: Callable[[int], None] | None = None) -> bytes:
     """Return all bytes of a body; raises `ApiError` 499 if the client disconnects.
 
-    `counted` is told how many have come by now, and may raise.
+    `counted` is called with the number of bytes so far, and may raise.
     """
     body: bytes | bytearray = b""
     while True:
@@ -100,7 +100,7 @@ async def whole_body(receive: Receive, counted: Callable[[int], None] | None = N
         piece = message.get("body", b"")
         if not body:
             body = piece
-        else:  # no list of pieces: a client may send one byte after the other
+        else:  # not a list of pieces: a client may send one byte at a time
             body = body if isinstance(body, bytearray) else bytearray(body)
             body += piece
         if counted is not None:
@@ -121,7 +121,7 @@ def _check_content_type(request: Request) -> None:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has disconnected; its body must have been read before."""
+    """Wait until the client disconnects; its body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol, with strict framing, and with limits on slow, endless and unread connections.
+"""uvicorn's HTTP protocol with strict framing and with limits on slow, endless and unread connections.
 
-Where a message ends follows from its fields alone. An offer to upgrade is ignored, trailers are no headers, and what
-cannot be read as a request is answered after the replies of the requests before it, then the connection is closed.
+The end of a message follows from its header fields only. Offers to upgrade are ignored, and trailers are not headers.
+Invalid input gets an error after the replies to the requests before it; then the connection is closed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from service.http.message_head import check_head, read_target
 from service.http.reply_writing import ReplyTransport, last_if_unread, without_chunks
 from service.settings.service_settings import Limits
 
-# Times `max_header_bytes`. The application refuses headers up to here, with a request id. HAProxy has the same factor.
+# Times `max_header_bytes`. Up to here the application refuses headers, with a request id. HAProxy has the same factor.
 _HEADER_FACTOR = 4
 _DRAIN_FACTOR = 8  # times `max_body_bytes`: bytes that are read and discarded after a reply
 _MAX_DRAINED = 64  # connections of a server that are drained at a time
-_FRAMING = frozenset({b"content-length", b"transfer-encoding"})  # fields that tell where a message ends
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})  # fields that determine where a message ends
 _MAX_PIPELINED = 16  # requests of a connection that are read while an earlier one is answered
-_PIECE = 1024  # bytes of requests that are parsed before it is checked whether more may be
+_PIECE = 1024  # bytes of requests that are parsed between checks of the room for more
 _BODY_PIECE = 16_384  # the same within a body
-_MAX_BODY_PARTS = 4096  # that are parsed in one turn of the event loop: a chunk may have one byte
+_MAX_BODY_PARTS = 4096  # parts that one turn of the event loop parses: a chunk may have one byte
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # struct linger: on, 0 seconds
 
 
@@ -45,7 +45,7 @@ def bounded_protocol(limits: Limits) -> Callable[..., BoundedProtocol]:
 
 
 class _Flow(FlowControl):
-    """Reads nothing more while there is data that has not been parsed."""
+    """Flow control that pauses reading while there is unparsed data."""
 
     is_held = False
 
@@ -63,13 +63,13 @@ class _Flow(FlowControl):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Limits headers in bytes (431) and seconds (408), and closes connections whose reply is not read.
+    """An HTTP protocol that limits headers in bytes (431) and seconds (408), and closes unread connections.
 
     A connection whose client reads no byte of a reply for `stream_stall_s` is reset. A body that continues after its
     reply is complete is drained, that is, read and discarded: many clients read the reply only after writing the whole
-    body, and closing the connection before would reset it and lose the reply (RFC 9112, 9.6). Draining is limited to
-    `receive_s`, `_DRAIN_FACTOR` and, for a server, `_MAX_DRAINED` connections at a time; others are closed at once. If
-    the connection is to be closed, its writing side is closed before it is drained.
+    body, and closing the connection earlier would reset it and lose the reply (RFC 9112, 9.6). Draining is limited to
+    `receive_s`, `_DRAIN_FACTOR` and `_MAX_DRAINED` connections of a server at a time; others are closed at once. If the
+    connection is to be closed, its writing side is closed before draining.
     """
 
     def __init__(
@@ -80,24 +80,24 @@ class BoundedProtocol(HttpToolsProtocol):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """`drained`: the connections of the server that are being drained, shared by all its protocols, as `idle`."""
+        """Start with a new parser; `drained` (connections being drained) and `idle` are shared by the server."""
         super().__init__(*args, **kwargs)
         self.parser = self._new_parser()
         self._parsing = False
-        self._rest = b""  # data that is parsed later
-        self._body_parts = 0  # that were parsed in this turn
+        self._rest = b""  # data to parse later
+        self._body_parts = 0  # body parts parsed in this turn
         self._is_replayed = False  # the parser is given a head again, without its offer to upgrade
         self._fault: ApiError | None = None  # of the head that is being parsed
         self._half_closed: HalfClosed | None = None  # once the client has closed its writing side
         self._refusal: ApiError | None = None  # the last reply of the connection
-        self._refuses_head = False  # the request that is refused is a HEAD, whose reply has no body
+        self._refuses_head = False  # the refused request is a HEAD, whose reply has no body
         self._unstarted: tuple[RequestResponseCycle, ASGI3Application] | None = None  # until parsing ends
         self._newest_reply: ReplyTransport | None = None
         self._drained = drained
         self._idle = idle
         self._is_known = False  # a request was accepted
         self._drain_left = self._drain_limit = max(_DRAIN_FACTOR * limits.max_body_bytes, limits.largest_body)  # bytes
-        self._discards_input = False  # no request will be read any more
+        self._discards_input = False  # no further request will be read
         self._has_closed_writing = False
         self._max_header_bytes = _HEADER_FACTOR * limits.max_header_bytes
         self._seconds = limits.receive_s
@@ -109,8 +109,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread = 0  # bytes of replies at the last check
         self._unread_timer: asyncio.TimerHandle | None = None
-        self._newest = ConnectionLoss()  # of the request that is being received, or was last
-        # Of requests without a complete reply, the oldest first.
+        self._newest = ConnectionLoss()  # of the request that is being received or was received last
+        # Requests without a complete reply, the oldest first.
         self._unanswered: deque[tuple[RequestResponseCycle, ConnectionLoss]] = deque()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -131,7 +131,7 @@ class BoundedProtocol(HttpToolsProtocol):
             _abandon(cycle, loss)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Keep the connection for the replies to requests that have come whole: a client may have closed one side."""
+        """Keep the connection for replies to complete requests: the client may have closed only its writing side."""
         if self._in_body or not self._unanswered or self.transport.is_closing():
             return None
         self._discards_input = True
@@ -153,12 +153,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._take(self._rest + data)
 
     def _take(self, data: bytes) -> None:
-        """Parse data, and act on it; what is not parsed yet is kept."""
+        """Parse data and act on it; the unparsed rest is kept."""
         self._rest = b""
         if self._discards_input or self._refusal is not None:
             return
         if self._newest_reply is not None:
-            self._newest_reply.send_head()  # of a reply without a body: a refusal is written at once, after it
+            self._newest_reply.send_head()  # first, because a refusal is written at once
         self._progressed = False
         self._parsing = True
         try:
@@ -170,14 +170,16 @@ class BoundedProtocol(HttpToolsProtocol):
         has_request = self._progressed or self._in_body or bool(self._unanswered)
         if self._rest:
             self._stop_timer()
-        elif self._in_head or not (has_request or self.transport.is_closing()):  # the rest of it must come in time
+        elif self._in_head or not (
+            has_request or self.transport.is_closing()
+        ):  # the rest of the head must come in time
             self._start_timer()
         self._unparsed = 0 if self._progressed else self._unparsed + len(data) - len(self._rest)
         if self._unparsed > self._max_header_bytes:
             self._refuse(headers_too_large(f"the headers exceed {self._max_header_bytes} bytes"))
 
     def _parse(self, data: bytes) -> None:
-        """Parse data piece by piece, until there is no room for more requests, or it would take too long."""
+        """Parse data piece by piece until there is no room for more requests, or the turn takes too long."""
         at = self._body_parts = 0
         while at < len(data) and self._refusal is None:
             piece = data[at : at + (_BODY_PIECE if self._in_body else _PIECE)]
@@ -190,13 +192,13 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
 
     def _go_on(self) -> None:
-        """Parse the rest of the data if there is room for more requests; else a reply that ends makes room."""
+        """Parse the rest of the data if there is room for more requests; otherwise the end of a reply makes room."""
         if self._rest and not self.transport.is_closing() and self._has_room():
             self.flow.release()
             self._take(self._rest)
 
     def _feed(self, data: bytes) -> None:
-        """Give data to the parser, which stops at the end of a head that offers an upgrade."""
+        """Feed the parser, which stops at the end of a head that offers an upgrade."""
         while True:
             try:
                 self.parser.feed_data(data)
@@ -214,7 +216,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return parser
 
     def _head_without_offer(self) -> bytes:
-        """Return a head that frames the message as the one that was parsed, for a new parser."""
+        """Return a head for a new parser that frames the message like the one that was parsed."""
         self.parser = self._new_parser()
         self._is_replayed = True
         lines = [b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING]
@@ -234,8 +236,8 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # a field after the body is no header
-            super().on_header(name, value.rstrip(b" \t"))  # white space after a value is no part of it
+        if self._in_head:  # a field after the body is a trailer, not a header
+            super().on_header(name, value.rstrip(b" \t"))  # white space after a value is not part of it
 
     def on_headers_complete(self) -> None:
         if self._is_replayed:
@@ -251,7 +253,7 @@ class BoundedProtocol(HttpToolsProtocol):
         except ApiError as error:
             self._fault, self._refuses_head = error, method == b"HEAD"
             raise
-        if host is not None:  # it counts, whatever the field says (RFC 9112, 3.2.2)
+        if host is not None:  # it overrides the field Host (RFC 9112, 3.2.2)
             self.headers[:] = [*(field for field in self.headers if field[0] != b"host"), (b"host", host)]
         if version == "1.0":
             self.expect_100_continue = False
@@ -266,7 +268,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.cycle.transport = self._newest_reply  # type: ignore[assignment]
         self._unanswered.append((self.cycle, self._newest))
         if self.pipeline and self._has_room():
-            self.flow.resume_reading()  # a connection that is not read is not known to be lost
+            self.flow.resume_reading()  # only reading reveals that a connection was lost
 
     def _has_room(self) -> bool:
         """Whether more requests may be read while an earlier one is answered."""
@@ -281,13 +283,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # its body comes yet
+            return  # its body follows
         self._stop_timer()
         self._progressed = True
         self._in_body = False
         self._newest.has_whole_request = True
         self._drained.discard(self)
-        self.cycle.waiting_for_100_continue = False  # nothing is left to ask for; HAProxy loses the reply after a 100
+        self.cycle.waiting_for_100_continue = False  # the body is complete; HAProxy loses the reply after a 100
         super().on_message_complete()
         if not self._unanswered:  # its reply came before
             self._become_idle()
@@ -311,7 +313,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._watch_unread()
 
     def _become_idle(self) -> None:
-        """Wait for the next request, as long as an idle connection stays open."""
+        """Wait for the next request until the keep-alive timeout."""
         self._idle.add(self, is_known=self._is_known)
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -325,7 +327,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._watch_unread()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Call the application for a request, of those that are being parsed only after that: it may be refused."""
+        """Call the application for a request; during parsing, only afterwards: the request may still be refused."""
         if self._parsing:
             self._unstarted = cycle, app
         else:
@@ -360,7 +362,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _watch_unread(self) -> None:
-        """Start checking that the client reads, when no more is written: the reply is complete, or flow is paused."""
+        """Start checking that the client reads; for a complete reply, or while writing is paused."""
         self._stop_watching()
         self._unread = self.transport.get_write_buffer_size()
         self._unread_timer = self.loop.call_later(self._stall_seconds, self._check_unread)
@@ -374,12 +376,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread_timer = None
         unread = self.transport.get_write_buffer_size()
         if not unread or not (self.cycle.response_complete or self.flow.write_paused):
-            return  # all was read, or the stream continues
+            return  # the client has read everything, or the stream continues
         if unread < self._unread:
             self._watch_unread()
             return
         connection = self.transport.get_extra_info("socket")
-        if connection is not None:  # reset: else the kernel keeps megabytes of the send buffer
+        if connection is not None:  # reset the connection: otherwise the kernel keeps megabytes of the send buffer
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self.transport.abort()
 
@@ -388,7 +390,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._in_body and bool(self.cycle.response_complete)
 
     def _drain(self) -> None:
-        """Start to discard the rest of the body, or close if too many connections do that."""
+        """Start to discard the rest of the body, or close the connection if too many are being drained."""
         if self in self._drained or self.transport.is_closing():
             return
         if len(self._drained) >= _MAX_DRAINED:
@@ -406,7 +408,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close_writing(self) -> None:
-        """Close the writing side, and the connection once the client has closed or the body was drained."""
+        """Close the writing side, and close the connection when the client has closed it or the body is drained."""
         self._discards_input = self._has_closed_writing = True
         self._stop_timer()
         self._drain()
@@ -416,9 +418,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
 
     def _refuse(self, error: ApiError) -> None:
-        """Read no more, send an error after the replies of the requests before, and close.
+        """Stop reading, send an error after the replies to the requests before, and close.
 
-        A request whose body is at fault gets the error in place of its reply; if that has begun, the connection ends.
+        A request with an invalid body gets the error as its reply; if its reply has begun, the connection is closed.
         """
         if self.transport.is_closing() or self._refusal is not None:
             return
@@ -435,7 +437,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._send_refusal(error)
 
     def _give_up(self, cycle: RequestResponseCycle) -> None:
-        """Give the newest request no reply of the application."""
+        """Abandon the newest request: the application will not reply to it."""
         _abandon(*self._unanswered.pop())
         if self._unstarted is not None and self._unstarted[0] is cycle:
             self._unstarted = None
@@ -453,7 +455,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _abandon(cycle: RequestResponseCycle, loss: ConnectionLoss) -> None:
-    """Let a request know that its reply has no reader."""
+    """Tell a request that its client has gone."""
     cycle.disconnected = True
     cycle.message_event.set()
     loss.lost()

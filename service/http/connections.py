@@ -1,4 +1,4 @@
-"""Connections as the protocol sees them: idle, lost and half-closed ones."""
+"""The idle, lost and half-closed connections of a server."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any, Final, Protocol, TypeVar
 
 from service.core.errors import client_gone
 
-# -- Tells a request that its connection was lost, by a callback: a task that waits for it would cost 50 us a request.
-# `BoundedProtocol` puts a `ConnectionLoss` into the scope of each request. Other servers do not; then the ASGI message
-# `http.disconnect` tells it.
+# -- Lost connections, reported by a callback: a task that waits for the loss would cost 50 us per request.
+# `BoundedProtocol` puts a `ConnectionLoss` into the scope of each request. Other servers do not; there the ASGI message
+# `http.disconnect` reports the loss.
 
 T = TypeVar("T")
 
-LOSS: Final = "triptych.loss"  # key of a scope: its `ConnectionLoss`
+LOSS: Final = "triptych.loss"  # key of a scope's `ConnectionLoss`
 
 
 class ConnectionLoss:
-    """Whether the connection of one request has been lost, and the work to cancel then."""
+    """The state of one request's connection, and the work to cancel when it is lost."""
 
     __slots__ = ("_is_lost", "_working", "has_whole_request", "is_known")
 
     def __init__(self) -> None:
         self.is_known = False  # the client may send requests
-        self.has_whole_request = False  # then the next message is there at once
+        self.has_whole_request = False  # the next message is available at once
         self._is_lost = False
         self._working: asyncio.Task[Any] | None = None
 
@@ -39,7 +39,7 @@ class ConnectionLoss:
             self._working.cancel()
 
     async def cancels(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, which runs in the current task; `ApiError` 499 if the connection is lost."""
+        """Return the result of `work`, run in the current task; raises `ApiError` 499 if the connection is lost."""
         if self._is_lost:
             work.close()
             raise client_gone()
@@ -48,30 +48,30 @@ class ConnectionLoss:
         try:
             return await work
         except asyncio.CancelledError:
-            if not self._is_lost or task.uncancel():  # somebody else has cancelled it too
+            if not self._is_lost or task.uncancel():  # other code has cancelled it too
                 raise
             raise client_gone() from None
         finally:
             self._working = None
 
 
-# -- Tells a client that has sent all it will send (a half-closed connection) from one that has gone. Both send the same
-# end. Only a write tells: the system of a client that has gone answers it with a reset. Where no reply has begun, an
+# -- Half-closed connections: the client has closed its writing side and waits for replies, or it has gone. Both look
+# the same until a write: the system of a client that has gone answers it with a reset. If no reply has begun, an
 # interim reply (102) is written, which HTTP/1.1 lets clients skip.
 
-_FIRST_SECONDS = 1.0  # most replies are there before
+_FIRST_SECONDS = 1.0  # most replies begin earlier
 _AFTER_PROBE_SECONDS = 0.2
 _PROBE = b"HTTP/1.1 102 Processing\r\n\r\n"
 _TCP_CLOSE = 7  # of Linux's tcp_info: the state after a reset
 
 
 class HalfClosed:
-    """Watches a connection whose client has closed its writing side, until `stop`."""
+    """A watch, until `stop`, on a connection whose client has closed its writing side."""
 
     def __init__(
         self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, has_begun: Callable[[], bool | None]
     ) -> None:
-        """`has_begun`: whether a reply has begun; None where no interim reply can be written."""
+        """Start the watch; `has_begun` returns whether a reply has begun, None if no interim reply can be written."""
         self._transport = transport
         self._loop = loop
         self._has_begun = has_begun
@@ -98,7 +98,7 @@ class HalfClosed:
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Whether the client's system has reset the connection; true where that cannot be known."""
+    """Return whether the client's system has reset the connection; true if that cannot be known."""
     connection = transport.get_extra_info("socket")
     if connection is None or not hasattr(socket, "TCP_INFO"):
         return True
@@ -109,9 +109,9 @@ def _is_reset(transport: asyncio.Transport) -> bool:
     return state[0] == _TCP_CLOSE
 
 
-# -- Bounds the connections that have no request, so that they do not use up the file descriptors of the process. A
-# connection without a request costs its client nothing. Those whose client has not shown that it may send requests are
-# closed first, the oldest of them before the others: a client that means to send a request sends it at once.
+# -- Idle connections, bounded so that they do not use up the process's file descriptors: a connection without a request
+# costs its client nothing. Connections of clients without an accepted request are closed first, the oldest before the
+# others: a client that wants to send a request sends it at once.
 
 logger = logging.getLogger("triptych.connections")
 
@@ -134,10 +134,10 @@ def raise_descriptor_limit() -> None:
 
 
 class IdleConnections:
-    """Holds the idle connections of a server, the oldest first, and closes those that are too many."""
+    """The idle connections of a server, the oldest first; surplus ones are closed."""
 
     def __init__(self, most_unknown: int) -> None:
-        """`most_unknown`: of clients that have had no request accepted."""
+        """Set the limits; `most_unknown` is that of clients without an accepted request."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else max(1, soft // _SHARE)
         self._most_unknown = min(most_unknown, self._most)
@@ -146,7 +146,7 @@ class IdleConnections:
         self._logged = -_LOG_SECONDS
 
     def add(self, connection: Connection, *, is_known: bool) -> None:
-        """Take in a connection, and close the oldest ones that are too many."""
+        """Add a connection, and close the oldest ones above the limits."""
         (self._known if is_known else self._unknown)[connection] = None
         while len(self._unknown) > self._most_unknown:
             self._close_oldest(self._unknown)
@@ -154,7 +154,7 @@ class IdleConnections:
             self._close_oldest(self._unknown or self._known)
 
     def remove(self, connection: Connection) -> None:
-        """Let go of a connection that has a request or is closed. Idempotent."""
+        """Remove a connection that has a request or is closed. Idempotent."""
         self._unknown.pop(connection, None)
         self._known.pop(connection, None)
 

@@ -1,6 +1,6 @@
-"""What every request is checked for before its route is called: headers, key, site, and the size its body declares.
+"""Checks of every request before its route is called: headers, key, site, and the declared size of its body.
 
-The path that is checked is the one that is routed (`scope["path"]`), never one built from headers.
+The checked path is the routed one (`scope["path"]`), never one built from headers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a pas
 
 
 class Guard:
-    """Refuses large headers (431), wrong keys (401, 403), pages of other sites (403), large declared bodies (413)."""
+    """The checks for large headers (431), keys (401, 403), pages of other sites (403), large declared bodies (413)."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Guard:
         tenants: Tenants,
         sites: Sites,
     ) -> None:
-        """`table` says which routes need no key, and which one of `admins`; these are off without any."""
+        """Read from `table` which routes need no key, and which need a key of `admins`."""
         self._body_limits = table.body_limits
         self._open_paths, self._admin_paths = table.open_paths, table.admin_paths
         self._sites = sites
@@ -50,7 +50,7 @@ class Guard:
         self._tenants = tenants
 
     def check(self, scope: Scope) -> None:
-        """Raise `ApiError` for a request that goes no further; a key's holder becomes its context's tenant."""
+        """Raise `ApiError` for a request that is refused; the key's holder becomes the tenant of the context."""
         self._check_headers(scope)
         self._check_key(scope)
         if scope["path"] not in self._open_paths:
@@ -58,24 +58,24 @@ class Guard:
         self._check_declared_body(scope)
 
     def knows(self, scope: Scope) -> bool:
-        """Whether a request that was checked shows that its client may send requests: the open paths do not."""
+        """Return whether a checked request proves that its client may send requests; one to an open path does not."""
         return self._keys is None or scope["path"] not in self._open_paths
 
     def max_body_bytes(self, scope: Scope) -> int:
-        """Return how many bytes a body may have on this path."""
+        """Return the limit of a body's bytes on this path."""
         return int(getattr(self._limits, self._body_limits.get(scope["path"], MAX_BODY)))
 
     def counts_body(self, scope: Scope) -> bool:
-        """Whether a body on this path counts in `BodyRoom`; the others have a room and a limit of their own."""
+        """Return whether a body on this path counts in `BodyRoom`; other paths have limits of their own."""
         return scope["path"] not in self._body_limits
 
     def body_too_large(self, scope: Scope) -> ApiError:
-        """Return the 413 of a body above the limit."""
+        """Return the 413 for a body above the limit."""
         name = self._body_limits.get(scope["path"], MAX_BODY)
         return too_large(f"the body has more than {self.max_body_bytes(scope)} bytes ({name})")
 
     def _has_own_key(self, scope: Scope) -> bool:
-        """Whether a request whose key was checked has it from its sender: a browser adds a saved password by itself."""
+        """Return whether the sender itself added the checked key: a browser adds a saved password by itself."""
         needs_key = self._admins if scope["path"] in self._admin_paths else self._keys
         scheme = (header_of(scope["headers"], b"authorization") or "").partition(" ")[0]
         return needs_key is not None and scheme.lower() != "basic"
@@ -141,15 +141,14 @@ def _authorized_key(authorization: str) -> bytes:
         return b""
 
 
-# -- Bounds what the bodies of all connections take together, while they come and until their replies begin. Small
-# bodies are always taken: their number is bounded by the connections, and who sends large ones slowly keeps no others
-# out.
+# -- The bytes of the bodies of all connections, bounded in total from their arrival until their replies begin. Small
+# bodies are always accepted: the number of connections bounds them, and slow senders of large bodies do not block them.
 
-FREE_BYTES = 65_536  # of a body that is not counted
+FREE_BYTES = 65_536  # size up to which a body is not counted
 
 
 class BodyRoom:
-    """Counts the bytes of large bodies; what is too much is refused with a 429."""
+    """A counter of the bytes of large bodies, which refuses bodies above its limit with a 429."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -159,7 +158,7 @@ class BodyRoom:
         return HeldBody(self)
 
     def replace(self, before: int, now: int) -> None:
-        """Count a body's bytes now, in place of those before; raises a 429 if it is not alone and has no room."""
+        """Count `now` bytes of a body instead of `before`; raises a 429 if other bodies leave no room for them."""
         others = self.num_bytes - before
         if others and others + now > self._most_bytes:
             what = f"the bodies that are being read or answered have max_held_body_bytes ({self._most_bytes})"
@@ -168,7 +167,7 @@ class BodyRoom:
 
 
 class HeldBody:
-    """What one request's body holds: nothing at first."""
+    """The counted bytes of one request's body, none at first."""
 
     __slots__ = ("_num_bytes", "_room")
 
@@ -177,12 +176,12 @@ class HeldBody:
         self._num_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
-        """Hold the body's bytes so far; raises a 429 if there is no room for them."""
+        """Count the body's bytes so far; raises a 429 if there is no room for them."""
         if num_bytes > FREE_BYTES:
             self._room.replace(self._num_bytes, num_bytes)
             self._num_bytes = num_bytes
 
     def release(self) -> None:
-        """Hold nothing. Idempotent."""
+        """Stop counting the body. Idempotent."""
         self._room.num_bytes -= self._num_bytes
         self._num_bytes = 0

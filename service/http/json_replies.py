@@ -28,7 +28,7 @@ _MIN_LOGPROB = -9999.0  # JSON has no -inf
 
 
 class Generation:
-    """Collects the outputs of all sequences of one HTTP request, with token counts, times and finish reasons."""
+    """The token counts, times and finish reasons of all sequences of one HTTP request."""
 
     def __init__(self, plan: GeneratePlan, job: Job, metrics: Metrics) -> None:
         self._plan = plan
@@ -94,7 +94,7 @@ class Generation:
         return {"id": self._job.request_id, "model": self._plan.served.name, "created": self._job.created}
 
     def cached_tokens(self, prompt_index: int) -> int:
-        """Return how many tokens of one prompt came from the prefix cache."""
+        """Return the number of tokens of one prompt that came from the prefix cache."""
         return self._cached.get(self._plan.requests[prompt_index].request_id, 0)
 
     def echoed(self, index: int) -> str:
@@ -102,7 +102,7 @@ class Generation:
         return self._plan.echo[index // self._plan.n] if self._plan.echo else ""
 
     def tail(self) -> Json:
-        """Return usage and timings, for the reply or a stream's last event."""
+        """Return usage and timings for the reply or the last event of a stream."""
         usage = usage_of(self._plan.prompt_tokens, self.completion_tokens, sum(self._cached.values()))
         if self._drafted_tokens:
             usage["accepted_prediction_tokens"] = self._accepted_tokens
@@ -110,14 +110,14 @@ class Generation:
         return {"usage": usage, "timings": timings_of(self._job.timings())}
 
     def joined(self, deltas: Sequence[Json]) -> list[Json]:
-        """Join deltas to choices, in order."""
+        """Join deltas into choices, in order."""
         groups: dict[int, list[Json]] = {}
         for delta in deltas:
             groups.setdefault(delta["index"], []).append(delta)
         return [_join(groups[index]) for index in sorted(groups)]
 
     def count(self, output: TokenOutput) -> None:
-        """Count the tokens of an output, and note the end of its sequence."""
+        """Count the tokens of an output, and record the end of its sequence."""
         index, now, tokens = self._index(output), time.monotonic(), len(output.token_ids)
         if tokens:
             before = self._last_seen.get(index)
@@ -150,7 +150,7 @@ class Generation:
 
 
 class Rendering(Protocol):
-    """Converts one generation for a dialect, as events or as one reply. An object serves one HTTP request."""
+    """A converter of one generation for a dialect, to events or to one reply; one object for each HTTP request."""
 
     @property
     def done(self) -> bytes:
@@ -158,18 +158,18 @@ class Rendering(Protocol):
 
     @property
     def keepalive(self) -> bytes:
-        """The bytes that are sent when there was no event for a while."""
+        """The bytes that are sent after a time without events."""
 
     def opening(self) -> Iterable[Json]:
-        """Return the events that begin a stream, before there is any output."""
+        """Return the events that begin a stream, before any output."""
 
     def events(self, event: Json) -> Iterable[Json]:
         """Return the dialect's events for a `GenerateEvent` of /generate."""
 
     def repeated(self, event: Json) -> Json | None:
-        """Return what `events` returns for a choice that has begun and goes on, if that has the same shape from now on.
+        """Return the event of a choice in progress if all its further events have the same shape, else None.
 
-        Else None. It changes nothing, and is called with text and token ids that the choice does not have.
+        The call changes nothing. The text and token ids of `event` are placeholders.
         """
 
     def failed(self, error: ApiError) -> Iterable[Json]:
@@ -186,7 +186,7 @@ Render = Callable[[Generation], Rendering]
 
 
 class DataEvents:
-    """Frames events without names, as most dialects have them; the JSON has no line breaks."""
+    """Framing of events without names, which most dialects have; the JSON has no line breaks."""
 
     done = b"data: [DONE]\n\n"
     keepalive = b": keep-alive\n\n"
@@ -205,7 +205,7 @@ class DataEvents:
 
 
 class NamedEvents(DataEvents):
-    """Frames events under the names that they have as `type`; nothing but the last of them ends a stream."""
+    """Framing of events named by their `type`; the last event ends the stream, without a mark."""
 
     done = b""
 
@@ -214,7 +214,7 @@ class NamedEvents(DataEvents):
 
 
 class NativeRendering(DataEvents):
-    """Leaves events and replies as /generate has them."""
+    """The rendering of /generate, which leaves events and replies unchanged."""
 
     def __init__(self, generation: Generation) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Checks the head of a request by HTTP's own rules, where the parser takes more than the standards allow.
+"""Checks of a request's head for what the parser accepts although the standards forbid it.
 
 RFC 9112: the request target (3.2), the field Host (3.2), transfer codings (6.1, 7); RFC 9110: CONNECT (9.3.6).
 """
@@ -19,7 +19,7 @@ _ABSOLUTE = re.compile(rb"https?://([^/?#]+)(/[^?#]*)?(\?[^#]*)?", re.IGNORECASE
 
 
 def check_head(method: bytes, version: str, headers: Headers) -> None:
-    """Raise `ApiError` for a method, a version or fields that leave open what the message is, or for whom."""
+    """Raise `ApiError` for an unsupported method or version, and for ambiguous or invalid framing and Host fields."""
     if method == b"CONNECT":
         raise not_implemented("CONNECT is not implemented: this server is no proxy")
     if version not in ("1.1", "1.0"):
@@ -41,7 +41,7 @@ def check_head(method: bytes, version: str, headers: Headers) -> None:
 
 
 def read_target(method: bytes, target: bytes) -> tuple[bytes, bytes | None]:
-    """Return path with query of a request target, and its host if it names one; raises a 400 for no known form."""
+    """Return path with query of a request target, and its host if it has one; raises a 400 for an invalid target."""
     host = None
     if target.startswith(b"/") and b"#" not in target:
         found = target
@@ -60,7 +60,7 @@ def read_target(method: bytes, target: bytes) -> tuple[bytes, bytes | None]:
 
 
 def not_implemented(message: str) -> ApiError:
-    """Return the 501 for what HTTP has and this server does not."""
+    """Return the 501 for a feature of HTTP that this server does not have."""
     return ApiError(501, message, type="invalid_request_error", code="not_implemented")
 
 
@@ -77,11 +77,11 @@ def _check_coding(coding: bytes, version: str) -> None:
     raise invalid("Transfer-Encoding is not valid; send Transfer-Encoding: chunked", code=_CODE)
 
 
-# -- Headers of a request, as ASGI has them: pairs of bytes, names in lower case.
+# -- Headers of a request in ASGI's form: pairs of bytes, names in lower case.
 
 
 def header_of(headers: Headers, name: bytes) -> str | None:
-    """Return the first header of this name, which is in lower case."""
+    """Return the first header of this name, given in lower case; None if there is none."""
     for key, value in headers:
         if key == name:
             return value.decode("latin-1")
@@ -89,5 +89,5 @@ def header_of(headers: Headers, name: bytes) -> str | None:
 
 
 def all_of(headers: Headers, name: bytes) -> str:
-    """Return the values of all headers of this name, which is in lower case, as one list; empty if there is none."""
+    """Return the values of all headers of this name, given in lower case, joined by commas; empty if there is none."""
     return ",".join(value.decode("latin-1") for key, value in headers if key == name)

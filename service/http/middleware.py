@@ -1,6 +1,6 @@
-"""Middleware that every request passes: request id, limits, API key, access log and metrics.
+"""Middleware of every request: request id, limits, API key, access log and metrics.
 
-It is plain ASGI, so that streams pass through unchanged. `ContextMiddleware` is the outermost; `GuardMiddleware`
+It is plain ASGI, so that streams pass through unchanged. `ContextMiddleware` is the outermost layer; `GuardMiddleware`
 refuses requests that are too large or have no valid key.
 """
 
@@ -22,15 +22,15 @@ from service.settings.service_settings import Limits
 
 
 class Accounts:
-    """Makes the context of each request, counts the request once, and logs it."""
+    """The contexts, counts and access log of requests."""
 
     def __init__(self, metrics: Metrics, tasks: Mapping[str, str]) -> None:
-        """`tasks`: by path, the task of a POST request."""
+        """Count in `metrics`; `tasks` has the task of a POST request by path."""
         self._metrics = metrics
         self._tasks = tasks
 
     def context(self, scope: Scope) -> RequestContext:
-        """Return a context for a request, of which nothing is counted yet."""
+        """Return a context for a request that is not counted yet."""
         headers = scope["headers"]
         return RequestContext(
             request_id=request_id_from(header_of(headers, b"x-request-id")),
@@ -48,7 +48,7 @@ class Accounts:
             self._metrics.received(context)
 
     def end(self, context: RequestContext, scope: Scope) -> None:
-        """Count a request that was not accepted as rejected, log it, and let go of what it holds."""
+        """Count a request as rejected if it was not accepted, log it, and release what it holds."""
         if context.task is not None and not context.accepted:
             self._metrics.rejected(context, context.rejection or "client_closed")
         access(context, scope["method"], scope["path"])
@@ -57,19 +57,19 @@ class Accounts:
 
 
 def request_id_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
-    """Return the headers that tell a client the id of its request."""
+    """Return the reply headers with the request id."""
     request_id = context.request_id.encode("latin-1")
     headers = [(b"x-request-id", request_id)]
     if context.path in ANTHROPIC_PATHS:
-        headers.append((b"request-id", request_id))  # where that API's client looks for it
+        headers.append((b"request-id", request_id))  # the header that this API's client reads
     return headers
 
 
 class ContextMiddleware:
-    """Creates the request's context, and makes sure that the request gets a reply in one shape and is counted once."""
+    """The layer that creates the request's context, counts the request once, and replies to unexpected errors."""
 
     def __init__(self, app: ASGIApp, accounts: Accounts, is_closing: Callable[[], bool]) -> None:
-        """`is_closing`: whether each reply is the last one of its connection."""
+        """Wrap `app`; `is_closing` returns whether each reply is the last one of its connection."""
         self._app = app
         self._accounts = accounts
         self._is_closing = is_closing
@@ -105,9 +105,9 @@ class ContextMiddleware:
 
 
 class GuardMiddleware:
-    """Refuses large headers (431), missing and wrong keys (401, 403), and large or slow bodies (413, 408).
+    """The layer that refuses large headers (431), missing or wrong keys (401, 403), large or slow bodies (413, 408).
 
-    Of bodies that are too much together, it refuses the one that grows (429).
+    If all bodies together exceed their limit, it refuses the one that grows (429).
     """
 
     def __init__(self, app: ASGIApp, guard: Guard, limits: Limits) -> None:
@@ -131,7 +131,7 @@ class GuardMiddleware:
         await self._app(scope, self._counted(scope, receive, loss), send)
 
     def _counted(self, scope: Scope, receive: Receive, loss: ConnectionLoss | None) -> Receive:
-        """Wrap `receive`: it raises a 413 for a body that is too large, and a 408 for one that is too slow."""
+        """Wrap `receive` to raise a 413 for a body that is too large, and a 408 for one that is too slow."""
         deadline, most = asyncio.get_running_loop().time() + self._limits.receive_s, self._guard.max_body_bytes(scope)
         seen = 0
         complete = False
@@ -158,7 +158,7 @@ class GuardMiddleware:
         return counted
 
     def _enter(self) -> HeldBody:
-        """Return what holds a body until its reply begins."""
+        """Return the count of a new body, which is released when its reply begins."""
         held, context = self._room.enter(), current()
         assert context is not None
         context.on_reply.append(held.release)
@@ -172,11 +172,11 @@ class GuardMiddleware:
             raise request_too_slow(self._limits.receive_s) from None
 
 
-# -- Answers HEAD as GET, without the body (RFC 9110, 9.3.2).
+# -- HEAD, which is answered like GET without the body (RFC 9110, 9.3.2).
 
 
 class HeadMiddleware:
-    """Is the innermost layer: what is counted and logged is the HEAD."""
+    """The layer that answers HEAD; it is the innermost, so that requests are counted and logged as HEAD."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

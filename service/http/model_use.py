@@ -1,4 +1,4 @@
-"""Finds the model of a request, and makes the request hold it; it may have to be loaded first."""
+"""Finds the model of a request, loads it if necessary, and makes the request hold it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from service.lifecycle.state import service_of
 async def hold_model(request: Request, name: str | None, task: Task, timeout_s: float | None = None) -> None:
     """Hold the model called `name`, or the only one for the task, until the reply has been sent.
 
-    Waits for a model that is not loaded within the request's own time (`timeout_s`, of the body), and stops waiting
-    when the client disconnects. Raises `ApiError` as `ModelLoader.hold` does, 503 while the service is not ready.
+    A model that is not loaded is waited for, at most for the request's own time (`timeout_s` of the body) and until the
+    client disconnects. Raises `ApiError` as `ModelLoader.hold` does, and a 503 while the service is not ready.
     """
     service, context = service_of(request), context_of_request()
     if service.models.hold_loaded(name, task, context):
@@ -26,7 +26,7 @@ async def hold_model(request: Request, name: str | None, task: Task, timeout_s: 
 
 
 async def chat_model(request: Request, name: str | None, timeout_s: float | None = None) -> ServedModel:
-    """Hold and return the model called `name`, or the only one that has a chat template, if any generating one has."""
+    """Hold and return the model called `name`, else the only one with a chat template, else the only generating one."""
     models = service_of(request).models
     if name is None and any(map(_chats, models.candidates)):
         name = models.only_one(_chats, "has a chat template")
@@ -35,7 +35,7 @@ async def chat_model(request: Request, name: str | None, timeout_s: float | None
 
 
 def _chats(served: ServedModel) -> bool:
-    """Return whether a model has a chat template; one that is not loaded, whether it may."""
+    """Return whether a model has a chat template, or might have one once it is loaded."""
     return served.config.can_generate and (served.chat is not None or not served.loaded) and served.reads_text
 
 
@@ -49,16 +49,16 @@ async def choose_model(
     task: Task = Task.ENCODE,
     lack: Callable[[ServedModel], str] | None = None,
 ) -> ServedModel:
-    """Hold and return the model called `name`, or the only one that is `able`, of those that are loaded or may be.
+    """Hold and return the model called `name`, or the only one that is `able`, of all that are loaded or may be.
 
-    `what` says what it must be able to: "no model ...", and `lack` what a model's folder lacks for it. A model that is
-    not able is refused before it is loaded. Raises `ApiError`: a 400 that names `model` if there is none, or several;
-    and as `hold_model` does.
+    `what` completes the sentence "no model ..."; `lack` returns what a model's folder lacks. A model that is not able
+    is refused before it is loaded. Raises `ApiError`: a 400 that names `model` unless exactly one is able; and as
+    `hold_model` does.
     """
     models = service_of(request).models
     if name is None:
         name = models.only_one(able, what)
     models.require(name, able, what, lack)
     await hold_model(request, name, task, timeout_s)
-    models.require(name, able, what, lack)  # known by now, if it has just been put into the folder of models
+    models.require(name, able, what, lack)  # again: a model that is new in the folder is known only now
     return models.resolve(name, task)

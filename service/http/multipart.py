@@ -1,8 +1,7 @@
-"""Forms with files (multipart/form-data, RFC 7578), read from a body that is whole in memory and bounded in size.
+"""Forms with files (multipart/form-data, RFC 7578), read from a complete body of bounded size.
 
-The boundary is searched for once from the front to the back, so that the time is linear in the body's size. A form is
-refused rather than guessed at: a part needs a name, transfer encodings are not taken, and the last boundary must be
-there.
+The boundary is searched for once from front to back, so the time is linear in the body's size. Unclear forms are
+refused: a part needs a name, transfer encodings are not supported, and the last boundary is required.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from service.core.errors import ApiError, invalid, shorten
 MAX_PARTS = 64
 _MAX_HEAD = 4096  # bytes of a part's headers
 _AS_IT_IS = (b"7bit", b"8bit", b"binary")  # transfer encodings that change nothing
-_MAX_TEXT = 1 << 16  # bytes of a field that is no file
+_MAX_TEXT = 1 << 16  # bytes of a field that is not a file
 _BOUNDARY = re.compile(r'(?:^|;)\s*boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))\s*(?:;|$)', re.IGNORECASE)
 _PARAMETER = re.compile(rb';\s*([a-zA-Z*]+)=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))')
 
 
 @dataclass(frozen=True, slots=True)
 class FormFile:
-    """A file of a form: its bytes, and its name as the client gave it, which is used for nothing."""
+    """A file of a form, without the name that the client gave it."""
 
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The fields of a form in their order, each as often as it was sent."""
+    """The fields of a form in their order, including repeated ones."""
 
     texts: tuple[tuple[str, str], ...]
     files: tuple[tuple[str, FormFile], ...]
@@ -46,7 +45,7 @@ def boundary_of(content_type: str) -> bytes:
 
 
 def read_form(body: bytes, boundary: bytes) -> Form:
-    """Return the fields and files of a body; raises a 400 for one that is no such form."""
+    """Return the fields and files of a body; raises a 400 if it is not a valid form."""
     texts: list[tuple[str, str]] = []
     files: list[tuple[str, FormFile]] = []
     border = b"\r\n--" + boundary
@@ -70,7 +69,7 @@ def read_form(body: bytes, boundary: bytes) -> Form:
 
 
 def _opening(body: bytes, boundary: bytes) -> int:
-    """Return the place behind the first boundary, which may stand behind a preamble."""
+    """Return the position after the first boundary, which may follow a preamble."""
     if body.startswith(b"--" + boundary):
         return len(boundary) + 2
     at = body.find(b"\r\n--" + boundary)
@@ -80,7 +79,7 @@ def _opening(body: bytes, boundary: bytes) -> int:
 
 
 def _after_line(body: bytes, at: int) -> int:
-    """Return the place behind the rest of a boundary's line, which may hold white space alone."""
+    """Return the position after the rest of a boundary's line, which may have only white space."""
     end = body.find(b"\r\n", at, at + 256)
     if end < 0 or body[at:end].strip(b" \t"):
         raise _broken("a boundary is followed by something else")

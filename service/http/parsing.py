@@ -1,6 +1,6 @@
 """Makes the model of a JSON body, after its values and the entries of its lists were counted.
 
-Parsing is a call that lets no other thread run, so what it costs is limited first (`max_json_values`,
+Parsing is a call that blocks all other threads, so its cost is limited first (`max_json_values`,
 `max_json_numbers`). A long body is parsed in a thread: the event loop goes on between the steps.
 """
 
@@ -22,13 +22,13 @@ from service.schemas.field_paths import check_counts, read_part, siblings
 from service.settings.service_settings import Limits
 
 B = TypeVar("B", bound=BaseModel)
-Choose = Callable[[Sequence[str]], type[B]]  # the model of a body that has these keys
+Choose = Callable[[Sequence[str]], type[B]]  # returns the model of a body with these keys
 
 _INLINE_BYTES = 65_536  # of a body that is parsed on the event loop
 
 
 async def parsed(request: Request, raw: bytes, model: type[B] | Choose[B]) -> B:
-    """Parse a body as `model`, or as the one that `model` finds for its keys; raises a 400 that names the field.
+    """Parse a body as `model`, or as the one that `model` chooses for its keys; raises a 400 that names the field.
 
     A `request_id` in it becomes the request's.
     """
@@ -45,9 +45,9 @@ async def parsed(request: Request, raw: bytes, model: type[B] | Choose[B]) -> B:
 
 
 def one_of(default: type[B], by_key: Mapping[str, type[B]]) -> Choose[B]:
-    """Return what finds the model of a body: that of the one of `by_key` that it has, else `default`.
+    """Return a function that chooses the model of a body: by the key of `by_key` that it has, else `default`.
 
-    It raises a 400 for a body that has keys of two.
+    The function raises a 400 for a body with keys of two models.
     """
 
     def choose(keys: Sequence[str]) -> type[B]:
@@ -90,7 +90,7 @@ def _kind(model: type[B] | Choose[B], keys: Sequence[str]) -> type[B]:
 
 
 def check_size(raw: bytes, limits: Limits) -> None:
-    """Raise a 413 for a body of more values than are taken."""
+    """Raise a 413 for a body with too many values."""
     if len(raw) <= min(limits.max_json_values, limits.max_json_numbers):
         return
     size = json_size(raw, limits.max_json_values, limits.max_json_numbers)

@@ -1,4 +1,4 @@
-"""Writes replies to the connection: one write for head and body, and the events of a stream."""
+"""Writes replies to the connection: head and body in one write, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextvars import ContextVar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-# -- What replies are written to: a transport that joins a reply's head with its body, and how a reply ends.
+# -- The transport of replies, which joins a reply's head with its body, and the end of a reply.
 
-_JOINED_BYTES = 65_536  # copied after a head, rather than sent as two buffers
+_JOINED_BYTES = 65_536  # largest body that is copied after its head, rather than sent as a second buffer
 
 
 class ReplyTransport:
-    """Is the transport that a reply writes to; the protocol decides how to close the connection.
+    """The transport to which a reply is written; the protocol decides how to close the connection.
 
-    The head of a reply is sent together with what follows it in the same turn of the event loop: each write is a system
-    call, and wakes the client.
+    The head of a reply is sent together with the data that follows in the same turn of the event loop, because each
+    write is a system call and wakes the client.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class ReplyTransport:
         self._close()
 
     def send_head(self) -> None:
-        """Send the head of the reply if it still waits for what follows."""
+        """Send the head of the reply if it still waits for data."""
         head, self._head = self._head, None
         if head is not None and not self.is_closing():
             self._transport.write(head)
 
 
 def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """Wrap an application for an HTTP/1.0 client, which knows no chunks: the connection's end ends a reply's body."""
+    """Wrap an application for an HTTP/1.0 client, which knows no chunks: closing the connection ends a reply's body."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         async def unframed(message: Message) -> None:
@@ -77,8 +77,8 @@ def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
 def last_if_unread(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
     """Wrap an application for a client that may wait for `100 Continue` before it sends the body.
 
-    A reply before the body leaves open whether the body still comes: the next bytes may be the next request, of another
-    client where a proxy shares the connection. So that reply is the last one of the connection (RFC 9110, 10.1.1).
+    After a reply before the body, it is unknown whether the body follows: the next bytes may be the next request, of
+    another client if a proxy shares the connection. So that reply is the connection's last one (RFC 9110, 10.1.1).
     """
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,17 +92,17 @@ def last_if_unread(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
     return call
 
 
-# -- Writing the body of a stream to uvicorn's connection without an ASGI message for each piece. ASGI's `send` is a
-# coroutine, so each piece would need a task. uvicorn's does nothing but frame the piece and write it, unless the
+# -- The body of a stream, written to uvicorn's connection without an ASGI message for each piece. ASGI's `send` is a
+# coroutine, so each piece would need a task. uvicorn's `send` only frames the piece and writes it, unless the
 # connection's buffer is full; `StreamWriter` does the same in a plain call. The start and the end of a reply are sent
-# as ASGI's messages, through all layers.
+# as ASGI messages through all layers.
 
-# The `send` of the server itself where layers of others lie between it and the application, and its event loop.
+# The server's own `send` and its event loop, for applications inside layers of other software.
 _outermost: ContextVar[tuple[Send, asyncio.AbstractEventLoop] | None] = ContextVar("outermost_send", default=None)
 
 
 def set_outermost_send(send: Send) -> None:
-    """Remember the server's own `send` of the current request, for applications that run in its event loop."""
+    """Record the server's own `send` of the current request, for applications that run in its event loop."""
     _outermost.set((send, asyncio.get_running_loop()))
 
 
@@ -114,14 +114,14 @@ def direct_send(send: Send) -> Send:
 
 
 class StreamWriter:
-    """Writes pieces of a reply that has begun, in chunks."""
+    """A writer of pieces of a reply that has begun, in chunks."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
     @classmethod
     def of(cls, send: Send) -> StreamWriter | None:
-        """Return a writer to the connection of `send`, uvicorn's own; None for any other server's, or no chunks."""
+        """Return a writer to the connection of uvicorn's `send`; None for another server, or a reply without chunks."""
         cycle = getattr(send, "__self__", None)
         if not isinstance(cycle, RequestResponseCycle) or cycle.scope["method"] == "HEAD":
             return None
@@ -129,15 +129,15 @@ class StreamWriter:
 
     @property
     def paused(self) -> bool:
-        """Whether the client has not read so much that nothing more should be written."""
+        """Whether writing should pause because the client reads too slowly."""
         return self._cycle.flow.write_paused
 
     async def drain(self) -> None:
-        """Wait until more can be written, or the client has gone."""
+        """Wait until writing may continue, or the client has gone."""
         await self._cycle.flow.drain()
 
     def write(self, data: bytes) -> None:
-        """Write a piece; nothing if the client has gone, or the reply is complete."""
+        """Write a piece; do nothing if the client has gone or the reply is complete."""
         cycle = self._cycle
         if not (cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()):
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -1,6 +1,6 @@
-"""The path prefix of an application, which a server in front removes from the paths that it forwards.
+"""The path prefix of an application, which the server in front of it removes from forwarded paths.
 
-The application itself works as at the root; only URLs of its own that it writes need the prefix.
+The application works as if it were at the root; only its own URLs in replies need the prefix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BARE: Final = "triptych.bare"
 
 
 def unprefixed(scope: Scope) -> Scope:
-    """Return a request's `scope` without `root_path`, which Starlette would remove from the path a second time."""
+    """Return the `scope` of a request without `root_path`, which Starlette would remove from the path again."""
     prefix = scope.get("root_path", "").rstrip("/")
     path = scope["path"].removeprefix(prefix)
     return {**scope, "path": path or "/", "root_path": "", _PREFIX: prefix, _BARE: not path}

@@ -1,6 +1,6 @@
-"""The table of routes: each one's method, path, task, body, replies, errors and handler, declared once.
+"""The table of routes: the method, path, task, body, replies, errors and handler of each, declared once.
 
-What is routed, described in /openapi.json and counted by task follows from it.
+Routing, /openapi.json and the counts by task use it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from service.core.errors import ApiError, not_found, render
 from service.core.request_context import current
 
 Handler = Callable[[Request], Awaitable[Response]]
-Access = Literal["open", "key", "admin"]  # who may call a route: any client, or one with such a key
+Access = Literal["open", "key", "admin"]  # required key of a route: none, an API key, an admin key
 JSON: Final = "application/json"
 MAX_BODY: Final = "max_body_bytes"  # the setting that limits the bytes of a body
 BODY_ERRORS: Final = (400, 408, 415)
@@ -28,7 +28,7 @@ WORK_ERRORS: Final = (*BODY_ERRORS, 404, 409, 429, 499, 503, 504)
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What a route reads: JSON of one of `models`, or with `media_types` a form or a file."""
+    """The request body of a route: JSON of one of `models`, or by `media_types` a form or a file."""
 
     models: Sequence[type[BaseModel]]
     examples: Mapping[str, Any]  # complete bodies
@@ -38,9 +38,9 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a route replies with: one of `shapes` (types) as JSON, a stream of `events`, or a text.
+    """A reply of a route: one of `shapes` (types) as JSON, a stream of `events`, or a text.
 
-    The shape `Any` is that of another API, whose own reference describes it.
+    The shape `Any` is described in the reference of another API.
     """
 
     description: str
@@ -61,7 +61,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of the table; `task` is what the model of a request does."""
+    """One row of the table; `task` is the task of the request's model."""
 
     method: str
     path: str
@@ -91,7 +91,7 @@ def file_body(model: type[BaseModel], media_type: str, limit: str = MAX_BODY) ->
 
 
 def replies(description: str, *shapes: Any, events: Sequence[Any] = (), texts: Sequence[str] = ()) -> dict[int, Reply]:
-    """Return the replies of a route that has one, with status 200."""
+    """Return the replies of a route whose only reply has status 200."""
     return {200: Reply(description, shapes, events, texts)}
 
 
@@ -107,10 +107,10 @@ MODEL_IN_QUERY: Final = in_query("model", "The model to use, if the body names n
 
 
 class Routes:
-    """Collects the rows of one module."""
+    """The rows of one module."""
 
     def __init__(self, task: str | None = None, access: Access = "key") -> None:
-        """`task` is that of the routes with a body that do not say another one."""
+        """Start without rows; `task` and `access` are the defaults of the rows, `task` only of those with a body."""
         self.rows: list[Route] = []
         self._task = task
         self._access = access
@@ -164,7 +164,7 @@ class Routes:
 
 
 class RouteTable:
-    """All routes of an application, and the ASGI application that calls the one of a request."""
+    """All routes of an application, as the ASGI application that calls the route of a request."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self.rows = tuple(routes)
@@ -209,7 +209,7 @@ class RouteTable:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """Return what matches a path with parameters: `{name}` is one part of it, `{name:path}` all that follows."""
+    """Return the pattern of a path with parameters: `{name}` matches one part of it, `{name:path}` the whole rest."""
     parts = re.split(r"\{(\w+)(:path)?\}", path)
     found = re.escape(parts[0])
     for name, rest, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):

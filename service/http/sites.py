@@ -1,4 +1,4 @@
-"""What browsers may do: the sites whose pages may call the service (CORS), and the hosts that it answers for."""
+"""The rules for browsers: the sites whose pages may call the service (CORS), and the service's host names."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.core.errors import ApiError, forbidden
 from service.http.message_head import header_of
 
-# -- Cross-origin requests: which web pages may call the API from a browser, and read its replies. None may by default:
-# without these headers a browser hides replies, and sends no JSON. Credentials of browsers (cookies, saved passwords)
-# are never allowed: a page sends the key itself.
+# -- Cross-origin requests: the web pages that may call the API from a browser and read its replies. By default there
+# are none: without these headers a browser hides replies and sends no JSON. Credentials of browsers (cookies, saved
+# passwords) are never allowed: a page sends the key itself.
 
 _ALL = "*"
 _METHODS = b"GET, HEAD, POST, DELETE"
 _EXPOSED = b"x-request-id, request-id, retry-after"
-_MAX_AGE_S = b"600"  # for which a browser need not ask again; Chromium takes up to two hours
+_MAX_AGE_S = b"600"  # lifetime of a preflight reply; Chromium allows up to two hours
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]*")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
@@ -36,7 +36,7 @@ class CrossOrigins:
         return bool(self._origins)
 
     def allows(self, origin: str | None) -> bool:
-        """Whether a request with this header `Origin` comes from a page that may read the reply."""
+        """Return whether a request with this header `Origin` comes from a page that may read the reply."""
         return origin is not None and (_ALL in self._origins or origin in self._origins)
 
     def reply_headers(self, scope: Scope) -> Headers:
@@ -48,7 +48,7 @@ class CrossOrigins:
         return [*self._allowed(origin), (b"access-control-expose-headers", _EXPOSED), *varies]
 
     def preflight_headers(self, scope: Scope) -> Headers | None:
-        """Return the headers of the reply to a browser that asks before it sends; None if it may not, or does not."""
+        """Return the reply headers of an allowed preflight request; None for any other request."""
         headers = scope["headers"]
         origin, method = header_of(headers, b"origin"), header_of(headers, b"access-control-request-method")
         if scope["method"] != "OPTIONS" or method is None or not self.allows(origin):
@@ -60,7 +60,7 @@ class CrossOrigins:
             (b"vary", b"Origin, Access-Control-Request-Method, Access-Control-Request-Headers"),
         ]
         names = header_of(headers, b"access-control-request-headers") or ""
-        if names and _HEADER_NAMES.fullmatch(names):  # all of them: clients have many of their own
+        if names and _HEADER_NAMES.fullmatch(names):  # all are allowed: clients have many of their own
             found.append((b"access-control-allow-headers", names.encode("latin-1")))
         return found
 
@@ -70,7 +70,7 @@ class CrossOrigins:
 
 
 class CorsMiddleware:
-    """Answers browsers that ask before they send, without a key, and marks the replies to pages that may read them."""
+    """The layer that answers preflight requests, without a key, and adds CORS headers to replies."""
 
     def __init__(self, app: ASGIApp, origins: CrossOrigins) -> None:
         self._app = app
@@ -101,31 +101,31 @@ def _normal(origin: str) -> str:
     return origin.removesuffix(_DEFAULT_PORTS.get(urlsplit(origin).scheme, "")) if origin != _ALL else origin
 
 
-# -- Which web pages may make a browser send requests here: those of this service, and of origins that are allowed. Two
-# attacks are closed. A page of another site may send forms and files without asking, and a browser adds a saved
-# password: `Sec-Fetch-Site`, or `Origin` against `Host` where a browser does not send it (plain http), tells. A page of
-# a name that its owner lets point at 127.0.0.1 is of the same origin for a browser, which DNS rebinding uses: `Host`
-# has that name. Programs that are no browsers send neither header and are not concerned.
+# -- The web pages that may make a browser send requests here: those of this service and of allowed origins. This stops
+# two attacks. First, a page of another site can send forms and files without a preflight request, and a browser adds a
+# saved password. `Sec-Fetch-Site` reveals such a page; without it (plain http), the comparison of `Origin` with `Host`
+# does. Second, DNS rebinding: an attacker lets a name point at 127.0.0.1, so that its page has the same origin for a
+# browser. `Host` reveals the name. Programs other than browsers send neither header, and the rules do not affect them.
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _OURS = frozenset({"same-origin", "none"})  # none: a person typed the address
 _PORTS = {"http": 80, "https": 443}
-_SEVERAL_PARTS = re.compile("[.:%]")  # of a name: %2E is a dot
+_SEVERAL_PARTS = re.compile("[.:%]")  # characters of a name with several parts; %2E is a dot
 
 
 class Sites:
-    """Refuses requests of pages of other sites, and of names that are not this service's."""
+    """The checks against requests by pages of other sites, and under host names of others."""
 
     def __init__(self, origins: CrossOrigins, hosts: Iterable[str] | None) -> None:
-        """`hosts`: names of this service besides the usual ones; None: any name, `*` among them too."""
+        """Allow `origins`, and the names `hosts` in addition to the usual ones; None or `*` allows any name."""
         names = None if hosts is None else frozenset(name.lower() for name in hosts)
         self._origins = origins
         self._hosts = None if names is None or "*" in names else names
 
     def check(self, scope: Scope, *, is_own_key: bool) -> None:
-        """Raise a 403 for a request that a page of another site has made.
+        """Raise a 403 for a request by a page of another site, or under a host name of others.
 
-        `is_own_key`: it has a key that its sender knows, and no browser adds.
+        `is_own_key`: the request has a key that its sender added, not the browser.
         """
         headers = scope["headers"]
         host = header_of(headers, b"host")
@@ -143,16 +143,16 @@ class Sites:
             )
 
     def _is_ours(self, host: str) -> bool:
-        """Whether `Host` is a name that nobody else can have: an address, a local name, or one that is allowed."""
+        """Return whether `Host` is a name that no other site can have: an address, a local name, or an allowed one."""
         assert self._hosts is not None
         name = (_split("//" + host).hostname or "").removesuffix(".")
-        if name and not _SEVERAL_PARTS.search(name):  # no name of the public DNS
+        if name and not _SEVERAL_PARTS.search(name):  # not a name of the public DNS
             return True
         return name in self._hosts or name.endswith(".localhost") or _is_address(name)
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Whether an origin has the name and port of `Host`; not the scheme, as TLS may end before the service."""
+    """Return whether an origin has the name and port of `Host`; a proxy may end TLS, so schemes are not compared."""
     page = _split(origin)
     here = _split(f"{page.scheme}://{host}")
     return bool(page.hostname) and (page.hostname, _port(page)) == (here.hostname, _port(here))

@@ -1,12 +1,12 @@
 """Server-sent events: frames, keep-alive comments, and cancellation of the work when a stream ends for any reason.
 
-A stream consists of frames from a `Rendering`, as `data: {json}`, the last with an error object if it failed, and the
-rendering's end (`data: [DONE]`). Frames are sent as fast as the client reads; nothing is buffered here. A client that
-disconnects, or reads nothing for `stall_s`, ends the stream. The job is always closed once, by the `finally` of
-`EventStream.__call__`.
+A stream consists of the frames of a `Rendering`, such as `data: {json}`, and the rendering's end (`data: [DONE]`). If
+it fails, the last frame has an error object. Frames are sent at the speed of the client; nothing is buffered here. A
+client that disconnects, or reads nothing for `stream_stall_s`, ends the stream. The `finally` of `EventStream.__call__`
+always closes the job once.
 
-Where the server is uvicorn and the engine's stream calls back, events are rendered and written in that callback, for
-all streams of a step together; else a task awaits each output and sends it.
+If the server is uvicorn and the engine's stream has callbacks, events are rendered and written in the callback, for all
+streams of a step together. Otherwise a task awaits each output and sends it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from service.http.reply_writing import StreamWriter
 from service.lifecycle.jobs import Job
 from service.settings.service_settings import Limits
 
-# -- Templates of events: what is the same in all events of a sequence that goes on, as bytes around text and token ids.
-# A template is made of an event that was rendered with marks for both, so that it has the shape of any other event.
+# -- Templates of events: the bytes around text and token ids, which are the same in all events of a running sequence. A
+# template is made from an event that was rendered with marks for both, so that it has the shape of the other events.
 
-_TEXT = "\ue000text\ue000"  # private characters, which no name of ours has
+_TEXT = "\ue000text\ue000"  # private characters, which no field name has
 _ID = 987_654_321_012_345
 _encode = msgspec.json.Encoder().encode
 
 
 def is_plain(output: TokenOutput) -> bool:
-    """Return whether an output has nothing but text and token ids, and does not end its sequence."""
+    """Return whether an output has only text and token ids, and does not end its sequence."""
     return (
         output.finish_reason is None
         and output.logprobs is None
@@ -55,7 +55,7 @@ def is_plain(output: TokenOutput) -> bool:
 
 
 def marked(output: TokenOutput) -> TokenOutput:
-    """Return an output of the same sequence that has the marks as its text and token ids."""
+    """Return an output of the same sequence with the marks as text and token ids."""
     return TokenOutput(output.request_id, output.index, [_ID], text=_TEXT)
 
 
@@ -69,7 +69,7 @@ class EventTemplate:
 
     @classmethod
     def of(cls, shown: bytes) -> EventTemplate | None:
-        """Return the template of an event that shows `marked` output; None if the marks are not found in it."""
+        """Return the template of an event of a `marked` output; None if it does not have each mark once."""
         before, *rest = shown.split(_encode(_TEXT))
         if len(rest) != 1 or _encode(_ID) in before:
             return None
@@ -92,7 +92,7 @@ class EventTemplate:
 
 
 Chunk = tuple[bytes, bool]  # whole frames, and whether more follow
-DIRECT = "triptych.send"  # key of a scope: the server's own `send`, outside all middleware
+DIRECT = "triptych.send"  # key of a scope for the server's own `send`, outside all middleware
 
 
 class Events(Protocol):
@@ -109,9 +109,9 @@ class Events(Protocol):
 
 
 class GenerationEvents:
-    """Turns the outputs of a generation into frames; the end of the stream comes with the last ones.
+    """The outputs of a generation as frames, with the end of the stream after the last one.
 
-    An error becomes a frame with what `shown_error` returns.
+    An error becomes a frame with the error that `shown_error` returns.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class GenerationEvents:
         self._rendering = rendering
         self._shown_error = shown_error
         self._head = generation.head()
-        self._context = copy_context()  # of the request, which callbacks do not have
-        self._templates: dict[tuple[str, int], EventTemplate | None] = {}  # of sequences that have begun
+        self._context = copy_context()  # the request's context, which callbacks lack
+        self._templates: dict[tuple[str, int], EventTemplate | None] = {}  # of sequences in progress
 
     @property
     def keepalive(self) -> bytes:
@@ -140,7 +140,7 @@ class GenerationEvents:
         return self._framed(self._rendering.opening())
 
     def take(self, stream: ListenableStream) -> Chunk:
-        """Return the frames of all outputs that are readable."""
+        """Return the frames of all outputs that are ready."""
         try:
             return self._shown(stream.take())
         except EngineError:
@@ -181,7 +181,7 @@ class GenerationEvents:
                 self._generation.count(output)
                 shown.append(template.fill(output))
                 continue
-            if output.is_missing:  # others of its request follow
+            if output.is_missing:  # other outputs of its request follow
                 self._generation.count(output)
                 continue
             delta = self._generation.add(output)
@@ -197,7 +197,7 @@ class GenerationEvents:
         return b"".join(shown), True
 
     def _template(self, output: TokenOutput) -> EventTemplate | None:
-        """Return the template of a sequence that has begun, if its events have one."""
+        """Return the template of a sequence in progress, if its events have one."""
         key = (output.request_id, output.index)
         if key in self._templates:
             return self._templates[key]
@@ -211,7 +211,7 @@ class GenerationEvents:
 
 
 class EventStream(Response):
-    """Sends `events` to the client, and closes `job` when that ends for any reason."""
+    """A reply that sends `events`, and closes `job` when it ends for any reason."""
 
     media_type = "text/event-stream"
 
@@ -224,8 +224,8 @@ class EventStream(Response):
         self._limits = limits
         self._writes = writes
         self._last_sent = time.monotonic()
-        self._begun: float | None = None  # when sending the current message began
-        self._end: bytes | None = None  # the last frames, once they are known
+        self._begun: float | None = None  # start of sending the current message
+        self._end: bytes | None = None  # last frames, once they are known
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     def init_headers(self, headers: object = None) -> None:
@@ -251,7 +251,7 @@ class EventStream(Response):
                 raise error
 
     async def _pump(self, send: Send, direct: Send) -> None:
-        """Send the events; all but the last go past the middleware, which reads no body."""
+        """Send the events; all but the last bypass the middleware, which does not read bodies."""
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         if opening := self._events.opening():
             await self._send(direct, {"type": "http.response.body", "body": opening, "more_body": True})
@@ -273,7 +273,7 @@ class EventStream(Response):
     async def _write_in_callbacks(
         self, events: GenerationEvents, stream: ListenableStream, writer: StreamWriter
     ) -> None:
-        """Write all frames but the last when the stream calls; while the client does not read, nothing is taken."""
+        """Write all frames but the last in the stream's callbacks; take no outputs while the client does not read."""
         wake = asyncio.Event()
 
         def write() -> None:
@@ -300,7 +300,7 @@ class EventStream(Response):
             await writer.drain()
             self._last_sent, self._begun = time.monotonic(), None
             write()
-            await asyncio.sleep(0)  # the end must not overtake what waits in the batch
+            await asyncio.sleep(0)  # the end must not overtake the writes in the batch
 
     async def _send(self, send: Send, message: Message) -> None:
         self._begun = time.monotonic()
@@ -308,9 +308,9 @@ class EventStream(Response):
         self._last_sent, self._begun = time.monotonic(), None
 
     async def _watch(self, direct: Send) -> None:
-        """Return when the client has read nothing for `stream_stall_s`; until then send keep-alive comments.
+        """Send keep-alive comments until the client has read nothing for `stream_stall_s`.
 
-        It checks the time at intervals, because a timer for each event would cost as much as the event.
+        The time is checked at intervals, because a timer for each event would cost as much as the event.
         """
         stall, interval = self._limits.stream_stall_s, self._limits.stream_keepalive_s
         while True:

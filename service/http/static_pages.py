@@ -1,4 +1,4 @@
-"""The service's static pages, which contain no secret and no state and load nothing from other hosts.
+"""The service's static pages, which have no secrets and no state and load nothing from other hosts.
 
 Each is sent with a Content-Security-Policy that allows only its own style and script, by hashes computed when the page
 is read.
@@ -22,7 +22,7 @@ def page(name: str) -> HTMLResponse:
 
 @cache
 def _text(name: str) -> str:
-    """Return the text of a page, with the common parts filled in."""
+    """Return the text of a page with the common parts inserted."""
     html = _file(f"{name}.html")
     for mark, shared in (("<!-- head.html -->", "head.html"), ("/* look.css */", "look.css")):
         html = html.replace(mark, _file(shared).strip())
