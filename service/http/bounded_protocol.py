@@ -30,6 +30,8 @@ from service.settings.service_settings import Limits
 # Times `max_header_bytes`. Up to here the application refuses headers, with a request id. HAProxy has the same factor.
 _HEADER_FACTOR = 4
 _DRAIN_FACTOR = 8  # times `max_body_bytes`: bytes that are read and discarded after a reply
+# The routes with files, which the table of routes gives a larger limit; a proxy under Ray does not import that table.
+_AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations", "/pipeline/automatic-speech-recognition")
 _MAX_DRAINED = 64  # connections of a server that are drained at a time
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})  # fields that determine where a message ends
 _MAX_PIPELINED = 16  # requests of a connection that are read while an earlier one is answered
@@ -96,7 +98,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._drained = drained
         self._idle = idle
         self._is_known = False  # a request was accepted
-        self._drain_left = self._drain_limit = max(_DRAIN_FACTOR * limits.max_body_bytes, limits.largest_body)  # bytes
+        self._drain_left = self._drain_limit = _DRAIN_FACTOR * limits.max_body_bytes  # bytes
+        self._audio_drain_limit = max(self._drain_limit, limits.max_audio_bytes)
         self._discards_input = False  # no further request will be read
         self._has_closed_writing = False
         self._max_header_bytes = _HEADER_FACTOR * limits.max_header_bytes
@@ -397,8 +400,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self._drained.add(self)
-        self._drain_left = self._drain_limit
+        self._drain_left = self._audio_drain_limit if self._is_audio() else self._drain_limit
         self._start_timer()
+
+    def _is_audio(self) -> bool:
+        """Whether the body that comes is one of a route that takes an audio file, after any prefix."""
+        return self._in_body and self.scope["path"].endswith(_AUDIO_PATHS)
 
     def _close(self) -> None:
         """Close the connection at the end of a reply."""

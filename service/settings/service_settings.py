@@ -150,11 +150,6 @@ class Limits:
         if self.min_priority > 0:
             raise ConfigError(f"min_priority must be at most 0, the default of a request, found {self.min_priority}")
 
-    @property
-    def largest_body(self) -> int:
-        """The most bytes that a body of any route may have."""
-        return max(self.max_body_bytes, self.max_audio_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:

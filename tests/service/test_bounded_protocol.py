@@ -14,7 +14,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from service.app import TABLE
 from service.core.errors import ApiError
+from service.http import bounded_protocol as bounded_protocol_module
 from service.http.bodies import cancel_on_disconnect
 from service.http.bounded_protocol import BoundedProtocol, bounded_protocol
 from service.http.connections import LOSS, ConnectionLoss
@@ -213,6 +215,19 @@ async def test_the_next_head_has_seconds_of_its_own() -> None:
 CLOSING = LENGTH.replace(b"Host", b"Connection: close\r\nHost")
 
 
+@in_a_loop
+async def test_the_rest_of_an_audio_file_that_is_refused_is_drained() -> None:
+    client = Connection()
+    path = LENGTH.split(b" ")[1]
+    length = LENGTH.replace(path, b"/v1/audio/transcriptions", 1).replace(b"100000", b"100000000")
+    await client.send(length)
+    for _ in range(10):
+        await client.send(b"a" * 100_000)
+        assert not client.transport.ended
+    await client.send(b"a")
+    assert client.transport.ended == "closed"
+
+
 @pytest.mark.parametrize("begin", [LENGTH, CLOSING, b"\x16\x03\x01\r\n\r\n"], ids=["keep-alive", "close", "no HTTP"])
 @in_a_loop
 async def test_draining_is_limited_in_bytes(begin: bytes) -> None:
@@ -221,8 +236,8 @@ async def test_draining_is_limited_in_bytes(begin: bytes) -> None:
     await client.send(length)
     assert client.transport.written.startswith(b"HTTP/1.1 ")
     assert client.transport.half_closed == (begin is not LENGTH)
-    for _ in range(10):
-        await client.send(b"a" * (LIMITS.max_audio_bytes // 10))
+    for _ in range(8):
+        await client.send(b"a" * LIMITS.max_body_bytes)
         assert not client.transport.ended
     await client.send(b"a")
     assert client.transport.ended == "closed"
@@ -505,3 +520,7 @@ async def test_a_task_that_is_cancelled_itself_stays_so_and_keeps_no_work_for_a_
     await asyncio.sleep(0)  # nothing is cancelled now
     with pytest.raises(ApiError, match="closed the connection"):
         await loss.cancels(asyncio.sleep(60))
+
+
+def test_the_paths_of_audio_files_are_those_of_the_table() -> None:
+    assert set(bounded_protocol_module._AUDIO_PATHS) == set(TABLE.body_limits)
