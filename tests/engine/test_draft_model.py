@@ -288,7 +288,9 @@ def without_last_layer(into: Path, vocab_size: int) -> Path:
 
 
 @pytest.mark.parametrize("vocab_size", [3000, 3200])
-def test_tables_of_other_sizes_grammars_and_a_shorter_context(tmp_path: Path, vocab_size: int) -> None:
+def test_tables_of_other_sizes_grammars_and_a_shorter_context(
+    tmp_path: Path, vocab_size: int, packed_here: None
+) -> None:
     draft = without_last_layer(tmp_path, vocab_size)
     config = EngineConfig(device="cpu", dtype="float32", kv_cache_memory=8 << 20, max_model_len=200)
     plain = LLM(embedded_models()["code"], config)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from model.api.request import EncodeRequest, FinishReason, token_source
-from model.client import model_table as admission_module
+from model.client import admission as admission_module
 from model.client.async_engine import AsyncEngine
 from model.errors import EngineDeadError, QueueFullError
 from tests.engine.front import Brake, async_test, idle, served, until

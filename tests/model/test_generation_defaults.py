@@ -177,7 +177,7 @@ def test_a_folder_with_more_beams_than_the_service_allows_is_served_with_fewer(
         [line] = [record.getMessage() for record in caplog.records if record.name == read_model.__module__]
         assert line == (
             f"model t: its folder's num_beams is 64, more than {setting} ({most}): "
-            f"requests without num_beams have {most} beams"
+            f"requests without num_beams get {most} beams"
         )
     caplog.clear()
     assert read_model(ModelSpec("t", str(folder)), 64).checkpoint.sampling_defaults["num_beams"] == 64

@@ -520,7 +520,7 @@ def test_ranks_read_their_parts(name: str, tmp_path: Path) -> None:
             assert torch.allclose(together, alone, atol=1e-4 * float(alone.abs().max()))
 
 
-def test_a_file_generates_as_its_folder(tmp_path: Path) -> None:
+def test_a_file_generates_as_its_folder(tmp_path: Path, packed_here: None) -> None:
     """The embedded `code` in float32, with tokenizer.json in its folder; the metadata's own begin and end tokens."""
     folder = Path(embedded_models()["code"])
     raw, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")

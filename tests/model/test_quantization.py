@@ -262,7 +262,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("model", ["code", "normalize"])
-def test_texts_say_what_errors_count(model: str, texts: Path, tmp_path: Path) -> None:
+def test_texts_say_what_errors_count(model: str, texts: Path, tmp_path: Path, packed_here: None) -> None:
     """Errors times the second moments of inputs become fewer, though weights lose more."""
     original = Path(embedded_models()[model])
     plain, searched = (
@@ -284,7 +284,7 @@ def test_texts_say_what_errors_count(model: str, texts: Path, tmp_path: Path) ->
         assert errors[1] < 0.95 * errors[0]
 
 
-def test_second_moments_are_those_of_the_inputs(tmp_path: Path) -> None:
+def test_second_moments_are_those_of_the_inputs(tmp_path: Path, packed_here: None) -> None:
     original = Path(embedded_models()["code"])
     moments = input_moments(original, ["import json"], ["decoder.layers.0.attn.qkv"], "float32")
     llm = loaded(original, dtype="float32")
