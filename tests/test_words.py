@@ -19,7 +19,6 @@ WORDS = re.compile(
 )
 PROSE = (".py", ".md", ".c", ".h", ".toml", ".yaml", ".html", ".sh", "Makefile", "Dockerfile")
 UNREAD = (
-    "CHANGELOG.md",
     "docs/architecture.md",
     "docs/archive/",
     "docs/checkpoints.md",

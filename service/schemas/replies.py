@@ -208,7 +208,7 @@ class EmbedCacheInfo(Reply):
 
 class InfoReply(Reply):
     name: str = Field(description="The service.", examples=["triptych"])
-    version: str = Field(description="Its version.", examples=["0.1.0"])
+    version: str = Field(description="Its version.", examples=["0.2.0"])
     versions: dict[str, str] = Field(description="Versions of Python and libraries.", examples=[{"python": "3.11.7"}])
     models: list[dict[str, Any]] = Field(description="Form, size, limits, device and attention backend of each model.")
     elsewhere: dict[str, str] = Field(
