@@ -18,7 +18,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Case:
-    """(queries, keys) of each segment, and everything else that a kernel tells apart."""
+    """The (queries, keys) of each segment, and all other properties on which a kernel's code depends."""
 
     segments: tuple[tuple[int, int], ...]
     heads: int = 4
@@ -63,13 +63,13 @@ class Problem:
     cache: LayerCache | None
     metadata: AttentionMetadata
     bias: BucketBias | AlibiBias | None
-    expected: Tensor  # [T, H, D] float64
-    untouched: Tensor  # [slots] of bool: what no write may change
+    expected: Tensor  # [T, H, D], float64
+    untouched: Tensor  # [slots], bool: slots that no write may change
     sinks: Tensor | None = None  # [H]
 
 
 def problem(case: Case, device: torch.device, seed: int = 0, *, solved: bool = True) -> Problem:
-    """Random inputs; rows are views of wider ones, and every slot that holds no key of a segment is NaN."""
+    """Return random inputs: rows are views of wider rows, and every slot without a key of a segment is NaN."""
     torch.manual_seed(seed)
     num_queries = sum(q_len for q_len, _ in case.segments)
     query = _row_views(num_queries, case.heads, case)
@@ -146,7 +146,7 @@ def exact_attention(
 
 
 def _row_views(rows: int, heads: int, case: Case) -> Tensor:
-    """`[rows, heads, D]` cut out of wider rows, as the three of one matrix are."""
+    """Return `[rows, heads, D]` as a view of wider rows, like queries, keys and values of one fused product."""
     wide = torch.randn(rows, (heads + 2) * case.dim).to(case.dtype)
     return wide[:, case.dim : (heads + 1) * case.dim].unflatten(-1, (heads, case.dim))
 
@@ -186,7 +186,7 @@ def _pages(case: Case, keys: list[Tensor], values: list[Tensor]) -> tuple[LayerC
 
 
 def _dequantised(rows: Tensor, case: Case) -> Tensor:
-    """Round `[S, K, D]` to 8 bits with a scale for each token and head."""
+    """Return `[S, K, D]` rounded to 8 bits with one scale for each token and head."""
     most = rows.float().abs().amax(-1, keepdim=True)
     levels = torch.full_like(most, 448 if case.fp8 else 127)
     if case.fp8:
@@ -199,7 +199,7 @@ def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def tolerance(case: Case) -> float:
-    """Of outputs of order one: roundings of the type itself, and of int8 values to a narrow type."""
+    """Return the tolerance for outputs of order one: rounding of the dtype, and of int8 values to a narrow dtype."""
     if case.dtype is torch.float32:
         return 3e-6
     return 1.6e-2 if case.dtype is torch.bfloat16 else 2e-3

@@ -213,7 +213,7 @@ static KVPages pages_of(int64_t kind, int64_t rows, int64_t heads, int64_t dim) 
     return p;
 }
 
-/* Segments with so many rows and keys, in blocks of which the last is the pool's last; rows are written to slots. */
+/* Segments with `sizes` rows and keys; their last block is the last of the pool, and rows are written to slots. */
 static Segments segments_of(const int64_t (*sizes)[2], int64_t count, int64_t block_size, int causal) {
     int64_t *starts = room((count + 1) * 8), *lens = room(count * 8), width = 1, rows = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -367,8 +367,8 @@ static RelativePositions relative_of(int64_t number, const AttentionShape *shape
     return found;
 }
 
-/* Experts instead of a layer's own matrices: of odd sizes, behind them one that all rows take, of layer 1 with a gate;
- * layer 5's are beside its MLP. */
+/* Experts of odd sizes in place of a layer's own matrices, then one for all rows, which in layer 1 has a gate;
+ * layer 5 has them in addition to its MLP. */
 static void make_experts(Model *m, int64_t number, int64_t dtype, int64_t tiles) {
     MLPLayer *mlp = &m->layers[number].mlp;
     int64_t hidden = m->stack.hidden, columns = 1 + mlp->gated;
@@ -444,8 +444,8 @@ static void run_model(const Model *m, Step step, int64_t threads) {
     if (queries) must_be_finite("cross_queries", queries[2], step.rows * width);
 }
 
-/* The same step with a recurrence in layer 3, which leaves states behind tokens of some segments and begins others with
- * zeros; and again with nothing kept. */
+/* The same step with a recurrence in layer 3, which writes states after tokens of some segments and begins others with
+ * zeros; and again without writing states. */
 static void run_recurrent(Model *m, Step step, int64_t dtype, int64_t tiles, int64_t threads) {
     int64_t count = step.segments->segments, spans = 0;
     m->delta = recurrence(dtype, m->stack.hidden, tiles), m->layers[3].delta = &m->delta;

@@ -57,7 +57,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint folder and, for those who ask, `transformers`' model that wrote it."""
+    """A checkpoint folder, and on request the `transformers` model that wrote it."""
 
     kind: str
     path: Path
@@ -68,7 +68,7 @@ class Saved:
 
 
 def _marian(**changes: Any) -> Callable[[], Any]:
-    """With a head of its own the library also unties the stacks' tables, which no published folder does."""
+    """Return a maker of a Marian model; with an untied head the library also unties the stacks' tables."""
 
     def make() -> Any:
         silu = dict(decoder_vocab_size=VOCAB, activation_function="silu")
@@ -85,7 +85,7 @@ def _marian_two() -> Callable[[], Any]:
 
 
 def _t5_untied(architecture: str, **changes: Any) -> Callable[[], Any]:
-    """The library ties whatever the configuration says; published untied folders hold a matrix of their own."""
+    """Return a maker of an untied T5: the library would tie the head, but published untied folders store their own."""
 
     def make() -> Any:
         model = random_model(architecture, T5, tie_word_embeddings=False, feed_forward_proj="gated-gelu", **changes)()
@@ -99,7 +99,7 @@ def _rope(kind: str, **settings: Any) -> dict[str, Any]:
     return dict(rope_parameters=dict(rope_type=kind, rope_theta=1000.0, **settings))
 
 
-# Windows that prompts cross, a scale that is not the head's, heads that are not a share of the width.
+# Windows shorter than prompts, a scale that is not 1 / sqrt(head size), head sizes other than width / heads.
 GEMMA: dict[str, Any] = {
     **LLAMA,
     **dict(head_dim=12, query_pre_attn_scalar=20, sliding_window=5, final_logit_softcapping=3.0),
@@ -117,12 +117,12 @@ GPT2 = dict(
     vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2, pad_token_id=0
 )
 BERT = dict(**SIZES, max_position_embeddings=64, type_vocab_size=2)
-ROBERTA = dict(**SIZES, max_position_embeddings=66, type_vocab_size=1)  # two rows are no position's
-# A text's masked tokens are zeros: one of the ids that texts have.
+ROBERTA = dict(**SIZES, max_position_embeddings=66, type_vocab_size=1)  # the first two rows belong to no position
+# The embedding of a masked token is zeros; the mask's id is one that texts contain.
 ESM = dict(**SIZES, max_position_embeddings=66, pad_token_id=1, mask_token_id=40, token_dropout=True)
 ESM |= dict(position_embedding_type="rotary")
 MPNET = dict(**SIZES, max_position_embeddings=66, pad_token_id=1)
-# Buckets narrower than the inputs, so that some are logarithmic, and inputs beyond their longest distance.
+# Fewer buckets than positions, so that some are logarithmic, and inputs beyond the longest distance.
 DEBERTA: dict[str, Any] = dict(**BERT, relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=16)
 DEBERTA_V2: dict[str, Any] = {
     **DEBERTA,
@@ -131,7 +131,7 @@ DEBERTA_V2: dict[str, Any] = {
 }
 _UNSHARED = dict(share_att_key=False, type_vocab_size=2, position_biased_input=True, embedding_size=12)
 _CONVOLVED = dict(conv_kernel_size=3, conv_act="gelu", num_hidden_layers=3, attention_head_size=8)
-# Windows that texts cross on both sides, and each kind of layer twice.
+# Windows shorter than texts on both sides, and two layers of each kind.
 MODERNBERT: dict[str, Any] = {
     **SIZES,
     **dict(num_hidden_layers=5, max_position_embeddings=64, local_attention=6, pad_token_id=0),
@@ -162,7 +162,7 @@ BART = dict(
     eos_token_id=2,
     decoder_start_token_id=START,
 )
-# Not as many layers on both sides, and an odd number of positions.
+# Different numbers of layers in the two stacks, and an odd number of positions.
 WHISPER = dict(
     vocab_size=VOCAB,
     d_model=32,
@@ -362,13 +362,13 @@ _CLASSIFIERS: Rows = {
 _VERDICTS = ("contradiction", "neutral", "ENTAILMENT")
 _NLI = dict(id2label=dict(enumerate(_VERDICTS)), label2id={name: at for at, name in enumerate(_VERDICTS)})
 _NER = dict(id2label=dict(enumerate(("O", "B-PER", "I-PER", "B-LOC", "I-LOC"))))
-# Heads that only tests of their outputs read; the networks below them are those of `KINDS`.
+# Heads that only tests of their outputs use; the networks below them are those of `KINDS`.
 HEADS: Rows = {
     "bert-masked": random_model("BertForMaskedLM", BERT),
     # With experts in every layer, as GGUF has them.
     "qwen2-moe-every": random_model("Qwen2MoeForCausalLM", LLAMA, **EXPERTS, shared_expert_intermediate_size=28),
     "qwen3-moe-every": random_model("Qwen3MoeForCausalLM", LLAMA, **EXPERTS, norm_topk_prob=True),
-    # As llama.cpp converts them: every fourth layer of Cohere 2 has full attention, and the head is tied.
+    # As llama.cpp converts them: every fourth layer of Cohere 2 has full attention, and its head is tied.
     "cohere2-windows": random_model(
         "Cohere2ForCausalLM", LLAMA, num_hidden_layers=4, sliding_window=5, logit_scale=0.5, tie_word_embeddings=True
     ),
@@ -414,39 +414,39 @@ DECODERS, ENCODER_DECODERS, ENCODERS, CLASSIFIERS = map(tuple, (_DECODERS, _ENCO
 
 @cache
 def saved(kind: str) -> Saved:
-    """The checkpoint of a kind; tests share it, so they must not write into its folder (see `copied`)."""
+    """Return the checkpoint of a kind; tests share it and must not write into its folder (see `copied`)."""
     path = _root() / kind
     found = Saved(kind, path)
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=_root()) as made:
             model = _random(kind)
             model.save_pretrained(made, max_shard_size="20KB" if kind.endswith("sharded") else "1GB")
-            with suppress(OSError):  # another process was quicker
+            with suppress(OSError):  # another process was faster
                 Path(made).rename(path)
         found.__dict__["reference"] = model.float().eval().requires_grad_(False)
     return found
 
 
 def _random(kind: str) -> Any:
-    """`transformers`' model of a kind, the same every time; what a test draws does not depend on whether it is made."""
+    """Return the `transformers` model of a kind, the same in every run and in any order of calls."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(len(kind))
         model = {**KINDS, **HEADS}[kind]()
-        # T5 does not scale its scores: 0.3 is all softmax. Behind Qwen3.5's norms, whose gains are then around 2,
-        # experts would make so much of rounding that `transformers`' logits move by 3e-4 with the last bits of its
-        # embeddings.
+        # T5 does not scale its scores: 0.3 would saturate its softmax. After Qwen3.5's norms, whose gains are then
+        # around 2, experts would amplify rounding: the last bits of the embeddings would move the logits of
+        # `transformers` by 3e-4.
         randomise(model, std=0.2 if kind.startswith(("t5", "mt5", "umt5", "qwen3-5-moe")) else 0.3)
     return model
 
 
 def copied(kind: str, into: Path) -> Path:
-    """A copy of the folder for a test to spoil."""
+    """Return a copy of the folder that a test may change."""
     return Path(shutil.copytree(saved(kind).path, into / kind))
 
 
 @cache
 def _root() -> Path:
-    """The folder that the processes of a test run share (tests/workers.py), or one of this process."""
+    """Return the folder that all processes of a test run share (tests/workers.py), or one of this process."""
     if shared := os.environ.get("CHECKPOINTS_OF_TRIPTYCH_TESTS"):
         return Path(shared)
     root = tempfile.mkdtemp(prefix="triptych-tests-")
@@ -456,7 +456,7 @@ def _root() -> Path:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, std: float = 0.3) -> None:
-    """Randomise all weights, norms around 1; sinusoidal tables are not changed."""
+    """Randomise all weights, norms around 1; keep sinusoidal tables."""
     computed = {f"{name}.weight" for name, module in model.named_modules() if "Sinusoidal" in type(module).__name__}
     for name, parameter in model.named_parameters():
         if name not in computed:
@@ -465,7 +465,7 @@ def randomise(model: torch.nn.Module, std: float = 0.3) -> None:
 
 
 def loaded(kind: str, backend: AttentionBackend | None = None, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The kind's checkpoint through our own loader; in C where the backend runs whole stacks."""
+    """Load the kind's checkpoint with our loader; C computes it where the backend runs whole stacks."""
     checkpoint = read_checkpoint(saved(kind).path)
     if isinstance(backend, NativeBackend):
         return load_native(checkpoint, backend.library, dtype)
@@ -473,14 +473,14 @@ def loaded(kind: str, backend: AttentionBackend | None = None, dtype: torch.dtyp
 
 
 def by_layer(backend: AttentionBackend, config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
-    """The backend, with torch's for the layers that it cannot compute."""
+    """Return the backend, with torch's backend for the layers that it cannot compute."""
     return select_layers(Selection(backend, "asked for"), config, dtype, dtype).backend
 
 
 def load_native(
     checkpoint: Checkpoint, library: Library, dtype: torch.dtype = torch.float32, *, quantization: str = "none"
 ) -> Transformer:
-    """The network of a checkpoint in C."""
+    """Load the network of a checkpoint for computation in C."""
     linear = native_linears(checkpoint.config, dtype, library, quantization=quantization)
     model = load_model(checkpoint, by_layer(NativeBackend(library), checkpoint.config, dtype), linear)
     attach_native_stacks(model)
@@ -488,7 +488,7 @@ def load_native(
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Fill a stack or network, whatever makes its projections, with the parameters of one that torch computes."""
+    """Copy the parameters of a torch network into a stack or network, whatever class its projections have."""
     parameters = {name: parameter.detach() for name, parameter in source.named_parameters()}
     for linear in linears(target):
         for name in linear.tensors():
@@ -498,19 +498,19 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def native_backends() -> tuple[NativeBackend, ...]:
-    """The native backend where this machine has it: a library, or GCC and a cache folder."""
+    """Return the native backend if this machine has it: a library, or GCC and a cache folder."""
     found = native()
     return (NativeBackend(found),) if isinstance(found, Library) else ()
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    """Random ids without the special ones."""
+    """Return random token ids other than the special ones."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
 
 
 def source_of(audio: AudioConfig | None, length: int, seed: int = 0) -> Source:
-    """A random source: so many tokens, or a window of sound, which has one length."""
+    """Return a random source: `length` tokens, or a window of sound, whose length is fixed."""
     if audio is None:
         return token_source(prompt(length, seed))
     shape = (audio.num_mel_bins, audio.num_frames)
@@ -519,7 +519,7 @@ def source_of(audio: AudioConfig | None, length: int, seed: int = 0) -> Source:
 
 
 def reference_input(source: Source) -> dict[str, Tensor]:
-    """The source as `transformers` takes it."""
+    """Return the source as `transformers` takes it."""
     if source.kind is SourceKind.AUDIO:
         frames = torch.frombuffer(bytearray(source.features), dtype=torch.float32)
         return {"input_features": frames.view(1, *source.shape)}
@@ -530,7 +530,7 @@ _LOGITS: dict[tuple[str, tuple[int, ...], bytes], Tensor] = {}
 
 
 def reference_logits(kind: str, ids: Sequence[int], source: Source | None = None) -> Tensor:
-    """`transformers`' logits `[L, V]` after each of the decoder's `ids`, in one full forward."""
+    """Return the logits `[L, V]` of `transformers` after each of the decoder's `ids`, in one full forward pass."""
     key = (kind, tuple(ids), b"" if source is None else source.digest)
     if key not in _LOGITS:
         given = {"input_ids": torch.tensor([key[1]])}

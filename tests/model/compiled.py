@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 
 class Compiler:
-    """Stands where a kernel stands: `kernel[grid](...)` compiles it for the arguments."""
+    """A replacement of a kernel: `kernel[grid](...)` compiles it for the arguments."""
 
     def __init__(self, kernel: Any, capability: int, into: list[dict[str, Any]]) -> None:
         self.kernel, self.capability, self.into = kernel, capability, into
@@ -64,7 +64,7 @@ class Compiler:
         return launch
 
     def described(self, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """Return the arguments' specialisation in a launch: None is a constant; divisibility by 16 is known."""
+        """Return the arguments' specialisation in a launch: None becomes a constant, divisibility by 16 is recorded."""
         signature, constexprs, attributes = {}, {}, {}
         for at, parameter in enumerate(self.kernel.params):
             value = arguments[at] if at < len(arguments) else constants[parameter.name]
@@ -83,7 +83,7 @@ class Compiler:
 
 
 def taken(made: Any) -> dict[str, Any]:
-    """Registers and spilt bytes of a thread, shared memory, and which products the assembler sees."""
+    """Return registers and spilt bytes of a thread, the shared memory, and the matrix products in the machine code."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -135,7 +135,7 @@ def cases(capability: int) -> Iterator[Case]:
             )
         yield Case(((33, 33),), heads, kv_heads, dim, dtype=dtype, paged=False, causal=False)
     for (heads, kv_heads, dim), segments in product([(32, 8, 128), (14, 2, 64), (8, 1, 256)], (decode, prompts)):
-        if capability >= 89:  # the first that has fp8
+        if capability >= 89:  # the first capability with fp8
             yield Case(segments, heads, kv_heads, dim, dtype=torch.bfloat16, fp8=True, block_size=16)
     for segments, window in product((decode, prompts), (48, None)):  # Gemma 2
         yield Case(segments, 8, 4, 256, dtype=torch.bfloat16, block_size=16, window=window, softcap=50.0)
@@ -149,7 +149,7 @@ def cases(capability: int) -> Iterator[Case]:
 
 
 def prepare_cases(dtype: torch.dtype, pages: torch.dtype | None) -> Iterator[str]:
-    """Launch the preparation of heads as models have them, and name each."""
+    """Launch the preparation of heads for the settings that models use, and yield each case's name."""
     for name, heads, kv_heads, dim, turned, normed, interleaved in (
         ("llama", 32, 8, 128, 128, False, False),
         ("qwen3", 16, 8, 128, 128, True, False),
@@ -172,7 +172,7 @@ def prepare_cases(dtype: torch.dtype, pages: torch.dtype | None) -> Iterator[str
 
 
 def integer_cases() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Name products with integer weights, and launch them: few rows, several, many, all as floats."""
+    """Yield each product with integer weights and its launch: few rows, several, many, all as floats."""
     for bits, group, offset, dtype in (
         (4, 128, None, torch.bfloat16),
         (4, 64, None, torch.bfloat16),

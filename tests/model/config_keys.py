@@ -18,12 +18,12 @@ from model.families import FAMILIES
 from model.families.table.known_keys import PATH
 from model.families.wholes import WHOLES
 
-# Types that only occur inside other files: sides of T5Gemma, and MPT's settings of attention.
+# Types that occur only inside other files: the two sides of T5Gemma, and MPT's attention settings.
 INNER = ("t5_gemma_module",)
-# The functions of a class that get what a file has beside the class's fields.
+# Functions of a class that receive keys of a file that are not fields of the class.
 _MAKERS = {"__post_init__", "convert_rope_params_to_dict"}
-_ROPE = {"rope_scaling", "rope_theta", "partial_rotary_factor"}  # which only classes with rotary positions take
-# What code that all models share reads of any configuration, with what it takes where there is none.
+_ROPE = {"rope_scaling", "rope_theta", "partial_rotary_factor"}  # only classes with rotary positions accept these
+# Keys of any configuration that code shared by all models reads, with the values assumed where they are absent.
 _SHARED_CODE = {"is_causal": True}
 
 
@@ -42,7 +42,7 @@ def known_keys() -> dict[str, dict[str, Any]]:
 
 
 def _of_class(one: type) -> dict[str, Any]:
-    """Return the fields of a class, those among them that may be null, and its other names for them."""
+    """Return the fields of a class, the fields that may be null, and the aliases of fields."""
     own = fields(one)  # type: ignore[arg-type]
     keys = {field.name: _default(field) for field in own}
     spelled_before = _arguments(one) - keys.keys() - (set() if "rope_parameters" in keys else _ROPE)
@@ -54,7 +54,7 @@ def _of_class(one: type) -> dict[str, Any]:
 
 
 def _by_code(one: type, base: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a class with those that its model reads though the class does not declare them."""
+    """Return the keys of a class, including those that its model reads but the class does not declare."""
     found = _of_class(one)
     known = found["keys"].keys() | base["keys"].keys() | found["renamed"].keys()
     read = {name for name in _read_by_model(one) if name not in known and not hasattr(one, name)}
@@ -62,7 +62,7 @@ def _by_code(one: type, base: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Return what a class has beyond the base class, without empty parts."""
+    """Return the part of a class that its base class does not have, without empty entries."""
     keys = {key: value for key, value in found["keys"].items() if base["keys"].get(key, found) != value}
     nullable = [key for key in found["nullable"] if key in keys]
     parts = {"keys": keys, "nullable": nullable, "renamed": found["renamed"]}
@@ -84,7 +84,7 @@ def _name(node: ast.AST) -> str:
 
 
 def _arguments(one: type) -> set[str]:
-    """Return the keys that a class's own code takes out of what it is made from: older spellings."""
+    """Return the keys that a class's own code takes out of its arguments: older spellings."""
     return {name for owner in one.__mro__ if owner.__module__.startswith("transformers") for name in _taken(owner)}
 
 
@@ -105,7 +105,7 @@ def _tree(function: Any) -> ast.Module:
 
 
 def _read_by_model(one: type) -> Iterator[str]:
-    """Yield what the modules that are made from this class read of it."""
+    """Yield the attributes of the configuration that the modules made from this class read."""
     for file in sorted(Path(inspect.getfile(one)).parent.glob("modeling_*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             made_from = _annotation(node) if isinstance(node, ast.ClassDef) else ""
@@ -114,7 +114,7 @@ def _read_by_model(one: type) -> Iterator[str]:
 
 
 def _annotation(owner: ast.ClassDef) -> str:
-    """Return the type of a module's argument `config`, as it is written."""
+    """Return the annotation of a module's argument `config` as source text."""
     for node in ast.walk(owner):
         if isinstance(node, ast.arg) and node.arg == "config" and node.annotation is not None:
             return ast.unparse(node.annotation)

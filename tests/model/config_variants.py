@@ -32,16 +32,16 @@ TOLERANCE = 2e-4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a file: "equal", "differs", "refused" (by us), or "invalid" (in the reference too)."""
+    """The result for a file: "equal", "differs", "refused" (by us), or "invalid" (also for the reference)."""
 
     kind: str
     reason: str = ""
-    without_effect: bool = False  # the reference gives the same as without the change
+    without_effect: bool = False  # the reference gives the same outputs as without the change
 
 
 @cache
 def kind_of(model_type: str) -> str | None:
-    """Return the first kind of `tests.model.checkpoints` with this type."""
+    """Return the first kind of `tests.model.checkpoints` with this type, or None."""
     return next((kind for kind in KINDS if raw_of(kind).get("model_type") == model_type), None)
 
 
@@ -57,7 +57,7 @@ def raw_of(kind: str) -> dict[str, Any]:
 
 
 def compare(kind: str, changes: dict[str, Any], folder: Path, *, drop: tuple[str, ...] = ()) -> Outcome:
-    """Write the kind's folder with a changed config.json to `folder`, and compare both readers of it."""
+    """Write the kind's folder with a changed config.json to `folder`, and compare our outputs with the reference's."""
     raw = {key: value for key, value in raw_of(kind).items() if key not in drop} | changes
     try:
         ours = read_settings(raw)[0]
@@ -96,7 +96,7 @@ def _compare_outputs(folder: Path, raw: dict[str, Any], reference: Any, theirs: 
 
 
 def _reference(kind: str, raw: dict[str, Any]) -> Any:
-    """Return the library's model of a file, with the kind's weights where they fit; or what is wrong, as a text."""
+    """Return the library's model of a file, with the kind's weights where they fit; or the error as a text."""
     base = saved(kind).reference
     try:
         with _quiet():

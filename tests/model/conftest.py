@@ -12,7 +12,7 @@ from model.native import library
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Fill every `torch.empty` with NaN, so that unwritten elements and reads beyond the data show."""
+    """Fill every `torch.empty` with NaN, so that reads of unwritten elements show."""
     torch.set_deterministic_debug_mode("warn")
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
@@ -21,5 +21,5 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little there is to compute, all threads share it: tests are small."""
+    """Split even small work over all threads, because tests are small."""
     monkeypatch.setattr(library, "LARGE", 0)

@@ -11,13 +11,13 @@ Rows = dict[str, Callable[[], Any]]
 
 
 def random_model(architecture: str, settings: dict[str, Any], **changes: Any) -> Callable[[], Any]:
-    """How to make a random model of `transformers`' class `architecture`."""
+    """Return a maker of a random model of `transformers`' class `architecture`."""
 
     def make() -> Any:
         import transformers
 
         model_class = getattr(transformers, architecture)
-        # A copy: configurations write their defaults into the settings of positions, which other rows have too.
+        # A copy: configurations write defaults into the position settings, which rows share.
         model = model_class(model_class.config_class(**deepcopy({**settings, **changes})))
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_()
@@ -48,13 +48,13 @@ _LONGROPE: dict[str, Any] = dict(
         long_factor=[1.0, 2.0, 5.0, 8.0],
     ),
 )
-# Experts near each other and far apart, temperatures on both sides of the original context.
+# Experts with similar and different scores, temperatures on both sides of the original context.
 _PHIMOE: dict[str, Any] = dict(num_local_experts=5, router_jitter_noise=0.3, attention_bias=True, lm_head_bias=True)
 _PHIMOE |= dict(rope_parameters=dict(**_LONGROPE["rope_parameters"], short_mscale=1.2, long_mscale=1.4))
 _GPTJ = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, rotary_dim=4, **_IDS)
 _BIGCODE = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, **_IDS)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)
-# Windows that prompts cross, gates that reach their bound, YaRN.
+# Windows shorter than prompts, gates that reach their bound, YaRN.
 _GPT_OSS: dict[str, Any] = dict(num_local_experts=5, num_experts_per_tok=3, head_dim=12, sliding_window=5)
 _GPT_OSS |= dict(intermediate_size=20, swiglu_limit=0.7, attn_implementation="eager", num_hidden_layers=3)
 _GPT_OSS |= dict(
@@ -84,7 +84,7 @@ _VISION = dict(num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
 
 
 def with_images(name: str, text: dict[str, Any], vision: dict[str, Any] | None = None, **settings: Any) -> Any:
-    """How to make a model that reads images too, whose language model is compared."""
+    """Return a maker of a model that also reads images, whose language model is compared."""
 
     def make() -> Any:
         import transformers
@@ -97,7 +97,7 @@ def with_images(name: str, text: dict[str, Any], vision: dict[str, Any] | None =
 
 
 CLIP: dict[str, Any] = dict(model_type="clip_vision_model", hidden_size=16, projection_dim=16, **_VISION)
-# Three positions of an image's patches turn a head's dimensions, which are one in a text.
+# An image patch has three positions, which rotate different dimensions; in a text the three are equal.
 QWEN2_VL = {**LLAMA, "rope_parameters": dict(rope_type="default", rope_theta=500.0, mrope_section=[1, 1, 2])}
 QWEN_VISION = dict(depth=1, hidden_size=16, out_hidden_size=32, num_heads=2, intermediate_size=16)
 QWEN3_VL: dict[str, Any] = dict(
@@ -107,7 +107,7 @@ QWEN3_VL: dict[str, Any] = dict(
 )
 _QWEN3_VL_MOE = {**QWEN3_VL, **dict(num_local_experts=5, num_experts_per_tok=2, moe_intermediate_size=20)}
 
-# Sides of different widths, windows that sources cross.
+# Sides of different widths, windows shorter than sources.
 _GEMMA2: dict[str, Any] = {
     **LLAMA,
     **dict(head_dim=12, query_pre_attn_scalar=20, sliding_window=5, attn_logit_softcapping=2.0),
@@ -121,7 +121,7 @@ T5GEMMA: dict[str, Any] = dict(
     decoder_start_token_id=0,
 )
 
-# Two of value heads to one of keys, of different widths.
+# Two value heads for each key head, of different widths.
 RECURRENT: dict[str, Any] = dict(
     **{**LLAMA, "num_hidden_layers": 3},
     head_dim=16,
@@ -130,15 +130,15 @@ RECURRENT: dict[str, Any] = dict(
     linear_num_value_heads=4,
     linear_key_head_dim=12,
     linear_value_head_dim=8,
-    rms_norm_eps=1e-2,  # of outputs that may be small: what is left of rounding is not blown up
+    rms_norm_eps=1e-2,  # outputs may be small: a larger epsilon keeps the norm from amplifying rounding errors
 )
 
 _SHARED_EXPERT = dict(**EXPERTS, shared_expert_intermediate_size=24)
 
-# Keys that layers share, values that are keys, heads of both kinds of layers, and what files hold in vain.
+# Layers that share keys, values that equal keys, two kinds of heads, and settings that have no effect.
 _GEMMA4: dict[str, Any] = {**LLAMA, "tie_word_embeddings": True, "attn_implementation": "eager"} | dict(
     **dict(num_hidden_layers=6, head_dim=12, global_head_dim=20, sliding_window=5, final_logit_softcapping=3.0),
-    rms_norm_eps=3e-2,  # what is left of rounding is not blown up
+    rms_norm_eps=3e-2,  # keeps the norm from amplifying rounding errors
     **dict(hidden_size_per_layer_input=6, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=3),
     layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
 )
@@ -146,14 +146,14 @@ _GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=5, top_k_experts=2, mo
 _GEMMA4_EXPERTS |= dict(num_kv_shared_layers=0, hidden_size_per_layer_input=0, num_hidden_layers=4)
 _GEMMA4_EXPERTS |= dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 _GEMMA4_EXPERTS |= dict(layer_types=["sliding_attention", "full_attention"] * 2)
-# The 12B, whose files say nothing of vectors for every layer and of experts.
+# The 12B, whose files have no settings of per-layer embeddings and experts.
 _GEMMA4_UNIFIED = {name: value for name, value in _GEMMA4.items() if "per_layer_input" not in name}
 _GEMMA4_UNIFIED |= dict(num_kv_shared_layers=0, num_hidden_layers=3, layer_types=_GEMMA4["layer_types"][:3])
 _GEMMA4_UNIFIED |= dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 
 
 def _gemma4(architecture: str, settings: dict[str, Any], **changes: Any) -> Callable[[], Any]:
-    """With the numbers that are no parameters, and would be all 1."""
+    """Return a maker of a Gemma 4 with random values in its buffers, which would all be 1."""
 
     def make() -> Any:
         model = random_model(architecture, settings, **changes)()
@@ -165,7 +165,7 @@ def _gemma4(architecture: str, settings: dict[str, Any], **changes: Any) -> Call
 
 
 def _chosen_by_scores(architecture: str, **changes: Any) -> Callable[[], Any]:
-    """With biases of the router's choice, which would be all 0 as they are no parameters."""
+    """Return a maker of a model with random biases of the router's choice: they are buffers and would all be 0."""
 
     def make() -> Any:
         model = random_model(architecture, LLAMA, num_hidden_layers=3, moe_intermediate_size=20, **changes)()

@@ -1,6 +1,6 @@
 """Writes the tables of families in README.md and docs/families.md: `python -m tests.model.family_table`.
 
-They say what the families make of settings: the defaults of each class of transformers, and published models.
+They show what the families derive from settings: those of each class's defaults, and those of published models.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _WHOLES = """
 The language models of these types, which read images or sounds too, are served for text
 ([decoders.md](decoders.md#models-of-text-and-images)); each is of the family that its `text_config` names:
 """
-# Arguments of torch.nn.Transformer, of which there is no class and no published model.
+# Arguments of torch.nn.Transformer, which has neither a configuration class nor a published model.
 _TORCH = {"model_type": "transformer", "vocab_size": 100, "d_model": 32, "nhead": 4, "num_encoder_layers": 2}
 _TORCH |= {"num_decoder_layers": 2, "dim_feedforward": 64, "bos_token_id": 1, "eos_token_id": 2}
-# What classes have no default for, or one that no model has.
+# Settings that classes have no default for, or whose default no published model uses.
 _COMPLETED = {"dots1": {"n_routed_experts": 128}, "glm4_moe": {"head_dim": 128}}
 _ACTIVATIONS = {"relu": "ReLU", "relu_squared": "squared ReLU", "gelu": "GELU", "gelu_tanh": "GELU", "silu": "SiLU"}
 
 
 def page() -> str:
-    """Return docs/families.md; types whose layers are made of the same are one row."""
+    """Return docs/families.md; types with the same layers share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for model_type, configs in _networks().items():
         facts = tuple(" or ".join(filter(None, dict.fromkeys(map(fact, configs)))) for fact in _FACTS)
@@ -69,7 +69,7 @@ def page() -> str:
 
 
 def summary() -> str:
-    """Return README's table: a row for each form."""
+    """Return README's table, with a row for each form."""
     networks = _networks()
     rows = {
         form: sorted(one for one, configs in networks.items() if configs[0].form.split()[0] == form) for form in _FORMS
@@ -93,7 +93,7 @@ def _names(types: Iterable[str]) -> str:
 
 @cache
 def _networks() -> dict[str, list[ModelConfig]]:
-    """Return networks of each type."""
+    """Return the networks of each type."""
     return {model_type: list(_configs(model_type)) for model_type in FAMILIES}
 
 
@@ -106,12 +106,12 @@ def _published(model_type: str) -> list[str]:
 
 
 def _configs(model_type: str) -> Iterator[ModelConfig]:
-    """Yield the networks of a type: that of its class's defaults, and the published ones."""
+    """Yield the networks of a type: the one of its class's defaults, and the published ones."""
     if model_type == "transformer":
         yield config_from_raw(_TORCH)
     elif model_type in CONFIG_MAPPING:
         raw = json.loads(CONFIG_MAPPING[model_type]().to_json_string())
-        with suppress(ConfigError):  # the defaults of some classes are no model
+        with suppress(ConfigError):  # the defaults of some classes are no valid model
             yield config_from_raw(raw | _COMPLETED.get(model_type, {}))
     for name in _published(model_type):
         yield config_from_raw(json.loads(PUBLISHED[name].config))
@@ -192,7 +192,7 @@ def _of_feed_forward(one: MLPConfig | ExpertsConfig) -> str:
 
 
 def _further(config: ModelConfig) -> str:
-    """Name what is rare: a reader of a paper looks for it."""
+    """Return the rare features of a network."""
     mixers = [layer.mixer for layer in _layers(config)]
     attentions = [mixer for mixer in mixers if isinstance(mixer, AttentionConfig)]
     windows = [attention.window is not None for attention in attentions]

@@ -1,8 +1,8 @@
-"""Writes GGUF files for tests: of given tensors and metadata, or of a tiny checkpoint as llama.cpp converts it.
+"""Writers of GGUF files for tests: of given tensors and metadata, or of a tiny checkpoint as llama.cpp converts it.
 
 tests/data/gguf_conversions.json has what llama.cpp's own converter (`convert_hf_to_gguf.py` of the sources in
-llama-cpp-python 0.3.36) makes of the tiny checkpoints: the metadata, and each tensor's name beside the name in the
-checkpoint and what is done to it. A layer's number is `{}` there. `tests/data/record_gguf_conversions.py` wrote it.
+llama-cpp-python 0.3.36) makes of the tiny checkpoints: the metadata, and for each tensor its new name, its name in the
+checkpoint and the conversion. A layer's number is `{}` there. `tests/data/record_gguf_conversions.py` wrote it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Blocks = tuple[str, tuple[int, ...], bytes]  # type, shape, data
 
 
 def write_gguf(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor | Blocks], *, version: int = 3) -> Path:
-    """Write a file: float32 of tensors, and blocks as they are given."""
+    """Write a GGUF file: tensors as float32, blocks as they are."""
     blocks = {name: _floats(one) if isinstance(one, Tensor) else one for name, one in tensors.items()}
     header = b"GGUF" + struct.pack("<IQQ", version, len(blocks), len(metadata))
     for key, (kind, value) in metadata.items():
@@ -69,7 +69,7 @@ def _element(values: Sequence[Any]) -> str:
 
 @cache
 def conversions() -> dict[str, Any]:
-    """What llama.cpp makes of tiny checkpoints, by their kinds."""
+    """Return llama.cpp's conversions of the tiny checkpoints by kind."""
     found: dict[str, Any] = json.loads(CONVERSIONS.read_text())
     return found
 
@@ -77,9 +77,9 @@ def conversions() -> dict[str, Any]:
 def converted(
     kind: str, into: Path, stored_as: Callable[[str, Tensor], Tensor | Blocks] | None = None, **changes: tuple[str, Any]
 ) -> Path:
-    """Write the file that llama.cpp would; `changes` are of the metadata after the architecture's name.
+    """Write the file that llama.cpp would write; `changes` overrides metadata, by keys without the architecture's name.
 
-    `stored_as` says what is written of a tensor, of its name.
+    `stored_as` returns what is written for a tensor, given its name.
     """
     known = conversions()[kind]
     stored = {name: one for file in saved(kind).path.glob("*.safetensors") for name, one in load_file(file).items()}
@@ -104,21 +104,21 @@ def converted(
 
 
 def changed(tensor: Tensor, how: str = "") -> Tensor:
-    """What the conversion does to a tensor, in the words of gguf_conversions.json."""
+    """Return the tensor after a conversion that gguf_conversions.json describes in words."""
     if how in _PLAIN_CHANGES:
         return _PLAIN_CHANGES[how](tensor)
     numbers = [int(word) for word in how.split() if word.isdecimal()]
     if how.endswith("heads in turns"):
         return tensor.unflatten(0, (numbers[0], 2, -1)).transpose(1, 2).reshape(tensor.shape)
-    if how.startswith("part by part"):  # of each group: so many queries, a key and a value
+    if how.startswith("part by part"):  # in each group: several queries, one key and one value
         groups, queries = (*numbers, 1)[:2]
         parts = tensor.unflatten(0, (groups, queries + 2, -1)).split([queries, 1, 1], dim=1)
         return torch.cat([part.flatten(0, 2) for part in parts])
-    if how.startswith(("q k v of", "z of")):  # of each head of keys, whose parts are so many rows
+    if how.startswith(("q k v of", "z of")):  # for each key head, parts of the given numbers of rows
         heads, *sizes = numbers
         parts = tensor.unflatten(0, (heads, -1)).split(sizes, dim=1)
         return torch.cat([part.flatten(0, 1) for part in (parts[3:] if how[0] == "z" else parts[:3])])
-    heads, shared, size, first = numbers  # "values of": the first of each head of keys, then the second of each
+    heads, shared, size, first = numbers  # "values of": the first value head of each key head, then the second of each
     kind = how.split("after", 1)[1].split(maxsplit=1)[1:]
     tensor = tensor.t() if kind == ["columns"] else tensor
     values = tensor[first:].unflatten(0, (heads, shared, size)).transpose(0, 1).flatten(0, 2)

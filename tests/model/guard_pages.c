@@ -1,8 +1,8 @@
-/* Puts every buffer that is asked for by posix_memalign, which torch takes all tensors from, next to a page that cannot
- * be touched: the page behind its end, or with GUARD_PAGES=begin the page in front of it. For LD_PRELOAD.
+/* Puts every buffer of posix_memalign, which torch uses for all tensors, next to a protected page: the page after its
+ * end, or with GUARD_PAGES=begin the page before it. For LD_PRELOAD.
  *
- * A buffer is aligned as asked for, so up to 63 bytes may lie between its end and the page; these, and what is left of
- * its own pages on the other side, hold a pattern that is compared when the buffer is freed. Contents begin as NaN. Freed
+ * A buffer is aligned as asked for, so up to 63 bytes may lie between its end and the page; these, and the rest of
+ * its pages on the other side, hold a pattern that is compared when the buffer is freed. Contents begin as NaN. Freed
  * addresses are never used again, so that a late access fails too. Linux with glibc. */
 #define _GNU_SOURCE
 #include <stdatomic.h>

@@ -1,8 +1,8 @@
-"""A pytest plugin for runs under guard_pages.c: scratch of the native library is exactly as large as it says.
+"""A pytest plugin for runs under guard_pages.c: the native library's scratch gets exactly the size that was computed.
 
     python -m pytest -p tests.model.guard_pages tests/model/test_native.py
 
-With LD_PRELOAD a call that reads or writes beyond a buffer ends the process.
+With LD_PRELOAD a read or write outside a buffer ends the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from model.native.library import Library
 
 
 def _exact(library: Library, needed: int) -> ctypes.c_void_p:
-    """Return scratch of `needed` bytes for one call, which the next one frees."""
+    """Return scratch of `needed` bytes for one call; the next call frees it."""
     library._scratch.tensor = torch.empty(needed, dtype=torch.uint8)
     return ctypes.c_void_p(library._scratch.tensor.data_ptr())
 

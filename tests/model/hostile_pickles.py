@@ -50,13 +50,13 @@ def archive(program: bytes, *, compression: int = zipfile.ZIP_STORED) -> bytes:
 
 
 def tensor(offset: bytes, shape: bytes, strides: bytes) -> bytes:
-    """A state dict of one tensor over a storage of four floats."""
+    """Return a state dict of one tensor over a storage of four floats."""
     described = _TENSOR + b"(" + _STORAGE + offset + shape + strides + b"\x89ccollections\nOrderedDict\n)RtR"
     return archive(_HEADER + b"}X\x01\x00\x00\x00w" + described + b"s.")
 
 
 def hostile() -> Iterator[bytes]:
-    """Programs that run something, and files that ask for time or memory."""
+    """Yield programs that run code, and files that cost much time or memory."""
     payloads = [
         b"cos\nsystem\n(X\x0a\x00\x00\x00touch /tmptR.",
         b"cbuiltins\neval\n(X\x01\x00\x00\x001tR.",
@@ -79,20 +79,20 @@ def hostile() -> Iterator[bytes]:
     yield from (archive(payload if payload.startswith(b"\x80") else _HEADER + payload) for payload in payloads)
     yield from payloads
     one = b"\x85"
-    yield tensor(b"K\x00", b"K\x04" + one, b"K\x01" + one)  # this one is harmless
-    yield tensor(b"K\x01", b"K\x04" + one, b"K\x01" + one)  # beyond its storage
+    yield tensor(b"K\x00", b"K\x04" + one, b"K\x01" + one)  # harmless
+    yield tensor(b"K\x01", b"K\x04" + one, b"K\x01" + one)  # reads outside its storage
     yield tensor(b"K\x00", b"J\xff\xff\xff\xff" + one, b"K\x01" + one)  # a negative size
-    yield tensor(b"K\x00", b"\x8a\x08" + b"\xff" * 7 + b"\x7f" + one, b"K\x00" + one)  # 2 ** 63 elements of one
-    yield tensor(b"K\x00", b"(" + b"K\x02" * 64 + b"t", b"(" + b"K\x00" * 64 + b"t")  # 2 ** 64 elements of one
-    yield tensor(b"K\x00", b"K\x04" + one, b"J\xff\xff\xff\xff" + one)  # backwards
+    yield tensor(b"K\x00", b"\x8a\x08" + b"\xff" * 7 + b"\x7f" + one, b"K\x00" + one)  # 2 ** 63 elements with stride 0
+    yield tensor(b"K\x00", b"(" + b"K\x02" * 64 + b"t", b"(" + b"K\x00" * 64 + b"t")  # 2 ** 64 elements with stride 0
+    yield tensor(b"K\x00", b"K\x04" + one, b"J\xff\xff\xff\xff" + one)  # a negative stride
     yield archive(_HEADER + b"X\xff\xff\xff\xff.")
     yield archive(_HEADER + b"\x8a\xff" + b"\x01" * 255 + b".")
     yield archive(_HEADER + b"(" * 4_000_000 + b".")
     yield archive(_HEADER + b"}" * 4_000_000 + b".")
     yield archive(b"\x80\x04" + b"}\x94" * 2_000_000 + b".")
-    yield archive(_HEADER + b")" + b"\x85" * 499_000 + b".")  # tuples in tuples
-    yield archive(_HEADER + b"]q\x00" + b"(h\x00h\x00h\x00e" * 80_000 + b".")  # a list in itself
-    yield archive(_HEADER + b")q\x00" + b"h\x00h\x00h\x00h\x00\x87q\x00" * 80_000 + b".")  # doubling at each step
+    yield archive(_HEADER + b")" + b"\x85" * 499_000 + b".")  # nested tuples
+    yield archive(_HEADER + b"]q\x00" + b"(h\x00h\x00h\x00e" * 80_000 + b".")  # a list that contains itself
+    yield archive(_HEADER + b")q\x00" + b"h\x00h\x00h\x00h\x00\x87q\x00" * 80_000 + b".")  # triples at each step
     yield archive(_HEADER + b"}" + b"K\x00" * 3 + b"u.")
     yield archive(_HEADER + b"}." * 500, compression=zipfile.ZIP_DEFLATED)
     yield archive(bytes(200 << 20), compression=zipfile.ZIP_DEFLATED)
@@ -105,14 +105,14 @@ def hostile() -> Iterator[bytes]:
 
 
 def _directory(entries: int) -> bytes:
-    """An archive of nothing but entries in its directory."""
+    """Return an archive that consists only of directory entries."""
     one = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *[0] * 6, *[0] * 3, *[0] * 5, 0, 0)
     end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, entries & 0xFFFF, entries & 0xFFFF, len(one) * entries, 0, 0)
     return one * entries + end
 
 
 def mutated(count: int, seed: int) -> Iterator[bytes]:
-    """Good files with bytes changed, taken out, put in and exchanged."""
+    """Yield good files with bytes changed, removed, inserted and exchanged."""
     chance = random.Random(seed)
     originals = [saved(legacy=False), saved(legacy=True), tensor(b"K\x00", b"K\x04\x85", b"K\x01\x85")]
     for _ in range(count):
@@ -134,7 +134,7 @@ def mutated(count: int, seed: int) -> Iterator[bytes]:
 
 
 def check(files: Iterator[bytes]) -> int:
-    """Read them all; the number that were refused."""
+    """Read all files and return how many were refused."""
     events: list[str] = []
     watching = False
 

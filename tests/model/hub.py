@@ -1,4 +1,4 @@
-"""A hub on 127.0.0.1 that speaks the part of the Hugging Face Hub's protocol which downloads use."""
+"""A hub on 127.0.0.1 with the part of the Hugging Face Hub's protocol that downloads use."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Files = dict[str, bytes]
 
 
 class Hub:
-    """Repositories of files by revision; counts requests, and can refuse, redirect and cut them."""
+    """Repositories of files by revision; counts requests, and can refuse, redirect and truncate them."""
 
     def __init__(self) -> None:
         self.commits: dict[str, dict[str, Files]] = {}  # by repository, then commit
         self.branches: dict[tuple[str, str], str] = {}
         self.requests: Counter[str] = Counter()  # by method and file
-        self.ranges: list[str] = []  # that were asked for
+        self.ranges: list[str] = []  # the requested ranges
         self.gated: set[str] = set()
-        self.cut: dict[str, int] = {}  # files whose next answer ends after so many bytes
-        self.error: int = 0  # status of every answer; 0: none
-        self.held: threading.Event | None = None  # for which every large file waits
+        self.cut: dict[str, int] = {}  # files whose next answer ends after this number of bytes
+        self.error: int = 0  # status of every answer; 0: no error
+        self.held: threading.Event | None = None  # every large file waits for this event
 
     def publish(self, repository: str, files: Files, branch: str = "main") -> str:
-        """A new commit that the branch points at."""
+        """Publish a commit and point the branch at it."""
         digest = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
         self.commits.setdefault(repository, {})[digest] = files
         self.branches[repository, branch] = digest
@@ -42,7 +42,7 @@ class Hub:
 
 @contextmanager
 def running() -> Iterator[tuple[Hub, str]]:
-    """The hub, and its address."""
+    """Run the hub; yield it and its address."""
     hub = Hub()
 
     class Handler(_Handler):
@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(self.hub.error, b"", {})
         elif parts[:2] == ["api", "models"]:
             self._api("/".join(parts[2:4]), parts[4:])
-        elif parts[0] == "stored":  # where a large file lies, behind a redirect
+        elif parts[0] == "stored":  # a large file's address after a redirect
             self._file("/".join(parts[1:3]), parts[3], "/".join(parts[4:]), body=body)
         elif parts[2:3] == ["resolve"]:
             self._resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]), body=body)
@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _store(self) -> str:
-        """Another host, as large files come from one."""
+        """Return the address of the second host, which serves large files."""
         return f"http://localhost:{self.server.server_address[1]}/stored"
 
     def _file(self, repository: str, commit: str, name: str, *, body: bool) -> None:

@@ -1,7 +1,7 @@
 """Writes docs/keys.md: `python -m tests.model.key_table`.
 
-What is done with each key of each configuration class, and the files and settings of each tokenizer class, as the code
-does it. The lists of keys themselves are compared with the installed classes (`test_raw_config.py`).
+It shows what the code does with each key of each configuration class, and which files and settings each tokenizer
+class uses. `test_raw_config.py` compares the lists of keys with the installed classes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ The keys are those of the configuration class that transformers 5.23 has for the
 - A key in no row is not known to the class. It is ignored with a warning, and refused in a folder with `auto_map`.
 
 """
-_EVERY = ("is_causal", "per_layer_config", "experts_implementation")  # of all classes, like those without effect
+_EVERY = ("is_causal", "per_layer_config", "experts_implementation")  # every class has these, and they have no effect
 _ROPE = {"rope_scaling", "rope_theta", "partial_rotary_factor"}  # older spellings of rope_parameters
-# What classes have no default for, or one that no model has.
+# Settings that classes have no default for, or whose default no published model uses.
 _COMPLETED = {
     "dots1": {"n_routed_experts": 128},
     "glm4_moe": {"head_dim": 128},
@@ -81,7 +81,7 @@ def _is_common(key: str) -> bool:
 
 
 def _fate(raw: dict[str, Any], key: str, default: Any) -> str:
-    """Return what is done with a key that the network of the defaults does not read, where it has another value."""
+    """Return what happens to a key with another value, where the network of the defaults does not read it."""
     other = (not default) if isinstance(default, bool) else "other"
     try:
         return "ignored" if key in read_settings({**raw, key: other})[1] else "read"
@@ -129,7 +129,7 @@ def _files(name: str) -> str:
 
 
 def library_files(name: str) -> list[str]:
-    """Return the files that the library's class names, besides those that all classes have."""
+    """Return the files that the library's class names, without those that all classes have."""
     one = tokenization_auto.tokenizer_class_from_name(f"{name}Tokenizer")
     common = ("tokenizer.json", "tokenizer_config.json", "normalizer.json")
     return [file for file in one.vocab_files_names.values() if file not in common]

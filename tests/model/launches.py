@@ -20,7 +20,7 @@ _HOPPER = GPUTarget("cuda", 90, 32)
 
 
 class Noting:
-    """`kernel[grid](...)`: the key is Triton's own, of types, constants, and what 16 divides; results are zeros."""
+    """A fake of a kernel: `kernel[grid](...)` records Triton's own cache key (types, constants, divisibility by 16)."""
 
     def __init__(self, kernel: Any, seen: dict[str, dict[str, Any]]) -> None:
         self.name, self.seen = kernel.fn.__name__, seen
@@ -40,7 +40,7 @@ class Noting:
 
 @contextmanager
 def noted() -> Iterator[dict[str, dict[str, Any]]]:
-    """The variants launched in here, with the arguments of each one's first launch."""
+    """Yield the variants launched in the block, with the arguments of each one's first launch."""
     seen: dict[str, dict[str, Any]] = {}
     kernels = {name: getattr(module, name) for name, module in KERNELS.items()}
     for name, kernel in kernels.items():

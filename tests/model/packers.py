@@ -1,6 +1,6 @@
-"""Folders as AWQ, GPTQ and compressed-tensors write them, packed a number at a time by the layouts' definitions.
+"""Folders in the formats of AWQ, GPTQ and compressed-tensors, packed one number at a time as the formats define.
 
-Each comes with the folder of floats that its integers stand for.
+Each folder comes with a second one that has the floats that the integers stand for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AWQ: dict[str, Any] = {
 def compressed(
     form: str = "pack-quantized", activations: dict[str, Any] | None = None, **weights: Any
 ) -> dict[str, Any]:
-    """`quantization_config` as llm-compressor writes it."""
+    """Return the `quantization_config` that llm-compressor writes."""
     args = {
         **{"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64, "dynamic": False},
         **{"actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {}},
@@ -51,14 +51,14 @@ def compressed(
 
 @dataclass(frozen=True)
 class Case:
-    """A layout: how it is packed, and `quantization_config`."""
+    """A format: how integers are packed, and its `quantization_config`."""
 
     settings: dict[str, Any]
     tool: str
     bits: int = 4
     group: int = 64  # 0: all inputs
     symmetric: bool = False
-    order: str = ""  # of inputs: "" as they come, "sorted" the same written down, "shuffled"
+    order: str = ""  # of inputs: "" in order, "sorted" in order with explicit indices, "shuffled"
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,7 +93,7 @@ CASES: dict[str, Case] = {
 
 
 def words(numbers: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """Unsigned numbers `[rows, count]` in words of 32 bits, the first in the lowest bits unless there is an order."""
+    """Pack unsigned numbers `[rows, count]` into 32-bit words, the first in the lowest bits unless `order` is given."""
     per = 32 // bits
     found = np.zeros((len(numbers), -(-numbers.shape[1] // per)), dtype=np.uint32)
     for place in range(found.shape[1] * per):
@@ -106,7 +106,7 @@ def words(numbers: Tensor, bits: int, order: Sequence[int] | None = None) -> Ten
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix [n, k] in unsigned integers, zero points and scales [n, groups], and the group of each input."""
+    """A matrix [n, k] as unsigned integers, with zero points and scales [n, groups], and the group of each input."""
 
     integers: Tensor
     zeros: Tensor
@@ -121,7 +121,7 @@ class Quantised:
 
 
 def quantise(weight: Tensor, case: Case) -> Quantised:
-    """A plain quantisation: from the least to the largest of each group, or symmetric."""
+    """Quantise a matrix from the minimum to the maximum of each group, or symmetrically."""
     n, k = weight.shape
     group = case.group or k
     order = torch.arange(k) // group
@@ -145,7 +145,7 @@ def quantise(weight: Tensor, case: Case) -> Quantised:
 
 
 def tensors_of(case: Case, name: str, found: Quantised) -> dict[str, Tensor]:
-    """What the tool stores of a projection."""
+    """Return the tensors that the tool stores for a projection."""
     bits, midst = case.bits, 1 << (case.bits - 1)
     integers, zeros, scales, order = found.integers, found.zeros, found.scales, found.order.int()
     tensors: dict[str, Tensor]
@@ -178,7 +178,7 @@ def tensors_of(case: Case, name: str, found: Quantised) -> dict[str, Tensor]:
 
 @cache
 def _source(into: Path, inner: int) -> Path:
-    """A small decoder with rows of one and a half groups of 128, and fused projections with biases."""
+    """Write a small decoder with rows of 1.5 groups of 128, and fused projections with biases."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -194,7 +194,7 @@ def _source(into: Path, inner: int) -> Path:
 
 
 def folders(case: Case, root: Path, inner: int = 192) -> tuple[Path, Path]:
-    """A folder as the tool writes it, and that of the floats that it stands for; the MLP has `inner` columns."""
+    """Return a folder as the tool writes it, and one with the floats that it stores; the MLP has `inner` columns."""
     source = _source(root / "source", inner)
     stored, plain = root / "stored", root / "floats"
     packed, floats = {}, {}
@@ -204,7 +204,7 @@ def folders(case: Case, root: Path, inner: int = 192) -> tuple[Path, Path]:
         packed[name] = floats[name] = tensor
         if stem != name and stem.rpartition(".")[2] in LAYERS:
             found = quantise(tensor, case)
-            if case.tool == "compressed":  # whose scales have the model's dtype
+            if case.tool == "compressed":  # its scales have the model's dtype
                 found = Quantised(found.integers, found.zeros, found.scales.bfloat16().half(), found.order)
             floats[name] = found.floats
             del packed[name]

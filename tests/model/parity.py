@@ -18,7 +18,7 @@ from tests.model.checkpoints import CPU, START, prompt, reference_input, referen
 
 LENGTHS = (5, 1, 23, 5, 12)  # equal and unequal neighbours, and a single token
 SOURCE_LENGTHS = (7, 19, 1, 7, 30)
-# Kinds with one of each form, position scheme, norm and head: for what a family's own tables cannot change.
+# Kinds that together have each form, position scheme, norm and head: for tests that do not depend on a family's table.
 MECHANISMS = (
     *("llama-gqa", "llama-yarn", "mistral", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "gpt2", "gpt-neox"),
     *("granite", "olmo2", "cohere", "gptj", "bloom", "mixtral", "qwen2-moe", "gpt-oss", "qwen3-next"),
@@ -38,13 +38,13 @@ def sources(config: ModelConfig) -> list[Source]:
 
 @torch.inference_mode()
 def decoder_logits(model: Transformer, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Packed logits `[T, V]` of a decoder."""
+    """Return the packed logits `[T, V]` of a decoder."""
     return model.logits(model.decode(packed_input(prompts, CPU, causal=True)))
 
 
 @torch.inference_mode()
 def encoder_decoder_logits(model: Transformer, sources: Sequence[Source], begins: Sequence[Sequence[int]]) -> Tensor:
-    """Packed logits `[T, V]` of the decoder over each source's own memory."""
+    """Return the packed logits `[T, V]` of the decoder, each sequence over its own source."""
     memory = model.encode(source_input(sources, CPU))
     lens = tuple(source.num_positions for source in sources)
     cross = AttentionMetadata(tuple(map(len, begins)), lens, causal=False)
@@ -52,8 +52,7 @@ def encoder_decoder_logits(model: Transformer, sources: Sequence[Source], begins
 
 
 def ours_and_theirs(kind: str, model: Transformer) -> tuple[Tensor, Tensor]:
-    """What the model is for, of both sides for the same inputs: packed logits over the vocabulary, class scores, or
-    hidden states."""
+    """Return our and `transformers`' outputs for the same inputs: packed logits, class scores, or hidden states."""
     if model.config.classifier is not None:
         return _class_scores(kind, model)
     if model.config.form == "decoder-only":
@@ -69,7 +68,7 @@ def ours_and_theirs(kind: str, model: Transformer) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def hidden_states(model: Transformer) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Each input's hidden states `[L, d]`, packed with its neighbours, and the inputs as `transformers`'."""
+    """Return each input's hidden states `[L, d]`, computed in one packed batch, and the inputs for `transformers`."""
     inputs, theirs = images(model.config.image) if model.config.image else _texts(model)
     if model.config.audio is not None:
         windows = sources(model.config)
@@ -79,7 +78,7 @@ def hidden_states(model: Transformer) -> tuple[list[Tensor], list[dict[str, Tens
 
 
 def _texts(model: Transformer) -> tuple[StackInput, list[dict[str, Tensor]]]:
-    """Texts, cut into as many segments as the model tells apart."""
+    """Return texts, divided into as many segments as the model has token types."""
     texts = decoder_prompts()
     count = model.encoder.config.token_types if model.encoder is not None else 0
     types = [tuple(at * count // len(ids) for at in range(len(ids))) for ids in texts]
@@ -97,7 +96,7 @@ def images(image: ImageConfig) -> tuple[StackInput, list[dict[str, Tensor]]]:
     return replace(inputs, pixels=pixels), [dict(pixel_values=one[None]) for one in pixels]
 
 
-_THEIRS: dict[str, Tensor] = {}  # by kind, as the inputs of a kind are always the same
+_THEIRS: dict[str, Tensor] = {}  # by kind: the inputs of a kind are always the same
 
 
 def _encoded(kind: str, model: Transformer) -> tuple[Tensor, Tensor]:
@@ -121,5 +120,5 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def is_varied(values: Tensor) -> bool:
-    """Whether a comparison can tell anything: the columns vary from row to row."""
+    """Whether a comparison is meaningful: the columns vary from row to row."""
     return values.std(dim=0).mean().item() > 0.1

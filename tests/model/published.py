@@ -1,4 +1,4 @@
-"""A published model as these tests have it: its number of parameters and its config.json."""
+"""A published model: its number of parameters and its config.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TRAINING = dict(attention_dropout=0.0, initializer_range=0.02, torch_dtype="bfl
 
 @dataclass(frozen=True)
 class Published:
-    """Holds what is published of a model; `not_ours`: parameters that the published figure counts and we do not."""
+    """The published figures of a model; `not_ours`: parameters that the published figure counts and we do not."""
 
     parameters: int
     config: str

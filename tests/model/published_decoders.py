@@ -1,4 +1,4 @@
-"""Published dense decoders with RMS norms, but Gemma's: Llama and its kin."""
+"""Published dense decoders with RMS norms, without the Gemma family."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _llama(**changes: object) -> str:
 
 
 def _factors(count: int) -> dict[str, list[float]]:
-    """Some of the right number, instead of the published ones."""
+    """Return arbitrary factors of the right number, in place of the published ones."""
     return dict(short_factor=[1.0] * count, long_factor=[1.0 + 0.5 * pair for pair in range(count)])
 
 

@@ -252,7 +252,7 @@ PUBLISHED_ENCODERS = {
     "deberta-base": Published(
         138_601_728,
         _deberta(model_type="deberta", padding_idx=0, pos_att_type="c2p|p2c", vocab_size=50265),
-        -12 * 768,  # biases of keys, which are zeros here and absent there
+        -12 * 768,  # biases of keys: zeros in our network, absent in the published one
     ),
     "deberta-v3-base": Published(183_831_552, _deberta(**_DEBERTA_V2)),
     "deberta-v2-xlarge": Published(
@@ -276,7 +276,7 @@ PUBLISHED_ENCODERS = {
         "model_type": "xlnet", "n_head": 12, "n_layer": 12, "pad_token_id": 5, "reuse_len": null, "same_length": false,
         "start_n_top": 5, "summary_activation": "tanh", "summary_last_dropout": 0.1, "summary_type": "last",
         "summary_use_proj": true, "untie_r": true, "vocab_size": 32000}""",
-        768,  # the vector of masked tokens, for pre-training
+        768,  # the embedding of masked tokens, for pre-training
     ),
     "electra-small-discriminator": Published(
         13_548_800,
@@ -292,7 +292,7 @@ PUBLISHED_ENCODERS = {
             summary_type="first",
             summary_use_proj=True,
         ),
-        256 * 256 + 256,  # a pooler, which the folder has not (nor has `transformers`' base model)
+        256 * 256 + 256,  # a pooler that neither the folder nor `transformers`' base model has
     ),
     "deit-base-distilled-patch16-224": Published(
         87_338_192,
@@ -304,7 +304,7 @@ PUBLISHED_ENCODERS = {
             }
         ),
     ),
-    # Without the vector of masked patches.
+    # Without the embedding of masked patches.
     "dinov2-base": Published(86_580_480, _dinov2(), not_ours=768),
     "dinov2-giant": Published(
         1_136_480_768,
@@ -331,7 +331,7 @@ PUBLISHED_ENCODERS = {
         "intermediate_size": 3072, "layer_norm_eps": 1e-12, "model_type": "vit", "num_attention_heads": 12,
         "num_channels": 3, "num_hidden_layers": 12, "patch_size": 16, "qkv_bias": true}""",
     ),
-    "static-retrieval-mrl-en-v1": Published(  # whose sizes its table says
+    "static-retrieval-mrl-en-v1": Published(  # its table's shape gives its sizes
         31_254_528,
         published_config("StaticEmbedding", "static_embedding", vocab_size=30522, hidden_size=1024),
     ),

@@ -1,4 +1,4 @@
-"""config.json of published decoders with experts, and their numbers of parameters as the model cards have them."""
+"""config.json of published decoders with experts, and the numbers of parameters from their model cards."""
 
 from __future__ import annotations
 

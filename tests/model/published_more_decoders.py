@@ -1,4 +1,4 @@
-"""config.json of more published decoders, and their numbers of parameters as the model cards have them."""
+"""config.json of further published decoders, and the numbers of parameters from their model cards."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ PUBLISHED_MORE_DECODERS = {
             "GlmForCausalLM", "glm", **_GLM, max_position_embeddings=131072, rms_norm_eps=1.5625e-07, rope_theta=10000.0
         ),
     ),
-    "GLM-4-9B-0414": Published(  # with two norms more a layer
+    "GLM-4-9B-0414": Published(  # with two further norms in each layer
         9_399_951_360 + 40 * 2 * 4096,
         published_config(
             "Glm4ForCausalLM", "glm4", **_GLM, max_position_embeddings=32768, rms_norm_eps=1e-05, rope_theta=10000.0

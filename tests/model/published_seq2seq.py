@@ -1,4 +1,4 @@
-"""Published models of an encoder and a decoder, of texts."""
+"""Published encoder-decoder models of texts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _t5(**changes: object) -> str:
 
 
 def _gated_t5(**changes: object) -> str:
-    """In 5.x `transformers` ties their head, although the folders hold a matrix of its own."""
+    """Return the config.json of a gated T5; `transformers` 5 ties its head, but the folders store a separate matrix."""
     sizes = dict(d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8, relative_attention_max_distance=128)
     return _t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False, **{**sizes, **changes})
 
@@ -70,7 +70,7 @@ PUBLISHED_SEQ2SEQ = {
             model_type="umt5", vocab_size=256384, dense_act_fn="gelu_new", is_gated_act=True, scalable_attention=True
         ),
     ),
-    # Of these the figures leave final_logits_bias out, a buffer to `transformers` and a head's bias to us.
+    # The published figures leave out final_logits_bias, which is a buffer for `transformers` and a head's bias for us.
     "bart-base": Published(
         139_420_416,
         _bart(**_BASE, encoder_attention_heads=12, decoder_attention_heads=12, num_hidden_layers=6),
@@ -141,7 +141,7 @@ PUBLISHED_SEQ2SEQ = {
         -96103,
     ),
     "opus-mt-en-de": Published(
-        74_410_496,  # with a sinusoidal table for each stack, which we compute
+        74_410_496,  # the figure counts a sinusoidal table for each stack, which we compute
         _bart(
             model_type="marian",
             activation_function="swish",

@@ -1,6 +1,6 @@
-"""Published models that read sound.
+"""Published speech models.
 
-Keys have no bias; ours have one of zeros in the encoder's layers, and two in the decoder's.
+Their keys have no bias; our layers have zeros there: one bias in an encoder layer, two in a decoder layer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tests.model.published import Published
 
 
 def _whisper(size: int, layers: int, decoder_layers: int | None = None, **changes: object) -> str:
-    """A config.json as the folders of `openai` have it."""
+    """Return a config.json like those of the `openai` folders."""
     below = layers if decoder_layers is None else decoder_layers
     base = json.loads(
         """{"activation_dropout": 0.0, "activation_function": "gelu", "apply_spec_augment": false,

@@ -1,6 +1,6 @@
-"""config.json of published models that read images too, and the numbers of parameters of their language models.
+"""config.json of published models that also read images, and the numbers of parameters of their language models.
 
-These are the figures of the language models that they were made of, with the rows that were added to token tables.
+The figures are those of the underlying language models, plus the rows that were added to token tables.
 """
 
 from __future__ import annotations

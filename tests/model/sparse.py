@@ -1,4 +1,4 @@
-"""Checkpoints of any size that take no disk space: a header and a sparse file, which is read as zeros."""
+"""Checkpoints of any size that take no disk space: a header and a sparse file that reads as zeros."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BYTES = {"F32": 4, "BF16": 2}
 def qwen3(
     hidden: int, intermediate: int, layers: int, heads: int, *, vocab: int = 151_936, tied: bool
 ) -> dict[str, Any]:
-    """config.json of a Qwen3 with 8 heads of keys."""
+    """Return the config.json of a Qwen3 with 8 key heads."""
     return {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
@@ -41,7 +41,7 @@ QWEN3_8B = qwen3(4096, 12_288, 36, 32, tied=False)
 
 
 def sparse_checkpoint(folder: Path, raw: dict[str, Any], kind: str = "BF16") -> Path:
-    """The folder, with every number zero."""
+    """Write a checkpoint folder in which every number is zero."""
     config = config_from_raw(raw)
     shapes = tensor_shapes(build_model(config, ReferenceBackend()))
     header, end = {}, 0

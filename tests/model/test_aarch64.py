@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def compiled(folder: Path, harness: str, compiler: str, flags: tuple[str, ...]) -> Path:
-    """A program of a harness and all kernels."""
+    """Compile a harness and all kernels to one program."""
     common = [compiler, *_FLAGS, *flags, "-fopenmp", "-I", str(build._SOURCES)]
 
     def compile_one(source: Path) -> str:
@@ -51,7 +51,7 @@ def emulated(program: Path, *arguments: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def products(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What products.c writes at each level."""
+    """Return the output of products.c at each level."""
     folder = tmp_path_factory.mktemp("aarch64")
     return {level.name: emulated(compiled(folder / level.name, "products.c", GCC, level.flags)) for level in ARM}
 
@@ -69,7 +69,7 @@ def test_levels_multiply_integers_alike(products: dict[str, bytes], tmp_path: Pa
 
 @pytest.mark.parametrize("level", ARM, ids=lambda level: level.name)
 def test_every_entry_point_gives_finite_results(level: Level, tmp_path: Path) -> None:
-    """As `make check-native` calls them, without sanitizers, for which there is no place under qemu."""
+    """Calls them like `make check-native`, but without sanitizers, which do not run under qemu."""
     program = compiled(tmp_path / "check", "check_native.c", GCC, level.flags)
     assert b"all results are finite" in emulated(program, "3")
 

@@ -1,4 +1,4 @@
-"""Activations by their names in config.json: each computes what the library's of that name does, in C or by torch."""
+"""Activations by their names in config.json: C and torch compute what the library's function of that name does."""
 
 from __future__ import annotations
 

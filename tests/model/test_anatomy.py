@@ -58,8 +58,8 @@ def test_kv_bytes_are_two_vectors_a_layer() -> None:
 
 def test_a_running_sequence_has_two_states() -> None:
     anatomy = dissect(read_checkpoint(saved("qwen3-next").path).config)
-    state = 2 * 4 * (4 * 12 * 8 + 3 * (2 * 2 * 12 + 4 * 8))  # of two recurrent layers: heads, and the convolution
-    keys = 2 * 4 * 2 * 16  # of a token, in the other layer
+    state = 2 * 4 * (4 * 12 * 8 + 3 * (2 * 2 * 12 + 4 * 8))  # two recurrent layers: heads, and the convolution
+    keys = 2 * 4 * 2 * 16  # one token in the attention layer
     assert anatomy.sequences_that_fit(10 * (2 * state + 100 * keys), 100, "float32") == 10
 
 
@@ -74,9 +74,9 @@ def test_flops_are_twice_the_parameters_plus_attention() -> None:
     ("kind", "of_a_key"),
     [
         ("bert", 4 * 32 * 2),
-        ("deberta-v2", 8 * 32 * 2),  # both kinds of scores of positions
+        ("deberta-v2", 8 * 32 * 2),  # two kinds of position scores
         ("deberta-p2c", 6 * 32 * 2),
-        ("gemma3-both-ways", 4 * 48),  # four of five layers see no more than their windows
+        ("gemma3-both-ways", 4 * 48),  # four of five layers see at most their windows
     ],
 )
 def test_flops_of_attention_are_those_of_its_scores_and_its_sum(kind: str, of_a_key: int) -> None:

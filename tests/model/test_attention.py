@@ -24,7 +24,7 @@ from tests.model.checkpoints import CPU, native_backends
 FAST = (SdpaBackend(), *native_backends())
 HEADS, DIM, BLOCK = 4, 8, 4
 
-# (queries, keys) of each segment: what the packed path and the paged path meet.
+# (queries, keys) of each segment, for the packed path and the paged path.
 SHAPES = {
     "full": [(5, 5), (9, 9), (1, 1), (5, 5)],
     "one-shape": [(6, 6), (6, 6)],
@@ -36,7 +36,7 @@ SHAPES = {
 
 
 def bias_of(query: Tensor, key: Tensor, group: SegmentGroup) -> Tensor:
-    """Of the distance and of the query itself: `[B, Q, H, D]` to `[B, H, Q, S]`."""
+    """A bias of the distance and the query: `[B, Q, H, D]` to `[B, H, Q, S]`."""
     distance = (group.k_positions[None, None, :] - group.q_positions[:, :, None]).float()  # [B, Q, S]
     by_head = torch.stack([distance * 0.05 * (head + 1) for head in range(HEADS)], dim=1)
     return by_head * query[..., 0].transpose(1, 2)[..., None]
@@ -48,7 +48,7 @@ def stack_of(config: AttentionConfig) -> StackConfig:
 
 
 def pool_with_past(config: AttentionConfig, shapes: list[tuple[int, int]]) -> tuple[LayerCache, Tensor, Tensor]:
-    """A pool full of noise in shuffled pages: `(layer, block tables [B, M], slots of this step's keys [T])`."""
+    """Return a pool of noise in shuffled pages: `(layer, block tables [B, M], slots of this step's keys [T])`."""
     widths = [-(-kv_len // BLOCK) for _, kv_len in shapes]
     cache = KVCache(stack_of(config), [sum(widths) + 3], BLOCK, torch.float32, CPU)
     (layer,) = cache.layers
@@ -87,7 +87,7 @@ def test_a_fast_backend_equals_the_reference(
     softcap = 1.5 if kv_heads == 2 else None
     config = AttentionConfig(HEADS, kv_heads, DIM, DIM**-0.5, window=window, softcap=softcap)
     bias: ScoreBias | None = bias_of if with_bias else None
-    if with_bias and isinstance(backend, NativeBackend):  # which adds what depends on nothing but the distance
+    if with_bias and isinstance(backend, NativeBackend):  # the native backend adds only biases of the distance
         bias = BucketBias(BucketBiasConfig(8, 20), HEADS, bidirectional=not causal).requires_grad_(False)
         bias.weight.normal_()
     segments = SHAPES[shapes]
@@ -220,7 +220,7 @@ def test_which_keys_a_query_sees(causal: bool, window: int | None, expected: lis
 
 
 def test_scales_are_quotients_of_tensors() -> None:
-    """On a GPU torch multiplies by a number's reciprocal instead, which is not the kernels' scale in the last bit."""
+    """On a GPU torch multiplies by a number's reciprocal, which differs from the kernels' scale in the last bit."""
 
     class Quotients(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -238,7 +238,7 @@ def test_scales_are_quotients_of_tensors() -> None:
 
 
 def test_lengths_go_to_the_device_in_one_copy_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy from memory that is not pinned holds the host up until it is made."""
+    """A copy from memory that is not pinned blocks the host until it is done."""
     copied: list[int] = []
     real = devices.to_device
 
@@ -252,4 +252,4 @@ def test_lengths_go_to_the_device_in_one_copy_that_nobody_waits_for(monkeypatch:
     assert copied == [4 + 4 + 3]
     assert [x.tolist() for x in (lengths.cu_seqlens_q, lengths.kv_lens)] == [[0, 3, 4, 6], [5, 4, 2]]
     assert len(metadata.groups) == 3
-    assert len(copied) == 1 + 3 * 3  # of each group its rows, those of its keys, and their number
+    assert len(copied) == 1 + 3 * 3  # for each group: its rows, the rows of its keys, and their number

@@ -1,4 +1,4 @@
-"""Audio files to samples and samples to log-mel features: exactness, bounds, and files that lie."""
+"""Decoding of audio files and log-mel features: exact results, bounds, and files with false headers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_features_of_long_audio_take_memory_for_a_window() -> None:
     spectrogram.source(Window(15_000, 200))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most < samples.nbytes / 2, most  # a block of float64, and some numbers of each frame
+    assert most < samples.nbytes / 2, most  # a block of float64, and a few numbers for each frame
 
 
 def test_a_window_holds_no_more_than_a_window_and_no_samples_have_no_features() -> None:
@@ -182,7 +182,7 @@ def test_channels_are_averaged_and_rates_converted() -> None:
 
 
 def wav(content: bytes, size: int | None = None, before: bytes = b"", **header: int) -> bytes:
-    """Return a WAV file of 16 bits whose header says what the test wants."""
+    """Return a WAV file of 16 bits with the header that the test asks for."""
     fields = {"tag": 1, "channels": 1, "rate": RATE, "bytes": 2 * RATE, "align": 2, "bits": 16} | header
     form = struct.pack("<HHIIHH", *fields.values())
     size = len(content) if size is None else size
@@ -223,7 +223,7 @@ def test_a_stream_of_unknown_length_is_read_to_its_end() -> None:
 SILENCE = np.zeros(60 * RATE, np.float32)
 NAN = np.full(100, np.nan, np.float32)
 LOUD = float(np.finfo(np.float32).max)
-SQUARE = np.repeat(np.float32([LOUD, -LOUD] * 50), 40)  # resampled it overshoots
+SQUARE = np.repeat(np.float32([LOUD, -LOUD] * 50), 40)  # resampling overshoots
 REFUSED = {
     "empty": (b"", "not an audio file"),
     "text": (b"hello, hello", "not an audio file"),
@@ -277,7 +277,7 @@ def container(form: str, codec: str, samples: NDArray[np.float32]) -> bytes:
 def test_containers_are_read_with_the_extra(form: str, codec: str) -> None:
     samples = decode_audio(container(form, codec, tone(1.0, 48_000)), RATE, LIMITS)
     assert abs(len(samples) - RATE) < 3000
-    assert np.argmax(np.abs(np.fft.rfft(samples[4000:12_000]))) == 440 // 2  # of half a second
+    assert np.argmax(np.abs(np.fft.rfft(samples[4000:12_000]))) == 440 // 2  # in half a second
     with pytest.raises(AudioError, match="longer than"):
         decode_audio(container(form, codec, tone(21.0, 48_000)), RATE, LIMITS)
 

@@ -22,7 +22,7 @@ _SECONDS = 900
 
 
 def sanitizers_missing() -> str:
-    """Why nothing can be checked here; empty: it can."""
+    """Return why nothing can be checked here; empty: everything can."""
     if not native_backends():
         return "there is no GCC here"
     command = [build._compiler()[0], f"-fsanitize={MEMORY}", "-x", "c", "-", "-o", "/dev/null"]
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sanitizers_missing() != "", r
 
 
 def compiled(folder: Path, sanitizer: str, flags: tuple[str, ...], change: tuple[str, str, str] | None = None) -> Path:
-    """The harness and all kernels in one program; `change`: of a file, what is replaced by what."""
+    """Compile the harness and all kernels to one program; `change`: file, old text, new text."""
     sources = shutil.copytree(build._SOURCES, folder / "kernels")
     if change is not None:
         name, old, new = change
@@ -50,7 +50,7 @@ def compiled(folder: Path, sanitizer: str, flags: tuple[str, ...], change: tuple
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, [*sorted(sources.glob("*.c")), HARNESS]))
-    run([*gcc, *objects, "-o", str(folder / "check"), "-lm", "-lpthread"])  # OpenMP's regions are the harness's
+    run([*gcc, *objects, "-o", str(folder / "check"), "-lm", "-lpthread"])  # the harness implements OpenMP's regions
     return folder / "check"
 
 
@@ -60,7 +60,7 @@ def run(command: list[str]) -> None:
 
 
 def report(program: Path, threads: int) -> tuple[bool, str]:
-    """Whether it found nothing, and what it said; without random addresses, at which ThreadSanitizer can stumble."""
+    """Return whether nothing was found, and the output; without random addresses, which can upset ThreadSanitizer."""
     fixed = ["setarch", "-R"] if shutil.which("setarch") and subprocess.call(["setarch", "-R", "true"]) == 0 else []
     command, settings = [*fixed, str(program), str(threads)], os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
     found = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=settings)
@@ -75,7 +75,7 @@ def test_no_level_reads_or_writes_what_is_not_its_own(level: Level, tmp_path: Pa
         assert fine, said
 
 
-@pytest.mark.skipif(VECTORS not in HERE, reason="tiles are emulated beside AVX-512's narrow products")
+@pytest.mark.skipif(VECTORS not in HERE, reason="emulated tiles need AVX-512's narrow products")
 def test_nor_do_tiles_whose_loads_can_be_seen(tmp_path: Path) -> None:
     fine, said = report(compiled(tmp_path, MEMORY, (*VECTORS.flags, "-DEMULATED_TILES")), 2)
     assert fine, said
@@ -92,17 +92,17 @@ def test_threads_do_not_race(level: Level, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sanitizer", "change", "finding"),
     [
-        (  # operands are padded by a number too many
+        (  # operands are padded by one number too many
             MEMORY,
             ("gemm.c", "for (; i < padded_k(INT8, k); i++)", "for (; i <= padded_k(INT8, k); i++)"),
             "AddressSanitizer",
         ),
-        (  # a thread's line is a number too short
+        (  # a thread's line is one number too short
             MEMORY,
             ("stack_buffers.c", "scratch, stack->hidden * number)", "scratch, (stack->hidden - 1) * number)"),
             "AddressSanitizer",
         ),
-        (  # rows are read while another thread still writes them
+        (  # rows are read while another thread is still writing them
             THREADS,
             ("thread_context.h", "scratch(t, rows));\n    wait_for_threads(t);", "scratch(t, rows));"),
             "data race",

@@ -1,4 +1,4 @@
-"""Checkpoint folders: those that can be served, and one clear early error for those that cannot."""
+"""Checkpoint folders: those that can be served load, all others get one clear error early."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from service.runtimes.model_reader import read_model
 from tests.model.checkpoints import KINDS, copied, loaded, prompt, saved
 from tests.model.parity import decoder_logits
 
-# Heads of pre-training, and sinusoids that are stored although they are computed.
+# Heads of pre-training, and sinusoidal tables that are stored although we compute them.
 NOT_SERVED = (
     *("mask_emb", "lm_loss.", "vision_tower.", "multi_modal_projector.", "visual.", "vision_model."),
     *("connector.", "contact_head.", "embeddings.mask_token"),
 )
-ONE_ROW = {"embeddings.task_type_embeddings.weight"}  # of a table of tasks: texts have the first one's
+ONE_ROW = {"embeddings.task_type_embeddings.weight"}  # texts use the first row of a table of tasks
 COMPUTED = ("encoder.embed_positions.weight", "decoder.embed_positions.weight")
 
 
@@ -58,7 +58,7 @@ def test_stored_tensors_are_the_checkpoints_own_bit_for_bit(kind: str) -> None:
     model = loaded(kind)
     family = family_for(model.config)
     originals = {family.canonical(name): tensor for name, tensor in stored(saved(kind).path).items()}
-    if kind == "marian-two-vocabularies":  # a table that is stored by another of its names goes by the first
+    if kind == "marian-two-vocabularies":  # a tensor stored under another of its names is read as the first name
         originals["shared.weight"] = originals.pop("encoder.embed_tokens.weight")
     ours = dict(stored_tensors(model))
     not_served = originals.keys() - ours.keys()
@@ -75,7 +75,7 @@ def test_stored_tensors_are_the_checkpoints_own_bit_for_bit(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2-moe", "granitemoe"])
 def test_experts_are_read_from_the_tensors_of_newer_folders_too(kind: str, tmp_path: Path) -> None:
-    """`transformers` 5 keeps all experts of a layer in one tensor, and may write it so."""
+    """`transformers` 5 keeps all experts of a layer in one tensor, and may store it so."""
     saved(kind).reference.save_pretrained(tmp_path, save_original_format=False)
     assert any(name.endswith("experts.gate_up_proj") for name in stored(tmp_path))
     newer = dict(stored_tensors(read_and_load(tmp_path)))
@@ -138,7 +138,7 @@ def test_a_tensor_stored_under_both_its_names_is_refused(tmp_path: Path) -> None
         read_and_load(folder)
 
 
-# Tensors of published folders that no network reads: `transformers` warns of them and computes without them.
+# Tensors of published folders that no network reads: `transformers` warns of them and ignores them.
 LEFT_OVER = {
     "a value head": ("llama", {"v_head.summary.weight": (1, 32), "v_head.summary.bias": (1,)}),
     "scales of a cache": ("llama", {f"model.layers.0.self_attn.{side}_scale": () for side in "kv"}),
@@ -161,7 +161,7 @@ def test_tensors_that_are_left_over_are_told_and_ignored(left: str, tmp_path: Pa
 
 
 def test_layers_beyond_the_configured_number_are_left_over(tmp_path: Path) -> None:
-    """As `transformers` loads such a folder."""
+    """`transformers` also loads such a folder."""
     folder = copied("llama", tmp_path)
     edit_json(folder / "config.json", num_hidden_layers=1)
     [warning] = read_checkpoint(folder).warnings
@@ -179,7 +179,7 @@ def test_a_folder_that_transformers_has_just_written_has_nothing_left_over(kind:
     assert not [warning for warning in read_checkpoint(saved(kind).path).warnings if "stored tensors" in warning]
 
 
-# What trainers and compilers put in front of names, or between them.
+# Prefixes and infixes that trainers and compilers add to names.
 WRAPPED = {
     "torch.compile": ("llama", lambda name: f"_orig_mod.{name}"),
     "torch.compile of layers": ("llama", lambda name: name.replace("layers.0.", "layers.0._orig_mod.")),
@@ -242,7 +242,7 @@ def test_a_tied_table_stored_twice_is_read_if_equal(kind: str, tmp_path: Path) -
         read_and_load(folder)
 
 
-# Buffers, versions, unused tables and heads of pre-training, as published folders hold them.
+# Buffers, version numbers, unused tables and heads of pre-training in published folders.
 WITHOUT_USE = {
     "gpt2": ("transformer.h.0.attn.bias", "transformer.h.1.attn.masked_bias"),
     "llama": ("model.layers.0.self_attn.rotary_emb.inv_freq",),
@@ -273,7 +273,7 @@ def test_what_carries_nothing_is_passed_over(kind: str, tmp_path: Path) -> None:
 
 
 def test_gpt2_without_its_prefix_is_read(tmp_path: Path) -> None:
-    """As it is published."""
+    """Published folders are like this."""
     folder = copied("gpt2", tmp_path)
 
     def strip(tensors: dict[str, torch.Tensor]) -> None:
@@ -287,7 +287,7 @@ def test_gpt2_without_its_prefix_is_read(tmp_path: Path) -> None:
 
 
 def test_norms_under_their_old_names_are_read(tmp_path: Path) -> None:
-    """As the first BERT folders have them."""
+    """The first BERT folders have them."""
     folder = copied("bert", tmp_path)
 
     def age(tensors: dict[str, torch.Tensor]) -> None:
@@ -301,7 +301,7 @@ def test_norms_under_their_old_names_are_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_a_bare_encoder_decoder_generates_without_a_heads_bias(tmp_path: Path) -> None:
-    """As bart-base and bart-large are published."""
+    """bart-base and bart-large are published so."""
     folder = copied("bart", tmp_path)
 
     def strip(tensors: dict[str, torch.Tensor]) -> None:
@@ -318,7 +318,7 @@ def test_a_folder_of_a_bare_encoder_decoder_generates_without_a_heads_bias(tmp_p
 
 @pytest.mark.parametrize(("kind", "head"), [("llama", "lm_head"), ("gpt-neox", "embed_out")])
 def test_a_bare_decoder_with_an_untied_table_has_no_head(kind: str, head: str, tmp_path: Path) -> None:
-    """As models that embed texts are published: their token table tells no next token."""
+    """Embedding models are published so: their token table predicts no next token."""
     folder = copied(kind, tmp_path)
     edit_tensors(folder, lambda tensors: tensors.pop(f"{head}.weight"))
     with pytest.raises(CheckpointError, match=f"missing: {head}.weight"):

@@ -1,4 +1,4 @@
-"""Checkpoints in nf4, fp4, LLM.int8(), MXFP4 and NVFP4: read as what they stand for, refused by what does not fit."""
+"""Checkpoints in nf4, fp4, LLM.int8(), MXFP4 and NVFP4: right ones give the right numbers, others a named error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from model.network.weights import load_model
 from tests.model.checkpoints import copied, load_native, native_backends
 from tests.model.decoder_rows import LLAMA
 
-# Quantiles of a normal distribution (QLoRA, appendix E), and floats of 4 bits by their codes, 12 being 1.
+# Quantiles of a normal distribution (QLoRA, appendix E), and 4-bit floats by their codes, scaled so that 12 is 1.
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
@@ -43,7 +43,7 @@ BITSANDBYTES = {
     **{"llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False},
 }
 INT8 = {**BITSANDBYTES, "load_in_4bit": False, "load_in_8bit": True, "_load_in_4bit": False, "_load_in_8bit": True}
-Coded = tuple[dict[str, Tensor], Tensor]  # tensors of a projection by their own names, and what they stand for
+Coded = tuple[dict[str, Tensor], Tensor]  # stored tensors of a projection by name, and the numbers that they stand for
 
 
 def places(values: Tensor, table: tuple[float, ...]) -> Tensor:
@@ -51,7 +51,7 @@ def places(values: Tensor, table: tuple[float, ...]) -> Tensor:
 
 
 def in_4_bits(kind: str, block: int, nested: bool, storage: torch.dtype = torch.uint8) -> Callable[[Tensor], Coded]:
-    """As bitsandbytes stores it: flat, in blocks over the ends of rows, the first of two numbers in the high bits."""
+    """Store as bitsandbytes does: flat, in blocks that cross rows, the first of two numbers in the high bits."""
     table = NF4 if kind == "nf4" else FP4
 
     def make(weight: Tensor) -> Coded:
@@ -139,7 +139,7 @@ FITTING = {"mxfp4": "gemma3", "nvfp4": "gemma3"}
 
 
 def stored(form: str, into: Path) -> tuple[Path, Path]:
-    """A folder with layers in a form, and one with the floats that they stand for."""
+    """Write a folder with layers in a format, and one with the floats that they stand for."""
     settings, make = FORMS[form]
     folder, plain = copied("llama-gqa", into / "coded"), copied("llama-gqa", into / "plain")
     tensors, floats = dict[str, Tensor](), dict[str, Tensor]()
@@ -176,7 +176,7 @@ def test_numbers_are_those_that_are_meant(form: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 @pytest.mark.parametrize(("form", "most"), [("nf4", 0.008), ("int8", 1e-6), ("mxfp4", 1e-7), ("nvfp4", 0.008)])
 def test_what_c_keeps_is_as_near_as_it_can_be(form: str, most: float, tmp_path: Path) -> None:
-    """Integers exactly, by products with rows that have a single one; others in the groups of their blocks."""
+    """Read weights back by products with unit rows: integers are exact, others close within their groups."""
     folder, plain = stored(form, tmp_path)
     coded, floats = (
         load_native(read_checkpoint(folder), native_backends()[0].library),
@@ -202,7 +202,7 @@ TORCHAO = {"quant_method": "torchao", "modules_to_not_convert": None, "quant_typ
 def in_torchao(
     into: Path, kind: str = "IntxUnpackedToInt8Tensor", names: Any = ("qdata", "scale", "zero_point"), **changes: Any
 ) -> tuple[Path, dict[str, Tensor]]:
-    """A folder as transformers writes torchao's tensors, and what they stand for."""
+    """Write a folder with torchao's tensors as transformers writes it, and one with the floats that they stand for."""
     folder = copied("llama-gqa", into)
     tensors, floats, told = dict[str, Tensor](), dict[str, Tensor](), {"format": "pt"}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -339,7 +339,7 @@ def test_other_settings_are_refused_by_name(settings: dict[str, Any], message: s
 
 
 def test_the_experts_of_gpt_oss_are_those_that_are_meant(tmp_path: Path) -> None:
-    """Blocks and scales of all experts of a layer are what `transformers` makes of them."""
+    """Blocks and scales of all experts of a layer give the numbers that `transformers` computes."""
     from transformers import GptOssConfig, GptOssForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

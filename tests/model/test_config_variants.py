@@ -1,4 +1,4 @@
-"""Folders whose config.json says something rare, beside `transformers` reading the same file: equal logits."""
+"""Folders with rare settings in config.json: logits equal those of `transformers` for the same file."""
 
 from __future__ import annotations
 

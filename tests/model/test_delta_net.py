@@ -14,7 +14,7 @@ HEADS, KEY, VALUE = 3, 12, 8
 
 
 def inputs(length: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """Queries, keys, values, decays, rates and a state of two sequences."""
+    """Return queries, keys, values, decays, rates and a state of two sequences."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -29,7 +29,7 @@ def inputs(length: int, seed: int = 0) -> tuple[Tensor, ...]:
 def one_by_one(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The definition, in float64."""
+    """Compute the definition in float64."""
     query, key, value, decay, rate, state = (x.double() for x in (query, key, value, decay, rate, state))
     outputs = []
     for t in range(query.shape[1]):

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routes by the definition, products of a GPU, what is refused; families are in `test_parity`."""
+"""Mixtures of experts: routing by the definition, GPU kernels, and refusals; `test_parity` compares the families."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VARIANTS = (
 
 
 def by_definition(experts: Experts, x: Tensor) -> Tensor:
-    """One token and one expert at a time."""
+    """Compute one token and one expert at a time."""
     config, found = experts.config, []
     for row in x:
         logits = experts.router.weight @ row + (experts.router.bias if config.router_bias else 0.0)
@@ -140,7 +140,7 @@ def test_the_kernel_multiplies_each_row_by_its_expert(dtype: torch.dtype, device
         expected = linear.of_experts(x.float(), starts) if dtype is torch.float32 else linear.of_experts(x, starts)
         for tiles in (None, Tiles(16, 32, 32, 4, 2)):
             found = triton_experts.multiply(x, weight, bias, starts, tiles)
-            atol = 2e-5 if dtype is torch.float32 else 0.13  # half a step of numbers up to 32
+            atol = 2e-5 if dtype is torch.float32 else 0.13  # half a rounding step of numbers up to 32
             torch.testing.assert_close(found, expected, atol=atol, rtol=0)
         alone = torch.tensor([int(bound > 40) for bound in bounds], dtype=torch.int32, device=device)
         one = triton_experts.multiply(x[40:41], weight, bias, alone, Tiles(16, 32, 32, 4, 2))
@@ -183,7 +183,7 @@ def test_a_description_tells_experts_and_what_of_them_a_token_passes() -> None:
     config = read_checkpoint(saved("qwen2-moe").path).config
     anatomy = dissect(config)
     expert = 3 * 20 * 32
-    assert anatomy.active_parameters == anatomy.total_parameters - 2 * (5 - 2) * expert  # of two layers
+    assert anatomy.active_parameters == anatomy.total_parameters - 2 * (5 - 2) * expert  # two layers
     assert config.decoder is not None
     told = describe_stack(config.decoder)["MLP"]
     assert told == "48, gated silu (layer 0); 5 experts of 20, gated silu, 2 a token, one of 28 shared (layers 1-2)"

@@ -1,4 +1,4 @@
-"""README and docs/families.md say what the families say."""
+"""README.md and docs/families.md have the tables that the code generates."""
 
 from __future__ import annotations
 

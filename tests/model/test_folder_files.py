@@ -1,4 +1,4 @@
-"""One list of files: whatever a folder is asked for, a download of the Hub brings."""
+"""Every file that loading a folder looks for is in the list of files that a download fetches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from service.runtimes.model_reader import read_model
 from tests.model.checkpoints import copied
 from tests.model.tokenizer_folders import FOLDERS, write_folder
 
-# What other tools leave, which refusals look for.
+# Files of other tools that refusals look for.
 NOT_DOWNLOADED = {"adapter_model.bin", "adapter_model.safetensors"}
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
-    """The paths that are asked for while a test runs."""
+    """Collect the paths that are looked for while a test runs."""
     found: set[Path] = set()
     for name in ("is_file", "exists", "open", "read_text", "read_bytes"):
         original = getattr(Path, name)

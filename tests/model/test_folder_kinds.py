@@ -1,4 +1,4 @@
-"""A path that is no model folder gets one short line: what it is, and what to do."""
+"""A path that is no model folder gets one short error line: what it is, and what to do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARD = "model-00001-of-00001.safetensors"
 
 
 def write(folder: Path, **files: str) -> None:
-    """Files by names with two underscores for the dot."""
+    """Write files by names in which two underscores stand for the dot."""
     for name, text in files.items():
         (folder / name.replace("__", ".")).write_text(text)
 
@@ -226,7 +226,7 @@ def test_the_current_folder_has_a_name_in_messages(tmp_path: Path, monkeypatch: 
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests may run as a user who reads everything, so the refusal is made."""
+    """The error is simulated, because a superuser may read everything."""
     folder = copied("llama", tmp_path)
 
     def refuse(path: Path, *arguments: object, **keywords: object) -> str:
@@ -248,7 +248,7 @@ def test_shards_without_an_index_are_read_where_all_are_there(tmp_path: Path) ->
 
 
 def _with_index(folder: Path, shard: str) -> None:
-    """Add an index that calls the only file of weights, of other values, by a name."""
+    """Add an index that gives the only weight file another name, and change the file's values."""
     tensors = load_file(folder / WEIGHTS)
     save_file({name: 2 * tensor for name, tensor in tensors.items()}, folder / SHARD)
     (folder / f"{WEIGHTS}.index.json").write_text(

@@ -45,7 +45,7 @@ PATTERNS = ("decoder.layers.*",)
 
 
 def outliers(rows: int, width: int, device: torch.device = CPU) -> Tensor:
-    """Rows with values of all sizes, some of which float8 has no bits for, and a second row of zeros."""
+    """Return rows with values of all magnitudes, some below float8's range, and a second row of zeros."""
     torch.manual_seed(0)
     x = torch.randn(rows, width) * torch.logspace(-7, 2, width)[torch.randperm(width)]
     x[1:2] = 0
@@ -58,7 +58,7 @@ def outliers(rows: int, width: int, device: torch.device = CPU) -> Tensor:
 def test_activations_are_quantised_as_torch_rounds(
     width: int, group: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    x = outliers(5, width + 8, device).to(dtype)[:, :width]  # rows of a wider matrix
+    x = outliers(5, width + 8, device).to(dtype)[:, :width]  # a view of a wider matrix
     ours, theirs = triton_fp8.quantize_rows(x, group), quantized(x, group)
     assert torch.equal(ours[0].view(torch.uint8) & 0x7F, theirs[0].view(torch.uint8) & 0x7F)
     assert torch.equal(ours[0].float(), theirs[0].float()) and torch.equal(ours[1], theirs[1])
@@ -72,7 +72,7 @@ def to_float8_kernel(x, out, SIZE: tl.constexpr):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rounding_keeps_nan_whatever_its_bits(device: torch.device) -> None:
-    """A GPU's own is 0x7fffffff, to which nothing can be added without a carry into the sign."""
+    """A GPU's NaN is 0x7fffffff: adding anything to it would carry into the sign."""
     bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, -0x400000], dtype=torch.int32)
     x = torch.cat([bits.view(torch.float32), torch.tensor([1.0, -300.0, 1e-3, 0.0])]).to(device)
     out = torch.empty_like(x)
@@ -83,7 +83,7 @@ def test_rounding_keeps_nan_whatever_its_bits(device: torch.device) -> None:
 def filled(
     n: int, k: int, block: tuple[int, int] | None, device: torch.device = CPU, *, bias: bool = True
 ) -> Fp8Linear:
-    """A projection of random weights, quantised here or stored with a scale for each block."""
+    """Return a projection of random weights, quantised here or stored with a scale for each block."""
     torch.manual_seed(1)
     storage = FLOAT if block is None else fp8_storage(block)
     with torch.device("meta"):
@@ -114,7 +114,7 @@ SHAPES = [(40, 272, None), (33, 96, (1, 0)), (64, 200, (0, 0)), (128, 192, (64, 
 def test_the_kernel_multiplies_the_same_factors_as_torch(
     n: int, k: int, block: tuple[int, int] | None, rows: int, device: torch.device
 ) -> None:
-    """Also where sizes are no multiples of tiles, and blocks end within the matrix."""
+    """Also where sizes are not multiples of tiles, and the last blocks are cut off."""
     linear, x = filled(n, k, block, device), outliers(rows, k, device)
     assert linear.block[0] == (1 if block is None or block[0] < 2 or n % block[0] else block[0])
     expected = linear.reference(x)
@@ -164,7 +164,7 @@ def test_a_models_layers_are_quantised_and_its_head_is_not() -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["by tensor, static", "deepseek"])
 def test_a_stored_model_is_multiplied_as_it_is_stored(name: str, tmp_path: Path) -> None:
-    """Its weights are those of the checkpoint, to the bit; activations are rounded once more."""
+    """The weights are those of the checkpoint bit for bit; only activations are rounded in addition."""
     quantization, scale, block = FP8[name]
     if block[1]:
         block = (16, 32)
@@ -184,7 +184,7 @@ def test_a_stored_model_is_multiplied_as_it_is_stored(name: str, tmp_path: Path)
 
 @torch.inference_mode()
 def test_two_ranks_quantise_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "_has_kernels", lambda device: False)  # ranks are threads here, the interpreter has one
+    monkeypatch.setattr(fp8, "_has_kernels", lambda device: False)  # ranks are threads; the interpreter runs one
     checkpoint = read_checkpoint(saved("llama-gqa").path)
 
     @torch.inference_mode()
@@ -212,7 +212,7 @@ def test_the_setting_is_for_gpus_and_a_cpu_is_told_of_int8(tmp_path: Path, monke
             loaded(kv_cache_dtype="fp8", attention_backend=backend)
     played = loaded(quantization="fp8", attention_backend="triton")  # in the interpreter
     assert (played.dtype, played.dtype_reason) == ("fp8", "asked for")  # type: ignore[attr-defined]
-    monkeypatch.setattr(builder, "compute_first_token", compute_nothing)  # as the one before did
+    monkeypatch.setattr(builder, "compute_first_token", compute_nothing)  # as the first backend did
     stored, _ = in_fp8(*FP8["by row"], tmp_path)
     kept = loaded(str(stored), attention_backend="triton")
     assert (kept.dtype, kept.dtype_reason) == ("fp8", "the checkpoint stores it so")  # type: ignore[attr-defined]
@@ -249,7 +249,7 @@ def test_each_kind_of_launch_is_compiled_at_start() -> None:
 
 
 def test_keys_with_outliers_keep_their_small_numbers_in_fp8_and_lose_them_in_int8() -> None:
-    """What the cache in fp8 is for: models with a few dimensions of large keys."""
+    """The fp8 cache is for models with large keys in a few dimensions."""
     torch.manual_seed(0)
     rows = torch.randn(64, 2, 32)
     rows[..., 5] *= 300

@@ -1,4 +1,4 @@
-"""Fused operations of a GPU equal their parts, and fall back to them where they cannot be compiled."""
+"""Fused GPU operations equal their parts, and fall back to them where they cannot be compiled."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_gain_follows_its_weight() -> None:
     ],
 )
 def test_the_compiler_takes_them_whole(function) -> None:  # type: ignore[no-untyped-def]
-    """No part of them is left to the interpreter, with any number of rows."""
+    """The whole operation is compiled, for any number of rows."""
     plain = function.__wrapped__
     compiled = torch.compile(plain, dynamic=True, fullgraph=True, backend="eager")
     for rows in (1, 3, 64):
@@ -89,7 +89,7 @@ def test_the_compiler_takes_them_whole(function) -> None:  # type: ignore[no-unt
 
 @pytest.mark.slow  # likewise
 def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variant for each width, dtype and epsilon, for one row and for more."""
+    """One variant is compiled for each width, dtype and epsilon, for one row and for more."""
     variants = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
@@ -110,7 +110,7 @@ class Elsewhere(torch.Tensor):
 
 
 class OutOfResources(Exception):
-    """As Triton's: no RuntimeError."""
+    """Like Triton's error of this name, no RuntimeError."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a folder's generation_config.json and config.json say of generation, and what of it is not served."""
+"""Settings of generation_config.json and config.json: those that become defaults, and those that are not served."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_settings_that_would_change_outputs_and_are_not_served_are_told(
 
 
 def not_served(found: Checkpoint) -> tuple[str, ...]:
-    """What a folder's only warning names; nothing without one."""
+    """Return the settings that a folder's only warning names; empty without a warning."""
     assert len(found.warnings) < 2
     said = "".join(found.warnings).removeprefix("settings of generation that are not served: ")
     return tuple(said.split(", ")) if said else ()
 
 
-# As T5 and BART's summarizer have them.
+# Settings of T5 and of BART's summarizer.
 TASKS = {
     "summarization": {
         **{"early_stopping": True, "length_penalty": 2.0, "max_length": 200, "min_length": 30, "num_beams": 4},
@@ -153,7 +153,7 @@ def test_banned_words_of_one_token_are_suppressed_and_longer_ones_kept_whole(tmp
 
 
 def test_the_oldest_name_of_the_forced_first_token_holds_where_there_is_no_newer_file(tmp_path: Path) -> None:
-    """As `transformers` reads BART's first folders."""
+    """`transformers` reads BART's first folders so."""
     folder = copied("bart", tmp_path)
     changes = {"forced_bos_token_id": None, "force_bos_token_to_be_generated": True, "bos_token_id": 5}
     edit_json(folder / "config.json", **changes)
@@ -199,7 +199,7 @@ def test_every_key_that_whisper_reads_has_an_entry() -> None:
     fields += [(one.args[0], ast.literal_eval(one.args[1])) for one in calls if isinstance(one.args[1], ast.Constant)]
     read = {name for owner, name in fields if ast.unparse(owner).endswith("generation_config")}
     assert {name for name in read if not name.startswith("_")} <= SETTINGS.keys() | SPEECH_SETTINGS.keys()
-    assert SPEECH_SETTINGS.keys() - {"max_initial_timestamp_index"} <= read  # which its processor of logits reads
+    assert SPEECH_SETTINGS.keys() - {"max_initial_timestamp_index"} <= read  # its logits processor reads this one
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_config_json_is_asked_only_without_the_newer_file(tmp_path: Path) -> Non
     newer.write_text("{}")
     found = read_checkpoint(folder)
     assert found.sampling_defaults == {} and found.config.generation == GenerationRules()
-    assert found.config.eos_token_ids == (8,)  # without an end an output would run on
+    assert found.config.eos_token_ids == (8,)  # without an end token an output would not end
     newer.unlink()
     found = read_checkpoint(folder)
     lengths = {name: value for name, value in LEFT.items() if name != "forced_eos_token_id"}
@@ -333,7 +333,7 @@ def test_config_json_is_asked_only_without_the_newer_file(tmp_path: Path) -> Non
 
 
 def test_padding_of_batches_is_no_part_of_the_network(tmp_path: Path) -> None:
-    """M2M-100 counts positions from its padding token, which is config.json's, as in the reference."""
+    """As in the reference, M2M-100 counts positions from the padding token of config.json."""
     folder = copied("m2m-100", tmp_path)
     before = read_checkpoint(folder).config
     own = json.loads((folder / "generation_config.json").read_text())

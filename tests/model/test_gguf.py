@@ -1,4 +1,4 @@
-"""The header of GGUF files: what is read from it, and that a damaged or hostile one is refused by what is wrong."""
+"""The header of GGUF files: its values are read, and a damaged or hostile header is refused with its fault."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_version_2_is_the_same(tmp_path: Path) -> None:
 
 
 def place_of(data: bytes, text: str) -> int:
-    """Where the bytes behind a string with its length begin."""
+    """Return the offset after a string and its length."""
     return data.index(struct.pack("<Q", len(text)) + text.encode()) + 8 + len(text)
 
 
 def put(form: str, at: int | str, value: int, skip: int = 0) -> Callable[[bytes], bytes]:
-    """Replace a number at a place, or behind a string."""
+    """Return a change that replaces a number at an offset or after a string."""
 
     def change(data: bytes) -> bytes:
         place = at if isinstance(at, int) else place_of(data, at)
@@ -113,7 +113,7 @@ def test_a_damaged_header_is_refused_by_what_is_wrong(damage: str, file: Path) -
 
 
 def test_strings_of_an_array_are_limited(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are passed over one by one."""
+    """They are skipped one by one."""
     monkeypatch.setattr(container, "_MAX_ELEMENTS", 1)
     with pytest.raises(ConfigError, match=r"a\.list has 2 strings"):
         read_gguf(file)
@@ -137,7 +137,7 @@ def test_an_alignment_must_be_a_power_of_two(alignment: int, tmp_path: Path) -> 
 
 
 def test_random_damage_is_read_or_refused(file: Path) -> None:
-    """Whatever a byte becomes, nothing but a `ConfigError` comes of it."""
+    """Whatever a byte becomes, reading gives a model or a `ConfigError`."""
     chosen, whole, refused = random.Random(0), file.read_bytes(), 0
     for _ in range(600):
         data = bytearray(whole)
@@ -175,17 +175,17 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
 
 def test_which_file_a_path_means(file: Path, tmp_path: Path) -> None:
     assert gguf_path(file) == gguf_path(tmp_path) == file
-    (tmp_path / "config.json").write_text("{}")  # as some repositories have it beside
+    (tmp_path / "config.json").write_text("{}")  # some repositories have one next to the file
     assert gguf_path(tmp_path) == file
     write_gguf(tmp_path / "y.gguf", {}, {})
     with pytest.raises(ConfigError, match=r"has several models, x\.gguf, y\.gguf: give the path of one"):
         gguf_path(tmp_path)
-    (tmp_path / "model.safetensors").touch()  # weights that win
+    (tmp_path / "model.safetensors").touch()  # safetensors take precedence
     assert gguf_path(tmp_path) is None and gguf_path(tmp_path / "nowhere") is None
 
 
 def test_files_for_another_purpose_are_named_and_no_models(file: Path, tmp_path: Path) -> None:
-    """A folder often has them beside a model."""
+    """A folder often has such files next to a model."""
     kinds: dict[str, tuple[dict[str, tuple[str, Any]], str]] = {
         "mmproj-x": ({"general.architecture": ("STRING", "clip")}, "reads images or sounds"),
         "mmproj-y": ({"general.type": ("STRING", "mmproj"), **METADATA}, "reads images or sounds"),
@@ -207,7 +207,7 @@ def test_files_for_another_purpose_are_named_and_no_models(file: Path, tmp_path:
 
 
 def test_a_model_without_a_suffix_is_known_by_its_first_bytes(tmp_path: Path) -> None:
-    """As Ollama keeps them; and suffixes in capitals."""
+    """Ollama's files have no suffix; suffixes in capitals work too."""
     path = converted("llama", tmp_path)
     expected = read_checkpoint(path).config
     for name in ("sha256-1a2b", "MODEL.GGUF"):
@@ -291,7 +291,7 @@ def test_windows_with_a_base_of_their_own_are_refused(tmp_path: Path) -> None:
 
 
 def test_values_of_any_kind_are_read_or_refused(tmp_path: Path) -> None:
-    """Nothing but a `ConfigError` comes of metadata that says something else, or of another kind."""
+    """Metadata with wrong values or types gives a model or a `ConfigError`."""
     keys = [key.removeprefix("llama.") for key in conversions()["llama"]["metadata"] if key.startswith("llama.")]
     keys += ["attention.key_length", "rope.scaling.factor", "attention.causal", "pooling_type"]
     values: tuple[tuple[str, Any], ...] = (

@@ -1,4 +1,4 @@
-"""GGUF files of architectures whose tables have a rule of their own: what they say, and how a wrong one is refused."""
+"""GGUF files of architectures with special rules: the right configuration, and errors for wrong files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_architecture_is_of_a_family() -> None:
 
 @pytest.mark.parametrize(("gate", "up"), [("Q8_0", "MXFP4"), ("Q8_0", None), (None, "MXFP4")])
 def test_gate_and_up_of_a_shared_expert_become_one_matrix(gate: str | None, up: str | None, tmp_path: Path) -> None:
-    """GraniteMoeShared has them in one tensor; each of a file may have a format of its own, or floats."""
+    """GraniteMoeShared stores them in one tensor; in a file each may have its own format, or floats."""
     kinds = {"ffn_gate_shexp": gate, "ffn_up_shexp": up}
 
     def blocks(name: str, tensor: Tensor) -> Blocks | Tensor:
@@ -83,7 +83,7 @@ def test_numbers_of_xielu_must_be_one_for_each_layer(value: Any, message: str, t
 
 
 def test_hunyuan_has_its_base_stretched_already(tmp_path: Path) -> None:
-    """By Tencent's own rule, as the folder's `alpha` would: 10,000 * 50^(d / (d - 2)) of heads with d = 12."""
+    """The same value as by Tencent's rule for a folder's `alpha`: 10,000 * 50^(d / (d - 2)) for heads with d = 12."""
     found = position(read_checkpoint(converted("hunyuan", tmp_path)).config)
     assert found.theta == pytest.approx(10_000 * 50 ** (12 / 10), rel=1e-6)
 
@@ -115,7 +115,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 
 
 def test_a_width_of_heads_that_a_file_does_not_say_is_the_hidden_size_over_heads(tmp_path: Path) -> None:
-    """As in llama.cpp, whatever a folder's class takes: of Qwen3 128."""
+    """As in llama.cpp, whatever a folder's class assumes: 128 in Qwen3."""
     known = json.loads(json.dumps(conversions()["qwen2"]["metadata"]).replace('"qwen2', '"qwen3'))
     metadata = {key: (kind, one) for key, (kind, one) in known.items()}
     path = write_gguf(tmp_path / "x.gguf", metadata, {"token_embd.weight": torch.ones(97, 32)})
@@ -124,7 +124,7 @@ def test_a_width_of_heads_that_a_file_does_not_say_is_the_hidden_size_over_heads
 
 
 def test_a_llama_with_biases_of_q_k_and_v_alone_is_read(tmp_path: Path) -> None:
-    """Llama's class has those of the output too, or none."""
+    """Llama's class has biases of the output too, or none."""
     path = converted("llama-gqa", tmp_path)
     plain = read_checkpoint(path)
     sizes = {name: one.shape[0] for name, one in read_gguf(path).tensors.items()}

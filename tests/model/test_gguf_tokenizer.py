@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF metadata: the ids of the tokenizer files that the metadata was made of, and of llama.cpp."""
+"""Tokenizers of GGUF metadata give the ids of the tokenizer files that it was made of, and those of llama.cpp."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def root() -> Iterator[Path]:
 
 
 def write(path: Path, **entries: tuple[str, Any]) -> Path:
-    """A file with this tokenizer and no tensors."""
+    """Write a file with this tokenizer and no tensors."""
     named = {f"tokenizer.{name.replace('__', '.')}": entry for name, entry in entries.items()}
     return write_gguf(path, {"general.architecture": ("STRING", "llama"), **named}, {})
 
@@ -59,7 +59,7 @@ def _pieces(folder: Path, kind: str) -> Entries:
 
 
 def _t5(folder: Path) -> Entries:
-    """The sentinels of T5's own class have no pieces; mT5's file is whole."""
+    """T5's class adds the sentinels, which have no pieces; mT5's file has all tokens."""
     return _pieces(folder, "t5") | _ids(eos=1, unknown=2, padding=0)
 
 
@@ -72,7 +72,7 @@ def _gemma(folder: Path) -> Entries:
 
 
 def _xlm_roberta(folder: Path) -> Entries:
-    """The pieces in fairseq's order, the mask behind them."""
+    """Return the pieces in fairseq's order, with the mask after them."""
     found = _pieces(folder, "t5")
     first: Entries = {
         "ggml__tokens": ("ARRAY", ["<s>", "<pad>", "</s>", "<unk>"]),
@@ -87,7 +87,7 @@ def _xlm_roberta(folder: Path) -> Entries:
 
 
 def _bert(folder: Path) -> Entries:
-    """Words begin with a mark where WordPiece has one for what follows them."""
+    """GGUF marks the beginnings of words, WordPiece marks the continuations."""
     names = (folder / "vocab.txt").read_text().split("\n")[:-1]
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     marked = [name if name in special else name[2:] if name.startswith("##") else f"\u2581{name}" for name in names]
@@ -132,14 +132,14 @@ MADE: dict[str, Callable[[Path], Entries]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_ids_and_texts_are_those_of_the_files(name: str, root: Path) -> None:
     folder = write_folder(name, root / name)
-    if name == "gemma":  # as the pieces are called here
+    if name == "gemma":  # our pieces have these names
         settings = {"tokenizer_class": "GemmaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     expected = Tokenizer.from_folder(folder)
     found = Tokenizer.from_folder(write(root / f"{name}.gguf", **MADE[name](folder)))
     assert expected is not None and found is not None
     for text in (*strings(400), "", " ", "\n"):
-        if name == "gemma" and "<mask>" in text:  # which these pieces do not have
+        if name == "gemma" and "<mask>" in text:  # our pieces lack it
             continue
         for added in (False, True):
             ids = expected.encode(text, add_special_tokens=added)
@@ -152,10 +152,10 @@ def test_ids_and_texts_are_those_of_the_files(name: str, root: Path) -> None:
 
 @cache
 def pretokenizers() -> dict[str, Any]:
-    """Merges, pieces of texts, and digests of the ids that llama.cpp (of llama-cpp-python 0.3.36) finds in them.
+    """Return merges, pieces of texts, and digests of their ids by llama.cpp (of llama-cpp-python 0.3.36).
 
-    For Qwen's rules the texts have no character in decomposed form, as llama.cpp does not compose it; `gpt-4o` has no
-    short form of English behind a mark, where llama.cpp's pattern is not the published one.
+    Texts for Qwen's rules have no decomposed characters, because llama.cpp does not compose them. Texts for `gpt-4o`
+    have no English short form after a mark, because llama.cpp's pattern differs there from the published one.
     """
     found: dict[str, Any] = json.loads(_DATA.read_text())
     return found
@@ -180,7 +180,7 @@ def byte_level(path: Path, pre: str) -> Path:
     )
 
 
-# What llama.cpp, whose patterns know no cases of letters, does otherwise than the models' tokenizer.json.
+# Texts that llama.cpp cuts differently than the models' tokenizer.json, as its patterns know no letter case.
 _PUBLISHED = {"kimi-k2", "youtu", "tiny_aya", "cohere2moe", "afmoe"}
 
 
@@ -236,7 +236,7 @@ def test_gemma_4s_lines_are_merged_whole(tmp_path: Path) -> None:
 
 
 def test_tokens_without_a_text_have_the_names_that_llama_cpp_gives_them(tmp_path: Path) -> None:
-    """Some vocabularies have several."""
+    """Some vocabularies have several such tokens."""
     names = ("ARRAY", ["a", "", "b", ""])
     kind = {"ggml__model": ("STRING", "gpt2"), "ggml__pre": ("STRING", "gpt-2"), "ggml__tokens": names}
     tokenizer = Tokenizer.from_folder(write(tmp_path / "x.gguf", **kind, ggml__merges=("ARRAY", ("STRING", []))))
@@ -295,7 +295,7 @@ def test_a_file_without_a_tokenizer_takes_ids_only(tmp_path: Path) -> None:
 
 
 def test_files_beside_win_in_a_folder(root: Path, tmp_path: Path) -> None:
-    """A file that is named stands for itself; in a folder tokenizer.json and the template beside it overrule it."""
+    """A file named alone uses its own; in a folder tokenizer.json and the template next to the file take precedence."""
     entries = {"chat_template": ("STRING", "{{ bos_token }}{{ messages[0].content }}")}
     file = byte_level(tmp_path / "x.gguf", "gpt-2")
     named = write(
@@ -316,13 +316,13 @@ def test_files_beside_win_in_a_folder(root: Path, tmp_path: Path) -> None:
     assert both is not None and both.templates["tool_use"] == "{{ tools }}" and "messages" in both.templates["default"]
     file_of_both.unlink()
     assert template_files(tmp_path) is None
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "beside"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "folder"}))
     assert template_files(tmp_path) == TemplateFiles(
-        {"default": "beside"}, {"bos_token": "<|begin|>", "eos_token": "<|begin|>"}
+        {"default": "folder"}, {"bos_token": "<|begin|>", "eos_token": "<|begin|>"}
     )
     assert template_files(file) is None
     other = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
-    beside, own = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(file)
-    assert beside is not None and own is not None
-    assert beside.vocab_size == 2 < own.vocab_size
+    folders, own = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(file)
+    assert folders is not None and own is not None
+    assert folders.vocab_size == 2 < own.vocab_size

@@ -46,8 +46,8 @@ from tests.model.gguf_files import Blocks, conversions, converted, write_gguf
 from tests.model.parity import decoder_logits
 from tests.parallel.ranks import on_ranks
 
-# The places of the last bytes of a block's float16, which are kept from being infinities, and a digest of what
-# `gguf.dequantize` (gguf 0.19) makes of blocks of bytes that SHA-256 makes.
+# Offsets of the last bytes of a block's float16 numbers, which must not become infinite, and a digest of the values
+# that `gguf.dequantize` (gguf 0.19) gives for blocks of bytes from SHA-256.
 DEQUANTISED: dict[str, tuple[tuple[int, ...], str]] = {
     "Q4_0": ((1,), "daacdb3426dfd246"),
     "Q4_1": ((1, 3), "5437a0d2121f43b8"),
@@ -75,13 +75,13 @@ DEQUANTISED: dict[str, tuple[tuple[int, ...], str]] = {
 
 
 def stream(count: int, seed: str) -> bytes:
-    """Bytes that are the same everywhere."""
+    """Return pseudo-random bytes that are the same on every machine."""
     parts = (hashlib.sha256(f"{seed} {number}".encode()).digest() for number in range(-(-count // 32)))
     return b"".join(parts)[:count]
 
 
 def blocks_of(name: str, count: int, seed: str = "") -> bytes:
-    """Random blocks of a format, without infinities."""
+    """Return random blocks of a format, without infinities."""
     size = next(kind.bytes for kind in BLOCK_TYPES.values() if kind.name == name)
     data = bytearray(stream(size * count, name + seed))
     for block in range(count):
@@ -99,12 +99,12 @@ def test_numbers_are_those_that_ggml_computes_bit_for_bit(name: str) -> None:
 
 
 def plain(config: ModelConfig, kind: str) -> ModelConfig:
-    """A configuration without what GGUF has no place for: heads of training, and one constant of Gemma's and T5's."""
+    """Return the configuration without what GGUF cannot store: training heads, and one constant of Gemma and T5."""
     changes: dict[str, Any] = {"bos_token_id": None, "eos_token_ids": (), "pad_token_id": None}
     changes |= {"masked_head": None, "pooler": False, "in_order": frozenset(), "text_type": None}
     if kind in _READ_AS:
         changes["model_type"] = _READ_AS[kind]
-    if kind in ("nomic-bert", "hunyuan"):  # the conversion has a length of its own
+    if kind in ("nomic-bert", "hunyuan"):  # the conversion uses another length
         changes["max_positions"] = 2048
     for name, stack in config.stacks.items():
         if kind.startswith(("gemma2", "gemma3")):  # query_pre_attn_scalar
@@ -127,19 +127,19 @@ _READ_AS = {"mt5": "t5", "qwen2-5-vl": "qwen2", "gemma4-unified": "gemma4_text",
 
 
 def with_published_base(layer: LayerConfig) -> LayerConfig:
-    """With Falcon's own rotary base, which GGUF takes for granted."""
+    """Return the layer with Falcon's own rotary base, which GGUF does not store."""
     return replace(layer, mixer=replace(layer.attention, position=RotaryConfig(layer.attention.head_dim)))
 
 
 def without_bounds(layer: LayerConfig) -> LayerConfig:
-    """Without gpt-oss' bounds of gates, which GGUF takes for granted."""
+    """Return the layer without gpt-oss' bounds of gates, which GGUF does not store."""
     assert isinstance(layer.feed_forward, ExpertsConfig)
     mlp = replace(layer.feed_forward.mlp, clamp=None)
     return replace(layer, feed_forward=replace(layer.feed_forward, mlp=mlp))
 
 
 def reach_far(layer: LayerConfig) -> LayerConfig:
-    """With T5's own distance, which GGUF takes for granted."""
+    """Return the layer with T5's own distance, which GGUF does not store."""
     assert isinstance(layer.attention.position, BucketBiasConfig)
     return replace(layer, mixer=replace(layer.attention, position=replace(layer.attention.position, max_distance=128)))
 
@@ -153,7 +153,7 @@ def without_a_window(layer: LayerConfig) -> LayerConfig:
 
 
 def with_position(**changes: Any) -> Callable[[LayerConfig], LayerConfig]:
-    """With what GGUF says otherwise of rotary positions, or not at all."""
+    """Return a change of rotary settings that GGUF stores differently, or not at all."""
 
     def change(layer: LayerConfig) -> LayerConfig:
         position = layer.attention.position
@@ -164,7 +164,7 @@ def with_position(**changes: Any) -> Callable[[LayerConfig], LayerConfig]:
 
 
 def without_what_phi_has(layer: LayerConfig) -> LayerConfig:
-    """Without the temperatures of Phi-3.5-MoE's positions and the tolerance of its router."""
+    """Return the layer without the position temperatures of Phi-3.5-MoE and its router's tolerance."""
     assert isinstance(layer.feed_forward, ExpertsConfig)
     layer = replace(layer, feed_forward=replace(layer.feed_forward, mixer_tolerance=None))
     return with_position(attention_factor=1.0, long_attention_factor=None)(layer)
@@ -183,7 +183,7 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", [kind for kind in conversions() if kind not in ("roberta", "bert-no-pooler")])
 def test_what_llama_cpp_converts_is_read_back(kind: str, tmp_path: Path) -> None:
-    """Settings are equal and tensors bit for bit, but for what was stored plus 1, or as an exponential."""
+    """Settings are equal, and tensors bit for bit, except those stored plus 1 or as an exponential."""
     period = {"attention__sliding_window_pattern": ("UINT32", 3)} if kind.startswith("gemma3") else {}  # ours is short
     original, read = read_checkpoint(saved(kind).path), read_checkpoint(converted(kind, tmp_path, **period))
     expected = plain(original.config, kind)
@@ -205,7 +205,7 @@ def test_what_llama_cpp_converts_is_read_back(kind: str, tmp_path: Path) -> None
 
 
 def test_positions_of_a_roberta_begin_at_zero(tmp_path: Path) -> None:
-    """llama.cpp makes a BERT of it, without the rows of its table that no position has."""
+    """llama.cpp converts it to a BERT, without the rows of its table that belong to no position."""
     config = read_checkpoint(converted("roberta", tmp_path)).config
     assert config.encoder is not None and config.encoder.position is not None
     assert (config.model_type, config.max_positions, config.encoder.position.offset) == ("bert", 64, 0)
@@ -223,7 +223,7 @@ def test_factors_of_llama_3_are_the_same(tmp_path: Path) -> None:
 
 
 def factors(original: float, low: float, high: float, factor: float, theta: float, dim: int) -> list[float]:
-    """What a conversion stores of such settings."""
+    """Return the factors that a conversion stores for such settings."""
     config = RotaryConfig(
         dim,
         theta,
@@ -268,7 +268,7 @@ def test_factors_of_another_rule_are_kept_as_they_are(tmp_path: Path) -> None:
 
 
 def quantised(into: Path, types: dict[str, str], *, hidden: int = 256, heads: int = 4) -> Path:
-    """A Llama of one layer whose matrices are random blocks of these types; others are F32."""
+    """Write a Llama of one layer whose matrices are random blocks of these types; other tensors are F32."""
     inner, vocab, kv = 512, 64, hidden // 2
     shapes = {
         "token_embd": (vocab, hidden),
@@ -302,7 +302,7 @@ def quantised(into: Path, types: dict[str, str], *, hidden: int = 256, heads: in
 
 
 def small(kind: str, count: int, seed: str) -> bytes:
-    """Random blocks whose float16 factors are about 0.001, and positive."""
+    """Return random blocks whose float16 factors are positive and about 0.001."""
     size = next(one.bytes for one in BLOCK_TYPES.values() if one.name == kind)
     data = bytearray(stream(size * count, kind + seed))
     for block in range(count):
@@ -362,7 +362,7 @@ def test_a_head_that_repeats_the_token_table_counts_once(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", MIXED)
 def test_projections_are_kept_as_they_are_stored(name: str, tmp_path: Path) -> None:
-    """Fused matrices have what holds all their parts; what has floats in it becomes floats."""
+    """A fused matrix has a storage that holds all its parts; it has floats if one part has floats."""
     checkpoint = read_checkpoint(quantised(tmp_path, MIXED[name]))
     kept = {target.rpartition(".")[2]: storage for target, storage in checkpoint.config.stored_as.items()}
     assert kept == KEPT[name]
@@ -402,7 +402,7 @@ PUBLISHED = {
 def read_projection(
     reader: TensorReader, sources: dict[str, TensorSource], name: str, shape: tuple[int, ...]
 ) -> tuple[Tensor, bool]:
-    """A projection's matrix as its storage says, and whether it is kept as integers; rows read in odd pieces."""
+    """Return a projection's matrix, and whether it is kept as integers; rows are read in odd pieces."""
     rows = [
         reader.region(f"{name}.weight", shape[1], slice(0, shape[1]), first, min(first + 37, shape[0]))
         for first in range(0, shape[0], 37)
@@ -419,7 +419,7 @@ def read_projection(
 
 
 def in_blocks(kind: str, name: str, shape: tuple[int, ...]) -> tuple[bytes, Tensor]:
-    """Random blocks of a type with small factors, and the numbers that they stand for."""
+    """Return random blocks of a type with small factors, and the numbers that they stand for."""
     block = next(one for one in BLOCK_TYPES.values() if one.name == kind)
     count = math.prod(shape) // block.block
     blocks = torch.frombuffer(bytearray(stream(count * block.bytes, kind + name)), dtype=torch.uint8)
@@ -444,7 +444,7 @@ def in_blocks(kind: str, name: str, shape: tuple[int, ...]) -> tuple[bytes, Tens
     ],
 )
 def test_matrices_in_other_orders_stand_for_the_stored_numbers(kind: str, tmp_path: Path) -> None:
-    """The logits of a file of blocks are those of one with the numbers that these stand for."""
+    """A file of blocks gives the same logits as one with the floats that the blocks stand for."""
     block = "MXFP4" if kind == "gpt-oss" else "Q8_0"
 
     def blocks(name: str, tensor: Tensor) -> Blocks | Tensor:
@@ -508,7 +508,7 @@ def test_c_and_torch_answer_alike(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["k", "q5"])
 def test_ranks_read_their_parts(name: str, tmp_path: Path) -> None:
-    """Rows of heads, and columns that are cut between two groups."""
+    """Ranks split rows between heads, and columns between two groups."""
     checkpoint, prompts = read_checkpoint(quantised(tmp_path, MIXED[name])), [tuple(range(1, 30))]
 
     def logits(group: Any) -> Tensor:
@@ -521,7 +521,7 @@ def test_ranks_read_their_parts(name: str, tmp_path: Path) -> None:
 
 
 def test_a_file_generates_as_its_folder(tmp_path: Path, packed_here: None) -> None:
-    """The embedded `code` in float32, with tokenizer.json in its folder; the metadata's own begin and end tokens."""
+    """Compare the embedded `code` in float32 as a file, and as a folder with tokenizer.json."""
     folder = Path(embedded_models()["code"])
     raw, stored = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     tensors = {gguf_name(name): in_turns(name, one, raw) for name, one in stored.items()}
@@ -535,7 +535,7 @@ def test_a_file_generates_as_its_folder(tmp_path: Path, packed_here: None) -> No
         texts.append(llm.generate([prompt], params)[0])
         assert llm.checkpoint.config.eos_token_ids == (0,) and llm.checkpoint.path == path
         llm.close()
-    assert texts[0] == texts[1] != "" and texts[2] == ""  # a file that is named has its own tokenizer, here none
+    assert texts[0] == texts[1] != "" and texts[2] == ""  # a file named alone uses its own tokenizer, and has none here
 
 
 def llama_metadata(raw: dict[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -558,7 +558,7 @@ def llama_metadata(raw: dict[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def gguf_name(name: str) -> str:
-    """By the names of a tiny Llama, which llama.cpp's own converter gave."""
+    """Return a tensor's GGUF name, as llama.cpp's converter names it in a tiny Llama."""
     layer = next((part for part in name.split(".") if part.isdecimal()), "")
     pattern = f"model.{name.removeprefix('model.')}".replace(f".{layer}.", ".{}.") if layer else f"model.{name}"
     known = conversions()["llama"]["tensors"]
@@ -571,7 +571,7 @@ def in_turns(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
 
 
 def test_packed_weights_are_found_again(tmp_path: Path) -> None:
-    """Of the same file they are mapped, of one with other numbers they are not."""
+    """Weights of the same file are mapped; weights of a file with other numbers are packed again."""
     path = quantised(tmp_path, MIXED["k"])
 
     def outcome() -> str:

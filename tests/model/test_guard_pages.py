@@ -1,6 +1,6 @@
 """The native library's own tests with a protected page at either end of every tensor (`make check-native`).
 
-Unlike check_native.c this runs the calls that Python makes, with the sizes that it computes, at full speed.
+Unlike check_native.c this runs Python's own calls, with the sizes that Python computes, at full speed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _LINUX, reason="there is 
 
 @pytest.fixture(scope="module")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that takes the place of the system's allocation."""
+    """Compile the library that replaces the system's allocation."""
     built = tmp_path_factory.mktemp("guard") / "guard_pages.so"
     flags = ("-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
     subprocess.run([build._compiler()[0], *flags, str(_HERE / "guard_pages.c"), "-o", str(built)], check=True)
@@ -68,7 +68,7 @@ def test_control_what_touches_it_is_found(place: str, code: str, finding: str, g
 
 
 def test_control_scratch_that_is_too_short_is_found(guard: Path) -> None:
-    """The library says 64 bytes less than it uses."""
+    """The library reports 64 bytes less than it uses."""
     code = """
 import torch
 from model.native.library import Kind, Library, native

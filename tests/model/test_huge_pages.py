@@ -1,4 +1,4 @@
-"""Memory on huge pages: zeros that are written, with any kernel."""
+"""Memory on huge pages: writable zeros on any kernel."""
 
 from __future__ import annotations
 

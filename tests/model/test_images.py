@@ -1,4 +1,4 @@
-"""Image preprocessing: pixels within 1/255 of `transformers`, and decoding that is bounded."""
+"""Image preprocessing: pixels within 1/255 of `transformers`, and bounded decoding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SQUARE = {"size": {"height": 32, "width": 32}}
 
 
 def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    """Noise over a gradient."""
+    """Return an image of noise over a gradient."""
     channels = {"RGB": 3, "L": 1, "RGBA": 4}[mode]
     noise = np.random.default_rng(0).integers(0, 128, (height, width, channels))
     values = (noise + np.linspace(0, 127, width)[None, :, None]).astype(np.uint8)
@@ -43,7 +43,7 @@ def file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def normalised(raw: dict[str, Any], data: bytes) -> np.ndarray:
-    """Pixels `[3, S, S]` as the model gets them."""
+    """Return the pixels `[3, S, S]` that the model gets."""
     made = read_image_processing(raw, CONFIG)
     pixels = np.frombuffer(made.prepare(data), np.uint8).reshape(3, CONFIG.size, CONFIG.size)
     return pixels * np.array(made.scale)[:, None, None] + np.array(made.shift)[:, None, None]
@@ -96,7 +96,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png_of(width: int, height: int) -> bytes:
-    """A few bytes that claim to be an image of any size."""
+    """Return a few bytes that claim to be an image of any size."""
     header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + _chunk(b"IDAT", zlib.compress(b"\0" * 100)) + _chunk(b"IEND", b"")
 
@@ -175,7 +175,7 @@ def test_an_image_that_is_not_resized_must_fit() -> None:
 @pytest.mark.parametrize("kind", ["dinov2", "dinov2-registers"])
 @pytest.mark.parametrize("size", [24, 48])
 def test_positions_are_stretched_to_the_size_of_prepared_images(kind: str, size: int, tmp_path: Path) -> None:
-    """DINOv2 is published with positions for 518 pixels a side, and a processor that makes 224."""
+    """DINOv2 is published with positions for images of 518 pixels, and a processor that makes 224."""
     folder = copied(kind, tmp_path)
     crop = {"do_center_crop": True, "crop_size": {"height": size, "width": size}, "size": {"shortest_edge": 2 * size}}
     (folder / "preprocessor_config.json").write_text(json.dumps(crop))

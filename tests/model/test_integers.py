@@ -48,7 +48,7 @@ ROUNDED, ROUNDED_TO_8 = (
 def filled(
     n: int, k: int, bits: int, group: int, offsets: Tensor | bool | None = False, device: torch.device = CPU
 ) -> IntegerLinear:
-    """A projection of random weights, rounded here, or of given integers: `offsets` [n, groups], True: in scales."""
+    """Return a projection of random weights, rounded here, or of given integers: `offsets` [n, groups] or scales."""
     torch.manual_seed(1)
     storage = FLOAT
     if offsets is not False:
@@ -102,7 +102,7 @@ def must_be_near(linear: IntegerLinear, found: Tensor, x: Tensor) -> None:
 def test_the_kernel_multiplies_the_same_factors_as_torch(
     n: int, k: int, bits: int, group: int, offsets: Tensor | bool | None, rows: int, device: torch.device
 ) -> None:
-    """Also where sizes are no multiples of tiles, and rows of x lie apart."""
+    """Also where sizes are not multiples of tiles, and rows of x are not contiguous."""
     linear = filled(n, k, bits, group, offsets, device)
     x = torch.randn(rows, k + 8, device=device)[:, :k]
     must_be_near(linear, linear(x), x)
@@ -114,7 +114,7 @@ def test_the_kernel_multiplies_the_same_factors_as_torch(
 def test_parts_of_the_inputs_are_added_in_order_whichever_is_done_last(
     bits: int, group: int, device: torch.device
 ) -> None:
-    """And a row's bits do not depend on how many rows the tile has."""
+    """A row's bits do not depend on the number of rows in a tile."""
     linear = filled(70, 1100, bits, group, device=device)  # 18 or 9 spans: the last of 8 parts has none
     packed = (linear.weight, linear.weight_scale, None, linear.bias, bits, group)
     x = torch.randn(16, 1100, device=device)
@@ -137,7 +137,7 @@ def test_tiles_of_few_rows_do_not_depend_on_their_number() -> None:
 
 
 class Registers(dict[str, int]):
-    """Runs instructions of PTX on 32-bit registers."""
+    """An interpreter of PTX instructions on 32-bit registers."""
 
     def run(self, text: str) -> None:
         for line in re.findall(r"[^;{}]+", text):
@@ -177,7 +177,7 @@ class Registers(dict[str, int]):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_gpus_instructions_unpack_what_the_interpreter_does(dtype: torch.dtype) -> None:
-    """Four bytes a word, of every value: the low halves in the first two registers, the high ones in the others."""
+    """Four bytes a word, of every value: the low halves go to the first two registers, the high ones to the others."""
     text = {torch.bfloat16: triton_integers.UNPACK_BFLOAT16, torch.float16: triton_integers.UNPACK_FLOAT16}[dtype].value
     for first in range(0, 256, 4):
         data = torch.arange(first, first + 4).to(torch.uint8)[[2, 0, 3, 1]]
@@ -189,7 +189,7 @@ def test_a_gpus_instructions_unpack_what_the_interpreter_does(dtype: torch.dtype
 
 @pytest.mark.parametrize(("bits", "kind"), [(4, Kind.INT4), (8, Kind.INT8)])
 def test_weights_are_rounded_as_in_c(bits: int, kind: Kind) -> None:
-    """To the same integers, except where two scales are as good; one that is infinite spoils its group alone."""
+    """Weights get equal integers except where two scales are as good; an infinite weight spoils only its group."""
     from model.linear.native import packed_linear
     from tests.model.test_native_groups import unpacked
 
@@ -220,7 +220,7 @@ def test_factors_are_kept_in_the_fewest_bits_that_hold_them() -> None:
         kept = {name: (array.dtype, tuple(array.shape)) for name, array in linear.filled_arrays().items()}
         assert linear.array_specs() == kept
         storage = integers_in_groups(4, 32, offsets=linear.weight_offset is not None)
-        with torch.device("meta"):  # as a plan counts it
+        with torch.device("meta"):  # as when a plan is made
             planned = integer_linear(linear.spec, torch.float32, CPU, integers(NumberKind.INT4, 32), storage)
         assert planned.nbytes >= linear.nbytes
 
@@ -243,7 +243,7 @@ def test_a_models_layers_and_its_head_are_rounded() -> None:
 
 @torch.inference_mode()
 def test_what_is_stored_in_integers_is_multiplied_as_it_is(tmp_path: Path) -> None:
-    """Without being asked for, to the bits of what is dequantised; what is stored otherwise is rounded from that."""
+    """Stored integers are used bit for bit without a setting; other projections are rounded from their floats."""
     checkpoint = read_checkpoint(quantised("llama-gqa", tmp_path))
     model, exact = (load_model(checkpoint, SdpaBackend(), LinearFactory(integers=one)) for one in ((), None))
     kept = [one for one in linears(model) if isinstance(one, IntegerLinear)]
@@ -273,7 +273,7 @@ def test_what_is_stored_in_integers_is_multiplied_as_it_is(tmp_path: Path) -> No
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["gptq", "awq", "w4a16 asymmetric", "w8a8 groups"])
 def test_published_formats_are_multiplied_as_they_are_stored(name: str, tmp_path: Path) -> None:
-    """With zero points in 8 bits and scales in 16."""
+    """Zero points take 8 bits, scales 16."""
     stored, _ = folders(CASES[name], tmp_path)
     ours, theirs = (
         load_model(read_checkpoint(stored), SdpaBackend(), LinearFactory(integers=one)) for one in ((), None)
@@ -291,7 +291,7 @@ def test_published_formats_are_multiplied_as_they_are_stored(name: str, tmp_path
 
 
 def test_what_groups_cannot_express_is_kept_in_the_nearest_that_can(tmp_path: Path) -> None:
-    """As in C: inputs in another order than groups in 8 bits, unless another format is asked for."""
+    """As in C, inputs in another order than groups get 8 bits, unless another format is set."""
     checkpoint = read_checkpoint(folders(CASES["gptq act-order"], tmp_path)[0])
     for asked, kept in (((), {(8, 128)}), (ROUNDED, {(4, 32), (8, 128)})):
         linear = LinearFactory(integers=asked, quantization="int4-g32" if asked else "none")
@@ -303,7 +303,7 @@ def test_what_groups_cannot_express_is_kept_in_the_nearest_that_can(tmp_path: Pa
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["llama-gqa", "gpt2"])
 def test_two_ranks_round_their_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the head too, whose rows may be the token table's."""
+    """The head is included, whose rows may be the token table's."""
     monkeypatch.setattr(module, "unsupported", lambda device: "ranks are threads here, the interpreter has one")
     checkpoint = read_checkpoint(saved(kind).path)
 

@@ -1,4 +1,4 @@
-"""JSON schemas and patterns as outputs are held to them: exact, or refused with the keyword and its place."""
+"""JSON schemas and patterns as grammars: enforced exactly, or refused with the keyword and its place."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ UNION = {
     },
 }
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}}
-# A schema, texts that it must allow, and texts that it must not.
+# A schema, texts that it must allow, and texts that it must refuse.
 HELD: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "2**60": ({"const": 2**60}, [str(2**60)], [str(2**60 + 1), str(2**60 - 1)]),
     "10**300": ({"const": 10**300}, [str(10**300)], [str(10**300 + 1)]),
@@ -314,7 +314,7 @@ def test_bounds_of_numbers_hold_for_random_outputs() -> None:
     assert finished > 80
 
 
-# A pattern, texts that it must match as a whole, and texts that it must not: as JavaScript reads it.
+# A pattern, texts that it must match as a whole, and texts that it must not match, by JavaScript's rules.
 PATTERNS: list[tuple[str, list[str], list[str]]] = [
     ("[a[bc]]", ["a]", "[]"], ["a", "b"]),
     ("[a&&b]+", ["a&b"], ["c"]),

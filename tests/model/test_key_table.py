@@ -1,4 +1,4 @@
-"""docs/keys.md says what is done with keys and which files tokenizers have, as the code does it."""
+"""docs/keys.md is the page that the code generates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_the_page_is_what_the_code_does() -> None:
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_a_class_is_read_from_the_files_of_the_library(name: str) -> None:
     theirs, ours = set(library_files(name)), set(CLASSES[name].files)
-    if name in ("Gemma", "XGLM"):  # which there have tokenizer.json alone
+    if name in ("Gemma", "XGLM"):  # the library's class has tokenizer.json alone
         assert not theirs and ours == {*SENTENCEPIECE_NAMES}
-    elif name == "Qwen3_5":  # whose class there names a file that no folder has
+    elif name == "Qwen3_5":  # the library's class names a file that no folder has
         assert ours == set(library_files("Qwen2"))
     elif ours == {*SENTENCEPIECE_NAMES}:
         assert len(theirs) == 1 and theirs <= ours

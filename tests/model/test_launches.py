@@ -1,8 +1,8 @@
-"""How many kernels a recorded decode step launches for each layer on a GPU, and how often its host waits.
+"""The number of kernels that a recorded decode step launches for each layer on a GPU, and of its host's waits.
 
-Counted on a CPU: each operator of torch that computes something, each kernel of Triton, and each function that a GPU
-gets compiled (`model.network.fused_ops`) is one launch. Triton's kernels are counted and not run. Of few keys, which
-are not split: the sum of parts would be one launch more.
+Launches are counted on a CPU: each computing operator of torch, each Triton kernel, and each function that is
+compiled for GPUs (`model.network.fused_ops`) is one. Triton's kernels are counted and not run. The steps have few
+keys, which are not split: joining parts would be one launch more.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ COMPILED = (
 
 
 class Launches(TorchDispatchMode):
-    """Counts by name what is launched while it is on."""
+    """Counts launches by name while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
-        self._inside = 0  # of something that is one launch
+        self._inside = 0  # nested calls of something that is one launch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
@@ -85,7 +85,7 @@ class Launches(TorchDispatchMode):
 
 
 def is_view(result: Any, args: Any) -> bool:
-    """Whether what came back lies where an argument lies."""
+    """Whether a result shares an argument's memory."""
     first = result[0] if isinstance(result, (tuple, list)) else result
     places = [arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)]
     return isinstance(first, Tensor) and first.untyped_storage().data_ptr() in places
@@ -97,7 +97,7 @@ PRODUCTS = {"grouped_product": triton_integers, "quantize": triton_fp8, "scaled_
 def of_each_layer(
     kind: str, monkeypatch: pytest.MonkeyPatch, linear: LinearFactory | None = None
 ) -> list[Counter[str]]:
-    """What each layer launches in a recorded step."""
+    """Return the launches of each layer in a recorded step."""
     launches = Launches()
     for name, module in (KERNELS | PRODUCTS).items():
         monkeypatch.setattr(module, name, launches.kernel(name))
@@ -145,13 +145,13 @@ EXPECTED = {
 def test_launches_of_a_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, *_ = of_each_layer(kind, monkeypatch)
     assert sum(second.values()) == EXPECTED[kind], second
-    # The angles of a step are one launch; beside them the first layer has its first norm alone, or T5's table.
+    # One launch makes the angles of a step; the first layer has a norm of its own in addition, or T5's table.
     assert first["turns"] == (kind in ("llama-gqa", "qwen3", "gemma3", "gpt-neox"))
     assert sum(first.values()) <= EXPECTED[kind] + first["turns"] + 2, first
 
 
 def test_launches_of_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its projections one: beside them the MLP's three launches, and two sums with norms."""
+    """One launch between its projections; in addition the MLP's three launches, and two sums with norms."""
     _, attends, recurs = of_each_layer("qwen3-5", monkeypatch)
     assert recurs["step_states"] == 1
     assert sum(recurs.values()) == 9, recurs
@@ -160,7 +160,7 @@ def test_launches_of_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["int4", "int8-g128", "fp8"])
 def test_launches_of_a_layer_with_weights_in_fewer_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Integers are products like others; fp8 quantises what comes, once for each of the four products."""
+    """Integers need no launches more; fp8 quantises the inputs, once for each of the four products."""
     patterns = ("decoder.layers.*",)
     linear = LinearFactory(torch.bfloat16, fp8=patterns)
     if name != "fp8":
@@ -172,7 +172,7 @@ def test_launches_of_a_layer_with_weights_in_fewer_bits(name: str, monkeypatch: 
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes a host wait for its device: values, and shapes that depend on values."""
+    """Counts operations that make a host wait for its device: reads of values, and shapes that depend on values."""
 
     OPERATORS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique", "equal", "allclose")
     METHODS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
@@ -215,7 +215,7 @@ class Waits(TorchDispatchMode):
 
 
 class FirstTokens:
-    """The sampling kernel, of which every token is 0."""
+    """A fake of the sampling kernel that always draws token 0."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(logits: Tensor, tokens: Tensor, *_: Any, **__: Any) -> None:
@@ -230,7 +230,7 @@ class FirstTokens:
 def test_a_steady_decode_waits_once_a_step(
     kind: str, params: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And that for the tokens of the step before: nothing between the integers of a step and its tokens waits."""
+    """It waits for the tokens of the previous step; nothing else between a step's inputs and its tokens waits."""
     for name, module in KERNELS.items():
         monkeypatch.setattr(module, name, Launches().kernel(name))
     monkeypatch.setattr(triton_sampling, "sampling_kernel", FirstTokens())

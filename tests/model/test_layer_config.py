@@ -1,4 +1,4 @@
-"""Stacks whose layers differ: what is refused, what stays shared, and that each layer is computed as it says."""
+"""Stacks whose layers differ: invalid ones are refused, and each layer is computed by its own settings."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_each_layer_is_computed_as_it_says() -> None:
     model, inputs = build(stack(*DIFFERENT)), packed_input([prompt(9), prompt(4)], CPU, causal=True)
     assert model.decoder is not None
     x = model.embed_tokens(inputs.input_ids)
-    for index, layer in enumerate(DIFFERENT):  # as the only layer of a stack, with the weights that it has in this one
+    for index, layer in enumerate(DIFFERENT):  # as the only layer of a stack, with its weights of this one
         alone = build(stack(layer))
         assert alone.decoder is not None
         alone.decoder.layers[0].load_state_dict(model.decoder.layer(index).state_dict())

@@ -59,7 +59,7 @@ def stack(
 
 
 def build(config: StackConfig, backend: AttentionBackend | None = None) -> Transformer:
-    """A model of one stack."""
+    """Return a model of one stack."""
     torch.manual_seed(0)
     stacks = {"decoder" if config.causal else "encoder": config}
     model = Transformer(
@@ -78,7 +78,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
 
 
 def states(model: Transformer, tokens: list[int], shift: int = 0) -> Tensor:
-    """Hidden states `[L, d]` of tokens whose positions begin at `shift`."""
+    """Return hidden states `[L, d]` of tokens whose positions begin at `shift`."""
     causal = model.encoder is None
     inputs = packed_input([tokens], CPU, causal=causal)
     inputs = replace(inputs, positions=inputs.positions + shift)
@@ -97,7 +97,7 @@ def name_of(position: Position) -> str:
 
 
 class TestNorms:
-    """Ba et al. 2016; where a norm stands decides what the residual stream carries (Xiong et al. 2020)."""
+    """Ba et al. 2016; the place of a norm decides what the residual stream carries (Xiong et al. 2020)."""
 
     @staticmethod
     def silenced(config: StackConfig) -> Tensor:
@@ -145,7 +145,7 @@ FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", FORMULAS)
 def test_feed_forward_layers_are_their_formulas(activation: Activation, gated: bool) -> None:
-    """ReLU and GELU feed-forward; gated by SiLU it is SwiGLU, `(SiLU(x W) * x V) W2` (Shazeer 2020)."""
+    """ReLU and GELU feed-forward layers; gated by SiLU it is SwiGLU, `(SiLU(x W) * x V) W2` (Shazeer 2020)."""
     torch.manual_seed(0)
     mlp, x = MLP(MLPConfig(6, activation, gated=gated, bias=False), 4, LinearFactory()), torch.randn(3, 4)
     for parameter in mlp.requires_grad_(False).parameters():
@@ -208,9 +208,9 @@ class TestPositions:
         assert added[1, 7, :8].tolist() == [SLOPES.slopes[1] * (key - 7) for key in range(8)]
 
     def test_neighbours_turn_as_halves_do_in_another_order(self) -> None:
-        """Su et al. 2021, equation 15: which dimensions are a pair is a matter of the weights' order."""
+        """Su et al. 2021, equation 15: the pairing of dimensions only permutes the weights."""
         x = torch.randn(9, HEADS, DIM, generator=torch.Generator().manual_seed(0))
-        order = torch.arange(DIM).view(2, -1).T.flatten()  # 0 4 1 5 ...: halves side by side
+        order = torch.arange(DIM).view(2, -1).T.flatten()  # 0 4 1 5 ...: the halves interleaved
         turned = {one.interleaved: rotary_tables(one, torch.arange(9), x.dtype) for one in (ROTARY, NEIGHBOURS)}
         halves, neighbours = rotate(x, turned[False]), rotate(x[..., order], turned[True], interleaved=True)
         torch.testing.assert_close(neighbours, halves[..., order])
@@ -258,7 +258,7 @@ class TestWindows:
     REACH = LAYERS * (WINDOW - 1)
 
     def changed(self, backend: AttentionBackend, length: int, at: int, **changes: Any) -> list[int]:
-        """Where outputs differ at all after the token at `at` was changed."""
+        """Return the places where outputs change when the token at `at` is changed."""
         model, tokens = build(stack(window=self.WINDOW, **changes), backend), ids(length)
         other = [*tokens[:at], (tokens[at] + 1) % VOCAB, *tokens[at + 1 :]]
         return (states(model, tokens) != states(model, other)).any(-1).nonzero().flatten().tolist()

@@ -1,4 +1,4 @@
-"""The C library's results: products against torch's, rows and keys without numbers, 8-bit weights and keys."""
+"""The C library's results: products equal torch's, NaN stays in its row, 8-bit weights and keys are close."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_rows_are_written_into_pages_as_by_torch(dtype: torch.dtype, dim: int) -
 
 
 def packed_by_torch(weight: torch.Tensor, kind: Kind) -> dict[str, torch.Tensor]:
-    """As matrix.h has it, step by step over the whole matrix."""
+    """Pack as matrix.h describes, step by step over the whole matrix."""
     n, k = weight.shape
     found = {}
     if kind is Kind.INT8:
@@ -102,7 +102,7 @@ def test_rows_are_packed_bit_for_bit_whatever_their_order_and_number(
 ) -> None:
     torch.manual_seed(0)
     weight, bias = (torch.randn(n, k) * torch.randn(n, 1).exp()).to(dtype), torch.randn(n).to(dtype)
-    weight[0], weight[-1, k // 2] = 0, 1e-38  # a row of nothing, and next to nothing
+    weight[0], weight[-1, k // 2] = 0, 1e-38  # a row of zeros, and a tiny value
     expected = packed_by_torch(weight, kind) | {"bias": pad(bias.float(), (0, -n % 16))}
     cuts = [0, *sorted({n // 3, n // 2 + 1, n - 1} - {0}), n]
     pieces = NativeLinear(LinearSpec("matrix", k, (Part(n),)), kind, dtype, library())
@@ -178,7 +178,7 @@ def test_a_token_without_numbers_does_not_reach_queries_that_do_not_see_it(
     query, key, value = (torch.randn(rows, heads, DIM) for heads in (HEADS, 2, 2))
 
     def attend(value: torch.Tensor, first: int) -> torch.Tensor:
-        """Queries from `first` on, as one chunk after all tokens before."""
+        """Compute queries from `first` on, as one chunk after all earlier tokens."""
         exact, tables, slots = pool_with_past(config, [(rows, rows)])
         layer = narrowed(exact, config, dtype)
         layer.write(slots, key, value)
@@ -242,7 +242,7 @@ def test_narrow_caches_are_close_to_float32(shapes: str, kv_heads: int, dtype: t
     ours = native_backends()[0].forward(query, key, value, narrow, metadata, config)
     by_torch = ReferenceBackend().forward(query, key, value, narrow, metadata, config)
     theirs = ReferenceBackend().forward(query, key, value, exact, metadata, config)
-    assert (ours - theirs).abs().max() < close * 3  # values are normal: 3 is their reach
+    assert (ours - theirs).abs().max() < close * 3  # values are normal: about 3 at most
     torch.testing.assert_close(ours, by_torch, atol=close, rtol=0)
 
 
@@ -269,7 +269,7 @@ def test_every_width_of_a_head_and_more_rows_than_a_task(
 
 
 def narrowed(layer: LayerCache, config: AttentionConfig, dtype: torch.dtype) -> LayerCache:
-    """The same pages in another format, written as torch writes them."""
+    """Return the same pages in another format, written by torch."""
     blocks = layer.keys.shape[0]
     [copy] = KVCache(stack_of(config), [blocks], BLOCK, dtype, CPU).layers
     copy.write(torch.arange(blocks * BLOCK), layer.keys.flatten(0, 1), layer.values.flatten(0, 1))

@@ -30,7 +30,7 @@ from tests.model.tiled import HERE
 
 pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 HIDDEN, NONE = 24, -1
-SHAPES = {  # key heads, value heads, their widths, the convolution's: slices of a state that are whole, cut, and less
+SHAPES = {  # key heads, value heads, their widths, the convolution's width: whole, cut and smaller slices of a state
     "whole": (2, 4, 20, 64, 4),
     "cut": (1, 3, 33, 71, 2),
     "narrow": (3, 3, 7, 5, 6),
@@ -40,7 +40,7 @@ LEVELS_HERE = [pytest.param(level, id=level.name, marks=pytest.mark.slow) for le
 
 @pytest.fixture(scope="module", params=[pytest.param(None, id="own"), *LEVELS_HERE])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """This CPU's own library and, slowly, one of each level that it runs."""
+    """Return this CPU's own library and, in slow runs, one of each level that it runs."""
     level: Level | None = request.param
     if level is None:
         found = native()
@@ -59,7 +59,7 @@ def threads() -> Iterator[None]:
 
 
 class Recurrent:
-    """One layer of random weights without a feed-forward to speak of, and eight slots."""
+    """A layer of random weights with a trivial feed-forward, and eight slots."""
 
     def __init__(
         self, library: Library, shape: tuple[int, int, int, int, int], dtype: torch.dtype = torch.float32
@@ -107,7 +107,7 @@ class Recurrent:
         return out
 
     def one_by_one(self, x: Tensor) -> Tensor:
-        """The definition, of one sequence from its beginning; what products read is rounded to their format."""
+        """Compute one sequence by the definition from its beginning; product inputs are rounded to their format."""
         key_heads, value_heads, key_dim, value_dim, kernel = self.shape
         w = {name: weight.double() for name, weight in self.weights.items()}
         rows = rms_norm(x.double(), (HIDDEN,), w["pre"], 1e-5)
@@ -151,7 +151,7 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-4) -> None:
 def test_sequences_beside_each_other_are_what_the_definition_gives(
     library: Library, shape: str, count: int, dtype: torch.dtype
 ) -> None:
-    """And the same bits alone, in one step, whatever the threads; a state is left behind tokens within a step."""
+    """Bits do not depend on batches, cuts or threads; a step can write a state after tokens within it."""
     torch.set_num_threads(count)
     layer, x = Recurrent(library, SHAPES[shape], dtype), [torch.randn(length, HIDDEN) for length in (41, 9)]
     first = layer(torch.cat((x[0][:17], x[1][:1])), [(0, 11, NONE, 0), (11, 17, 0, 1), (17, 18, NONE, 2)])
@@ -165,7 +165,7 @@ def test_sequences_beside_each_other_are_what_the_definition_gives(
     assert torch.equal(layer(x[0], [(0, 41, NONE, 5)]), found[0])
     assert torch.equal(layer(x[0][:11], [(0, 11, NONE, 0)]), found[0][:11])
     assert all(torch.equal(now[[0, 5]], then) for now, then in zip((layer.recurrent, layer.kept), kept, strict=True))
-    assert torch.equal(layer(x[0][11:17], [(0, 6, 0, 7)]), found[0][11:17])  # from the state within a step
+    assert torch.equal(layer(x[0][11:17], [(0, 6, 0, 7)]), found[0][11:17])  # from the state written within a step
 
 
 def test_without_slots_sequences_begin_with_zeros_and_keep_nothing(library: Library) -> None:
@@ -176,7 +176,7 @@ def test_without_slots_sequences_begin_with_zeros_and_keep_nothing(library: Libr
 
 
 def test_what_a_step_reads_stays_as_it_was(library: Library) -> None:
-    """A step that is run again, and two sequences that go on from one state."""
+    """The same step can run twice, and two sequences can continue from one state."""
     layer, x = Recurrent(library, SHAPES["whole"]), torch.randn(9, HIDDEN)
     layer(x[:6], [(0, 6, NONE, 0)])
     twice = x[[6, 7, 6, 8]]

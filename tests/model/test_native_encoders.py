@@ -68,7 +68,7 @@ def stack_of(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Stack:
-    """Two layers whose weights are such that attention is neither uniform nor all on one key."""
+    """Return two layers whose attention is neither uniform nor concentrated on one key."""
     torch.manual_seed(0)
     norm = NormConfig(NormKind.LAYER, 1e-6)
     attention = AttentionConfig(
@@ -107,7 +107,7 @@ def rows_of(lengths: Sequence[int], seed: int = 1) -> Tensor:
 
 @torch.inference_mode()
 def run(stack: Stack, rows: Tensor, lengths: Sequence[int]) -> Tensor:
-    """`[T, d]` behind the final norm; of a copy, because rows are the stack's to write over."""
+    """Return `[T, d]` after the final norm; it runs on a copy, because the stack overwrites its input."""
     return stack(
         rows.clone(), packed_input([[0] * length for length in lengths], CPU, causal=False), ReferenceBackend()
     )
@@ -139,7 +139,7 @@ def test_whole_segments_equal_the_reference(heads: tuple[int, int, int, str], le
         (5, 40, {"position": "buckets", "softcap": 0.5}),
         (64, 40, {"position": "rotary", "kv_heads": 2}),
         (20, 65, {}),
-        (16, 1000, {}),  # nobody is so far away
+        (16, 1000, {}),  # wider than any segment
     ],
 )
 def test_windows_equal_the_reference(dim: int, window: int, more: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ def test_narrow_rows_are_rounded_in_place_without_touching_the_next(dim: int) ->
 
 @needs_vectors
 @pytest.mark.parametrize(
-    ("dim", "position", "window", "lengths"),  # scores are not in tiles where a head does not fill their rows
+    ("dim", "position", "window", "lengths"),  # heads that do not fill tiles are scored without tiles
     rest_is_slow(
         [
             *((dim, "none", None, FEW) for dim in (20, 32, 64)),
@@ -216,7 +216,7 @@ def test_bits_do_not_depend_on_neighbours_or_threads(
 
 @pytest.mark.parametrize(
     ("rows", "threads"),
-    # Of each row, a layer's products take 4 x 64 x 48 + 2 x 48 x 70 multiply-adds, and each key 2 x 48.
+    # For each row, a layer's products take 4 x 64 x 48 + 2 x 48 x 70 multiply-adds, and each key 2 x 48.
     [(1, 1), (44, 1), (48, 2)],
 )
 def test_little_work_is_one_threads(rows: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def test_a_changed_row_reaches_as_far_as_the_windows(window: int, dtype: torch.d
     before = run(stack, rows.to(dtype), WINDOWED)
     rows[300] += 1.0
     changed = (run(stack, rows.to(dtype), WINDOWED) != before).any(dim=1).nonzero().flatten().tolist()
-    reach = 2 * (window - 1)  # of two layers
+    reach = 2 * (window - 1)  # two layers
     assert changed == list(range(300 - reach, 300 + reach + 1))
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in C, described by hand: against a reference in float64, and their bits among other rows."""
+"""Mixtures of experts in C: equal to a float64 reference, with bits that do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ FORMATS = ((Kind.F32, 0), (Kind.BF16, 0), (Kind.INT8, 0), (Kind.INT8, 128), (Kin
 
 @dataclass
 class Mixture(Case):
-    """A layer whose feed-forward is experts; `inner` is that of each."""
+    """A layer whose feed-forward is experts; `inner` is the inner size of each."""
 
     activation: int = 4
     count: int = 9
     active: int = 3
     of_chosen: bool = False
     biased_experts: bool = False
-    shared: int = 0  # the inner size of an expert for all rows; 0: there is none
-    gate: bool = False  # of it
+    shared: int = 0  # the inner size of an expert for all rows; 0: no such expert
+    gate: bool = False  # of the shared expert
     kind: Kind = Kind.F32
     group: int = 0
 
     def matrices(self, expert: int) -> tuple[Tensor, Tensor]:
-        """What an expert multiplies by first and last; number `count` is the shared one."""
+        """Return an expert's first and last matrix; number `count` is the shared expert."""
         inner = self.inner if expert < self.count else self.shared
         up = self.weight(f"up{expert}", inner * (1 + self.gated), HIDDEN)
         return up, self.weight(f"down{expert}", HIDDEN, inner)
@@ -130,7 +130,7 @@ def test_rows_take_their_experts_alone(library: Library, cases: tuple[Case, ...]
         close(found, reference(x))
     cut = MixtureInC(library, cases)
     parts = [cut.step(inputs[0][a:b], [(b - a, b)], paged=True) for a, b in ((0, 1), (1, 3), (3, 50), (50, 60))]
-    assert torch.equal(torch.cat(parts), whole[0])  # bit for bit, whatever rows are beside them
+    assert torch.equal(torch.cat(parts), whole[0])  # bit for bit, whatever other rows are in the batch
 
 
 @pytest.mark.parametrize(("kind", "group"), FORMATS, ids=lambda value: str(value))
@@ -145,7 +145,7 @@ def test_bits_are_those_of_a_row_alone_in_every_number_format(library: Library, 
         assert torch.equal(found[count], found[1])
     for row in (0, 3, 700, 2099):
         assert torch.equal(ours.step(x[row : row + 1], [(1, 1)], paged=False), found[1][row : row + 1])
-    if kind is not Kind.INT4:  # whose weights are rounded too far
+    if kind is not Kind.INT4:  # INT4 rounds weights too much
         expected = MixtureReference((case,), causal=False)(x[:1])
         torch.testing.assert_close(found[1][:1], expected.float(), atol=0.1, rtol=0.05)
 
@@ -156,6 +156,6 @@ def test_of_equal_logits_the_first_experts_are_taken(library: Library) -> None:
     found = MixtureInC(library, (equal,)).step(x, [(5, 5)], paged=True)
     few = Mixture(count=3, active=3, of_chosen=True, weights=equal.weights | {"router": torch.zeros(3, HIDDEN)})
     expected = MixtureInC(library, (few,)).step(x, [(5, 5)], paged=True)
-    assert not torch.allclose(found, expected, atol=1e-3)  # their weights are a 40th each
+    assert not torch.allclose(found, expected, atol=1e-3)  # their weights are each a 40th
     equal.of_chosen = True
     assert torch.equal(MixtureInC(library, (equal,)).step(x, [(5, 5)], paged=True), expected)

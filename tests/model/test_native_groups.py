@@ -1,4 +1,4 @@
-"""Products of integers that share scales in groups: against float64, alone and among others, whatever the level."""
+"""Products of integers that share scales in groups: exact against float64, and independent of other rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def library() -> Library:
 
 
 def unpacked(linear: NativeLinear) -> tuple[Tensor, Tensor]:
-    """Integers `[n, groups, group]` and scales `[n, groups]` of what matrix.h describes."""
+    """Return integers `[n, groups, group]` and scales `[n, groups]` from panels as matrix.h describes."""
     n, group, groups = linear.spec.num_outputs, linear.group, linear.num_groups
     data = linear.arrays["data"]
     if linear.kind is Kind.INT4:
@@ -52,7 +52,7 @@ def unpacked(linear: NativeLinear) -> tuple[Tensor, Tensor]:
 
 
 def exact(linear: NativeLinear, x: Tensor) -> Tensor:
-    """The product in float64 of what is in the panels with rows in 8 bits, a scale for each group."""
+    """Return the product in float64 of the packed numbers with rows in 8 bits, with a scale for each group."""
     integers, scales = unpacked(linear)
     weight = integers * scales[:, :, None].double()
     if "offset" in linear.arrays:
@@ -90,9 +90,9 @@ def test_products_are_exact_whatever_the_neighbours(n: int, k: int, group: int, 
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(7, 5), (33, 700)])
 def test_given_integers_are_multiplied_exactly(n: int, k: int, offsets: bool, group: int, bits: int) -> None:
-    """Integers, scales and zero points of a checkpoint; rows that are all of one sign make much of the offsets.
+    """Multiply integers, scales and zero points of a checkpoint; rows of one sign make offsets matter.
 
-    Torch computes with the very numbers that they stand for, with scales as published ones are: of 16 bits.
+    Torch computes with the numbers that they stand for; scales have 16 bits like published ones.
     """
     storage, most = integers_in_groups(bits, group, offsets=offsets), 1 << (bits - 1)
     spec, groups = LinearSpec("matrix", k, (Part(n),), bias=n % 2 == 0), -(-k // group)
@@ -154,7 +154,7 @@ def test_experts_whose_integers_are_given_are_those_of_each_alone(storage: Stora
     ids=lambda one: one.name,
 )
 def test_what_must_be_exact_is_in_floats_however_it_is_stored(storage: Storage) -> None:
-    """A router, whose rows C reads as floats."""
+    """An example is a router, whose rows C reads as floats."""
     outputs, inputs = 5, 70
     groups = storage.scales_of(inputs)
     tensors = {
@@ -247,7 +247,7 @@ def test_a_weight_that_is_no_number_spoils_its_output_alone(kind: Kind) -> None:
 
 
 def test_an_outlier_costs_its_group_alone() -> None:
-    """What scales by row lose where one input is a hundred times larger than the others, as in OPT."""
+    """Scales for whole rows lose precision where one input is a hundred times larger than the others, as in OPT."""
     weight, x = torch.randn(64, 512) / 8, torch.randn(16, 512)
     x[:, 7] *= 300
     weight[:, 7] /= 300
@@ -303,7 +303,7 @@ def test_each_expert_is_packed_as_a_matrix_of_its_own(kind: Kind, group: int) ->
     together = NativeLinear(
         LinearSpec("all", inputs, (Part(outputs),), experts=experts), kind, torch.float32, library(), group
     )
-    for first, last in pairwise((0, 5, 30, 42, 63)):  # whatever rows come at a time
+    for first, last in pairwise((0, 5, 30, 42, 63)):  # however many rows come at a time
         together.fill("all.weight", (slice(first, last),), weight[first:last])
         together.fill("all.bias", (slice(first, last),), bias[first:last])
     y = together.of_experts(x, torch.tensor([0, 4, 4, 9]))

@@ -1,4 +1,4 @@
-"""Layers in C that differ from each other, described by hand: every field of a layer against a reference in float64."""
+"""Layers in C that differ from each other: every field of a layer against a reference in float64."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Case:
     window: int = 0
     scale: float = 0.3
     softcap: float = 0.0
-    rotary: int = -1  # which of the bases
+    rotary: int = -1  # index of the rotary base
     biased: bool = False
     slopes: bool = False
     qk_norm: bool = False
-    norm_span: int = 0  # 0: each head by the same gains, 1: by its own, 2: all heads together
-    adds: float = 1.0  # what each sublayer gives, times this
+    norm_span: int = 0  # 0: all heads share the gains, 1: each head has its own, 2: one norm over all heads
+    adds: float = 1.0  # factor of each sublayer's output
     norms: tuple[str, ...] = ("pre",)
     layer_norms: bool = False
     inner: int = 48
@@ -92,7 +92,7 @@ LEVELS_HERE = [pytest.param(level, id=level.name, marks=pytest.mark.slow) for le
 
 @pytest.fixture(scope="module", params=[OWN, *LEVELS_HERE])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """This CPU's own library and, slowly, one of each level that it runs."""
+    """Return this CPU's own library and, in slow runs, one of each level that it runs."""
     level: Level | None = request.param
     if level is None:
         found = native()
@@ -111,7 +111,7 @@ def threads() -> Iterator[None]:
 
 
 def angles(base: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[T, dim]` of a base, in float64."""
+    """Return cosines and sines `[T, dim]` of a base, in float64."""
     dim, theta, neighbours = BASES[base]
     turns = positions.double()[:, None] * theta ** (-torch.arange(0, dim, 2).double() / dim)
     both = turns.repeat_interleave(2, 1) if neighbours else torch.cat((turns, turns), 1)
@@ -119,7 +119,7 @@ def angles(base: int, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def growth(base: int, positions: Tensor) -> Tensor:
-    """What queries at these positions are multiplied by, in float64; of the last base alone not 1."""
+    """Return the factors of queries at these positions, in float64; only those of the last base are not 1."""
     return 1 + 0.3 * (1 + positions.double() // 8).log() * BASES[base][2]
 
 
@@ -128,7 +128,7 @@ def slopes_of(case: Case) -> Tensor:
 
 
 def head_norm(case: Case, name: str, x: Tensor) -> Tensor:
-    """Of queries or keys `[H, T, D]`."""
+    """Norm queries or keys `[H, T, D]`."""
     gains = (case.dim,) if case.norm_span == 0 else (len(x), case.dim)
     weight = case.weight(f"{name}_norm", *gains).double()
     if case.norm_span == 2:
@@ -141,7 +141,7 @@ def bias_of(case: Case) -> Tensor:
 
 
 class Reference:
-    """The same layers by torch in float64, each segment by itself from its beginning."""
+    """The same layers by torch in float64, one segment at a time from its beginning."""
 
     def __init__(self, cases: Sequence[Case], *, causal: bool) -> None:
         self.cases, self.causal = cases, causal
@@ -211,7 +211,7 @@ class Reference:
 
 
 def rotated(x: Tensor, base: int) -> Tensor:
-    """By positions from 0 on, the first dimensions of each head `[H, T, D]`."""
+    """Rotate by positions from 0 on, the first dimensions of each head `[H, T, D]`."""
     cos, sin = angles(base, torch.arange(x.shape[1]))
     size = cos.shape[1]
     if BASES[base][2]:
@@ -222,7 +222,7 @@ def rotated(x: Tensor, base: int) -> Tensor:
 
 
 class InC:
-    """The layers as structures, a paged cache, and tables for two pools."""
+    """The layers as C structures, a paged cache, and tables for two pools."""
 
     def __init__(self, library: Library, cases: Sequence[Case], *, block_size: int = 4, causal: bool = True) -> None:
         self.library, self.cases, self.block_size, self.causal = library, cases, block_size, causal
@@ -270,7 +270,7 @@ class InC:
         return out
 
     def write_source(self, layer: int, source: Tensor, sequence: int) -> None:
-        """A source's keys and values into the blocks that cross attention reads: the sequence's last in pool 0."""
+        """Write a source's keys and values into the blocks of cross attention: the sequence's last in pool 0."""
         case = self.cases[layer].cross
         assert case is not None
         slots = self._slots(self.order[0][sequence].flip(0), range(len(source)))
@@ -292,7 +292,7 @@ class InC:
         tables = self.order[pool][: len(lengths)].clone()
         if source:
             tables = tables.flip(1)
-        elif pool == 1:  # its layers have windows: what lies behind those has been freed
+        elif pool == 1:  # its layers have windows: blocks before those are freed
             for number, (rows, keys) in enumerate(lengths):
                 window = max(case.window for case in self.cases)
                 tables[number, : max(0, keys - rows - window + 1) // self.block_size] = NOWHERE
@@ -369,7 +369,7 @@ def test_a_decoders_layers_differ_and_blocks_behind_a_window_are_gone(
     inputs = [torch.randn(length, HIDDEN) for length in (90, 41, 3)]
     ours, reference = InC(library, cases, block_size=block_size), Reference(cases, causal=True)
     done, parts = [0, 0, 0], [[], [], []]  # type: tuple[list[int], list[list[Tensor]]]
-    for rows in ((70, 1, 1), (1, 37, 1), (5, 1, 1), (1, 1, 0), (13, 1, 0)):  # prefill, chunks and decode, side by side
+    for rows in ((70, 1, 1), (1, 37, 1), (5, 1, 1), (1, 1, 0), (13, 1, 0)):  # prefill, chunks and decode in one batch
         active = [sequence for sequence in range(3) if rows[sequence]]
         x = torch.cat([inputs[s][done[s] : done[s] + rows[s]] for s in active])
         done = [before + more for before, more in zip(done, rows, strict=True)]

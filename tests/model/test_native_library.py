@@ -1,4 +1,4 @@
-"""The C library apart from what it computes: its build and cache, its threads, and the scratch memory that it takes."""
+"""The C library's build, cache, threads and scratch memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.model.test_native import library, needs_native
 
 
 def test_sanitizers_see_every_entry_point() -> None:
-    harness = (Path(__file__).parent / "check_native.c").read_text()  # declares each, and must call it too
+    harness = (Path(__file__).parent / "check_native.c").read_text()  # the harness declares each, and must call it too
     sources = [source.read_text() for source in build._SOURCES.glob("*.c")]
     entries = [name for text in sources for name in re.findall(r"^EXPORTED \w+ (\w+)\(", text, re.M)]
     assert "run_stack" in entries
@@ -142,7 +142,7 @@ for threads, code in ((2, 7), (1, 0)):
 
 
 def scratch_of_attention(segments: list[tuple[int, int]]) -> int:
-    """Bytes for 32 heads of 128, 8 of them of keys, on one thread."""
+    """Return the scratch bytes for 32 query heads and 8 key heads of size 128, on one thread."""
     described, shape = Segments(), AttentionShape(32, 8, 128, 0, 1.0)
     kept = [*fill_segments(described, AttentionMetadata(*zip(*segments, strict=True), causal=True), None)]
     found = library()._functions.attention_scratch_bytes(

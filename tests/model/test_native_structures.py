@@ -1,4 +1,4 @@
-"""The C stacks' structures and settings: every field at the same offset in C and Python, and no setting ignored."""
+"""Structures of the C stacks: each field has the same offset in C and Python, and no setting is ignored."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Checkpoints of packed integers (AWQ, GPTQ, compressed-tensors): read exactly, served as they are stored, refused by
-name."""
+"""Checkpoints of packed integers (AWQ, GPTQ, compressed-tensors): read exactly, kept as stored, or refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ GROUPS = {"w4a16 asymmetric": 32, "w4a16": 64, "w8a8 groups": 64, "gptq": 64, "a
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
 def test_integers_become_what_they_stand_for(name: str, tmp_path: Path) -> None:
-    """By torch exactly; in C the integers, scales and offsets themselves, or 8 bits in groups where C has no such."""
+    """Torch gives the exact floats; C keeps integers, scales and offsets, or 8 bits in groups without such a format."""
     case = CASES[name]
     stored, plain = map(read_checkpoint, folders(case, tmp_path))
     ours, theirs = (load_model(one, SdpaBackend()) for one in (stored, plain))
@@ -85,7 +84,7 @@ def test_inputs_may_fill_neither_words_nor_groups(tmp_path: Path) -> None:
 
 
 def test_a_matrix_that_is_stored_transposed_as_floats_is_packed_as_any_other(tmp_path: Path) -> None:
-    """GPT-2's Conv1D."""
+    """An example is GPT-2's Conv1D."""
     case, folder = CASES["gptq"], copied("gpt2", tmp_path)
     floats = load_file(folder / "model.safetensors")
     name = "transformer.h.0.mlp.c_fc"
@@ -197,7 +196,7 @@ def test_what_is_left_out_stays_floats_within_a_fused_matrix_too(tmp_path: Path)
 
 
 def test_a_bias_that_the_network_has_not_may_be_stored_if_it_is_zero(tmp_path: Path) -> None:
-    """As AutoGPTQ once wrote them."""
+    """AutoGPTQ once wrote such biases."""
     stored, _ = folders(CASES["gptq"], tmp_path)
     name = "model.layers.0.mlp.up_proj.bias"
     expected = load_model(read_checkpoint(stored), SdpaBackend()).state_dict()
@@ -209,7 +208,7 @@ def test_a_bias_that_the_network_has_not_may_be_stored_if_it_is_zero(tmp_path: P
         load_model(read_checkpoint(stored), SdpaBackend())
 
 
-PUBLISHED = {  # what tools add that changes nothing: AutoGPTQ by transformers, AutoRound, AutoAWQ, llm-compressor
+PUBLISHED = {  # settings of AutoGPTQ by transformers, AutoRound, AutoAWQ and llm-compressor that change nothing
     "gptq": {
         **{"backend": "auto", "batch_size": 1, "block_name_to_quantize": None, "cache_block_outputs": True},
         **{"dataset": "c4", "exllama_config": {"version": 1}, "use_exllama": True, "pad_token_id": None, "amp": True},
@@ -229,7 +228,7 @@ def test_settings_that_change_nothing_are_known(name: str, tmp_path: Path) -> No
 
 
 def test_settings_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
-    """As AutoGPTQ and AutoAWQ once wrote them."""
+    """AutoGPTQ and AutoAWQ once wrote it."""
     for name, file, settings in (
         ("gptq", "quantize_config.json", {key: GPTQ[key] for key in ("bits", "group_size", "desc_act", "sym")}),
         ("awq", "quant_config.json", {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}),
@@ -243,7 +242,7 @@ def test_settings_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
 
 
 def mixed(*groups: tuple[list[str], dict[str, Any]]) -> dict[str, Any]:
-    """Several groups of projections, each with a format of its own."""
+    """Return settings with several groups of projections, each with its own format."""
     found = {}
     for number, (targets, settings) in enumerate(groups):
         group = settings["config_groups"]["group_0"]
@@ -252,7 +251,7 @@ def mixed(*groups: tuple[list[str], dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_of_several_groups_the_closest_target_counts(tmp_path: Path) -> None:
-    """Names before patterns before the class; queries, keys and values of several kinds are what holds all of them."""
+    """Names precede patterns, and patterns classes; fused projections get the format that holds all parts."""
     stored, plain = folders(CASES["w4a16"], tmp_path)
     (tmp_path / "wide").mkdir()
     wide, wide_plain = folders(CASES["w8a16"], tmp_path / "wide")
@@ -299,13 +298,13 @@ def test_patterns_of_targets_are_those_of_re_but_for_their_time() -> None:
         found = [matches(pattern[3:], name) for name in names]
         assert found == [bool(re.match(pattern[3:], name)) for name in names], pattern
         assert any(found), pattern
-    assert not matches(".*a" * 20 + "x", "a" * 400)  # for which `re` would take years
+    assert not matches(".*a" * 20 + "x", "a" * 400)  # `re` would take years
     with pytest.raises(ValueError, match="more than 256 alternatives"):
         matches("(a|b)" * 9, "a")
 
 
 def test_of_storages_that_cannot_be_joined_the_first_one_counts() -> None:
-    """Not the first one of a set, whose order differs between the processes of ranks."""
+    """The order must not be that of a set, which differs between the processes of ranks."""
     config = read_checkpoint(saved("llama-gqa").path).config
     one, other = E2M1Layout(group=16), IntegerLayout("GPTQ", 4, 16, "qweight", "scales")
     cases: list[tuple[list[Layout], tuple[int, int]]] = [([one, other, other], (8, 32)), ([other, one, one], (8, 128))]
@@ -317,7 +316,7 @@ def test_of_storages_that_cannot_be_joined_the_first_one_counts() -> None:
 
 @needs_native
 def test_a_head_may_be_packed_too(tmp_path: Path) -> None:
-    """GPTQ's `lm_head`; its rows do not fill words, nor panels."""
+    """GPTQ calls it `lm_head`; its rows fill neither words nor panels."""
     case = CASES["gptq"]
     stored, plain = folders(case, tmp_path)
     floats = load_file(plain / "model.safetensors")

@@ -53,7 +53,7 @@ from tests.service.processes import ServiceProcess, running
 
 BACKENDS = (SdpaBackend(), *native_backends())
 EACH = [(kind, backend) for kind in KINDS for backend in BACKENDS]
-EACH += [(kind, ReferenceBackend()) for kind in MECHANISMS]  # which serves nothing: other tests compare with it
+EACH += [(kind, ReferenceBackend()) for kind in MECHANISMS]  # it serves nothing: other tests compare with it
 # bfloat16 keeps 8 bits: 2^-9 of relative rounding in each of some dozens of roundings on the way through 2-3 layers,
 # on logits of magnitude ~2-5. A wrong weight or position is off by the logits' own spread, an order of magnitude more.
 BF16_OF_SPREAD = 0.15
@@ -68,7 +68,7 @@ def test_logits_equal_transformers(kind: str, backend: AttentionBackend) -> None
 
 
 def test_a_row_leaves_the_settings_of_other_rows_alone() -> None:
-    """`transformers` writes Qwen3-Next's share of rotary dimensions into what it is given."""
+    """`transformers` writes Qwen3-Next's share of rotary dimensions into the settings that it gets."""
     rope = dict(rope_type="default", rope_theta=500.0)
     random_model("Qwen3NextForCausalLM", LLAMA, num_experts=2, rope_parameters=rope)()
     assert rope == dict(rope_type="default", rope_theta=500.0)
@@ -93,7 +93,7 @@ def test_control_one_changed_weight_is_noticed(kind: str) -> None:
     assert difference(ours, theirs) > 1e-3
 
 
-_RMS = NormConfig(NormKind.RMS, 1e-6)  # whose gain is what is stored, not 1 + that
+_RMS = NormConfig(NormKind.RMS, 1e-6)  # its gain is the stored number, not 1 + that
 
 
 def _windows(layer: LayerConfig, by: int) -> LayerConfig:
@@ -132,7 +132,7 @@ def test_control_one_changed_field_of_a_layer_is_noticed(
 
 @pytest.mark.parametrize("backend", [SdpaBackend(), *native_backends()], ids=lambda backend: backend.name)
 def test_gte_of_its_own_code_stretches_its_rotary_base(backend: AttentionBackend, tmp_path: Path) -> None:
-    """`transformers` knows no such type: its network gets the frequencies by the formula of that code.
+    """`transformers` has no such type, so its network gets the frequencies by that code's formula.
 
     They are `(base * factor)^(-2k / d) / factor^(2 / d)`.
     """
@@ -236,7 +236,7 @@ def _embedded(model: Transformer, ids: tuple[int, ...]) -> torch.Tensor:
 
 
 def _torch_transformer(model: Transformer) -> nn.Transformer:
-    """torch's network with the weights of ours, written out by hand rather than through our tables."""
+    """Return torch's network with our weights, assigned by hand rather than through our tables."""
     config = model.config
     theirs = nn.Transformer(
         config.decoder.hidden_size,
@@ -272,17 +272,17 @@ def _torch_transformer(model: Transformer) -> nn.Transformer:
     return theirs
 
 
-# Networks of their own under a `model_type` that another kind has: OPT-350M's, Gemma 4's with experts, Falcon's with
-# slopes, and the sequential GPT-NeoX.
+# Other networks under a `model_type` of another kind: OPT-350M's, Gemma 4's with experts, Falcon's with slopes,
+# and the sequential GPT-NeoX.
 OTHERS = ("opt-narrow", "opt-post-norm", "gemma4-experts", "falcon-slopes", "gpt-neox-sequential")
 
 
 def _families() -> dict[str, str]:
-    """One checkpoint of each `model_type` that writes text, by that, and `OTHERS` by their names."""
+    """Return one checkpoint for each `model_type` that writes text, and `OTHERS` by their names."""
     found = {kind: kind for kind in OTHERS}
     for kind in (*DECODERS, *ENCODER_DECODERS):
         raw = json.loads((saved(kind).path / "config.json").read_text())
-        if raw["model_type"] != "whisper":  # which reads sound
+        if raw["model_type"] != "whisper":  # it reads sound
             found.setdefault(raw["model_type"], kind)
     return found
 
@@ -298,17 +298,17 @@ def service() -> Iterator[ServiceProcess]:
 
 @pytest.mark.parametrize("again", [False, True], ids=["in-chunks", "by-prefix"])
 def test_every_family_writes_what_transformers_writes(service: ServiceProcess, again: bool) -> None:
-    """A prompt of more tokens than a step has, then the same one, whose blocks are there."""
+    """Send a prompt longer than a step, then the same prompt again, whose blocks are cached."""
     families = _families().items()
     wrong = {name: told for name, kind in families if (told := _difference(service.url, name, kind, again))}
     assert not wrong
 
 
 def _difference(url: str, name: str, kind: str, again: bool) -> str:
-    """What a family's reply has that it should not; empty: nothing.
+    """Return the difference of a family's reply from the reference; empty: none.
 
-    Each token is compared as the most likely one behind the tokens before it, also where a rule of the checkpoint
-    forces another one.
+    Each token is compared as the most likely one after the tokens before it, also where a checkpoint's rule forces
+    another one.
     """
     given = prompt(11 if kind in ENCODER_DECODERS else 19, 3)
     body = dict(model=name, prompt=given, max_tokens=NEW_TOKENS, temperature=0.0, logprobs=1, ignore_eos=True)

@@ -46,7 +46,7 @@ def test_rotation_keeps_lengths() -> None:
 
 
 def test_what_recorded_steps_read_is_kept_whatever_is_loaded_later() -> None:
-    """A CUDA graph has addresses and keeps nothing alive."""
+    """A CUDA graph stores addresses and keeps nothing alive."""
     cpu = torch.device("cpu")
 
     def tables(number: int) -> tuple[torch.Tensor, ...]:

@@ -36,7 +36,7 @@ SHIPPED = [pytest.param((level, True), marks=pytest.mark.slow, id=level.name) fo
 
 
 def x86(*flags: str) -> str:
-    """/proc/cpuinfo of one processor for each of `flags`."""
+    """Return /proc/cpuinfo with one processor for each of `flags`."""
     return "\n\n".join(f"processor\t: 0\nmodel name\t: One\nflags\t\t: {one}\nbugs\t\t: avx512f" for one in flags)
 
 
@@ -145,9 +145,9 @@ def test_portable_libraries_are_made_once_and_old_ones_go(shipped: Path, monkeyp
     scope="module", params=[*SHIPPED, *(pytest.param((level, False), id=f"{level.name}-soon") for level in HERE[-1:])]
 )
 def portable(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """A level that this CPU runs: as it is shipped; by default the lowest, optimised less, which takes half as long.
+    """Return a shipped level that this CPU runs; by default the lowest, optimised less, to halve its compile time.
 
-    The tests of this CPU's own library do the most.
+    This CPU's own library is tested in more detail elsewhere.
     """
     if not native_backends():
         pytest.skip(f"nothing can be compiled here: {native()}")
@@ -169,7 +169,7 @@ def test_a_level_has_the_instructions_of_its_name(portable: Library) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the levels are of x86-64")
 @pytest.mark.skipif(not native_backends(), reason="nothing can be compiled here")
 def test_levels_with_vnni_multiply_by_it_and_others_do_not() -> None:
-    """As the preprocessor says: CPUs of every level are not at hand; those of AArch64 are in test_aarch64.py."""
+    """The preprocessor decides, because CPUs of every level are not at hand; test_aarch64.py has AArch64's levels."""
     having = set()
     for level in LEVELS:
         if level.machine == "x86_64":
@@ -207,7 +207,7 @@ def test_products_in_groups_are_exact_whatever_the_neighbours(
 
 
 def test_products_of_stored_integers_are_exact(portable: Library) -> None:
-    """Sums that fill 16 bits twice over, and -128, which our own quantisation never makes."""
+    """The integers include sums that fill 16 bits twice, and -128, which our own quantisation never makes."""
     torch.manual_seed(0)
     integers = torch.randint(-128, 128, (37, 130), dtype=torch.int8)
     integers[3], integers[5] = -128, 127
@@ -215,7 +215,7 @@ def test_products_of_stored_integers_are_exact(portable: Library) -> None:
     linear.fill("m.weight", (slice(0, 37),), integers)
     linear.fill("m.weight_scale", (slice(0, 37),), torch.ones(37, 1))
     x = torch.randint(-127, 128, (9, 130)).float()
-    x[:, 0], x[2], x[4] = 127.0, 127.0, -127.0  # each row's scale is 1, so that its integers are itself
+    x[:, 0], x[2], x[4] = 127.0, 127.0, -127.0  # each row's scale is 1, so its integers equal its numbers
     assert torch.equal(linear(x), x @ integers.float().T)
 
 

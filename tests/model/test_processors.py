@@ -1,4 +1,4 @@
-"""Folders that say how images and sound are prepared in processor_config.json, in preprocessor_config.json, or not."""
+"""Settings of images and sound in processor_config.json, in preprocessor_config.json, or in neither."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_whisper_folder_saved_by_transformers_transcribes(published: Path, tmp_path: Path) -> None:
-    """Its processor writes processor_config.json alone."""
+    """The library's processor writes processor_config.json alone."""
     from transformers import AutoProcessor, WhisperForConditionalGeneration, WhisperProcessor, WhisperTokenizer
 
     tokenizer = WhisperTokenizer.from_pretrained(published)
@@ -69,7 +69,7 @@ def test_a_whisper_folder_saved_by_transformers_transcribes(published: Path, tmp
 def test_the_nested_part_goes_before_the_older_file(
     nested: dict[str, Any] | None, plain: dict[str, Any] | None, where: str, value: int, tmp_path: Path
 ) -> None:
-    """As in `FeatureExtractionMixin.get_feature_extractor_dict`."""
+    """`FeatureExtractionMixin.get_feature_extractor_dict` does the same."""
     for name, content in ((PROCESSOR, nested), (PREPROCESSOR, plain)):
         if content is not None:
             (tmp_path / name).write_text(json.dumps(content))

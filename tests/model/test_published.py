@@ -1,8 +1,8 @@
-"""Published models by their config.json alone: every setting is understood, and parameter counts are as published.
+"""Published models from their config.json alone: every setting is understood, and parameter counts are right.
 
-The files are written down as they are published, but for names, paths, versions and label tables. A figure counts a
-tied matrix once. It was compared with `transformers`' own class (5.x, meta device) as well; where that one or
-the figure counts something that we do not, or the other way round, the row says how much and why.
+The files are copies of the published ones, without names, paths, versions and label tables. A figure counts a tied
+matrix once. Each figure was also compared with `transformers`' class (5.x, meta device). Where one counts parameters
+that another does not, the row has their number and the reason.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PUBLISHED = {
 def test_parameters_are_the_published_ones(name: str) -> None:
     row = PUBLISHED[name]
     anatomy = dissect(config_from_raw(json.loads(row.config)))
-    total = anatomy.total_parameters - anatomy.parameters.get("masked_head", 0)  # which no figure of an encoder counts
+    total = anatomy.total_parameters - anatomy.parameters.get("masked_head", 0)  # no figure of an encoder counts it
     assert total == row.parameters - row.not_ours
 
 

@@ -1,4 +1,4 @@
-"""`triptych quantize`: a folder of integers is what the same format makes of the weights while it loads them."""
+"""`triptych quantize`: a written folder has the integers that loading the weights in that format gives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def loaded(path: Path, quantization: str = "none", dtype: str = "auto") -> LLM:
 
 
 def arrays(llm: LLM) -> dict[str, Tensor]:
-    """What all projections keep."""
+    """Return the arrays of all projections."""
     return {
         f"{linear.spec.name}:{name}": array
         for linear in linears(llm.network)
@@ -67,9 +67,9 @@ def must_be_equal(folder: Path, original: Path, form: str, dtype: str = "auto") 
         *(("llama-gqa", form) for form in QUANTIZED_LAYERS),
         ("llama-tied", "int4"),
         ("gpt2", "int4"),  # stored transposed
-        ("gpt-neox", "int8-g128"),  # queries, keys and values in turns
+        ("gpt-neox", "int8-g128"),  # queries, keys and values interleaved by heads
         ("phi3", "int4-g32"),
-        ("granitemoe", "int8"),  # whose experts are in one tensor
+        ("granitemoe", "int8"),  # its experts are in one tensor
         ("qwen3-next", "int8"),  # recurrent layers, whose inputs are stored by heads
         ("qwen3-5-moe", "int4-g32"),
         ("marian", "int4"),
@@ -95,7 +95,7 @@ def test_weights_are_rounded_to_the_dtype_that_is_served(tmp_path: Path) -> None
 
 
 def test_the_file_is_what_compressed_tensors_describes(tmp_path: Path) -> None:
-    """Numbers of 4 bits and 8 more than they are, the first in the lowest bits of a word; read by `safetensors`."""
+    """Numbers of 4 bits are stored plus 8, the first in the lowest bits of a word; `safetensors` reads the file."""
     original = saved("llama-gqa").path
     quantize(original, tmp_path / "out", "int4-g32", dtype="float32")
     stored, floats = load_file(tmp_path / "out" / "model.safetensors"), load_file(original / "model.safetensors")
@@ -125,7 +125,7 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_matrix_that_does_not_fill_words_stays_as_it_is(tmp_path: Path) -> None:
-    """And becomes integers while it is loaded, the same as without the folder."""
+    """It becomes the same integers while the written folder is loaded."""
     original = copied("llama-gqa", tmp_path / "in")
     tensors = load_file(original / "model.safetensors")
     for name, tensor in tensors.items():
@@ -263,7 +263,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("model", ["code", "normalize"])
 def test_texts_say_what_errors_count(model: str, texts: Path, tmp_path: Path, packed_here: None) -> None:
-    """Errors times the second moments of inputs become fewer, though weights lose more."""
+    """The errors weighted by the inputs' second moments fall, though errors of weights grow."""
     original = Path(embedded_models()[model])
     plain, searched = (
         quantize(original, tmp_path / name, "int4", texts=file) for name, file in (("a", None), ("b", texts))
@@ -312,7 +312,7 @@ def test_weights_of_torch_save_become_safetensors(tmp_path: Path) -> None:
 
 
 def with_words(folder: Path) -> Path:
-    """The folder with a tokenizer, whose words are `w0`, `w1` and so on."""
+    """Add a tokenizer to the folder, whose words are `w0`, `w1` and so on."""
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer = Tokenizer(WordLevel({f"w{id}": id for id in range(size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -321,7 +321,7 @@ def with_words(folder: Path) -> Path:
 
 
 def test_each_expert_counts_what_it_reads(tmp_path: Path) -> None:
-    """Its rows of the texts, with some of its layer's mean; the integers that are written follow them."""
+    """Its moments are those of its own rows, mixed with its layer's mean; the written integers follow them."""
     folder, theirs = with_words(copied("qwen3-moe", tmp_path)), saved("qwen3-moe").reference
     ids = [1 + place * 7 % 60 for place in range(40)]
     texts = tmp_path / "texts"

@@ -30,7 +30,7 @@ def scores(vocabulary: int, spread: float, rows: int = 1, seed: int = 0) -> Tens
 
 
 def defined(row: Tensor, params: SamplingParams, point: float) -> tuple[int, float]:
-    """The token at `point` of what the cuts leave, in the vocabulary's order, and how near a border it is."""
+    """Return the token at `point` of the kept distribution, in the vocabulary's order, and the distance to a border."""
     scaled = row.double().numpy() / params.temperature
     weights = np.exp(scaled - scaled.max())
     order = np.argsort(-weights, kind="stable")
@@ -90,7 +90,7 @@ def test_cutoffs_leave_what_they_leave_in_transformers(epsilon: float, eta: floa
     theirs = EtaLogitsWarper(eta)(ids, theirs) if eta else theirs
     left = set(theirs[0].isfinite().nonzero()[:, 0].tolist())
     params = SamplingParams(temperature=1.0, top_k=200, epsilon_cutoff=epsilon, eta_cutoff=eta)
-    points = theirs[0].softmax(-1).double().cumsum(-1)[sorted(left)]  # where each token's part ends
+    points = theirs[0].softmax(-1).double().cumsum(-1)[sorted(left)]  # where each token's interval ends
     middles = (points - theirs[0].softmax(-1).double()[sorted(left)] / 2).tolist()
     assert sample_rows(row.expand(len(left), -1), [params] * len(left), middles).tolist() == sorted(left)
     assert len(left) < 200 or spread < 1
@@ -120,7 +120,7 @@ def test_sorted_top_is_descending(size: int) -> None:
 
 
 def test_top_k_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value fetched from a GPU would keep the host from preparing the next step."""
+    """A value fetched from a GPU would delay the host in preparing the next step."""
 
     def fetched(_: Tensor) -> None:
         raise AssertionError("the host waits")
@@ -158,7 +158,7 @@ class TestKernel:
         uniforms = [chance.random() for _ in cuts]
         rows = scores(vocabulary, spread, len(cuts))
         if spread > 1:
-            rows = rows.bfloat16()  # with equals among them
+            rows = rows.bfloat16()  # with equal values among them
         assert self.drawn(rows, params, uniforms) == sample_rows(rows.float(), params, uniforms).tolist()
 
     ROWS: ClassVar = {
@@ -202,7 +202,7 @@ class TestKernel:
 
 
 class Kernel:
-    """Stands where `model.sampling.triton_sampling` stands on a GPU."""
+    """A fake of `model.sampling.triton_sampling` on a GPU."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -262,7 +262,7 @@ def test_where_the_kernel_fails_tokens_are_drawn_without_it(monkeypatch: pytest.
     assert fallbacks.found() == ("tokens are drawn in many kernels: ptxas is missing",)
     monkeypatch.undo()
     monkeypatch.setattr(random_sampling, "_has_triton", lambda device: True)
-    assert random_sampling._kernel(torch.device("cuda")) is None  # and not tried again
+    assert random_sampling._kernel(torch.device("cuda")) is None  # and is not tried again
     fallbacks.forget()
     kernel.error = torch.OutOfMemoryError("for now")
     monkeypatch.setattr(random_sampling, "_kernel", lambda device: kernel)

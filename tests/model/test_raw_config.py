@@ -33,8 +33,8 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-# Types whose classes are no model by default: without a number of experts, with an odd number of rotary dimensions, or
-# only with timm.
+# Types whose default configuration is invalid: without a number of experts, with an odd number of rotary dimensions,
+# or dependent on timm.
 _INCOMPLETE = {"dots1", "glm4_moe", "fast_vlm", "perception_lm"}
 CLASSES = tuple(
     dict.fromkeys(
@@ -53,14 +53,14 @@ def defaults(name: str) -> dict[str, Any]:
 def _defaults(name: str) -> dict[str, Any]:
     import transformers
 
-    needed = {"Esm": dict(vocab_size=33, pad_token_id=1)}  # which the class has no defaults of
-    needed |= {"HunYuanMoEV1": dict(num_experts=2)}  # of one, which is its default, nothing is chosen
+    needed = {"Esm": dict(vocab_size=33, pad_token_id=1)}  # its class has no defaults for these
+    needed |= {"HunYuanMoEV1": dict(num_experts=2)}  # the default of one expert leaves no choice
     found: dict[str, Any] = getattr(transformers, f"{name}Config")(**needed.get(name, {})).to_dict()
     return found
 
 
 def read_without(raw: dict[str, Any], key: str) -> ModelConfig | None:
-    """None where the key is asked for."""
+    """Return the configuration, or None if the key is needed."""
     try:
         return config_from_raw({other: value for other, value in raw.items() if other != key})
     except ConfigError as error:
@@ -70,7 +70,7 @@ def read_without(raw: dict[str, Any], key: str) -> ModelConfig | None:
 
 
 def mathematics(model: ModelConfig) -> ModelConfig:
-    """Without what generation_config.json says."""
+    """Return the configuration without the settings of generation_config.json."""
     return replace(
         model,
         bos_token_id=None,
@@ -83,7 +83,7 @@ def mathematics(model: ModelConfig) -> ModelConfig:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_what_a_folder_does_not_say_is_as_in_transformers_or_refused(name: str) -> None:
-    """But for what tensors and `*_token_id` say: those that a folder does not name, it does not have."""
+    """Tensors and `*_token_id` are exceptions: those that a folder does not name, it does not have."""
     raw = defaults(name)
     full = mathematics(config_from_raw(raw))
     for key in raw:
@@ -94,7 +94,7 @@ def test_what_a_folder_does_not_say_is_as_in_transformers_or_refused(name: str) 
 
 
 def inner(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the part of a file that has the layers' settings, and where it stands."""
+    """Return the part of a file that has the layers' settings, and its key."""
     part = next((part for part in ("text_config", "decoder") if isinstance(raw.get(part), dict)), None)
     return (f"{part}.", raw[part]) if part else ("", raw)
 
@@ -181,13 +181,13 @@ def test_null_stands_for_the_default_where_the_class_has_no_null(name: str) -> N
     raw = defaults(name)
     expected, keys = mathematics(config_from_raw(raw)), known_keys(raw["model_type"])
     assert keys is not None
-    for key in filter(keys.has_default, raw.keys() - {"tie_word_embeddings"}):  # tensors say that
+    for key in filter(keys.has_default, raw.keys() - {"tie_word_embeddings"}):  # the tensors decide that
         found = read_null(raw, key)
         assert found is None or mathematics(found) == expected, key
 
 
 def read_null(raw: dict[str, Any], key: str) -> ModelConfig | None:
-    """None where the key is asked for."""
+    """Return the configuration, or None if the key is needed."""
     try:
         return config_from_raw({**raw, key: None})
     except ConfigError as error:
@@ -296,7 +296,7 @@ def test_a_known_setting_that_is_not_computed_is_refused_by_name(name: str, chan
         config_from_raw({**defaults(name), **change})
 
 
-# What the code in the folder of Hunyuan-A13B-Instruct reads beyond the library's class.
+# Settings that the code in Hunyuan-A13B-Instruct's folder reads and the library's class does not.
 HUNYUAN: dict[str, Any] = {
     "auto_map": {"AutoModelForCausalLM": "hunyuan.HunYuanMoEV1ForCausalLM"},
     **dict(
@@ -324,7 +324,7 @@ def test_the_settings_of_hunyuans_own_code_are_read() -> None:
 )
 def test_what_only_hunyuans_own_code_computes_is_refused_by_name(key: str, value: object) -> None:
     raw = json.loads(PUBLISHED["Hunyuan-A13B-Instruct"].config)
-    assert read_settings({**raw, key: value}) == (config_from_raw(raw), (key,))  # as the library's class
+    assert read_settings({**raw, key: value}) == (config_from_raw(raw), (key,))  # for the library's class
     with pytest.raises(ConfigError, match=key):
         config_from_raw({**raw, **HUNYUAN, key: value})
 
@@ -352,7 +352,7 @@ def test_a_size_that_is_no_whole_number_is_refused_by_name(name: str, setting: s
 
 @pytest.mark.parametrize("name", ["Mistral", "Phi3"])
 def test_a_window_of_nothing_is_refused(name: str) -> None:
-    """The kernels in C took 0 for no window, torch's for no keys."""
+    """The C kernels took 0 for no window, torch's for no keys."""
     with pytest.raises(ConfigError, match=r"^config\.json: sliding_window = 0: window must be positive, found 0$"):
         config_from_raw({**defaults(name), "sliding_window": 0})
 
@@ -509,7 +509,7 @@ class TestRope:
 
     @pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
     def test_longrope_as_the_first_files_of_phi3_have_it(self, kind: str) -> None:
-        """The temperature is by the longer context, as no factor is set."""
+        """The temperature follows from the longer context, as no factor is set."""
         lists = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
         raw = {**LLAMA, "model_type": "phi3", "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16}
         found = rotary(config_from_raw({**raw, "rope_scaling": {"type": kind, **lists}}))
@@ -523,7 +523,7 @@ class TestRope:
             config_from_raw({**LLAMA, "rope_scaling": {"type": "longrope", **lists}})
 
     def test_phi_moe_has_temperatures_of_its_own(self) -> None:
-        """transformers 5.23 computes its frequencies without the length: the short list holds beyond it, too."""
+        """transformers 5.23 computes its frequencies without the length: the short list also holds beyond it."""
         lists = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 4.0, 5.0, 6.0]}
         scaling = {"type": "longrope", **lists, "short_mscale": 1.2, "long_mscale": 1.4}
         raw = {**LLAMA, "model_type": "phimoe", "original_max_position_embeddings": 16, "num_key_value_heads": 4}
@@ -649,7 +649,7 @@ class TestReading:
 
 
 class TestBounds:
-    """Numbers that no tensor's shape bounds: refused by their keys before anything is computed from them."""
+    """Numbers that no tensor's shape bounds are refused by their keys before anything is computed from them."""
 
     @pytest.mark.parametrize("value", [2**31, 2**62, 2**64 + 4, 10**4000])
     @pytest.mark.parametrize(

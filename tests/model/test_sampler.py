@@ -1,4 +1,4 @@
-"""The sampler against a row-by-row reference, the processors of `transformers`, and statistical expectations."""
+"""The sampler against a row-by-row reference, the logits processors of `transformers`, and statistical expectations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def logits(seed: int = 0, rows: int = 1) -> Tensor:
 
 
 def support(scores: Tensor, params: SamplingParams) -> dict[int, float]:
-    """Return the probabilities of the tokens, one row at a time, by the definitions."""
+    """Return the probabilities of the tokens by the definitions, one row at a time."""
     scaled = scores.double().numpy() / params.temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
@@ -123,7 +123,7 @@ class TestPenaltiesAgainstTransformers:
     PROMPT, OUTPUT = [3, 4, 4, 9], [5, 5, 7]
 
     def processed(self, params: SamplingParams) -> Tensor:
-        """Our scores after processing, read through `logit_bias`-free greedy choices over pairs of tokens."""
+        """Return our processed scores, read from greedy choices between pairs of tokens."""
         from model.sampling.sampler import process_logits
 
         return process_logits(logits(2), [row(params, prompt=self.PROMPT, output=self.OUTPUT)])
@@ -168,7 +168,7 @@ class TestPenaltiesAgainstTransformers:
 
 
 def processed_row_by_row(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Bias, penalties, bans and grammars, one row and one token after the other, by the definitions."""
+    """Apply bias, penalties, bans and grammars by the definitions, one row and one token at a time."""
     scores = scores.clone()
     for i, one in enumerate(rows):
         p = one.params
@@ -222,7 +222,7 @@ def test_batch_processing_equals_row_processing_bit_for_bit(rows: list[SamplingR
 
 
 def test_logprobs_are_the_same_alone_and_among_others() -> None:
-    """With several threads torch's own sum over a lone row of this length is another one."""
+    """With several threads torch's own sum over a single row of this length differs."""
     scores = torch.randn(64, 50_257, generator=torch.Generator().manual_seed(0))
     tokens, top = torch.arange(64), [i % 5 for i in range(64)]
     crowd = token_logprobs(scores, tokens, top)

@@ -1,4 +1,4 @@
-"""Selection of the attention backend, with the reason for it."""
+"""Selection of the attention backend, and its logged reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is 
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, there: bool, capability: tuple[int, int] = (9, 0)) -> None:
-    """A GPU of that capability, with Triton or without."""
+    """Simulate a GPU of that capability, with Triton or without."""
     monkeypatch.setattr(selection, "find_spec", lambda name: ModuleSpec(name, None) if there else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(selection, "_tried", lambda device, dtype: None)
@@ -121,7 +121,7 @@ def test_the_interpreter_is_the_tests_way(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Narrow(ReferenceBackend):
-    """Which knows no wide heads, and no pages of int8."""
+    """A backend without wide heads and int8 pages."""
 
     name = "narrow"
     graph_safe = True
@@ -137,7 +137,7 @@ NARROW = Selection(Narrow(), "narrow kernels")
 
 
 def decoder(*dims: int) -> ModelConfig:
-    """A decoder whose layers have heads of these widths."""
+    """Return a decoder whose layers have heads of these widths."""
     mlp, norms = MLPConfig(8, Activation.RELU), (Norms(), Norms())
     layers = tuple(LayerConfig(AttentionConfig(1, 1, dim, 1.0), mlp, norms) for dim in dims)
     return ModelConfig("any", EmbeddingConfig(10, 8), decoder=StackConfig(layers, 8, causal=True))

@@ -1,4 +1,4 @@
-"""Modules after the pooling, in any order, truncated vectors, and folders whose network lies in one of their own."""
+"""Modules after the pooling in any order, truncated vectors, and folders whose network is in a subfolder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder_of(
     plain: Path, into: Path, *modules: tuple[str, dict[str, Any], dict[str, Tensor]], first: str = "", **files: Any
 ) -> Path:
-    """The encoder and modules behind it, each with its settings and tensors; `files` by name without .json."""
+    """Write the encoder and the modules after it, with their settings and tensors; `files` by name without .json."""
     (into / first).mkdir(parents=True)
     for file in plain.iterdir():
         (into / first / file.name).write_bytes(file.read_bytes())
@@ -107,7 +107,7 @@ def test_a_mean_of_layers_is_refused_where_the_network_returns_them(plain: Path,
 
 
 def test_vectors_are_cut_after_they_are_normalised(plain: Path, tmp_path: Path) -> None:
-    """As sentence-transformers has it: a cut vector is shorter than one."""
+    """As in sentence-transformers, a truncated vector is shorter than one."""
     settings = {"config_sentence_transformers": {"truncate_dim": 9}}
     for name, modules in {"plain": [POOLING], "unit": [POOLING, ("Normalize", {}, {})]}.items():
         folder = folder_of(plain, tmp_path / name, *modules, **settings)
@@ -137,7 +137,7 @@ def test_sparse_vectors_keep_as_many_entries_as_the_folder_says(plain: Path, tmp
 
 
 def test_a_network_in_a_folder_of_its_own_is_read_with_its_tokenizer(plain: Path, tmp_path: Path) -> None:
-    """As sentence-transformers wrote folders before its second version."""
+    """sentence-transformers wrote such folders before its second version."""
     limits = {"sentence_bert_config": {"max_seq_length": 40}}
     old = folder_of(plain, tmp_path / "old", POOLING, first="0_Transformer")
     (old / "0_Transformer" / "sentence_bert_config.json").write_text(json.dumps(limits["sentence_bert_config"]))

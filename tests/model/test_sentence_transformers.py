@@ -1,4 +1,4 @@
-"""Folders of sentence-transformers: what they say, and the vectors that they mean."""
+"""Folders of sentence-transformers: their settings are read, and their vectors are equal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sentence_folder(
     dense: dict[str, Any] | None = None,
     **files: dict[str, Any],
 ) -> Path:
-    """A copy of the encoder with modules; `files` by name without .json."""
+    """Copy the encoder and add modules; `files` by name without .json."""
     into.mkdir()
     for file in plain.iterdir():
         (into / file.name).write_bytes(file.read_bytes())
@@ -66,7 +66,7 @@ def sentence_folder(
 
 
 def hidden_states(folder: Path, text: str) -> Tensor:
-    """`[L, d]` by transformers."""
+    """Return `[L, d]` by transformers."""
     model = transformers.AutoModel.from_pretrained(folder).float().eval()
     with torch.no_grad():
         return model(torch.tensor([tokens(folder, text)])).last_hidden_state[0]
@@ -119,7 +119,7 @@ def test_a_pooling_combines_tokens_as_it_is_defined(mode: str, plain: Path, tmp_
 @pytest.mark.parametrize("activation", ["Identity", "Tanh", "GELU"])
 @pytest.mark.parametrize("pickled", [False, True])
 def test_projections_follow_the_pooling(activation: str, pickled: bool, plain: Path, tmp_path: Path) -> None:
-    """As EmbeddingGemma, LaBSE and GTR have them."""
+    """EmbeddingGemma, LaBSE and GTR have such projections."""
     path = f"torch.nn.modules.{'linear' if activation == 'Identity' else 'activation'}.{activation}"
     dense = {"in_features": 32, "out_features": 20, "bias": True, "activation_function": path}
     folder = sentence_folder(plain, tmp_path / "s", MODES["mean"][0], "Dense", "Normalize", dense=dense)
@@ -141,7 +141,7 @@ def test_prompts_stand_in_front_of_texts(included: bool, plain: Path, tmp_path: 
     prompts = {"prompts": {"query": "import os: ", "document": ""}, "default_prompt_name": None}
     pooling = {**MODES["weighted mean"][0], "include_prompt": included}
     folder = sentence_folder(plain, tmp_path / "s", pooling, config_sentence_transformers=prompts)
-    skipped = 0 if included else len(tokens(folder, "import os: ")) - 1  # [SEP] is not the prompt's
+    skipped = 0 if included else len(tokens(folder, "import os: ")) - 1  # [SEP] is not part of the prompt
     for text, found in zip(TEXTS, encoded(folder, prompt_name="query"), strict=True):
         hidden = hidden_states(folder, "import os: " + text)
         weights = torch.arange(1, len(hidden) + 1)[skipped:, None]
@@ -186,7 +186,7 @@ def test_a_sparse_encoder_pools_the_logits_of_its_head(strategy: str, function: 
 
 
 def test_the_length_may_be_the_tokenizers(plain: Path, tmp_path: Path) -> None:
-    """sentence-transformers 6 writes it there; without modules, or where it is none, it bounds nothing."""
+    """sentence-transformers 6 stores it there; without modules, or if it is no number, there is no bound."""
 
     def length(**files: dict[str, Any]) -> int | None:
         folder = sentence_folder(plain, tmp_path / str(len(list(tmp_path.iterdir()))), MODES["mean"][0], **files)
@@ -270,7 +270,7 @@ def test_what_is_not_served_is_named(change: dict[str, Any], message: str, plain
     ],
 )
 def test_settings_of_late_interaction_are_bounded(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """Queries are filled up to their length: a folder could ask for any memory, or for positions that are not there."""
+    """Queries are padded to their length: a folder could ask for any memory, or for positions that do not exist."""
     folder = copied("bert", tmp_path)
     state = load_file(folder / "model.safetensors")
     save_file(state | {"linear.weight": torch.randn(7, 32)}, folder / "model.safetensors")
@@ -301,7 +301,7 @@ def test_a_projection_whose_tensors_do_not_fit_is_refused(plain: Path, tmp_path:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As all-mpnet-base-v2 was: weights in `.bin`, vocab.txt. So the library's tokenizer is the same as ours."""
+    """A folder like the first all-mpnet-base-v2: weights in `.bin`, vocab.txt, and a tokenizer equal to ours."""
     folder = write_folder("mpnet", tmp_path_factory.mktemp("published") / "mpnet")
     size = len(transformers.AutoTokenizer.from_pretrained(folder))
     model = transformers.MPNetModel(transformers.MPNetConfig(**{**MPNET, "vocab_size": size}))
@@ -314,7 +314,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 class TestPackage:
-    """Against sentence-transformers itself, of which the lock is spared 200 MB: scipy and scikit-learn."""
+    """Comparison with sentence-transformers, which the lock leaves out: scipy and scikit-learn would take 200 MB."""
 
     library = staticmethod(
         lambda: pytest.importorskip(

@@ -1,4 +1,4 @@
-"""The tables of settings files stand in the docs as they are."""
+"""The docs have the tables of settings files that the code generates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLES = {
 
 
 def rows(title: str, table: Table) -> str:
-    """The table as the docs have it: a row for each use."""
+    """Return the table as the docs have it, with a row for each use."""
     keys = {use: ", ".join(f"`{key}`" for key in sorted(table) if table[key].use is use) for use in Use}
     lines = [f"| {use} | {names} |" for use, names in keys.items() if names]
     return "\n".join([f"| {title} | |", "|---|---|", *lines, ""])

@@ -1,4 +1,4 @@
-"""The windows of a transcription without I/O, compared with what transformers makes of the same tokens."""
+"""The windows of a transcription without I/O, compared with those of transformers for the same tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from model.speech.chunks import ChunkMerger, ChunkOutput, Token, cut_chunks
 from model.speech.segments import Window, compression_ratio, cut_segments, srt, vtt, words_of
 from model.speech.transcription import Attempt, Decoding, Outcome, Segment, SequentialWindows
 
-# What of transformers takes 2 s to import is imported where it is used: each worker collects this file.
+# Parts of transformers that take 2 s to import are imported where they are used: each worker collects this file.
 
-BEGIN = 100  # of the timestamps; the text's ids are below
+BEGIN = 100  # the first timestamp; ids of text are smaller
 END = 90
 DECODING = Decoding(start=(91, 92), previous=93, timestamp_begin=BEGIN, context=40, vocab_size=1600, end=END)
 
 
 def spoken(draw: random.Random, length: int, *, least: int = 0) -> list[int]:
-    """Tokens with timestamps here and there, as a random model might give them."""
+    """Return tokens with timestamps at random places, as a random model might give them."""
     found = []
     while len(found) < length:
         if draw.random() < 0.3:
@@ -91,13 +91,13 @@ def test_windows_begin_where_the_last_segment_ended_and_carry_what_was_said() ->
     one = windows()
     first = following(one)
     assert (first.window, first.prompt, first.max_tokens) == (Window(0, 3000), (91, 92), 38)
-    # 10 s, then a segment that is cut off: what was said of it is left to the next window
+    # 10 s, then an incomplete segment, which is left to the next window
     [segment] = one.finish(first, said(BEGIN, 1, 2, BEGIN + 500, BEGIN + 500, 3)) or ()
     assert (segment.start, segment.end) == (0.0, 10.0)
     second = following(one)
     assert second.window == Window(1000, 3000)
     assert second.prompt == (93, BEGIN, 1, 2, BEGIN + 500, 91, 92)  # one of the two timestamps at the end
-    one.finish(second, said(BEGIN, 4, BEGIN + 1000))  # a single timestamp: nothing was said behind it
+    one.finish(second, said(BEGIN, 4, BEGIN + 1000))  # a single timestamp: no speech follows it
     third = following(one)
     assert third.window == Window(4000, 3000)
     one.finish(third, said(*range(30)))
@@ -131,7 +131,7 @@ def test_the_last_temperature_counts_and_is_no_context() -> None:
     assert one.finish(following(one), said(2, logprob=-2)) is not None
     assert following(one).prompt == (91, 92)
     one.finish(following(one), said(3))
-    assert following(one).prompt == (93, 2, 3, 91, 92)  # transformers takes all that was said again
+    assert following(one).prompt == (93, 2, 3, 91, 92)  # transformers takes everything again
 
 
 def test_silence_is_skipped_only_if_the_output_is_unlikely() -> None:
@@ -179,7 +179,7 @@ def test_chunks_are_those_of_the_pipeline(num_samples: int) -> None:
 
 
 class Words:
-    """Just enough of a tokenizer: an id's text is its name; some join to a character of two tokens."""
+    """The least of a tokenizer: an id's text is its name; some pairs of ids join to one character."""
 
     all_special_ids = (*range(END, BEGIN),)
     eos_token_id = END
@@ -210,7 +210,7 @@ def test_merged_chunks_are_those_of_the_pipeline(mode: str) -> None:
         lengths = [30.0] * draw.randrange(1, 5)
         for place, length in enumerate(lengths):
             left, right = (0.0 if place == 0 else 5.0), (0.0 if place == len(lengths) - 1 else 5.0)
-            text = spoken_all[place * 12 : place * 12 + 20]  # of which the next one repeats some
+            text = spoken_all[place * 12 : place * 12 + 20]  # the next one repeats some of it
             ids = stamped(draw, text) if mode != "text" else text
             ends = [round(length * (at + 1) / len(ids), 2) for at in range(len(ids))]
             outputs.append(ChunkOutput(length, left, right, tokens_of(ids, ends)))
@@ -236,7 +236,7 @@ def test_merged_chunks_are_those_of_the_pipeline(mode: str) -> None:
 
 
 def stamped(draw: random.Random, text: list[int]) -> list[int]:
-    """The text with pairs of timestamps in it, and one at either end."""
+    """Insert pairs of timestamps into the text, and one at either end."""
     cuts = sorted(draw.sample(range(1, 1500), 6))
     ids = [BEGIN + cuts[0], *text[:5]]
     ids += [BEGIN + cuts[1], BEGIN + cuts[2], *text[5:12], BEGIN + cuts[3], BEGIN + cuts[4], *text[12:]]

@@ -1,4 +1,4 @@
-"""The tokens that tell Whisper what to do, as published folders say them, and as folders must not."""
+"""Whisper's control tokens: read from published folders, refused from wrong ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from model.families import config_from_raw
 from tests.model.published_speech import PUBLISHED_SPEECH
 
 RAW: dict[str, Any] = json.loads(PUBLISHED_SPEECH["whisper-tiny"].config)
-# Of generation_config.json of openai/whisper-tiny, with three of its 99 languages.
+# From generation_config.json of openai/whisper-tiny, with three of its 99 languages.
 TINY: dict[str, Any] = {
     "alignment_heads": [[2, 2], [3, 0], [3, 2], [3, 3], [3, 4], [3, 5]],
     "begin_suppress_tokens": [220, 50257],

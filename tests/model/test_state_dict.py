@@ -1,4 +1,4 @@
-"""Files of `torch.save`: read as published, and never run."""
+"""Files of `torch.save` are read as published, and their code never runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parameters(folder: Path) -> dict[str, Tensor]:
 
 
 def with_bin(kind: str, into: Path, *, legacy: bool = False) -> Path:
-    """The folder as it was published before safetensors: with every entry of the state dict, tied ones too."""
+    """Write the folder as it was published before safetensors: with every entry of the state dict, also tied ones."""
     folder = copied(kind, into)
     state: dict[str, Tensor] = {}
     for file in sorted(folder.glob("model*.safetensors*")):
@@ -50,7 +50,7 @@ TIED = (
 
 @pytest.mark.parametrize("kind", sorted({*MECHANISMS, *TIED}))
 def test_a_published_state_dict_gives_the_same_parameters(kind: str, tmp_path: Path) -> None:
-    """However its names are ordered: a tied tensor goes by the embeddings' name wherever that stands."""
+    """In any order of names, a tied tensor is read by the embeddings' name."""
     folder = with_bin(kind, tmp_path)
     expected, found = parameters(saved(kind).path), parameters(folder)
     assert expected.keys() == found.keys()
@@ -88,7 +88,7 @@ def test_safetensors_are_taken_where_both_exist(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_tensors_of_any_strides_and_dtype_are_found(tmp_path: Path, legacy: bool) -> None:
-    """Parts of others, transposed, without elements, without dimensions, tied, parameters; and what is no tensor."""
+    """The tensors are views, transposed, empty, scalars, tied, or parameters; other objects are ignored."""
     base = torch.randn(6, 8)
     state: dict[str, object] = {
         "base": base,

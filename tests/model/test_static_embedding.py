@@ -1,4 +1,4 @@
-"""Folders of token vectors without a network: vectors are those of torch's embedding bag, which the reference is."""
+"""Folders of token vectors without a network give the vectors of torch's embedding bag."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODULES = "sentence_transformers.models."
 
 
 def tokenizer() -> Tokenizer:
-    """One that puts special tokens around texts, which are not read."""
+    """Return a tokenizer that puts special tokens around texts, which are not read."""
     made = Tokenizer(models.WordPiece({word: token for token, word in enumerate(WORDS)}, unk_token="[UNK]"))
     made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     special = [("[CLS]", 2), ("[SEP]", 3)]
@@ -39,14 +39,14 @@ def table() -> Tensor:
 
 
 def expected(texts: list[str] = TEXTS) -> Tensor:
-    """What sentence-transformers computes: `nn.EmbeddingBag` over ids without special tokens."""
+    """Return what sentence-transformers computes: `nn.EmbeddingBag` over ids without special tokens."""
     ids = [tokenizer().encode(text, add_special_tokens=False).ids for text in texts]
     starts = torch.tensor([0, *(len(one) for one in ids[:-1])]).cumsum(0)
     return embedding_bag(torch.tensor([token for one in ids for token in one]), table(), starts)
 
 
 def write(folder: Path, name: str, weights: dict[str, Tensor], modules: list[tuple[str, str]], **config: Any) -> Path:
-    """Make a folder whose table is in the folder `name` within it."""
+    """Write a model whose table is in the subfolder `name`."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / name / "model.safetensors")
     tokenizer().save(str(folder / name / "tokenizer.json"))

@@ -36,7 +36,7 @@ from tests.parallel.ranks import on_ranks
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 NUMBERS = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "observer": "minmax"}
-QUANTIZATION: dict[str, Any] = {  # as llm-compressor writes it for W8A8
+QUANTIZATION: dict[str, Any] = {  # llm-compressor writes this for W8A8
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
     "quantization_status": "compressed",
@@ -56,7 +56,7 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def quantised(kind: str, into: Path, scale_dtype: torch.dtype = torch.float32) -> Path:
-    """The kind's folder with the projections of its layers in 8 bits, rounded as ours are: to 127 of the largest."""
+    """Write the kind's folder with 8-bit projections, rounded like ours: the largest number becomes 127."""
     folder = copied(kind, into)
     file = folder / "model.safetensors"
     tensors: dict[str, Tensor] = {}
@@ -77,7 +77,7 @@ FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None,
 
 
 def float_quantised(strategy: str, activations: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
-    """As llm-compressor writes it for FP8, FP8_DYNAMIC and FP8_BLOCK."""
+    """Return the settings of llm-compressor for FP8, FP8_DYNAMIC and FP8_BLOCK."""
     group = {
         "targets": ["Linear"],
         "weights": {**FLOATS, "strategy": strategy, "dynamic": False, **weights},
@@ -88,8 +88,8 @@ def float_quantised(strategy: str, activations: dict[str, Any] | None, **weights
 
 
 STATIC, DYNAMIC = {"strategy": "tensor", "dynamic": False}, {"strategy": "token", "dynamic": True}
-BLOCK = [16, 8]  # published ones are 128 x 128; of these, parts of fused matrices and MLPs have uneven numbers
-FP8: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {  # settings; name of the scales; what shares one
+BLOCK = [16, 8]  # published ones are 128 x 128; with these, fused parts and MLPs have uneven numbers of blocks
+FP8: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {  # settings; name of the scales; shape of a scale's part
     "by tensor, static": (float_quantised("tensor", STATIC), "weight_scale", (0, 0)),
     "by row": (float_quantised("channel", DYNAMIC), "weight_scale", (1, 0)),
     "weights alone": (float_quantised("channel", None), "weight_scale", (1, 0)),
@@ -119,7 +119,7 @@ FP8: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {  # settings; nam
 def in_fp8(
     quantization: dict[str, Any], scale_name: str, block: tuple[int, int], into: Path, kind: str = "llama-gqa"
 ) -> tuple[Path, Path]:
-    """The kind's folder with the projections of its layers in fp8, and one with the floats that they stand for."""
+    """Write the kind's folder with fp8 projections, and one with the floats that they stand for."""
     stored, plain = copied(kind, into / "fp8"), copied(kind, into / "floats")
     numbers, floats = {}, {}
     for name, tensor in load_file(stored / "model.safetensors").items():
@@ -138,7 +138,7 @@ def in_fp8(
         numbers[name] = (tensor / spread).to(torch.float8_e4m3fn)
         floats[name] = numbers[name].float() * spread
         numbers[f"{stem}.{scale_name}"] = scales if block[0] else scales[0, 0].clone()
-        numbers[f"{stem}.input_scale"] = torch.tensor(0.5)  # of static activations; passed over
+        numbers[f"{stem}.input_scale"] = torch.tensor(0.5)  # of static activations; ignored
     save_file(numbers, stored / "model.safetensors")
     save_file(floats, plain / "model.safetensors")
     describe(stored, quantization)
@@ -160,7 +160,7 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 @needs_native
 @pytest.mark.parametrize("kind", ["llama-gqa", "bert"])
 def test_stored_integers_are_packed_as_quantised_ones(kind: str, tmp_path: Path) -> None:
-    """The same rounding, done before and while it is loaded, gives the same bytes."""
+    """Rounding before or during loading gives the same bytes."""
     library = native_backends()[0].library
     stored = load_native(read_checkpoint(quantised(kind, tmp_path)), library)
     ours = load_native(read_checkpoint(saved(kind).path), library, quantization="int8")
@@ -177,7 +177,7 @@ def test_stored_integers_are_packed_as_quantised_ones(kind: str, tmp_path: Path)
 
 @needs_native
 def test_a_product_of_stored_integers_is_exact_up_to_its_activations() -> None:
-    """Also of -128, which our own quantisation never makes."""
+    """This includes -128, which our own quantisation never makes."""
     torch.manual_seed(0)
     n, k = 37, 130
     integers, scales = torch.randint(-128, 128, (n, k), dtype=torch.int8), torch.rand(n, 1)
@@ -188,7 +188,7 @@ def test_a_product_of_stored_integers_is_exact_up_to_its_activations() -> None:
         linear.fill("m.weight", (slice(first, last),), integers[first:last])
     linear.fill("m.bias", (slice(0, n),), torch.zeros(n))
     rows = torch.randint(-127, 128, (40, k)).float()
-    rows[:, 0] = 127.0  # so that each row's scale is 1, and its integers are itself
+    rows[:, 0] = 127.0  # each row's scale is 1, so its integers equal its numbers
     exact = (rows.double() @ integers.double().T) * scales.T
     torch.testing.assert_close(linear(rows).double(), exact, rtol=1e-6, atol=1e-3)
 
@@ -205,7 +205,7 @@ def test_torch_computes_with_the_numbers_that_the_integers_stand_for(dtype: torc
 @pytest.mark.parametrize("name", FP8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_becomes_the_floats_that_it_stands_for(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """By torch and packed for C, where fused parts have scales of their own and blocks end within them."""
+    """Torch and C agree, where fused parts have scales of their own and blocks end within them."""
     stored, plain = map(read_checkpoint, in_fp8(*FP8[name], tmp_path))
     assert len(stored.config.stored_as) == 8 and "head" not in stored.config.stored_as
     ours, theirs = (load_model(one, SdpaBackend(), LinearFactory(dtype)) for one in (stored, plain))
@@ -229,7 +229,7 @@ def test_fp8_becomes_the_floats_that_it_stands_for(name: str, dtype: torch.dtype
 
 
 def test_blocks_become_the_floats_that_transformers_makes_of_them(tmp_path: Path) -> None:
-    """Scales called inverse are multiplied with."""
+    """Scales called inverse are factors."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # takes 2 s, in each worker that collects this
 
     stored, _ = in_fp8(*FP8["deepseek"], tmp_path)
@@ -268,7 +268,7 @@ def test_a_cpu_tells_what_becomes_of_fp8(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_projections_that_are_left_out_are_floats_and_others_have_scales(tmp_path: Path) -> None:
-    """Which are left out their tensors say; numbers without scales are no floats."""
+    """Their tensors decide which projections are left out; numbers without scales are refused."""
     name = "model.layers.0.mlp.down_proj"
     stored, plain = in_fp8(*FP8["by row"], tmp_path)
     floats, numbers = (load_file(folder / "model.safetensors")[f"{name}.weight"] for folder in (plain, stored))
@@ -396,7 +396,7 @@ def test_other_formats_are_refused_by_the_setting_that_differs(
 
 
 def test_a_setting_that_is_absent_has_the_meaning_of_the_format(tmp_path: Path) -> None:
-    """Activations are static unless they are said to be dynamic."""
+    """Activations are static unless the setting says dynamic."""
     folder, changed = copied("llama-gqa", tmp_path), deepcopy(QUANTIZATION)
     del changed["config_groups"]["group_0"]["input_activations"]["dynamic"]
     describe(folder, changed)
@@ -424,7 +424,7 @@ def test_integers_and_scales_are_part_of_the_bijection(tmp_path: Path) -> None:
     def lost(tensors: dict[str, Tensor]) -> None:
         del tensors[f"{name}.weight_scale"]
 
-    # One part of a fused projection without its scales: the others say how it is stored.
+    # One part of a fused projection lacks its scale: the other parts determine the format.
     assert "missing: layers.0.self_attn.k_proj.weight_scale" in refusal(lost)
     assert f"misshaped: {name}.weight_scale: found [1], expected [16, 1]" in refusal(narrowed)
     assert refusal(widened) == f"expected int8, found {name}.weight (F32)"

@@ -1,4 +1,4 @@
-"""Language models of models that read images too: every served kind against `transformers`, and their older folders."""
+"""Language models of models that also read images: every served kind against `transformers`, and older folders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _text(kind: str, **changes: Any) -> dict[str, Any]:
     return dict(model_type=kind, **LLAMA, **changes)
 
 
-# Rows of `decoder_rows` have the others.
+# `decoder_rows` has rows for the others.
 WITH_IMAGES: dict[str, Callable[[], Any]] = {
     "aya_vision": with_images("AyaVision", _text("cohere2", logit_scale=0.5), _SIGLIP),
     "cohere2_vision": with_images("Cohere2Vision", _text("cohere2"), _SIGLIP),
@@ -50,7 +50,7 @@ WITH_IMAGES: dict[str, Callable[[], Any]] = {
 
 
 def _compared(model: Any, folder: Path) -> float:
-    """How far our logits of the folder are from a model's."""
+    """Return the difference of our logits of the folder from a model's."""
     ours = decoder_logits(load_model(read_checkpoint(folder), SdpaBackend()), decoder_prompts())
     with torch.inference_mode():
         theirs = torch.cat([model(input_ids=torch.tensor([ids])).logits[0] for ids in decoder_prompts()])
@@ -68,7 +68,7 @@ def test_the_language_model_equals_transformers(kind: str, tmp_path: Path) -> No
 
 
 def test_settings_of_the_language_model_may_stand_next_to_those_of_images(tmp_path: Path) -> None:
-    """As the published folders of Qwen2-VL and Qwen2.5-VL have them."""
+    """The published folders of Qwen2-VL and Qwen2.5-VL have them there."""
     folder = copied("qwen2-5-vl", tmp_path)
     raw = json.loads((folder / "config.json").read_text())
     text = raw.pop("text_config")
@@ -103,7 +103,7 @@ def test_a_whole_that_says_nothing_of_its_output_ties_it_as_its_class_does(kind:
 
 
 def test_experts_may_have_their_inputs_first(tmp_path: Path) -> None:
-    """As the published folders of Qwen3-VL have them, which `transformers` tells by the sizes."""
+    """The published folders of Qwen3-VL have them so, and `transformers` decides by the sizes."""
     folder = copied("qwen3-vl-moe", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     turned = {name: one.mT.contiguous() if ".experts." in name else one for name, one in tensors.items()}
@@ -120,7 +120,7 @@ def _sized(text: dict[str, Any]) -> ModelConfig:
     "kind", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "granite", "cohere2"]
 )
 def test_sizes_that_a_language_model_leaves_out_are_those_of_its_type(kind: str) -> None:
-    """Older folders have only what differs: LLaVA 1.5 says nothing of its width and its layers."""
+    """Older folders have only what differs: LLaVA 1.5 gives neither its width nor its number of layers."""
     import transformers
 
     whole = transformers.AutoConfig.for_model(kind).to_dict()

@@ -1,4 +1,4 @@
-"""Tensors that share memory in `transformers` are read from whichever of their names a folder has."""
+"""Tensors that share memory in `transformers` are read from any of their names that a folder has."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_and_load(folder: Path) -> Transformer:
 
 
 def shared_names(kind: str) -> list[list[str]]:
-    """The names of each tensor that the reference has several names for."""
+    """Return the names of each tensor that has several names in the reference."""
     names = defaultdict(list)
     for name, tensor in saved(kind).reference.state_dict().items():
         if tensor.numel():
@@ -92,7 +92,7 @@ def test_an_output_of_its_own_is_no_token_table(tmp_path: Path) -> None:
 def test_an_output_that_differs_from_the_table_is_read_as_transformers_reads_it(
     kind: str, output: str, bias: str, tmp_path: Path
 ) -> None:
-    """It ties nothing then, and the output reads the bias that is stored as its own."""
+    """The reference then ties nothing, and the output uses the bias that is stored as its own."""
     head = loaded(kind).config.masked_head
     assert head is not None
     weight, other = torch.randn(97, head.size), torch.randn(97)
@@ -112,4 +112,4 @@ def test_a_part_of_a_head_for_masked_words_is_an_error(left: str, tmp_path: Path
         read_and_load(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
-    assert read_and_load(folder).masked_head is None  # what is left of the head is of no use to the network alone
+    assert read_and_load(folder).masked_head is None  # the network alone has no use for the rest of the head

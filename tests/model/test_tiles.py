@@ -29,7 +29,7 @@ from tests.model.tiled import AMX, HERE, NARROW, REFUSED, VECTORS, emulated, gcc
 
 SHAPES = [(16, 32), (16, 64), (7, 5), (40, 100), (100, 37), (33, 1000), (144, 96)]
 ROWS = [1, 5, 15, 16, 17, 31, 32, 33, 47, 50, 64, 90]
-SMALLEST = 2.0**-126  # that is normal
+SMALLEST = 2.0**-126  # the smallest normal number
 
 pytestmark = needs_vectors
 
@@ -50,7 +50,7 @@ def with_real_tiles() -> Library:
 
 
 def both(n: int, k: int, kind: Kind, library: Library | None = None) -> tuple[NativeLinear, NativeLinear]:
-    """One matrix that may use tiles and the same that may not."""
+    """Return one matrix that may use tiles, and the same matrix without tiles."""
     weight, bias = torch.randn(n, k), torch.randn(n)
     tiles, vectors = (packed_linear(library or emulated(), weight, bias, kind) for _ in range(2))
     vectors.matrix.tiles = 0
@@ -78,7 +78,7 @@ def test_int8_products_have_the_bits_of_the_vectors(n: int, k: int, threads: Non
 
 
 def with_offsets(linear: NativeLinear) -> NativeLinear:
-    """The same with a random offset of each group, as a checkpoint with zero points has; none beyond n and k."""
+    """Add a random offset to each group, like a checkpoint with zero points; none beyond n and k."""
     n, k, group, groups = linear.spec.num_outputs, linear.spec.inputs, linear.group, linear.num_groups
     offsets = torch.zeros(linear.arrays["scale"].numel() // 4).view(-1, groups, 16)
     for row in range(n):
@@ -121,7 +121,7 @@ def test_more_rows_than_stay_in_the_second_cache(kind: Kind) -> None:
     tiles, vectors = both(n, k, kind)
     x = torch.randn(rows, k)
     together, parts = tiles(x), torch.cat([tiles(x[:96]), tiles(x[96:])])
-    assert torch.equal(together, parts)  # a row's sums are its own: tiles of other rows change nothing
+    assert torch.equal(together, parts)  # a row's sums do not depend on the tiles of other rows
     torch.testing.assert_close(together, vectors(x), rtol=0, atol=2e-6 * float(together.abs().max()))
 
 
@@ -144,7 +144,7 @@ def flushed(x: Tensor) -> Tensor:
 
 
 def by_the_manual(x: Tensor, weight: Tensor) -> Tensor:
-    """TDPBF16PS step by step for operands `[T, k]` and `[n, k]` of bfloat16; float64 holds a product and its sum."""
+    """Compute TDPBF16PS step by step for operands `[T, k]` and `[n, k]` of bfloat16, with float64 products and sums."""
     total = torch.zeros(x.shape[0], weight.shape[0])
     for start in range(0, x.shape[1], 32):
         apart = [torch.zeros_like(total), torch.zeros_like(total)]
@@ -155,7 +155,7 @@ def by_the_manual(x: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**-125])  # sums, products and weights fall below the normal
+@pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**-125])  # sums, products and weights are subnormal
 def test_every_bit_is_what_the_manual_says(scale: float) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(24, 100) * scale, torch.randn(35, 100) * max(scale, 2.0**-64)
@@ -186,7 +186,7 @@ def test_a_weight_that_is_no_number_spoils_its_output_alone() -> None:
 
 
 def with_and_without(kind: str, quantise: Kind | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Packed logits, scores or states of a model by tiles and by vectors."""
+    """Return packed logits, scores or states of a model by tiles and by vectors."""
 
     def made(library: Library) -> Transformer:
         return load_native(
@@ -210,7 +210,7 @@ def test_a_models_outputs_in_int8_are_the_vectors(kind: str) -> None:
     assert torch.equal(tiles, vectors)
 
 
-# (queries, keys) of segments: decoding, chunks from before and behind where tiles begin, more than a block
+# (queries, keys) of segments: decoding, chunks that begin before and after a tile's begin, more than a block
 LONG = ((1, 70), (90, 100), (3, 64), (40, 300), (1, 257), (20, 20))
 
 
@@ -225,7 +225,7 @@ def with_tiles() -> list[Library]:
 
 
 def attended(library: Library, case: Case, given: Problem, rows: slice = slice(None)) -> Tensor:
-    """What these rows get, alone if they are some of a case's one segment."""
+    """Return the results of these rows of a case with one segment, computed alone."""
     metadata, parts = given.metadata, [None if x is None else x[rows] for x in (given.query, given.key, given.value)]
     if rows != slice(None):
         assert metadata.slot_mapping is not None
@@ -258,7 +258,7 @@ def test_long_contexts_attend_in_tiles(changes: dict[str, Any]) -> None:
     for library in with_tiles():
         tiles = attended(library, case, given)
         assert_finite_and_close(tiles, given.expected, tolerance(case))
-        assert torch.equal(tiles[short], vectors[short])  # a row's keys decide, nothing else
+        assert torch.equal(tiles[short], vectors[short])  # only a row's keys decide
         assert not torch.equal(tiles[~short], vectors[~short])
 
 
@@ -278,9 +278,9 @@ def test_a_long_context_has_the_same_bits_however_it_is_divided(
             assert torch.equal(attended(library, case, given, slice(*part)), whole[slice(*part)])
 
 
-@pytest.mark.parametrize("heads", [3, 24])  # beside 3 key heads: 16 rows at most are computed together, or 2
+@pytest.mark.parametrize("heads", [3, 24])  # with 3 key heads: at most 16 rows are computed together, or 2
 def test_rows_that_see_the_same_keys_have_the_bits_that_they_have_alone(heads: int) -> None:
-    """As beams do that read one source, in tables that are copies of each other."""
+    """Beams that read one source have such tables, which are copies of each other."""
     case = long_case(segments=((1, 300),) * 23, heads=heads, kv_heads=3, causal=False, writes=False)
     given = problem(case, CPU, solved=False)
     tables = given.metadata.block_tables
@@ -365,7 +365,7 @@ def test_real_tiles_compute_as_emulated_or_leave_the_vectors_where_the_cpu_has_n
         like = packed_linear(emulated(), weight, None, kind)
         like.matrix.tiles &= library.tiles
         ours, theirs = packed_linear(library, weight, None, kind)(x), like(x)
-        exact = kind is Kind.INT8 or not library.tiles  # a CPU may add as it likes
+        exact = kind is Kind.INT8 or not library.tiles  # a CPU may add in any order
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if exact else 2e-6 * float(theirs.abs().max()))
 
 

@@ -1,4 +1,4 @@
-"""The bytes of tokens against the tokenizers' decoders, over all supported kinds of vocabulary."""
+"""The bytes of tokens against the tokenizers' decoders, for all supported kinds of vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def embedded(name: str) -> Callable[[], Tokenizer]:
 
 
 def pieces(split: pre_tokenizers.PreTokenizer) -> tuple[list[str], list[str]]:
-    """Characters of the corpus, and longer pieces with which its words begin: a trainer's are others each time."""
+    """Return characters of the corpus and longer pieces that begin words, the same in each run, unlike a trainer's."""
     words = sorted({word for text in CORPUS for word, _ in split.pre_tokenize_str(text)})
     begins = {word[:size] for word in words for size in (2, 3, 5) if size <= len(word)}
     return sorted(set("".join(words))), sorted(begins)
@@ -61,7 +61,7 @@ def unigram() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """A tokenizer like Llama's: pieces, byte fallback, the first space removed."""
+    """Return a tokenizer like Llama's: pieces, byte fallback, the first space removed."""
     words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "b", "▁▁"]
     raw = tokenizers.Tokenizer(
         models.BPE({word: at for at, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)

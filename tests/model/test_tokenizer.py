@@ -42,7 +42,7 @@ TOKENIZERS = {"bytes": bytes_tokenizer, "words": words_tokenizer, "fallback": fa
 
 
 def chunks(ids: tuple[int, ...], sizes: list[int]) -> list[tuple[int, ...]]:
-    """`ids` in pieces of the sizes in turn, one by one when they are used up."""
+    """Split `ids` into pieces of the given sizes, and into single ids after those."""
     pieces, at = [], 0
     for size in [*sizes, *[1] * len(ids)]:
         pieces.append(ids[at : at + size])
@@ -160,7 +160,7 @@ def test_a_wrong_byte_takes_no_text_back(spelled: str, text: str, size: int) -> 
 
 
 def test_the_decoder_takes_text_back() -> None:
-    """So a whole decoding may differ from the stream, whose text was sent before its run of bytes was spoiled."""
+    """A whole decoding may differ from the stream, whose text was sent before its run of bytes became invalid."""
     tokenizer = fallback_tokenizer()
     names = tokenizer.token_names(330)
     ids = [names.index(f"<0x{byte}>") for byte in ("54", "E6")]
@@ -180,7 +180,7 @@ def test_special_tokens_are_shown_only_if_asked(skip: bool) -> None:
 
 
 def cut(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Character by character: the oracle of stop strings."""
+    """Apply stop strings one character at a time, as the reference."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -320,7 +320,7 @@ def test_batches_and_pairs_encode_like_single_texts() -> None:
 
 
 def gives_way(work: Callable[[], object]) -> bool:
-    """Whether another thread can run while `work` does: none takes the interpreter's lock from its holder here."""
+    """Whether another thread can run while `work` does; here no thread takes the interpreter's lock by force."""
     work()  # the first time a tokenizer is trained
     ran: list[bool] = []
     go = threading.Lock()

@@ -1,4 +1,4 @@
-"""Tokenizers built from the files before tokenizer.json, against `transformers`' from the same files."""
+"""Tokenizers from files older than tokenizer.json, compared with `transformers` for the same files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.model.tokenizer_folders import (
 )
 
 FIRST_SPACE = re.compile("(^|</?s>|<unk>)[ \u2581]")
-_LEFT_OUT = {"marian", "m2m-100"}  # what is stripped of a whole text there is no streamed text's
+_LEFT_OUT = {"marian", "m2m-100"}  # they strip whole texts, which streamed texts cannot do
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def made(root: Path, name: str) -> Path:
 
 
 def pair(root: Path, name: str) -> tuple[Tokenizer, Any]:
-    """Ours and `transformers`'."""
+    """Return our tokenizer and that of `transformers`."""
     ours = Tokenizer.from_folder(made(root, name))
     assert ours is not None
     if name == "deberta-v2":
@@ -57,7 +57,7 @@ def pair(root: Path, name: str) -> tuple[Tokenizer, Any]:
 
 
 def converted(folder: Path) -> Any:
-    """As published tokenizer.json were made; transformers 5.23 leaves out the normalisation of spm.model."""
+    """Convert as for published tokenizer.json files; transformers 5.23 leaves out the normalisation of spm.model."""
     pieces = {"pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "mask": "[MASK]"}
     old = SimpleNamespace(
         vocab_file=str(folder / "spm.model"),
@@ -72,7 +72,7 @@ def converted(folder: Path) -> Any:
 
 
 def texts_for(name: str, count: int) -> list[str]:
-    """Without what `transformers` reads otherwise than SentencePiece's own library: the first space of a text."""
+    """Return texts without a first space, which `transformers` reads differently than SentencePiece's own library."""
     found = [*strings(count), "", " ", "\n"]
     return [text for text in found if not (name.startswith("llama") and FIRST_SPACE.search(text))]
 
@@ -122,7 +122,7 @@ def test_spaces_are_those_of_sentencepieces_own_library(root: Path, name: str) -
 
 
 def test_runs_of_spaces_of_equal_scores_grow_from_their_beginning(root: Path, tmp_path: Path) -> None:
-    """As in Mistral's models, whose runs all have one score and lack some lengths."""
+    """Runs of spaces in Mistral's models all have one score, and some lengths are missing."""
     source = (made(root, "llama") / "tokenizer.model").read_bytes()
     model = sentencepiece_model_pb2.ModelProto.FromString(source)
     for length in (2, 3, 4, 5, 6, 8):
@@ -146,7 +146,7 @@ def test_ids_and_texts_of_ten_thousand_strings(root: Path, name: str) -> None:
     compare(root, name, 10_000)
 
 
-# Two take none; transformers 5.23 separates DeBERTa's twice.
+# Two take no pairs; transformers 5.23 separates DeBERTa's twice.
 _OTHER_PAIRS = {"marian", "m2m-100", "deberta", "llama-joined"}
 
 
@@ -181,7 +181,7 @@ def test_a_pair_of_the_first_deberta_is_separated_once(root: Path) -> None:
 
 
 def test_nllbs_languages_stand_behind_the_pieces_and_the_mask_behind_them(tmp_path: Path) -> None:
-    """As the published embeddings have them; today's `transformers` gives a folder without tokenizer.json others."""
+    """The published embeddings have this order; `transformers` now gives other ids without tokenizer.json."""
     tokenizer = Tokenizer.from_folder(write_nllb(tmp_path / "nllb"))
     assert tokenizer is not None
     size = tokenizer.vocab_size
@@ -341,7 +341,7 @@ def test_a_folder_without_any_of_the_files_takes_ids_only(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("begins", [True, False])
 def test_an_embedder_ends_texts_as_its_settings_say_and_its_tokenizer_does_not(begins: bool, tmp_path: Path) -> None:
-    """As published with e5-mistral; transformers 5 leaves the token out, whose vector is that of the text."""
+    """e5-mistral is published so; transformers 5 leaves out the token whose vector is the text's."""
     raw = byte_level_bpe(vocab_size=320)
     raw.add_special_tokens(["</s>"])
     if not begins:

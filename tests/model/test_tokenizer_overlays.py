@@ -1,4 +1,4 @@
-"""What a folder's other files say of its tokenizer.json, against `transformers` in the same folder."""
+"""Settings in a folder's other files change its tokenizer.json as in `transformers`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def root() -> Iterator[Path]:
 
 @cache
 def saved(root: Path, name: str) -> Path:
-    """A folder with tokenizer.json, as the library saves it; "plain" has a class that changes nothing."""
+    """Return a folder with tokenizer.json, as the library saves it; "plain" has a class that changes nothing."""
     folder = root / name
     if name == "plain":
         raw = byte_level_bpe(vocab_size=400)
@@ -55,7 +55,7 @@ def saved(root: Path, name: str) -> Path:
 
 
 def laid_over(source: Path, folder: Path, settings: dict[str, Any], **files: Any) -> Path:
-    """A copy of the folder with these settings, without those that are "-", and with these files."""
+    """Copy the folder with these settings, without those that are "-", and with these files."""
     folder.mkdir()
     for file in source.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -90,7 +90,7 @@ def _token(text: str, *, special: bool = True) -> dict[str, Any]:
 
 
 def overlays(size: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """What tokenizer_config.json and other files say, by a name."""
+    """Return settings of tokenizer_config.json and other files by name."""
     first, last = _MARKS
     decoder = {str(size): _token(first), str(size + 1): _token(last), str(size + 2): _token("<new>", special=False)}
     none = {"added_tokens_decoder": "-", "extra_special_tokens": "-"}
@@ -243,7 +243,7 @@ def test_types_and_classes_are_the_installed_ones() -> None:
         assert own in (name, alias), alias
 
 
-@pytest.mark.parametrize("name", sorted(CLASSES.keys() - {"Esm"}))  # which is written in Python
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - {"Esm"}))  # it is written in Python
 def test_every_parameter_of_a_class_is_served_or_harmless(name: str) -> None:
     made = tokenization_auto.tokenizer_class_from_name(f"{name}Tokenizer")
     taken = {
@@ -252,7 +252,7 @@ def test_every_parameter_of_a_class_is_served_or_harmless(name: str) -> None:
         for parameter in inspect.signature(one.__init__).parameters
         if not parameter.endswith("_token") and parameter not in ("self", "args", "kwargs")
     }
-    # A mark that is read by its name, what is ## in every published folder, and what XLNet's class does not read.
+    # A mark that is read by its name, one that is ## in every published folder, and one that XLNet's class ignores.
     other = {"mask_token_sent", "wordpieces_prefix"} | ({"keep_accents"} if name == "XLNet" else set())
     assert taken <= CLASSES[name].settings | SERVED | HARMLESS | other
     assert CLASSES[name].settings <= taken
@@ -357,7 +357,7 @@ def test_texts_in_parts_are_cleaned_as_whole_ones() -> None:
 
 @cache
 def large(root: Path, cuts: str) -> Path:
-    """A folder with a vocabulary of the size of Mistral's later ones, which is cut by `cuts`."""
+    """Return a folder with a vocabulary as large as Mistral's later ones, which is split by `cuts`."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*letters, *(f"filler{number}" for number in range(100_000))]
     raw = RawTokenizer(models.BPE({name: token for token, name in enumerate(names)}, []))

@@ -16,7 +16,7 @@ INF = float("inf")
 
 @pytest.fixture(params=["native", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each test by both ways."""
+    """Run each test with both implementations."""
     library = native()
     if request.param == "native" and not isinstance(library, Library):
         pytest.skip(library)
@@ -107,5 +107,5 @@ def test_a_beams_candidates_are_the_same_beside_one_with_penalties() -> None:
     plain = SamplingRow(SamplingParams(num_beams=2), 0, (1, 2), 2)
     penal = SamplingRow(SamplingParams(num_beams=2, repetition_penalty=1.3), 0, (1, 2), 2)
     [alone] = top_candidates(logits[:1], [plain], [4])
-    beside, _ = top_candidates(logits, [plain, penal], [4, 4])
-    assert beside == alone
+    in_batch, _ = top_candidates(logits, [plain, penal], [4, 4])
+    assert in_batch == alone

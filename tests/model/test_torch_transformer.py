@@ -23,7 +23,7 @@ VOCAB, SIZE = 61, 24
 
 
 class Translator(nn.Module):
-    """As PyTorch's users write it: embeddings scaled, the paper's positions, nn.Transformer, a linear generator."""
+    """A module as users write it: scaled embeddings, the paper's positions, nn.Transformer, a linear generator."""
 
     def __init__(self, *, tied: bool, **arguments: object) -> None:
         super().__init__()

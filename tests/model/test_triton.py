@@ -1,4 +1,4 @@
-"""Triton's kernels against attention in float64: in the interpreter on a CPU, on a GPU with `-m gpu`."""
+"""Triton's kernels against attention in float64: interpreted on a CPU, compiled on a GPU with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.model.triton_cases import (
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-# Every pair of settings at least once: each variant is compiled on its own, which takes a second.
+# Every pair of settings at least once: each variant takes a second to compile.
 PAIRS = [
     (False, None, False, False),
     (False, 512, True, True),
@@ -65,7 +65,7 @@ CASES = [
     Case(((7, 7), (1, 1), (30, 30)), paged=False, causal=True, heads=2, kv_heads=2, dtype=torch.bfloat16, buckets=True),
     Case(((1, 7), (1, 1), (1, 30)), paged=False, causal=False, dim=33),
 ]
-COMBINED = [  # what `CASES` have one by one or in another combination
+COMBINED = [  # settings that `CASES` have singly or in other combinations
     Case(DECODE),
     Case(DECODE, window=7),
     Case(DECODE, int8=True, heads=2, kv_heads=1, softcap=0.7, dtype=torch.bfloat16),
@@ -110,7 +110,7 @@ def test_keys_in_parts_are_the_same_keys(case: Case, parts: int, device: torch.d
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 300])
 def test_one_long_sequence_among_short_ones(window: int | None, device: torch.device) -> None:
-    """Its keys are divided as if it were alone; the others' are one part, and their other parts end at once."""
+    """Its keys are split as if it were alone; the others' keys are one part, and their other parts end at once."""
     case = Case(((1, 3), (1, 700), (1, 40), (1, 1)), window=window)
     given = problem(case, device)
     given.metadata.on_device().uneven = True
@@ -166,7 +166,7 @@ def test_the_grid(
 def test_real_sizes(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, int8: bool, window: int | None, causal: bool, buckets: bool
 ) -> None:
-    """Against the reference backend in float32 on the same device: the formula itself would take hours."""
+    """The reference is the reference backend in float32 on the same device: the formula would take hours."""
     for segments in (
         tuple((1, 37 * at + 1) for at in range(64)),
         ((1, 8000),),
@@ -264,7 +264,7 @@ def test_a_captured_step_is_replayed_over_other_lengths(parts: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [torch.int32, pytest.param(torch.int64, marks=pytest.mark.slow)])
 def test_integers_of_either_width_at_any_place(width: torch.dtype, device: torch.device) -> None:
-    """As a step is packed into one row of integers: nothing in it is aligned to more than an element."""
+    """A step is packed into one row of integers: nothing in it is aligned to more than an element."""
     given = problem(Case(MIXED), device)
     lengths = given.metadata.on_device()
     assert given.metadata.block_tables is not None and given.metadata.slot_mapping is not None

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 
 ROOT = Path(__file__).parents[2]
 RECURRENT = {"step_states", "solve_chunks", "scan_chunks", "gate_outputs"}
-SHARED = 99 * 1024  # bytes that a block may take on the smaller GPUs since Ampere
+SHARED = 99 * 1024  # bytes that a block may use on the smaller GPUs since Ampere
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
             assert kernel["stack"] == 0, kernel
             assert (kernel["asynchronous_copies"] > 0) == (kernel["kernel"] == "scan_chunks"), kernel
         if kernel["kernel"] == "step_states":
-            assert kernel["registers"] <= 200 and kernel["stack"] == 0, kernel  # a head's state is 64 of them
+            assert kernel["registers"] <= 200 and kernel["stack"] == 0, kernel  # a head's state takes 64 of them
         if kernel["kernel"] in ("quantize", "scaled_product"):
             # Many rows with scales of rows, which `torch._scaled_mm` multiplies where it can: 24 by Triton 3.6.
             assert kernel["stack"] <= (32 if kernel["case"] == "fp8 300 (1, 0)" else 0), kernel
@@ -54,7 +54,7 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
             assert (kernel["warp_group_products"] > 0) == (capability == 90 and not few), kernel
             assert kernel["registers"] <= 160 or not few, kernel  # so that three programs fill a processor
             if "4 bits" in kernel["case"]:
-                # In words: a conversion of each integer would take more time than reading it; offsets are few.
+                # In words: converting each integer would take longer than reading it; offsets are few.
                 assert kernel["masks"] > kernel["conversions"], kernel
         if kernel["kernel"] == "experts_product" and narrow:
             assert kernel["asynchronous_copies"] > 0, kernel
@@ -69,7 +69,7 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
             # So that its programs fill a processor; in float32 Triton 3.6 takes 74 for rotated neighbours.
             assert kernel["registers"] <= (64 if narrow else 80), kernel
         if kernel["kernel"] in ("write_pages", "prepare_heads"):
-            assert kernel["contracted"] == 0, kernel  # else ties are rounded as no other backend does
+            assert kernel["contracted"] == 0, kernel  # otherwise ties are rounded differently than in other backends
         if kernel["kernel"] == "attend" and narrow:
             assert kernel["asynchronous_copies"] > 0, kernel
             decoding = kernel["case"].startswith("1of")

@@ -21,13 +21,13 @@ from model.config.cache import NO_STATE
 from tests.model.triton_cases import DEVICES
 
 pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.parametrize("device", DEVICES)]
-SHARED = GatedDeltaConfig(2, 4, 12, 8, 4, 1e-6)  # two heads of values to one of keys, of no power of two
+SHARED = GatedDeltaConfig(2, 4, 12, 8, 4, 1e-6)  # two value heads for each key head, of sizes that are no powers of two
 WIDE = GatedDeltaConfig(1, 1, 16, 40, 3, 1e-3)  # values in two blocks
-SLOW = pytest.mark.slow  # in the interpreter, which takes seconds for each
+SLOW = pytest.mark.slow  # takes seconds in the interpreter
 
 
 class Problem:
-    """A layer, its rows and states that are all different."""
+    """A layer, its rows, and states that all differ."""
 
     def __init__(self, config: GatedDeltaConfig, rows: int, device: str, dtype: torch.dtype = torch.float32) -> None:
         draw = torch.Generator().manual_seed(rows)
@@ -49,7 +49,7 @@ class Problem:
         return TritonBackend().recur(self.layer, self.inputs, self.gates, tables, states)
 
     def defined(self, spans: Sequence[StateSpan]) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
-        """Outputs of the spans' rows, the others 0, and what is in the slots that they write."""
+        """Return outputs of the spans' rows, 0 for other rows, and the contents of the slots that they write."""
         config, layer = self.config, self.layer
         inputs, gates = self.inputs.double(), self.gates.double()
         keys, values, heads = config.key_size, config.value_size, config.num_value_heads
@@ -99,14 +99,14 @@ def check(problem: Problem, spans: Sequence[StateSpan], within: float = 2e-5, *,
             (problem.states.recurrent, problem.states.convolution), before, written.get(slot, (None, None)), strict=True
         ):
             if wanted is None:
-                assert torch.equal(there[slot], was[slot]), f"slot {slot} is nobody's to write"
+                assert torch.equal(there[slot], was[slot]), f"slot {slot} must not be written"
             else:
                 assert (there[slot].double() - wanted).abs().max() < within * 10
 
 
 @pytest.mark.parametrize("config", [pytest.param(SHARED, marks=SLOW), WIDE])
 def test_single_tokens(config: GatedDeltaConfig, device: str) -> None:
-    """Of a state, of none, of one that is not kept, and a row that is nobody's."""
+    """Rows with a state, without one, with one that is not kept, and a row that no span has."""
     check(
         Problem(config, 4, device), [StateSpan(0, 1, 2, 5), StateSpan(1, 2, NO_STATE, 0), StateSpan(2, 3, 1, NO_STATE)]
     )
@@ -128,12 +128,12 @@ def test_rows_beyond_a_recorded_step_change_nothing(device: str) -> None:
 
 @pytest.mark.parametrize("config", [pytest.param(SHARED, marks=SLOW), WIDE])
 def test_packed_prompts_beside_decoding(config: GatedDeltaConfig, device: str) -> None:
-    """Chunks of all lengths, snapshots within a prompt, one row behind one, and a prompt shorter than the taps."""
+    """Chunks of all lengths, snapshots in a prompt, single rows after a span, and a prompt shorter than the taps."""
     spans = [
         StateSpan(0, 1, 1, 0),
         StateSpan(1, 35, NO_STATE, 3),  # two chunks, then a snapshot
-        StateSpan(35, 36, 3, 5),  # and one token behind it
-        StateSpan(36, 38, 2, 4),  # as long as what is kept of the state, or less
+        StateSpan(35, 36, 3, 5),  # and one token after it
+        StateSpan(36, 38, 2, 4),  # as long as the kept part of the state, or shorter
     ]
     check(Problem(config, 38, device), spans)
 
@@ -146,7 +146,7 @@ def test_texts_without_a_cache(device: str) -> None:
 @SLOW
 @pytest.mark.parametrize("scale", [0.0, 20.0])
 def test_equal_keys_and_strong_decays(scale: float, device: str) -> None:
-    """Powers of the system of equal keys would grow beyond float32's digits; sums of strong decays are in thousands."""
+    """Powers of a system of equal keys would exceed float32's precision; sums of strong decays reach thousands."""
     problem = Problem(SHARED, 34, device)
     problem.inputs[:] = problem.inputs[:1]
     problem.gates[:, :4] = 9.0

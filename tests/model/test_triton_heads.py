@@ -1,4 +1,4 @@
-"""One kernel normalises and turns heads and writes keys and values into their pages: against float64."""
+"""One kernel norms and rotates heads and writes keys and values into their pages: results equal float64's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Heads:
     heads: int = 4
     kv_heads: int = 2
     dim: int = 16
-    turned: int = 16  # 0: no rotation
+    turned: int = 16  # rotated dimensions; 0: no rotation
     norm: str = ""  # rms, layer or layer-no-bias
     pages: str = "float32"  # "": packed rows
     interleaved: bool = False
@@ -116,7 +116,7 @@ def test_heads_are_prepared_and_kept(case: Heads, device: torch.device) -> None:
 
 
 def test_8_bits_are_those_that_the_cache_writes() -> None:
-    """Without a norm or a rotation that changes anything keys are the rows themselves, ties included."""
+    """Keys without an effective norm or rotation are copied exactly, including ties."""
     torch.manual_seed(1)
     rows, heads, dim = 33, 3, 16
     key, value = (torch.randint(-254, 255, (rows, heads, dim)).float() / 4 for _ in range(2))

@@ -1,4 +1,4 @@
-"""The limits that Triton's backend declares, and how it divides other work; on a CPU."""
+"""The limits that Triton's backend declares, and how it splits work; on a CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from model.network.positions import BucketBias, StepBias
 from tests.model.triton_cases import CPU
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-_MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
+_MAP_NORESERVE = 0x4000  # a constant of Linux; Python has it since 3.13
 
 
 @pytest.mark.parametrize(("buckets", "far"), [(32, 128), (8, 20), (16, 64), (32, 1000)])
@@ -45,7 +45,7 @@ def test_the_table_by_distance_is_the_bias(buckets: int, far: int, bidirectional
 
 
 def of_the_query(query: Tensor, key: Tensor, group: SegmentGroup) -> Tensor:
-    """A bias as XLNet's: of the query and the key's position, `[B, Q, H, D]` to `[B, H, Q, S]`."""
+    """A bias like XLNet's: of the query and the key's position, `[B, Q, H, D]` to `[B, H, Q, S]`."""
     return query[..., 0].transpose(1, 2)[..., None] * group.k_positions
 
 
@@ -136,7 +136,7 @@ def test_uneven_keys_are_parted_as_those_of_one_sequence_within_a_bound_of_memor
 
 
 def test_pages_beyond_what_32_bits_count() -> None:
-    """A pool of an H200 has ten times as many elements. What a wrapped offset would reach before them is mapped too."""
+    """A pool of an H200 has ten times as many elements. Memory that a wrapped offset would reach is mapped too."""
     heads, dim, size, pages = 2, 16, 16, (1 << 22) + 3
     config, tables = AttentionConfig(4, heads, dim, 0.25), torch.tensor([[pages - 1]])
     query, key, value = (torch.randn(3, count, dim).bfloat16() for count in (4, heads, heads))
@@ -154,7 +154,7 @@ def test_pages_beyond_what_32_bits_count() -> None:
 
 
 def _pages(*shape: int) -> Tensor:
-    """Pages of zeros that take no memory until they are written, behind as many again."""
+    """Return pages of zeros that take no memory until they are written, with as much mapped memory before them."""
     count = math.prod(shape)
     memory = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     return torch.frombuffer(memory, dtype=torch.bfloat16)[count:].view(shape)

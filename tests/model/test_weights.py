@@ -44,7 +44,7 @@ def contents(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 def takes_what_was_planned(model: Transformer, planned: int) -> None:
-    """To the byte."""
+    """Assert that the model's bytes are exactly those of the plan."""
     assert planned == weight_bytes(model) == sum(tensor.nbytes for tensor in contents(model).values())
 
 
@@ -57,7 +57,7 @@ def stored_as(dtype: torch.dtype, kind: str, into: Path) -> Path:
 
 EXTREMES = ((torch.float32, None), (torch.bfloat16, Kind.INT8))
 OTHERS = ((torch.bfloat16, None), (torch.float32, Kind.INT8))
-# All kinds together run no line of reading, packing and planning that these do not. `test_parity.py` loads each kind.
+# These kinds cover all code of reading, packing and planning. `test_parity.py` loads every kind.
 LOADED = (
     *("llama-gqa", "llama-sharded", "phi3", "gpt2", "gpt-neox", "gemma4", "xglm", "nemotron", "falcon-slopes"),
     *("opt-narrow", "mixtral", "gpt-oss", "minimax-m2", "qwen3-vl-moe", "qwen3-next", "bart", "blenderbot", "t5-relu"),
@@ -153,8 +153,9 @@ for settings in json.loads(sys.argv[2]):
 
 
 def peaks_of(folder: Path, *settings: dict[str, object]) -> list[dict[str, int]]:
-    """Measure for each of the settings a process's resident bytes before it loads a model and at most, and the bytes
-    of the loaded weights."""
+    """Return, for each of the settings, a process's resident bytes before it loads a model and at most, and the bytes
+    of the loaded weights.
+    """
     arguments = [sys.executable, "-c", _PEAK, str(folder), json.dumps(settings)]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

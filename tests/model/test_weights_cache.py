@@ -1,4 +1,4 @@
-"""The weights cache: what is mapped are the bits that packing gives, and nothing else is ever mapped."""
+"""The weights cache maps exactly the bits that packing gives, and nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints that were written a moment ago are taken for old ones."""
+    """Treat checkpoints that were just written as old ones."""
     monkeypatch.setattr(content, "_SETTLED_SECONDS", 0.0)
 
 
@@ -60,7 +60,7 @@ def packed(
 
 
 def started(folder: Path, checkpoint: Path, linear: LinearFactory | None = None, size: int | None = None) -> str:
-    """What a start makes of the cache."""
+    """Return the cache's outcome at a start."""
     weights = packed(folder, checkpoint, linear, size)
     weights.load()
     return weights.outcome
@@ -75,7 +75,7 @@ def arrays(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 def assert_loads(weights: PackedWeights, checkpoint: Path) -> None:
-    """The weights are those that a start without a cache has."""
+    """Assert that the weights are those that a start without a cache has."""
     found = arrays(weights.load())
     expected = arrays(load_model(read_checkpoint(checkpoint), SdpaBackend(), weights.network.linear))
     assert found.keys() == expected.keys()
@@ -118,7 +118,7 @@ def test_the_plan_counts_what_is_there_once(folder: Path) -> None:
     other = packed(folder, checkpoint, LinearFactory(torch.bfloat16))
     assert (other.is_found, other.others_in_use) == (False, size)
     del first, second
-    assert other.others_in_use == 0  # nobody has it mapped any more
+    assert other.others_in_use == 0  # no process has it mapped any more
 
 
 def test_a_tokens_table_enters_memory_row_by_row(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_tokens_table_enters_memory_row_by_row(tmp_path: Path) -> None:
     path.write_bytes(bytes(size))
 
     def resident() -> int:
-        """KiB of the file in this process."""
+        """Return the KiB of the file that are in this process's memory."""
         parts = Path("/proc/self/smaps").read_text().split(str(path))[1:]
         return sum(int(part.split("Rss:")[1].split()[0]) for part in parts)
 
@@ -208,7 +208,7 @@ sys.stdin.read()
 
 @contextmanager
 def starting(folder: Path, checkpoint: Path) -> Iterator[tuple[str, int, int]]:
-    """A process that has loaded the model: what became of the cache, bytes of weights and of its share of memory."""
+    """Yield a process that has loaded the model: the cache's outcome, its bytes of weights, and its share of memory."""
     command = [sys.executable, "-c", _START, str(checkpoint), str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None

@@ -1,4 +1,4 @@
-"""The files of the weights cache: what makes another one, damage, where nothing can be kept, and who may write."""
+"""The files of the weights cache: changes that need another file, damage, folders without room, and permissions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 class TestWhatChanges:
-    """Everything that the packed bytes depend on leads to another file."""
+    """A change of anything that packed bytes depend on leads to another file."""
 
     def test_a_file_that_was_written_in_place(self, folder: Path, tmp_path: Path) -> None:
-        """Of equal size, with its time set back: the time of the inode's change tells."""
+        """The size is equal and the modification time set back: the inode's change time differs."""
         checkpoint = copied(KIND, tmp_path)
         assert [started(folder, checkpoint) for _ in range(2)] == ["written", "mapped"]
         weights = next(checkpoint.glob("*.safetensors"))
@@ -51,7 +51,7 @@ class TestWhatChanges:
         assert changed.outcome == "written"
 
     def test_pages_of_files_whose_times_say_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Images of containers may give every version of a file the same times and inode."""
+        """Container images may give every version of a file the same times and inode."""
         file = tmp_path / "file"
         file.write_bytes(bytes(MIB))
         before, state = signs_of([file]), os.stat(file)
@@ -68,7 +68,7 @@ class TestWhatChanges:
     def test_what_was_just_written_is_read_again(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Another write within the clock's resolution might not show."""
+        """Another write within the clock's resolution might go unnoticed."""
         monkeypatch.setattr(content, "_SETTLED_SECONDS", 60.0)
         checkpoint = copied(KIND, tmp_path)
         next(checkpoint.glob("*.safetensors")).touch()
@@ -199,7 +199,7 @@ def file_limit(size: int) -> Iterator[None]:
 
 
 class TestWhereNothingCanBeKept:
-    """The model starts all the same, from its checkpoint."""
+    """The model starts from its checkpoint where the cache cannot be used."""
 
     def test_no_room(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         weights = packed(folder, saved(KIND).path)
@@ -210,7 +210,7 @@ class TestWhereNothingCanBeKept:
         assert not files(folder) and not list(folder.glob("*.new"))
 
     def test_no_room_any_more(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is written by then is used from where it is, and what is not from memory."""
+        """Parts written before are used from the file, the rest from memory."""
         weights = packed(folder, saved(KIND).path)
         write, taken = packed_file._write_all, []
 
@@ -229,7 +229,7 @@ class TestWhereNothingCanBeKept:
     def test_a_folder_to_read_only(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         started(folder, saved(KIND).path)
         (folder / "lock").unlink()
-        (folder / "lock").mkdir()  # the superuser, who runs tests in containers, may write anywhere
+        (folder / "lock").mkdir()  # a superuser, who runs tests in containers, may write anywhere
         assert started(folder, saved(KIND).path) == "mapped"
         assert started(folder, saved(KIND).path, LinearFactory(torch.bfloat16)) == "not kept: it cannot be written"
 
@@ -262,7 +262,7 @@ class TestWhoMayWrite:
             with pytest.raises(ConfigError, match="belongs to user"):
                 WeightsCache(folder)
         else:
-            WeightsCache(folder)  # the superuser's, who may do anything
+            WeightsCache(folder)  # as a superuser, who may do anything
 
     def test_it_must_be_a_folder(self, folder: Path) -> None:
         folder.touch()

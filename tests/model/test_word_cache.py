@@ -26,7 +26,7 @@ def tokenizer(**parts: object) -> Tokenizer:
 
 
 def check(cache: WordCache, library: Tokenizer, text: str, pair: str | None = None) -> bool:
-    """Compare a text's tokens, if the cache knows its words."""
+    """Return whether the cache has a text's words; if so, compare its tokens with the library's."""
     found = cache.encode(text, pair)
     if found is not None:
         expected = library.encode(text, pair)
@@ -103,7 +103,7 @@ def test_many_new_words_are_left_to_the_library_until_they_are_known() -> None:
     assert cache is not None
     text = " ".join(f"a{number}" for number in range(8))  # three are learnt at a time
     assert [cache.encode(text) is not None for _ in range(4)] == [False, False, True, True]
-    assert cache.encode("b" * 40) is not None and len(cache._words) == 8  # too long to be remembered
+    assert cache.encode("b" * 40) is not None and len(cache._words) == 8  # too long for the cache
     assert cache.encode("a " * 10_000) is None
 
 

@@ -1,4 +1,4 @@
-"""Grammars that clients write, in GBNF and in Lark: which texts they accept, and how mistakes are told."""
+"""Grammars of clients in GBNF and Lark: the texts that they accept, and errors with line and column."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ACCEPTED: list[tuple[str, list[str], list[str]]] = [
     ('root ::= "a"{0} "b" ("c"{0,0})* [d]{0}', ["b"], ["ab", "bc", "bd"]),
     ('start: "b" "a"{0} "c"{0,0}', ["b"], ["ba", "bc"]),
     ("start: /[a[bc]]/ /x/i", ["a]X", "[]x"], ["ax"]),
-    ('start: call "(" FREE ")"\ncall: "f"\nFREE: /[a-z]*/\n', ["f(x)", "f()"], ["f"]),  # names of this service's own
+    ('start: call "(" FREE ")"\ncall: "f"\nFREE: /[a-z]*/\n', ["f(x)", "f()"], ["f"]),  # names that we use too
 ]
 
 

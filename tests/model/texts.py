@@ -22,7 +22,7 @@ CHARACTERS = "ab .é東👍🏽\n#京🇫🇷"
 
 @cache
 def bytes_tokenizer() -> Tokenizer:
-    """Byte-level BPE with few merges: most characters beyond ASCII are split over tokens."""
+    """Return a byte-level BPE with few merges: most characters beyond ASCII are split over tokens."""
     raw = tokenizers.Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -36,7 +36,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 @cache
 def words_tokenizer() -> Tokenizer:
-    """Metaspace pieces, as sentencepiece models have: the first token's space is stripped."""
+    """Return a tokenizer of Metaspace pieces like SentencePiece's: the first token's space is stripped."""
     raw = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Metaspace()
     raw.decoder = decoders.Metaspace()
@@ -50,7 +50,7 @@ def words_tokenizer() -> Tokenizer:
 
 @cache
 def fallback_tokenizer() -> Tokenizer:
-    """Pieces as Llama's: a character that is none of them becomes its bytes, and a text's first space is stripped."""
+    """Return pieces like Llama's: unknown characters become bytes, and a text's first space is stripped."""
     taught = [text for text in CORPUS if text.isascii()]
     raw = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
@@ -70,7 +70,7 @@ def fallback_tokenizer() -> Tokenizer:
 
 @cache
 def literal_tokenizer() -> Tokenizer:
-    """Metaspace pieces some of which spell U+FFFD; id 5 adds nothing."""
+    """Return Metaspace pieces that include U+FFFD; the text of id 5 is empty."""
     words = ["a", "\u2581", "\u2581\u2581", "\u2581\ufffd", "\ufffd", ""]
     raw = tokenizers.Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[]))
     raw.decoder = decoders.Metaspace()

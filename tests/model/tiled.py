@@ -1,9 +1,9 @@
-"""C libraries with AMX tiles: emulated in plain C (model/native/kernels/amx.h), for CPUs that have none, and real.
+"""C libraries with AMX tiles: emulated in plain C (model/native/kernels/amx.h) for other CPUs, and real ones.
 
-Products of bfloat16 and of bytes in AVX-512 are emulated too (narrow.h) where the CPU has only the rest of it.
+bfloat16 and byte products of AVX-512 are emulated too (narrow.h) where the CPU has only the rest of it.
 
-Compiling takes longer than most of what is tested with it. So objects are kept in build/, by what they are made of:
-each is compiled once for all processes that share the suite out, and again only when its sources change.
+Compiling takes longer than most of the tests. So objects are kept in build/ by a digest of their inputs: each is
+compiled once for all processes of a run, and again only when its sources change.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from tests.model.checkpoints import native_backends
 
 AMX, VECTORS = LEVELS[:2]
 PLAIN = next(level for level in LEVELS if level.name == "x86-64-v4")
-PRODUCTS = "amx.c"  # what `emulated` compiles anew; all else has tiles as they should be
+PRODUCTS = "amx.c"  # `emulated` compiles this anew; all other files have correct tiles
 SLOW_TO_COMPILE = ("paged_attention.c", "amx_groups.c", "gemm.c", "groups.c")
 WITH_TILES = (PRODUCTS, "amx_groups.c", "tile_attention.c")
 KEPT = Path(__file__).parents[2] / "build" / "tiled"
 KEPT_SECONDS = 7 * 24 * 3600  # after its last use
 NARROW = Path(__file__).parent / "narrow.h"
 HERE = fitting(build._cpuinfo(), platform.machine())
-# On a CPU without the vectors that tiles stand beside, these are emulated too.
+# A CPU without the vectors that tiles need has these emulated too.
 _EMULATED = (*(VECTORS.flags if VECTORS in HERE else (*PLAIN.flags, "-include", str(NARROW))), "-DEMULATED_TILES")
-# What `emulated` replaces for a system that does not let a process use tiles.
+# `emulated` replaces this to simulate a system that does not let a process use tiles.
 REFUSED = ("int tiles_permitted(void) { return 1; }", "int tiles_permitted(void) { return 0; }")
 
 needs_vectors = pytest.mark.skipif(
     not native_backends() or PLAIN not in HERE,
-    reason="tiles are emulated beside AVX-512, and GCC compiles them",
+    reason="emulated tiles need AVX-512, and GCC",
 )
 
 
 @cache
 def emulated(old: str = "", new: str = "") -> Library:
-    """Build with `old` replaced by `new` in amx.h, as for a CPU whose tiles are wrong."""
+    """Build with `old` replaced by `new` in amx.h, to simulate a CPU with wrong tiles."""
     if not old:
         return Library(Built(_linked(_objects()), "emulated"))
     header = (build._SOURCES / "amx.h").read_text()
@@ -61,13 +61,13 @@ def emulated(old: str = "", new: str = "") -> Library:
 
 
 def compiled_soon(level: Level) -> Library:
-    """A library for a level, which GCC need not make fast."""
+    """Return a library for a level, compiled quickly rather than for speed."""
     return Library(Built(_linked(_objects(level.flags)), f"prebuilt for {level.name}"))
 
 
 @cache
 def real() -> Path:
-    """A library of the instructions themselves, which only a CPU that has them runs."""
+    """Return a library with the real instructions, which only a CPU with tiles runs."""
     own = {name: _compiled(build._SOURCES / name, _soon(name, AMX.flags)) for name in WITH_TILES}
     return _linked({**_objects(), **own})
 
@@ -80,7 +80,7 @@ def _linked(objects: dict[str, Path]) -> Path:
 
 @cache
 def _objects(flags: tuple[str, ...] = _EMULATED) -> dict[str, Path]:
-    """The object of each source file; with emulated tiles, if not told otherwise."""
+    """Return the object of each source file; with emulated tiles by default."""
     sources = list(build._SOURCES.glob("*.c"))
     with ThreadPoolExecutor() as threads:
         objects = threads.map(lambda source: _compiled(source, _soon(source.name, flags)), sources)
@@ -88,12 +88,12 @@ def _objects(flags: tuple[str, ...] = _EMULATED) -> dict[str, Path]:
 
 
 def _soon(name: str, flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Flags by which all is tested soonest: what takes GCC longest is not worth its time."""
+    """Return flags for the shortest total time of compiling and testing."""
     return (*flags, "-O0" if name in SLOW_TO_COMPILE else "-O1")
 
 
 def _compiled(source: Path, flags: tuple[str, ...], amx: str = "") -> Path:
-    """The kept object of a source file; `amx` is what it includes as amx.h, if not the file itself."""
+    """Return the kept object of a source file; `amx` is included instead of amx.h if given."""
     headers = {path.name: path.read_text() for path in [*build._SOURCES.glob("*.h"), NARROW]}
     made_of = (build._compiler(), build._FLAGS, flags, source.name, source.read_text(), amx, sorted(headers.items()))
     kept = KEPT / f"{sha256(repr(made_of).encode()).hexdigest()[:32]}.o"
@@ -101,14 +101,14 @@ def _compiled(source: Path, flags: tuple[str, ...], amx: str = "") -> Path:
     with (KEPT / f"{source.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling it
         with suppress(FileNotFoundError):
-            os.utime(kept)  # before it is looked for: another process forgets what is old
+            os.utime(kept)  # before the lookup: another process removes old objects
         if not kept.exists():
             _forget_old()
             with tempfile.TemporaryDirectory(dir=KEPT) as name:
                 folder = Path(name)
                 if amx:
                     (folder / "amx.h").write_text(amx)
-                    shutil.copy(source, folder)  # the header beside a file comes first
+                    shutil.copy(source, folder)  # the header next to a file takes precedence
                 made = folder / kept.name
                 file = folder / source.name if amx else source
                 gcc(*flags, "-I", str(build._SOURCES), "-c", str(file), "-o", str(made))
@@ -118,7 +118,7 @@ def _compiled(source: Path, flags: tuple[str, ...], amx: str = "") -> Path:
 
 def _forget_old() -> None:
     for path in KEPT.glob("*.o"):
-        with suppress(FileNotFoundError):  # another process was quicker
+        with suppress(FileNotFoundError):  # another process was faster
             if path.stat().st_mtime < time.time() - KEPT_SECONDS:
                 path.unlink()
 

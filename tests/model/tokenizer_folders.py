@@ -1,4 +1,4 @@
-"""Folders with the tokenizer files that were published before tokenizer.json, trained on the project's own texts."""
+"""Folders with tokenizer files older than tokenizer.json, trained on the project's own texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPECIALS = [
 
 @cache
 def texts() -> list[str]:
-    """Lines of texts that hardly change, as random models' outputs depend on them, and some in other scripts."""
+    """Return lines of texts that hardly change, as random models' outputs depend on them, and some in other scripts."""
     archive, training = ROOT / "docs" / "archive", ROOT / "lab" / "training"
     files = [ROOT / "LICENSE", *sorted(archive.glob("*.md")), *sorted(training.glob("[!_]*.py"))]
     lines = [line for file in files for line in file.read_text().splitlines() if line.strip()]
@@ -37,7 +37,7 @@ def texts() -> list[str]:
 
 
 def strings(count: int) -> Iterator[str]:
-    """Words, letters of all kinds, control characters, spaces of all kinds, special tokens; mixed."""
+    """Yield mixtures of words, letters of all kinds, control characters, spaces and special tokens."""
     chance = random.Random(0)
     words = [word for line in texts() for word in line.split()]
     ascii_letters = "".join(map(chr, range(32, 127)))
@@ -61,7 +61,7 @@ def _sentencepiece(path: Path, kind: str, **settings: Any) -> None:
 
 @cache
 def _trained(kind: str, settings: str) -> bytes:
-    """A model that was trained once, for all folders that have one like it."""
+    """Return a model that is trained once for all folders with these settings."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts()), model_writer=model, model_type=kind, **json.loads(settings)
@@ -93,12 +93,12 @@ def _fairseq_bpe(folder: Path) -> None:
 
 
 def _llama(folder: Path) -> None:
-    """With SentencePiece's defaults, which normalise characters and join spaces."""
+    """SentencePiece's defaults normalise characters and join spaces."""
     _sentencepiece(folder / "tokenizer.model", "bpe", byte_fallback=True)
 
 
 def _llama_literal(folder: Path) -> None:
-    """As published: no space is joined to another, no character changed."""
+    """As published: spaces are not joined, and characters not changed."""
     plain = {"remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
     _sentencepiece(folder / "tokenizer.model", "bpe", byte_fallback=True, **plain)
 
@@ -133,7 +133,7 @@ def _one_end(folder: Path) -> None:
 
 
 def _whisper(folder: Path) -> None:
-    """As fine-tunes of 2022 were saved: the special tokens have a file of their own."""
+    """Fine-tunes of 2022 have the special tokens in a file of their own."""
     _one_end(folder)
     names = ["<|startoftranscript|>", "<|en|>", "<|zh|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
     names += ["<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
@@ -149,7 +149,7 @@ def _cohere(folder: Path) -> None:
 
 
 def _clip(folder: Path) -> None:
-    """Pieces that end a word are marked."""
+    """Pieces that end a word have a mark."""
     tokenizer = Tokenizer(models.BPE(unk_token="<|endoftext|>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -225,7 +225,7 @@ def _amino_acids(folder: Path) -> None:
     (folder / "vocab.txt").write_text("\n".join(names))
 
 
-# By name: what makes the files, the model's type, the tokenizer's class, and its settings.
+# By name: the function that writes the files, the model's type, the tokenizer's class, and its settings.
 FOLDERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
     "t5": (_t5, "t5", "T5Tokenizer", {}),
     "mt5": (_t5, "mt5", "T5Tokenizer", {"extra_ids": 0}),
@@ -297,11 +297,11 @@ def write_nllb(folder: Path) -> Path:
 
 
 def write_folder(name: str, folder: Path) -> Path:
-    """Make the files of `name` in a new folder."""
+    """Write the files of `name` to a new folder."""
     make, model_type, tokenizer_class, settings = FOLDERS[name]
     folder.mkdir(parents=True)
     make(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}  # old ones say it by the model's type
+    named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}  # old ones give it by the model's type
     (folder / "tokenizer_config.json").write_text(json.dumps(named | settings))
     return folder

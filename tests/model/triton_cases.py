@@ -23,17 +23,17 @@ DEVICES = [
     pytest.param(CPU, marks=interpreted, id="interpreter"),
     pytest.param(torch.device("cuda"), marks=[pytest.mark.gpu, no_gpu], id="gpu"),
 ]
-GRID_DEVICES = [  # a grid is hundreds of variants to compile: -m slow asks for it, -m gpu does not
+GRID_DEVICES = [  # a grid has hundreds of variants to compile: -m slow runs it, -m gpu does not
     DEVICES[0],
     pytest.param(torch.device("cuda"), marks=no_gpu, id="gpu"),
 ]
 DECODE = ((1, 1), (1, 37), (1, 16))
 MIXED = ((1, 33), (21, 21), (1, 3), (5, 40), (2, 2))
-SMALL = Tiles(16, 16, 4, 2)  # so that few keys are many tiles
+SMALL = Tiles(16, 16, 4, 2)  # small, so that few keys are many tiles
 
 
 class Cut(TritonBackend):
-    """Tiles and parts as a test wants them."""
+    """A backend with the tiles and parts that a test sets."""
 
     def __init__(self, tiles: Tiles | None = None, parts: int | None = None) -> None:
         self.cut, self.split = tiles, parts
@@ -69,7 +69,7 @@ def clone_pair(pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | No
 
 
 def real_problem(case: Case, device: torch.device) -> Problem:
-    """A problem without its solution, made on the device."""
+    """Return a problem without its solution, made on the device."""
     torch.manual_seed(0)
     q_lens, kv_lens = zip(*case.segments, strict=True)
     widths = [-(-kv_len // case.block_size) for kv_len in kv_lens]
@@ -105,7 +105,7 @@ def real_problem(case: Case, device: torch.device) -> Problem:
 
 
 def static_step(given: Problem, max_kv_len: int) -> AttentionMetadata:
-    """The problem's metadata as in a captured step: buffers and bounds, without actual lengths."""
+    """Return the problem's metadata as in a captured step: buffers and bounds, without actual lengths."""
     known = given.metadata.on_device()
     count, width = len(known.kv_lens), -(-max_kv_len // given.case.block_size)
     assert given.metadata.block_tables is not None
@@ -118,7 +118,7 @@ def static_step(given: Problem, max_kv_len: int) -> AttentionMetadata:
 
 
 def padded(given: Problem) -> Problem:
-    """The last two segments are there to fill up: without keys, and with one that is not theirs."""
+    """Add two segments of padding: one without keys, and one with a key that is not its own."""
     assert given.metadata.slot_mapping is not None and given.cache is not None
     given.metadata.slot_mapping[-2:] = -1
     lengths = given.metadata.on_device()
@@ -139,7 +139,7 @@ def fill(static: AttentionMetadata, given: Problem) -> None:
 
 
 def load(into: Problem, given: Problem) -> None:
-    """The problem's tensors into those that were captured."""
+    """Copy the problem's tensors into the captured ones."""
     assert into.cache is not None and given.cache is not None
     for name in ("query", "key", "value"):
         getattr(into, name).copy_(getattr(given, name))
@@ -148,5 +148,5 @@ def load(into: Problem, given: Problem) -> None:
 
 
 def compute_nothing(*_: object) -> Work[None]:
-    """Stand for `compute_first_token` where a test is about something else: it takes a second in the interpreter."""
+    """Replace `compute_first_token`, which takes a second in the interpreter, where a test is about something else."""
     yield from ()
