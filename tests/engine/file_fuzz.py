@@ -1,9 +1,10 @@
-"""Changes one value of a checkpoint's JSON files at a time, and loads the folder beside a healthy model.
+"""Change one value of a checkpoint's JSON files at a time and load the folder next to a healthy model.
 
 `python -m tests.engine.file_fuzz --seed 1 --seconds 300` prints a line for each finding and exits 1 if there is one.
-A folder must be refused at load, in one line, or answer; the healthy model must give the same tokens all the time.
-It runs in a process of its own: a crash in C or a request for too much memory is a finding too. Standard error names
-each case.
+A folder must be refused at load with a one-line error, or the model must answer requests.
+The healthy model must generate the same tokens throughout.
+The engine runs in its own process, so a crash in C or a request for too much memory is a finding too.
+Each case is written to standard error.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MAX_MESSAGE, _MAX_SECONDS, _MAX_CASE_SECONDS, _MEMORY = 600, 10.0, 60.0, 4 << 3
 
 @dataclass(frozen=True)
 class Case:
-    """One changed value: `path` leads to it in the file, `value` replaces it."""
+    """One changed value: `path` locates it in the file, `value` replaces it."""
 
     kind: str
     file: str
@@ -62,7 +63,7 @@ class Case:
         return f"{self.kind}: {self.file}: {'.'.join(map(str, self.path))} = {value}"
 
     def write(self, folder: Path) -> None:
-        """Change the file in the folder."""
+        """Write the change into the folder's file."""
         raw = json.loads((folder / self.file).read_text())
         holder = raw
         for key in self.path[:-1]:
@@ -75,7 +76,7 @@ class Case:
 
 
 def cases(kind: str) -> list[Case]:
-    """Return every case of a checkpoint."""
+    """Return every case of a checkpoint kind."""
     folder = saved(kind).path
     found = []
     for file in sorted(folder.glob("*.json")):
@@ -98,7 +99,7 @@ def _places(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str
 
 
 class Fuzz:
-    """A service of a healthy model, and the folders that are loaded beside it."""
+    """An engine that serves a healthy model and loads the changed folders."""
 
     def __init__(self, engine: AsyncEngine, config: EngineConfig, scratch: Path) -> None:
         self._engine = engine
@@ -114,7 +115,7 @@ class Fuzz:
         return ids_of(await collect(self._engine.submit([request(HEALTHY, "healthy", 9, max_tokens=4)])), "healthy")
 
     async def run(self, case: Case) -> str:
-        """Load the folder of a case and ask it; return what is wrong, empty if nothing is."""
+        """Load the folder of a case and send it a request; return what is wrong, or an empty string."""
         shutil.rmtree(self._scratch, ignore_errors=True)
         shutil.copytree(saved(case.kind).path, self._scratch)
         case.write(self._scratch)
@@ -171,7 +172,7 @@ class Fuzz:
 
 
 async def fuzz(seed: int, seconds: float, kinds: Sequence[str], most: int) -> list[str]:
-    """Run cases in random order until the time is over; return the findings."""
+    """Run cases in random order until the time is up; return the findings."""
     config = EngineConfig(kv_cache_memory=1 << 20, block_size=4, device="cpu", dtype="float32")
     spec = ModelSpec(HEALTHY, str(saved(HEALTHY).path), config)
     todo = [case for kind in kinds for case in cases(kind)]

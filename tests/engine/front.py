@@ -1,4 +1,4 @@
-"""Helpers: an `AsyncEngine` over tiny checkpoints for the duration of a test."""
+"""Helpers that run an `AsyncEngine` over tiny checkpoints for the duration of a test."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from model.network.transformer import Transformer
 from tests.model.checkpoints import saved
 from tests.model.texts import bytes_tokenizer
 
-TEST_SECONDS = 300.0  # a test that takes longer hangs, however busy the machine
+TEST_SECONDS = 300.0  # a test that takes longer hangs, even on a busy machine
 
 
 def async_test(test: Callable[..., Coroutine[None, None, None]]) -> Callable[..., None]:
-    """Run the test on an event loop of its own, within a bound."""
+    """Run the test on its own event loop, with a time limit."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:
@@ -79,7 +79,7 @@ def ends_of(outputs: list[TokenOutput]) -> dict[tuple[str, int], FinishReason]:
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
-    """Wait for the condition; how long it took."""
+    """Wait until the condition holds; return how long it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, "it did not come true in time"
@@ -88,16 +88,19 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
 
 
 def idle(engine: AsyncEngine) -> bool:
-    """Nothing runs, nothing waits, and every block is free."""
+    """Whether nothing runs, nothing waits, and every block is free."""
     return all(s.running == s.waiting == s.used_blocks == 0 for s in engine.stats().values())
 
 
 class Brake:
-    """Makes decoder passes of this process slow, wait or fail (`failing`, `fails` of the tokens); counts them."""
+    """Slows down, blocks or fails decoder passes of this process, and counts them.
+
+    `fails` decides by the token ids of a pass; it returns `failing` by default.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
-        self.ready: Callable[[], bool] = lambda: True  # a pass waits for it
+        self.ready: Callable[[], bool] = lambda: True  # a pass blocks until this holds
         self.failing = False
         self.fails: Callable[[list[int]], bool] = lambda token_ids: self.failing
         self.passes = 0
@@ -116,5 +119,5 @@ class Brake:
     def _wait(self) -> None:
         end = time.monotonic() + TEST_SECONDS
         while not self.ready():
-            assert time.monotonic() < end, "nobody let it go on"
+            assert time.monotonic() < end, "the pass was blocked until the test's time limit"
             time.sleep(0.002)

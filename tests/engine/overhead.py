@@ -1,7 +1,7 @@
-"""Measures the Python time per decode token outside the model: `python -m tests.engine.overhead`.
+"""Measure the Python time per decode token outside the model: `python -m tests.engine.overhead`.
 
-The model is left out: what is scheduled is packed, its sampling rows are made, and any tokens are taken. Medians over
-the steps of one process; prints a table for people, then one JSON line.
+The runner packs each batch and builds its sampling rows, but computes nothing; it returns arbitrary tokens.
+Figures are medians over the steps of one process, printed as a table and as one JSON line.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from model.engine.scheduling.scheduled_step import SampledToken, SchedulerOutput
 from model.engine.scheduling.scheduler import Scheduler
 from tests.engine.scripted import Late
 
-SHAPES = ((64, 512), (64, 8192), (256, 1024))  # sequences and tokens of each
+SHAPES = ((64, 512), (64, 8192), (256, 1024))  # (sequences, tokens per sequence)
 STEPS = 200
 BLOCK_SIZE = 16
 
 
 class PackingRunner:
-    """Replaces `ModelRunner`: does its work on the host and computes nothing."""
+    """A replacement for `ModelRunner` that does its host work and computes nothing."""
 
     def __init__(self, blocks: BlockManager, run: Callable[..., Any]) -> None:
         self.blocks = blocks
         self.run = run
 
     def probe(self) -> None:
-        """It always works."""
+        """Do nothing: this runner never fails."""
 
     def encode_ahead(self, source: Source, layers: int) -> None:
-        """There are no sources."""
+        """Do nothing: there are no sources."""
 
     def forget_ahead(self) -> None:
-        """Likewise."""
+        """Do nothing: there are no sources."""
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
         return self.launch(output).collect()
@@ -59,7 +59,7 @@ class PackingRunner:
 
 
 def measured(sequences: int, length: int) -> dict[str, float]:
-    """Microseconds a token of a step, and of its parts."""
+    """Return the microseconds per token of a step and of its parts."""
     seconds: dict[str, list[float]] = {}
 
     def run(name: str, work: Callable[[], Any]) -> Any:

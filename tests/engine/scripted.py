@@ -1,4 +1,4 @@
-"""An engine with a scripted runner that computes nothing, for tests of scheduling without torch."""
+"""An engine over a scripted runner that computes nothing, for scheduling tests without torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ VOCAB = 1000
 
 
 def next_token(source: Sequence[int], tokens: Sequence[int]) -> int:
-    """A function of everything before it, so that a token computed from other tokens shows."""
+    """Return a hash of the source and all tokens, so that a wrong token changes all later ones."""
     return crc32(repr((list(source), list(tokens))).encode()) % VOCAB
 
 
 @dataclass
 class Late:
-    """A step of which the host hears when it asks, and the device before."""
+    """A launched step: `tokens` is known on the device, `found` once the host collects it."""
 
     found: list[SampledToken | None]
     tokens: dict[int, int]
@@ -38,7 +38,7 @@ class Late:
 
 
 class ScriptedRunner:
-    """Stands for `ModelRunner`: checks each step as a careful device would, and answers with `next_token`."""
+    """A stand-in for `ModelRunner` that checks each step strictly and generates `next_token`."""
 
     def __init__(
         self,
@@ -50,24 +50,24 @@ class ScriptedRunner:
         self.script = script
         self.draft_script = draft_script
         self.draft_runs: list[DraftRun] = []
-        self.drafted: dict[tuple[int, int], object] = {}  # as `written`, of the draft model
+        self.drafted: dict[tuple[int, int], object] = {}  # as `written`, for the draft model
         self.steps: list[SchedulerOutput] = []
-        self.ahead: list[tuple[tuple[int, ...], int]] = []  # sources and how many layers of them
-        # By (pool, slot): what its keys were computed of, which is all that they depend on.
+        self.ahead: list[tuple[tuple[int, ...], int]] = []  # (source, layers encoded)
+        # By (pool, slot): the tokens that its keys were computed from.
         self.written: dict[tuple[int, int], object] = {}
-        self.states: dict[int, object] = {}  # the same by slot of a state
+        self.states: dict[int, object] = {}  # by state slot, the tokens that its state was computed from
 
     def probe(self) -> None:
-        """A script always works."""
+        """Do nothing: a script never fails."""
 
     def encode_ahead(self, source: Source, layers: int) -> None:
         self.ahead.append((source.token_ids, layers))
 
     def forget_ahead(self) -> None:
-        """What was computed ahead is written down alone."""
+        """Do nothing: `ahead` only records the calls."""
 
     def draft(self, runs: Sequence[DraftRun]) -> list[tuple[int, ...]]:
-        """Say what the draft script does, over keys of the very tokens, without what would end a sequence."""
+        """Propose the draft script's tokens up to the first stop id, after checking the draft model's keys."""
         self.draft_runs += runs
         return [self._draft(run) for run in runs]
 
@@ -101,10 +101,10 @@ class ScriptedRunner:
         return Late(found, {id(step.sequence): token.token_id for step, token in pairs if token is not None})
 
     def _tokens(self, step: ScheduledSequence, known: dict[int, int]) -> list[int]:
-        """Return a sequence's tokens as the device has them, with the previous step's token, and its drafts."""
+        """Return the sequence's tokens as the device has them: with the previous step's token and the drafts."""
         *earlier, last = step.sequence.token_ids
         assert PLACEHOLDER not in earlier
-        assert not (step.drafts and last == PLACEHOLDER), "drafts behind a token that is not known"
+        assert not (step.drafts and last == PLACEHOLDER), "drafts after an unknown token"
         return [*earlier, known[id(step.sequence)] if last == PLACEHOLDER else last, *step.drafts]
 
     def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
@@ -130,7 +130,7 @@ class ScriptedRunner:
             return None
         end = len(tokens) - len(step.drafts)
         said = [self.script(source, tokens[: end + ahead]) for ahead in range(1 + len(step.drafts))]
-        right = sum(accumulate(map(eq, said, step.drafts), and_))  # up to the first that is wrong
+        right = sum(accumulate(map(eq, said, step.drafts), and_))  # the accepted drafts
         first, *later = map(SampledToken, said[: 1 + right])
         return first._replace(later=tuple(later))
 
@@ -142,7 +142,7 @@ class ScriptedRunner:
         writes = [(at, slot) for at, slot in sequence.state_writes if at <= step.start + step.num_tokens]
         self.states |= {slot: (salt, tuple(tokens[:at])) for at, slot in writes}
         assert writes[-1][0] == step.start + step.num_tokens
-        assert writes == sequence.state_writes or step.drafts or sequence.model_drafts, "a slot that nobody writes"
+        assert writes == sequence.state_writes or step.drafts or sequence.model_drafts, "a slot that is never written"
 
     def _slots(self, pool: int, table: list[int], start: int, stop: int) -> list[tuple[int, int]]:
         slots = self.block_manager.slots(table, start, stop)
@@ -152,7 +152,7 @@ class ScriptedRunner:
 
 
 class Harness:
-    """An engine over scripted tokens that checks every step, and its outputs."""
+    """An engine over scripted tokens that checks every step and its outputs."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Harness:
         encoder_layers: int = 1,
         draft_script: Callable[..., int] | None = None,
     ) -> None:
-        """`pools` instead of one of `num_blocks` without a window; `draft_script` is what a draft model says."""
+        """Build an engine. `pools` replaces the pool of `num_blocks`; `draft_script` is the draft model's."""
         pools = pools or [PoolSize(num_blocks)]
         blocks = BlockManager(pools, block_size, prefix_caching=prefix_caching, states=states)
         self.runner = ScriptedRunner(blocks, script, draft_script or next_token)
@@ -191,7 +191,7 @@ class Harness:
         self.limits = UNLIMITED  # of each step
 
     def add(self, request_id: str, prompt: int | Sequence[int] = 5, **settings: object) -> Request:
-        """A request of so many prompt tokens, all equal; `source`, of its own, makes it one for an encoder-decoder."""
+        """Add a request. `prompt` and `source` are lengths or ids; `source` makes it an encoder-decoder request."""
         made = request(request_id, prompt, **settings)
         self.engine.add(made)
         return made
@@ -200,7 +200,7 @@ class Harness:
         scheduler = self.engine.scheduler
         decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1]
         outputs, stats = self.engine.step(self.limits)
-        if stats is not None and stats.num_sequences and not self.engine.overlap:  # else they are of the step before
+        if stats is not None and stats.num_sequences and not self.engine.overlap:  # with overlap: the previous step's
             step = self.runner.steps[-1]
             assert sum(s.num_tokens for s in step.scheduled) <= scheduler.max_num_batched_tokens
             assert len(step.scheduled) <= scheduler.max_num_seqs
@@ -216,7 +216,7 @@ class Harness:
         self.engine.check_invariants()
 
     def run(self, limit: int = 5000) -> Harness:
-        """Step until nothing is left; it must then be empty."""
+        """Step until no work is left; check that the engine is empty then."""
         for _ in range(limit):
             if not self.engine.has_work:
                 break
@@ -230,7 +230,7 @@ class Harness:
         return [token for output in mine for token in output.token_ids]
 
     def ends(self) -> dict[tuple[str, int], FinishReason]:
-        """How each sequence ended; none may end twice or speak afterwards."""
+        """Return how each sequence ended; check that it has no output after its end."""
         ends: dict[tuple[str, int], FinishReason] = {}
         for output in self.outputs:
             key = (output.request_id, output.index)
@@ -241,7 +241,7 @@ class Harness:
 
     @property
     def first_steps(self) -> list[str]:
-        """Requests in the order in which they were first computed."""
+        """Requests in the order of their first step."""
         return list(dict.fromkeys(s.sequence.request.request_id for step in self.runner.steps for s in step.scheduled))
 
 
@@ -258,7 +258,7 @@ def request(
     ids = tuple(range(10, 10 + prompt)) if isinstance(prompt, int) else tuple(prompt)
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
     if source:
-        begin = crc32(request_id.encode())  # a source of so many tokens is nobody else's
+        begin = crc32(request_id.encode())  # a source given by its length is unique to the request
         reads = tuple(range(begin, begin + source)) if isinstance(source, int) else tuple(source)
         return Request(
             request_id, "scripted", ids, sampling, token_source(reads), priority, cache_salt, deadline=deadline
@@ -280,7 +280,7 @@ def expected_tokens(made: Request) -> list[int]:
 
 
 def breaks_on(harness: Harness, request_id: str) -> None:
-    """Let the model break on a request, and say anything of those that read what it should have written."""
+    """Make the model fail on a request, and sample token 0 where the keys that it should have written are missing."""
     real = harness.runner.launch
 
     def launch(output: SchedulerOutput, before: Late | None = None) -> Late:

@@ -1,4 +1,4 @@
-"""Simulated engines whose steps take virtual seconds, and a loop in which a pacer divides the time among them."""
+"""Simulated engines whose steps take virtual seconds, and a loop in which a pacer divides the time between them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Simulated(Protocol):
 
 @dataclass
 class Streams:
-    """An engine with streamed sequences that never end, and with prompts that arrive."""
+    """An engine with endless decoding sequences and with prompts that arrive."""
 
     sequences: int
     decode: float  # seconds of a step that only decodes
-    fixed: float = 0.0  # seconds that a step with prompts takes longer
+    fixed: float = 0.0  # seconds that prompts add to a step
     per_token: float = 1e-4
     streams: bool = True
-    prompts: list[int] = field(default_factory=list)  # tokens left of each
+    prompts: list[int] = field(default_factory=list)  # remaining tokens of each
 
     def demand(self) -> StepDemand:
         return StepDemand(self.sequences, self.streams, len(self.prompts), sum(self.prompts))
@@ -54,14 +54,14 @@ class Streams:
 
 @dataclass
 class Texts:
-    """A client that always has the same texts encoded; counts those that are done. A text may pause between layers."""
+    """A client that keeps a fixed list of texts encoded and counts those done. A text may pause between layers."""
 
     lengths: list[int]
     fixed: float = 0.0005
     per_token: float = 3e-5
     layers: int = 1
     waiting: list[int] = field(default_factory=list)
-    paused: int = 0  # layers left of the first one
+    paused: int = 0  # remaining layers of the first text
     done: int = 0
 
     def demand(self) -> StepDemand:
@@ -91,7 +91,7 @@ class Texts:
 
 @dataclass
 class Translations:
-    """Clients that send the next source as soon as one is answered; counts the answers."""
+    """Clients that send the next source once one is answered; counts the answers."""
 
     clients: int
     source: int
@@ -131,14 +131,14 @@ class Shares:
     seconds: float = 0.0
     used: dict[EngineKey, float] = field(default_factory=lambda: defaultdict(float))
     steps: list[tuple[EngineKey, StepWork]] = field(default_factory=list)
-    tokens: dict[EngineKey, list[float]] = field(default_factory=lambda: defaultdict(list))  # when decode steps ended
+    tokens: dict[EngineKey, list[float]] = field(default_factory=lambda: defaultdict(list))  # end times of decode steps
 
     def of(self, engine: EngineKey) -> float:
-        """The share of the time that an engine had."""
+        """Return the engine's share of the time."""
         return self.used[engine] / self.seconds
 
     def between_tokens(self, engine: EngineKey, quantile: float = 0.99) -> float:
-        """Seconds between two tokens of a stream."""
+        """Return the seconds between two tokens of a stream, at a quantile."""
         at = self.tokens[engine]
         gaps = sorted(after - before for before, after in pairwise(at))
         return gaps[int(quantile * len(gaps))]
@@ -150,7 +150,7 @@ def simulate(
     pacer: StepPacer | None = None,
     prompts: Iterable[tuple[float, EngineKey, int]] = (),
 ) -> Shares:
-    """So many simulated seconds; `prompts` (when, where, tokens) come to `Streams` meanwhile."""
+    """Simulate this many seconds; `prompts` are (seconds, engine, tokens) that arrive at `Streams`."""
     pacer = pacer or StepPacer()
     coming = sorted(prompts)
     shares = Shares()

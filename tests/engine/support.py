@@ -1,4 +1,4 @@
-"""Helpers: engines over tiny checkpoints, and a runner that records every row of logits."""
+"""Helpers that build engines over tiny checkpoints and record every row of logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.model.checkpoints import AUDIO, CPU, DECODERS, START, loaded, prompt,
 
 
 class RecordingProgram:
-    """A program of steps that remembers the hidden states of its latest one."""
+    """A step program that remembers the hidden states of its latest step."""
 
     def __init__(self, program: StepProgram) -> None:
         self.program = program
@@ -41,9 +41,9 @@ class RecordingProgram:
 
 
 class RecordingRunner(ModelRunner):
-    """`rows[request_id]`: every (position, logits) that was computed, in order, whether it was sampled from or not.
+    """A runner whose `rows[request_id]` hold every computed (position, logits) in order, sampled from or not.
 
-    `short_rows`: how many of them come before the sequence left the short context of LongRoPE.
+    `short_rows` counts the rows before the sequence left LongRoPE's short context.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, block_manager: BlockManager) -> None:
@@ -64,7 +64,7 @@ class RecordingRunner(ModelRunner):
         return sampled
 
     def worst(self, kind: str, request: Request, output_ids: Sequence[int]) -> float:
-        """The largest difference from `transformers`' full forward, over all rows of the request."""
+        """Return the largest difference from `transformers`' full forward pass over all rows of the request."""
         ids = [*request.prompt_token_ids, *output_ids]
         rows, count = self.rows[request.request_id], self.short_rows.get(request.request_id, 0)
         parts = [(rows[:count], ids[: self.model.config.short_context]), (rows[count:], ids)]
@@ -77,7 +77,7 @@ def _farthest(rows: Sequence[tuple[int, Tensor]], expected: Tensor) -> float:
 
 @dataclass
 class Running:
-    """An engine and all it put out."""
+    """An engine and all of its outputs."""
 
     engine: GenerateEngine
     runner: RecordingRunner
@@ -103,7 +103,7 @@ class Running:
 
 
 def pools_for(decoder: StackConfig, num_blocks: int) -> list[PoolSize]:
-    """Return a pool with this number of blocks for each window of the layers."""
+    """Return a pool of this many blocks for each window size of the layers."""
     return [PoolSize(num_blocks, pool.window) for pool in pools_of(paged_specs(decoder, "float32"))]
 
 
@@ -131,7 +131,7 @@ def running(
 
 
 def request(kind: str, request_id: str, length: int, variant: int = 0, **params: Any) -> Request:
-    """A request of `length` prompt (or source) tokens that ignores end-of-sequence ids."""
+    """Return a request of `length` prompt (or source) tokens that ignores end-of-sequence ids."""
     sampling = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **params})
     ids, source = prompt(length, variant), None
     if kind not in DECODERS:
@@ -140,7 +140,7 @@ def request(kind: str, request_id: str, length: int, variant: int = 0, **params:
 
 
 def mixed(kind: str, count: int, **params: Any) -> list[Request]:
-    """Requests of all lengths from 1 up to 40 tokens."""
+    """Return requests of lengths from 1 to 40 tokens."""
     return [request(kind, f"r{i}", 1 + (i * 17) % 40, i, max_tokens=5 + i % 9, **params) for i in range(count)]
 
 

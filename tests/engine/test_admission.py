@@ -1,4 +1,4 @@
-"""Admission control: bounds are exact, requests are admitted all or none, and Retry-After follows the rate."""
+"""Admission control: exact limits, requests admitted all or none, and Retry-After from the completion rate."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_retry_after_follows_the_rate_at_which_requests_end(monkeypatch: pytest.
     bound = admission(seqs=1, requests=9)
     for i in range(10):
         bound.admit({f"r{i}": 1})
-    assert refused(bound, {"x": 1}).retry_after_s == 1.0  # nothing is known yet
+    assert refused(bound, {"x": 1}).retry_after_s == 1.0  # no request has ended yet
     for i in range(5):
         now[0] += 4.0
         bound.release(f"r{i}")
@@ -149,8 +149,8 @@ def test_queue_limits_follow_from_the_batch_limits() -> None:
         (None, (64, 2048)),  # a CPU
         (6 << 30, (128, 2048)),
         (16 << 30, (128, 2048)),
-        (22 << 30, (256, 4096)),  # what cards of 24 GB say
-        (39 << 30, (256, 8192)),  # of 40
+        (22 << 30, (256, 4096)),  # cards of 24 GB report this much
+        (39 << 30, (256, 8192)),  # cards of 40 GB
         (141 << 30, (256, 8192)),
     ],
 )
@@ -158,7 +158,7 @@ def test_batch_limits_follow_from_the_gpu_memory(memory: int | None, batch: tupl
     limits = EngineConfig().limits(memory)
     assert limits == BatchLimits(*batch, 4 * batch[0], 8 * batch[1])
     assert EngineConfig(max_num_seqs=7).limits(memory).max_num_batched_tokens == batch[1]
-    # One that is decided gives way: every running sequence gets a token a step.
+    # The unset limit follows the one that is set: every running sequence gets a token a step.
     assert EngineConfig(max_num_batched_tokens=20).limits(memory) == BatchLimits(20, 20, 80, 160)
     assert EngineConfig(max_num_seqs=9000).limits(memory) == BatchLimits(9000, 9000, 36_000, 72_000)
 

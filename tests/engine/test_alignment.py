@@ -1,4 +1,4 @@
-"""Alignments of prompts with their sources against `transformers` and the definition of OpenAI's `find_alignment`."""
+"""Alignments of prompts with their sources equal those of `transformers` and of OpenAI's `find_alignment`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_median_filter_is_that_of_transformers(width: int, length: int) -> N
 
 
 def theirs_through(gains: Tensor) -> list[int]:
-    """Return where each row begins, as `_extract_token_timestamps` finds it."""
+    """Return where each row begins, computed by `_extract_token_timestamps`."""
     rows, columns = _dynamic_time_warping(-gains.double().numpy())
     jumps = np.pad(np.diff(rows), (1, 0), constant_values=1).astype(bool)
     found: list[int] = columns[jumps].tolist()
@@ -50,12 +50,12 @@ def test_the_way_through_a_matrix_is_that_of_transformers(way: str, monkeypatch:
     for number, (rows, columns) in enumerate([(1, 1), (1, 9), (9, 1), (5, 5), (3, 40), (20, 7), (17, 90)]):
         gains = torch.randn(rows, columns, generator=generator)
         if number % 2:
-            gains = gains.round()  # equal sums
+            gains = gains.round()  # makes equal sums likely
         assert rules.warp(gains) == theirs_through(gains)
 
 
 def aligned(name: str, length: int, seed: int, positions: int, method: AlignmentMethod, **changes: Any) -> Request:
-    """A request to align a prompt behind three tokens, or two, up to its last token."""
+    """Return a request that aligns a prompt from its third or fourth token to its last token or the one before."""
     made = request("whisper", name, 0, seed, max_tokens=1)
     first = 2 + seed % 2
     alignment = Alignment(HEADS, first, length - (seed % 3 == 0), positions, method)
@@ -85,7 +85,7 @@ def by_transformers(request: Request) -> list[int]:
 
 
 def by_openai(request: Request) -> list[int]:
-    """Follow `find_alignment`: crop, softmax, normalise over all tokens, filter, average, cut, warp."""
+    """Compute the alignment as `find_alignment` does: softmax, crop, normalise over tokens, filter, average, warp."""
     alignment, layers = request.alignment, weights_of(request)
     assert alignment is not None
     weights = torch.stack([layers[layer][0, head] for layer, head in alignment.heads])[..., : alignment.num_positions]

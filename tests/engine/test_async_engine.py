@@ -86,7 +86,7 @@ async def test_a_stop_string_ends_the_sequence_in_the_engine_too(brake: Brake) -
         whole = text_of(await collect(engine.submit([endless("free")])))
         stop = whole[12:15]
         passes, ended = brake.passes, False
-        brake.ready = lambda: ended or brake.passes - passes < 30  # however late the front is
+        brake.ready = lambda: ended or brake.passes - passes < 30  # the engine waits for the front after 30 passes
         outputs = await collect(engine.submit([endless("stopped", stop=(stop,))]))
         ended = True
         assert text_of(outputs) == whole[: whole.index(stop)]
@@ -103,7 +103,7 @@ async def test_cancel_ends_a_request_once(brake: Brake) -> None:
         first = await anext(stream)
         assert engine.cancel("r")
         assert not engine.cancel("r")
-        assert not engine.cancel("nobody")
+        assert not engine.cancel("unknown")
         ends = ends_of([first, *await collect(stream)])
         assert ends == {("r", 0): FinishReason.CANCELLED, ("r", 1): FinishReason.CANCELLED}
         assert ends_of(await collect(other)) == {("other", 0): FinishReason.LENGTH}
@@ -118,7 +118,7 @@ async def test_closing_a_stream_aborts_within_a_step(brake: Brake) -> None:
         await anext(stream)
         await stream.aclose()
         await stream.aclose()
-        await asyncio.sleep(0)  # it has been sent
+        await asyncio.sleep(0)  # lets the abort be sent
         passes = brake.passes
         await until(lambda: idle(engine))
         assert brake.passes - passes <= 2
@@ -136,7 +136,7 @@ async def test_a_stream_closed_before_anything_ran_leaves_nothing_behind() -> No
 
 @async_test
 async def test_deadlines_pass_while_running_and_while_waiting(brake: Brake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_engine, "_DEADLINE_GRACE", 1e6)  # the engine ends them, not the front
+    monkeypatch.setattr(async_engine, "_DEADLINE_GRACE", 1e6)  # so that the engine ends them, not the front
     async with served(LLAMA, max_num_seqs=1) as engine:
         begun, now, late = brake.passes, time.monotonic, 0.0
         brake.ready = lambda: late > 0 or brake.passes - begun < 3
@@ -174,7 +174,7 @@ async def test_deadlines_hold_while_the_engine_hangs_and_it_is_not_live(
         assert ends_of(await collect(stream)) == {("r", 0): FinishReason.DEADLINE}
         (output,) = await encode
         assert output.finish_reason is FinishReason.DEADLINE
-        assert time.monotonic() - soon < 20  # it hangs until the test lets it go on
+        assert time.monotonic() - soon < 20  # the engine hangs until the test releases it
         await until(lambda: not engine.health().live)
         assert not engine.health().ready
         goes_on = True
@@ -185,14 +185,14 @@ async def test_deadlines_hold_while_the_engine_hangs_and_it_is_not_live(
 async def test_unread_stream_is_cancelled_beyond_max_unread_bytes(brake: Brake) -> None:
     async with served(LLAMA, max_unread_bytes=4096) as engine:
         begun, got = brake.passes, list[TokenOutput]()
-        brake.ready = lambda: brake.passes - begun < 8 + len(ids_of(got, "read"))  # who reads keeps up
+        brake.ready = lambda: brake.passes - begun < 8 + len(ids_of(got, "read"))  # the reader keeps up
         unread, read = engine.submit([endless("unread")]), engine.submit([request(LLAMA, "read", 4, max_tokens=40)])
         async for output in read:
             got.append(output)
         await until(lambda: "unread" not in engine._streams)
         outputs = await collect(unread)
         assert ends_of(outputs) == {("unread", 0): FinishReason.CANCELLED}
-        assert 4096 / 400 < len(ids_of(outputs, "unread")) < 4096 / 200 + 2  # each counts as the event it would be
+        assert 4096 / 400 < len(ids_of(outputs, "unread")) < 4096 / 200 + 2  # each token counts as one event
         assert len(outputs) == 1
         assert ends_of(got) == {("read", 0): FinishReason.LENGTH}
         await until(lambda: idle(engine))
@@ -205,7 +205,7 @@ async def test_all_received_frames_are_applied_before_the_next_step(brake: Brake
         streams = []
         for at in range(40):
             streams.append(engine.submit([endless(f"r{at}")]))
-            await asyncio.sleep(0.001)  # a frame of its own
+            await asyncio.sleep(0.001)  # so that each request is sent in its own frame
         stats, passes = engine.stats, brake.passes
         await until(lambda: stats()[LLAMA].running + stats()[LLAMA].waiting == 40)
         assert brake.passes - passes < 20
@@ -271,7 +271,7 @@ async def test_the_queue_is_bounded_by_tokens_that_wait(brake: Brake) -> None:
 async def test_cancelling_an_encode_leaves_nothing_behind(brake: Brake) -> None:
     async with served(LLAMA, max_num_seqs=1) as engine:
         passes = brake.passes
-        brake.ready = lambda: brake.passes <= passes + 1  # the second pass waits
+        brake.ready = lambda: brake.passes <= passes + 1  # the second pass blocks
         task = asyncio.create_task(engine.encode(encodings(5, 3, "a")))
         await until(lambda: not idle(engine))
         task.cancel()

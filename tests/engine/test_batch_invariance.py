@@ -25,7 +25,7 @@ FORMATS = [
     for quantization in ("none", "int8")
     for cache in ("auto", "int8")
 ] + [("bfloat16", "int4", "auto")]
-# A format is of products and pages, which do not know the kind: one has all, the others what differs most.
+# One kind runs every number format. The others run the two most different ones.
 EACH = [("llama-gqa", *how) for how in FORMATS]
 EACH += [(kind, *how) for kind in ("gemma2", "gpt2", "t5-relu", "marian") for how in (FORMATS[0], FORMATS[-2])]
 pytestmark = pytest.mark.skipif(not isinstance(native(), Library), reason=f"no native kernels: {native()}")
@@ -38,7 +38,7 @@ def loaded(kind: str, **settings: object) -> LoadedModel:
 
 
 def generated(model: LoadedModel, requests: list[Request]) -> dict[str, list[tuple[int, object]]]:
-    """Tokens with log-probabilities of the model's whole arithmetic, by request."""
+    """Return each request's tokens with their log-probabilities."""
     assert model.generate is not None
     found: dict[str, list[tuple[int, object]]] = {request.request_id: [] for request in requests}
     for request in requests:
@@ -50,7 +50,7 @@ def generated(model: LoadedModel, requests: list[Request]) -> dict[str, list[tup
 
 
 def depend_on_others(kind: str, **settings: object) -> list[str]:
-    """Return the requests whose numbers in a batch differ from those alone."""
+    """Return the requests whose results in a batch differ from those of the request alone."""
     requests = [replace(one, params=replace(one.params, logprobs=3, max_tokens=6)) for one in mixed(kind, 10)]
     crowd = loaded(kind, max_num_seqs=7, max_num_batched_tokens=48, **settings)
     together = generated(crowd, requests)
@@ -65,7 +65,7 @@ def test_generation(kind: str, dtype: str, quantization: str, cache: str) -> Non
 
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")])
 def test_generation_with_recurrent_layers_and_experts(dtype: str, quantization: str) -> None:
-    """However a prompt is cut, and wherever snapshots are taken."""
+    """Check prompts cut into different chunks, with snapshots at different positions."""
     assert depend_on_others("qwen3-next", dtype=dtype, quantization=quantization) == []
 
 
@@ -73,8 +73,10 @@ def test_generation_with_recurrent_layers_and_experts(dtype: str, quantization: 
 @pytest.mark.parametrize("kind", ["llama-gqa", "t5-relu"])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_generation_where_there_are_tiles(kind: str, quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it is asked for or not: every product of bfloat16 is one of tiles. Sums of eighths would show a row that
-    went to the vectors: what another order of additions changes is too little to show in each of a few logits."""
+    """Check with and without `batch_invariant`: all bfloat16 products use tiles.
+
+    The emulated tiles round sums to eighths. A row that used vector instructions instead would then differ visibly.
+    """
     coarse = emulated("apart[0] + apart[1]", "__builtin_rintf(8.0f * (apart[0] + apart[1])) / 8.0f")
     monkeypatch.setattr(selection, "native", lambda: coarse)
     settings = {"dtype": "bfloat16", "quantization": quantization}

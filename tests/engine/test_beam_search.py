@@ -1,4 +1,4 @@
-"""Beam search: the sequences and scores of `transformers`, alone and in a batch, with shared blocks."""
+"""Beam search gives the sequences and scores of `transformers`, alone and in a batch, with shared blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 KINDS = ["t5-relu", "bart", "marian", "llama", "phi3-longrope"]
 MAX_TOKENS = 12
-EOS = (2, 5, 17, 33)  # tiny random models do come to these, so that hypotheses end at different lengths
+EOS = (2, 5, 17, 33)  # random models generate these, so hypotheses end at different lengths
 
 
 def asked(kind: str, name: str, length: int, **settings: Any) -> Request:
@@ -41,7 +41,7 @@ def asked(kind: str, name: str, length: int, **settings: Any) -> Request:
 
 @torch.inference_mode()
 def theirs(kind: str, request: Request, eos: tuple[int, ...]) -> list[tuple[list[int], float]]:
-    """Sequences (without padding) and scores of `transformers`' beam search, best first."""
+    """Return the sequences (without padding) and scores of `transformers`' beam search, best first."""
     params = request.params
     model = saved(kind).reference
     settings = {
@@ -123,11 +123,11 @@ def test_beams_share_the_prompts_blocks_and_the_source() -> None:
     assert len(beams) == 4
     assert len({tuple(beam.source_tables[0]) for beam in beams}) == 1
     used = engine.engine.block_manager.num_blocks - engine.engine.block_manager.num_free
-    assert used <= 6 + 4  # the source once, and a block for each beam
+    assert used <= 6 + 4  # one source and a block for each beam
 
 
 class BeamRunner(ScriptedRunner):
-    """Candidates instead of tokens, for policy without a model."""
+    """A scripted runner that returns beam candidates instead of tokens."""
 
     def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
         beams = step.sequence.beams
@@ -173,7 +173,7 @@ def test_search_reserves_slots_for_all_beams_at_admission() -> None:
     harness = beam_harness(max_num_seqs=8)
     for number in range(4):
         harness.add(f"s{number}", 3, num_beams=4, max_tokens=5)
-    harness.run()  # every step checks that no more than eight run
+    harness.run()  # the harness checks in every step that at most eight sequences run
 
 
 def hypotheses(harness: Harness, name: str) -> list[list[int]]:
@@ -204,9 +204,9 @@ def test_preempted_search_needs_no_more_blocks_than_before(steps: int, overlap: 
     for _ in range(3):
         harness.step()
     assert {one.request.request_id for one in scheduler.running} == {"old", "s", "newcomer"}
-    assert before - manager.num_free <= len(held) + 6 + 2  # a block more for each beam at most, and the newcomer's
+    assert before - manager.num_free <= len(held) + 6 + 2  # at most one more for each beam, and the newcomer's
     recomputed = sum(s.num_tokens for step in harness.runner.steps[-3:] for s in step.scheduled if s.sequence.beams)
-    assert recomputed <= 60 + 6 * (steps + 3)  # the prompt once
+    assert recomputed <= 60 + 6 * (steps + 3)  # the prompt is recomputed once
     harness.run()
     assert scheduler.num_preemptions == 1
     assert hypotheses(harness, "s") == undisturbed(**asked)
@@ -222,7 +222,7 @@ def test_preempted_search_of_many_beams_resumes_beside_a_prompt() -> None:
         harness.step()
     scheduler = harness.engine.scheduler
     scheduler.preempt(scheduler.running[-1])
-    long = harness.add("long", 250, priority=-1, max_tokens=1)  # takes half of what a step may compute
+    long = harness.add("long", 250, priority=-1, max_tokens=1)  # takes half of a step's token budget
     while not harness.tokens("s"):
         harness.step()
     assert not harness.tokens("long")
@@ -264,7 +264,7 @@ def test_random_preemption_does_not_change_searches(seed: int, overlap: bool, pr
 
 
 class NarrowRunner(BeamRunner):
-    """Leaves a search fewer continuations than beams for its first tokens, as a grammar does."""
+    """A beam runner that allows fewer continuations than beams for the first tokens, as a grammar may."""
 
     def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
         made = super()._compute(step, tokens)
@@ -280,7 +280,7 @@ def test_search_keeps_its_slots_while_it_has_fewer_beams(overlap: bool) -> None:
     for number in range(4):
         harness.add(f"s{number}", 3 + number, num_beams=4, max_tokens=9)
     harness.add("greedy", 3, max_tokens=9)
-    harness.run()  # every step checks that no more than eight run, and that all of them get their token
+    harness.run()  # the harness checks that at most eight run and that all of them get their token
     assert max(len(step.scheduled) for step in harness.runner.steps) == 8
 
 
@@ -313,9 +313,9 @@ def test_fewer_continuations_than_beams_are_enough() -> None:
 
 
 def test_hypotheses_that_end_at_once_compete_even_where_the_first_of_them_is_enough() -> None:
-    """Stopping early looks at how many there are before and after a step, not amid it."""
+    """Check that `early_stopping` counts hypotheses between steps, not within a step."""
     search = BeamSearch(2, 1.0, True, 4, frozenset({9}))
     assert search.advance([[(4, -2.9), (9, -3.0), (5, -3.1)]], [[]]) == [(0, 4), (0, 5)]
     search.advance([[(9, -0.3), (6, -9.0)], [(9, -0.3), (6, -9.0)]], [[4], [5]])
     assert search.done
-    assert [one.token_ids for one in search.best([])] == [(4, 9), (5, 9)]  # and not (9,), which is worse
+    assert [one.token_ids for one in search.best([])] == [(4, 9), (5, 9)]  # (9,) has a worse score

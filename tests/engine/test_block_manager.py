@@ -1,4 +1,4 @@
-"""The block manager: every block is free, cached, or in as many tables as its reference count."""
+"""The block manager: every block is free, cached, or in as many tables as its reference count says."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_row_of_a_table_is_the_list(changes: list[tuple[str, int]]) -> None:
 
 
 class CountingTable(BlockTable):
-    """Counts the converted blocks."""
+    """A block table that counts the blocks it converts."""
 
     converted = 0
 

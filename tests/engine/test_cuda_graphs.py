@@ -1,4 +1,4 @@
-"""Capture of CUDA graphs with fakes of torch's classes: on the model's device, all sizes on one stream."""
+"""CUDA graph capture with fakes of torch's classes: on the model's device, with one stream for all sizes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Stream:
 
 
 class Gpus:
-    """Two of them: what torch.cuda knows of devices and streams, the first device being current."""
+    """Fakes of two devices and their streams; the first device is current."""
 
     def __init__(self) -> None:
-        self.streams = [Stream(0), Stream(1)]  # the current ones
+        self.streams = [Stream(0), Stream(1)]  # the current streams
         self.made: list[Stream] = []
         self.current = 0
         self.capturing: list[Stream] = []
@@ -98,9 +98,9 @@ def test_steps_are_recorded_on_their_models_device_and_one_stream(gpus: Gpus) ->
     for _ in range(3):
         record(run)
     assert gpus.current == 0
-    assert len(gpus.made) == 1  # of 20 streams each would keep cuBLAS' 32 MiB
+    assert len(gpus.made) == 1  # each of 20 streams would keep 32 MiB for cuBLAS
     assert gpus.capturing == 3 * gpus.made
-    assert ran[::2] == 3 * gpus.made  # what is not recorded yet
+    assert ran[::2] == 3 * gpus.made  # the warm-up run before each capture
 
 
 def test_other_threads_do_not_end_the_recording_of_sums_over_ranks(gpus: Gpus) -> None:
@@ -128,7 +128,7 @@ def test_steps_without_a_graph_are_launched(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         said = "operation not permitted when stream is capturing"
         assert recorded(failing(RuntimeError(f"{said}\nmore"))) == (None, said)
-        assert recorded(failing(AssertionError())) == (None, "AssertionError")  # a compiler's, which is no RuntimeError
+        assert recorded(failing(AssertionError())) == (None, "AssertionError")  # of a compiler: no RuntimeError
     assert "could not be recorded" in caplog.text
     with pytest.raises(torch.OutOfMemoryError):
         recorded(failing(torch.OutOfMemoryError("no memory for them")))

@@ -27,7 +27,7 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: 
 
 @cache
 def alone(kind: str, way: str, backend: AttentionBackend) -> dict[str, list[int]]:
-    """Of every third of the thirty-two: of all lengths and places in a batch."""
+    """Return the tokens of every third of the 32 requests, each generated alone."""
     return {one.request_id: run_alone(kind, one, backend) for one in thirty_two(kind, way)[::3]}
 
 
@@ -41,8 +41,8 @@ def thirty_two(kind: str, way: str) -> list[Request]:
     return mixed(kind, 32, **WAYS[way])
 
 
-# Drawn tokens show any change of their probabilities, the greediest only one of the first's place. Penalties are the
-# sampler's, which no backend knows.
+# Sampled tokens show any change of their probabilities, greedy tokens only a change of the most likely one.
+# Penalties belong to the sampler and do not depend on the backend.
 ALIKE = rest_is_slow(
     [(kind, *how) for kind in KINDS for how in [("sampled", BACKENDS[0]), *product(WAYS, BACKENDS[1:])]],
     lambda kind, way, backend: kind == KINDS[0] or (way == "sampled" and (kind == KINDS[1] or backend != BACKENDS[0])),

@@ -1,4 +1,4 @@
-"""A draft model: the same outputs with and without, fewer steps where it is right, hardly more where it is not."""
+"""A draft model changes no output, saves steps if it is right, and costs little if it is wrong."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ from tests.model.checkpoints import native_backends, saved
 
 @pytest.fixture(autouse=True)
 def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What drafts cost stays what it is at first."""
+    """Keep the initial estimate of the draft model's cost."""
     monkeypatch.setattr(DraftOdds, "measured", lambda self, **times: None)
 
 
 def nearly(source: Sequence[int], tokens: Sequence[int]) -> int:
-    """Say what is copied, but for every fifth token or so, without the source."""
+    """Copy without the source, but generate 3 for about every fifth token."""
     return copying((), tokens) if crc32(repr(list(tokens)).encode()) % 5 else 3
 
 
 def fresh(source: Sequence[int], tokens: Sequence[int]) -> int:
-    """Say what no n-gram tells."""
+    """Return a token that no n-gram predicts."""
     return crc32(repr(list(tokens)).encode()) % 1000
 
 
 def drafting(**settings: object) -> Harness:
-    """An engine with plenty of room and a draft model, `fresh` unless `draft_script` is another."""
+    """Return an engine with plenty of room and a draft model, which is `fresh` by default."""
     room = {"num_blocks": 900, "max_model_len": 2000, "budget": 600, "script": fresh, "num_speculative_tokens": 4}
     return Harness(**{**room, "draft_script": fresh, **settings})  # type: ignore[arg-type]
 
@@ -66,7 +66,7 @@ def drafting(**settings: object) -> Harness:
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("seed", rest_is_slow(range(8), lambda seed: seed < 4))
 def test_outputs_are_the_same_with_and_without(seed: int, overlap: bool) -> None:
-    """The draft model's keys are those of the tokens, through preemptions, shared prefixes and wrong drafts."""
+    """Check the draft model's keys through preemption, shared prefixes and rejected drafts."""
     rng = random.Random(seed)
     settings = {
         "num_blocks": rng.choice((44, 60, 200)),
@@ -95,8 +95,7 @@ def test_a_draft_model_that_is_right_saves_steps() -> None:
 
 
 def asked(odds: DraftOdds, num_tokens: int, first_right: int | None) -> tuple[int, int]:
-    """Return how many steps and how many drafts a sequence of so many tokens takes, whose drafts are right from a token
-    on, or never."""
+    """Return the steps and drafts of a sequence whose drafts are right from token `first_right` on, or never (None)."""
     drafts, at, steps, count = ModelDrafts(4, odds), 1, 0, 0
     while at < num_tokens:
         wanted = drafts.wanted(at, 8)
@@ -114,7 +113,7 @@ def asked(odds: DraftOdds, num_tokens: int, first_right: int | None) -> tuple[in
 def test_a_draft_model_is_asked_ever_more_seldom_while_it_is_wrong() -> None:
     odds = DraftOdds()
     assert asked(odds, 1000, None)[1] < 45
-    assert asked(odds, 1000, None)[1] < 20  # a new sequence begins with what others have learnt
+    assert asked(odds, 1000, None)[1] < 20  # a new sequence starts with the odds that earlier ones learned
     assert sum(asked(odds, 60, None)[1] for _ in range(5)) < 6
 
 
@@ -155,9 +154,9 @@ def test_no_sequence_waits_for_the_prompt_of_another(monkeypatch: pytest.MonkeyP
     harness.add("long", range(400), max_tokens=40)
     harness.add("short", range(500, 510), max_tokens=40)
     runs = harness.run().runner.draft_runs
-    behind = [run for run in runs if run.sequence.request.request_id == "short"]
-    drafts = [run for run in behind if run.num_drafts]
-    assert all(run.num_tokens for run in runs) and len(behind) - 3 < len(drafts) < 15
+    short = [run for run in runs if run.sequence.request.request_id == "short"]
+    drafts = [run for run in short if run.num_drafts]
+    assert all(run.num_tokens for run in runs) and len(short) - 3 < len(drafts) < 15
 
 
 def test_the_draft_models_context_bounds_its_drafts() -> None:
@@ -181,14 +180,14 @@ def test_sequences_go_on_without_a_draft_model_that_fails(monkeypatch: pytest.Mo
 
 
 def test_a_recorded_step_leaves_its_state_in_front_of_those_of_drafts_that_were_not_said() -> None:
-    """The draft model says nothing where it sees an end; slots for the states behind its drafts are there by then."""
+    """Check the state columns when slots for draft states are allocated and the draft model proposes nothing."""
     slots = StateSlots(StateSize(2, 6), 4, BlockHasher(4, across_requests=True), keeps=True)
     sequence = SequenceState.of(request("r", 5), 0, 0, ())
     sequence.tables[0].extend([1, 2])
     sequence.num_computed_tokens = 4
     slots.allocate(sequence, 1)
     assert slots.extend(sequence, 3) == 3
-    layout = BatchLayout(tokens=2, segments=2, blocks=2, state_columns=3)  # of which one is recorded and not used
+    layout = BatchLayout(tokens=2, segments=2, blocks=2, state_columns=3)  # the recorded one is not used
     states = layout.split(pack(layout, [ScheduledSequence(sequence, 4, 1, False)], 4, {})).states
     assert states.tolist() == [[0, 1], [NO_STATE, NO_STATE], [dict(sequence.state_writes)[5], NO_STATE]]
 
@@ -209,7 +208,7 @@ CASES = [("llama-gqa", "bfloat16", "none"), ("gemma3", "float32", "int8"), ("blo
 
 @pytest.mark.parametrize(("kind", "dtype", "quantization"), CASES)
 def test_a_model_that_drafts_for_itself_is_always_right(kind: str, dtype: str, quantization: str) -> None:
-    """Greedy and drawn, penalised, banned and biased; with the same bits as without."""
+    """Check greedy, sampled, penalised, banned and biased requests: results have the same bits without drafts."""
     if not native_backends() and (dtype, quantization) != ("float32", "none"):
         pytest.skip("no native kernels")
     settings = {"dtype": dtype, "quantization": quantization}
@@ -222,7 +221,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(kind: str, dtype: str, q
 
 @pytest.mark.parametrize(("kind", "draft"), [("llama-gqa", "gemma3"), ("qwen3-next", "llama-gqa")])
 def test_another_model_changes_nothing(kind: str, draft: str) -> None:
-    """Its layers have windows, or are not recurrent, as the served model's are; it was never trained on anything."""
+    """Check an untrained draft model with windows, or without the served model's recurrent layers."""
     plain, drafted = built(kind), built(kind, saved(draft).path)
     assert generated(drafted, of_each_way(kind)) == generated(plain, of_each_way(kind))
     assert drafted.generate is not None
@@ -270,7 +269,7 @@ def test_what_it_launches_is_compiled_before_it_is_asked(monkeypatch: pytest.Mon
 
 
 def without_last_layer(into: Path, vocab_size: int) -> Path:
-    """The embedded model of code without its last layer, with a table of so many tokens."""
+    """Return the embedded code model without its last layer, with a vocabulary of this size."""
     folder = embedded_models()["code"]
     config = json.loads((folder / "config.json").read_text())
     tensors, num_layers = load_file(folder / "model.safetensors"), config["num_hidden_layers"] - 1

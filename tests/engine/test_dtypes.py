@@ -1,4 +1,4 @@
-"""The dtype of `--dtype auto` depends on device and model, not on the checkpoint's stored dtype."""
+"""The dtype that `--dtype auto` chooses depends on device and model, not on the checkpoint's dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encode engine: correct vectors in any batch, batches within the budget, one end for each input."""
+"""The encode engine: correct vectors in any batch, batches within the budget, exactly one end for each input."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_what_differs_or_needs_a_product_is_pooled_alone(monkeypatch: pytest.Mon
         assert not head.can_pool_together([plain, replace(other, **change)])
     for pooling in (Pooling.POOLER, Pooling.WEIGHTED_MEAN):
         assert not head.can_pool_together([replace(plain, pooling=pooling)])
-    monkeypatch.setattr(SentenceHead, "__call__", None)  # nothing is pooled alone
+    monkeypatch.setattr(SentenceHead, "__call__", None)  # fails if any input is pooled alone
     encoded(engine(), [plain, other])
 
 
@@ -181,7 +181,7 @@ def test_vectors_depend_on_neither_neighbours_nor_order() -> None:
 
 @pytest.mark.parametrize("task", [EncodeTask.FILL_MASK, EncodeTask.SPARSE])
 def test_results_over_the_vocabulary_depend_on_neither_neighbours_nor_order(task: EncodeTask) -> None:
-    """Inputs share products of 32 rows, which begin and end anywhere in them."""
+    """Check that rows do not depend on the products of 32 rows that inputs share."""
     made = load(ModelSpec("m", str(saved("bert-masked").path), EngineConfig(dtype="float32"))).encode
     requests = inputs(task=task, positions=(0,), top_k=3)
     together = encoded(made, requests)
@@ -202,7 +202,7 @@ def test_batches_keep_the_order_and_the_budget_and_never_split() -> None:
         assert stats is not None
         sizes.append((stats.num_tokens, stats.num_sequences))
     assert order == [f"r{i}" for i in range(6)]
-    assert sizes == [(5, 1), (30, 1), (13, 2), (5, 1), (22, 1)]  # one beyond the budget goes alone
+    assert sizes == [(5, 1), (30, 1), (13, 2), (5, 1), (22, 1)]  # an input beyond the budget runs alone
 
 
 def test_deadline_and_abort_end_waiting_inputs() -> None:
@@ -242,7 +242,7 @@ def test_packed_input_numbers_each_segment_from_zero() -> None:
 )
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_an_input_beyond_the_budget_pauses_between_layers_and_gets_the_same_bits(kind: str, backend: str) -> None:
-    """A stream beside it is served meanwhile."""
+    """Check that each step computes one layer and that the result has the bits of an unpaused one."""
     config = EngineConfig(dtype="float32", attention_backend="auto" if backend == "native" else backend)
     made = load(ModelSpec(kind, str(saved(kind).path), config)).encode
     image = made.model.config.image
@@ -250,7 +250,7 @@ def test_an_input_beyond_the_budget_pauses_between_layers_and_gets_the_same_bits
     if image is not None:
         pixels = bytes(i % 251 for i in range(image.pixel_bytes))
         source = image_source(pixels, (image.channels, image.size, image.size), image.num_tokens)
-    twice = kind == "bart-nli"  # behind the encoder's layers the decoder's, for the classifier
+    twice = kind == "bart-nli"  # the classifier also runs the decoder's layers
     request = EncodeRequest("r", kind, source, EncodeTask.LOGITS if twice else EncodeTask.TOKENS)
     (whole,) = encoded(made, [request])
     made.add(request)
@@ -299,13 +299,13 @@ def test_an_input_that_breaks_while_paused_fails_alone(monkeypatch: pytest.Monke
 
 
 class Elsewhere(torch.Tensor):
-    """On a device that is not here."""
+    """A tensor that claims to be on another device."""
 
     device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
 
 
 def test_a_batch_comes_from_the_device_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each text's own would be waited for, one after the other."""
+    """Check that several vectors are copied as one."""
     copies: list[int] = []
 
     class HostCopy:

@@ -1,4 +1,4 @@
-"""Inputs of one call of `encode` beyond a share are held back: the queue stays short, and others get their turn."""
+"""Inputs of an `encode` call beyond its share are held back: the queue stays short, other calls get their turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def inputs(count: int, name: str, length: int = 4, deadline: float | None = None
 
 
 def counts(engine: AsyncEngine) -> tuple[int, int, int]:
-    """Sequences and tokens in the queue, and tokens that are held."""
+    """Return the queue's sequences and tokens, and the tokens held back."""
     found = engine._table[LLAMA].admission
     return found._num_sequences, found.waiting_tokens, found._held_tokens
 

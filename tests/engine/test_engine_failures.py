@@ -1,4 +1,4 @@
-"""Engines that fail: one request, one model or the whole loop, and how they come back."""
+"""Engine failures: one request, one model or the whole loop fails, and recovers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_broken_engine_fails_all_requests_at_once_and_is_restarted(
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.2,))
     async with served(LLAMA, "gpt2", max_num_seqs=2) as engine:
         begun = brake.passes
-        brake.ready = lambda: brake.failing or brake.passes - begun < 3  # so that nothing ends before
+        brake.ready = lambda: brake.failing or brake.passes - begun < 3  # so that no request ends first
         streams = [engine.submit([endless(f"r{i}")]) for i in range(5)]
         await anext(streams[0])
         encode = asyncio.create_task(engine.encode(encodings(3, 3, "e")))
@@ -47,7 +47,7 @@ async def test_broken_engine_fails_all_requests_at_once_and_is_restarted(
         began = time.monotonic()
         waiters = [*(collect(stream) for stream in streams), encode]
         failures = await asyncio.gather(*waiters, return_exceptions=True)
-        assert time.monotonic() - began < 20  # and not when it counts as hanging
+        assert time.monotonic() - began < 20  # well before it would count as hanging
         assert [type(failure) for failure in failures] == [EngineDeadError] * 6
         assert all("secret" not in str(failure) for failure in failures)
         health = engine.health()
@@ -97,7 +97,7 @@ async def test_batch_that_is_too_large_is_computed_in_parts(brake: Brake) -> Non
     requests = mixed(LLAMA, 8)
     async with served(LLAMA) as engine:
         expected = await collect(engine.submit(requests))
-    brake.fails = lambda token_ids: len(token_ids) > 45  # of the longest prompt, 40
+    brake.fails = lambda token_ids: len(token_ids) > 45  # one prompt of at most 40 tokens passes
     async with served(LLAMA) as engine:
         outputs = await collect(engine.submit(requests))
         vectors = await engine.encode(encodings(3, 30, "e"))
@@ -111,7 +111,7 @@ async def test_batch_that_is_too_large_is_computed_in_parts(brake: Brake) -> Non
 
 
 def broken_schedule(monkeypatch: pytest.MonkeyPatch, model: str) -> list[int]:
-    """Let the scheduler of `model` raise at the steps that are put into the list, which counts down."""
+    """Make the scheduler of `model` raise at the steps in the returned list, which counts down."""
     at: list[int] = []
     schedule = Scheduler.schedule
 
@@ -208,7 +208,7 @@ async def test_request_that_cannot_be_added_fails_alone(monkeypatch: pytest.Monk
 
 
 class Lost(ThreadTransport):
-    """A transport whose loop is lost as soon as it has started."""
+    """A transport whose loop is lost right after its start."""
 
     async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None:
         def loses(events: Events) -> None:
@@ -226,7 +226,7 @@ async def test_restarts_pause_and_health_is_not_live_after_too_many_losses(
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.001,))
     monkeypatch.setattr(async_engine, "_MAX_RESTARTS", 3)
     monkeypatch.setattr(async_engine, "_RESTART_WINDOW", 1.0)
-    monkeypatch.setattr(fault_limit, "time", SimpleNamespace(monotonic=lambda: 0.0))  # however long the losses take
+    monkeypatch.setattr(fault_limit, "time", SimpleNamespace(monotonic=lambda: 0.0))  # all losses in one window
     async with served("bert", transport=Lost) as engine:
         await until(lambda: not engine.health().live)
         assert engine.restarts == 3
@@ -236,4 +236,4 @@ async def test_restarts_pause_and_health_is_not_live_after_too_many_losses(
             engine.submit([endless("late")])
         await asyncio.sleep(0.1)
         assert engine.restarts == 3
-        await until(lambda: engine.restarts > 3)  # where nobody supervises it
+        await until(lambda: engine.restarts > 3)  # without a supervisor it restarts later

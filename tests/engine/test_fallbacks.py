@@ -1,4 +1,4 @@
-"""Fallbacks on a GPU are reported in the log, /info and the banner, or refuse the start."""
+"""Slow fallbacks on a GPU are reported in the log, /info and the banner, or refuse the start."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ def test_fallback_is_in_the_log_and_the_model_info(
 
 
 def test_graphs_need_recurrent_layers_that_the_backend_computes() -> None:
-    """Which is known before weights are read. On a CPU nothing is recorded."""
+    """Check the reason, which is known before weights are read; on a CPU nothing is recorded."""
     decoder = read_checkpoint(saved("qwen3-next").path).config.decoder
     given = (decoder, TRITON.backend, torch.bfloat16)
     assert unrecordable(EngineConfig(), *given, GPU) == "recurrent layers are torch's"
     assert unrecordable(EngineConfig(), *given, CPU) == ""
     assert unrecordable(EngineConfig(cuda_graphs=False), *given, GPU) == ""
-    assert unrecordable(EngineConfig(), decoder, SdpaBackend(), torch.bfloat16, GPU) == ""  # the reason already
+    assert unrecordable(EngineConfig(), decoder, SdpaBackend(), torch.bfloat16, GPU) == ""  # the backend is the reason
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_fallbacks_can_be_refused(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before weights are read where that can be known."""
+    """Check that the refusal comes before weights are read if the fallback is known by then."""
     read: list[bool] = []
     real = loading.load_packed
     monkeypatch.setattr(loading, "load_packed", lambda *given, **named: read.append(True) or real(*given, **named))

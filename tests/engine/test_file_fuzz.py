@@ -1,4 +1,4 @@
-"""Checkpoints with one changed value in a JSON file are refused at load in one line, or answer; other models go on."""
+"""A checkpoint with one changed JSON value is refused at load in one line, or answers; other models keep working."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("llama-yarn", "t5-relu", "bert-sequence", "whisper")
 
 def _fuzz(*arguments: str, kinds: Iterable[str], seconds: float) -> None:
     for kind in (*kinds, HEALTHY):
-        saved(kind)  # here, where `transformers` is imported anyway
+        saved(kind)  # in this process, which imports `transformers` anyway
     command = [sys.executable, "-m", "tests.engine.file_fuzz", *arguments, *kinds]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=seconds, env=os.environ | {"OMP_NUM_THREADS": "1"}

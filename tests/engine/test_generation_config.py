@@ -12,7 +12,7 @@ from tests.generation_oracle import base, ended, folder_of, ours, theirs
 from tests.matrix import rest_is_slow
 from tests.model.checkpoints import saved
 
-# Both kinds say some of it.
+# Both kinds generate some of these tokens.
 PROMPT = [76, 13, 65, 36, 7, 3, 21, 87, 78, 63, 50, 43, 5, 37, 65, 28, 96, 55, 71, 72, 90, 15, 27, 75]
 BEAMS = {"num_beams": 3}
 KEYS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 
 
-# What is of a decoder alone: its prompt is what the encoder's rules look at.
+# What differs for a decoder-only model: the encoder rules read its prompt.
 OF_DECODERS = (*list(KEYS)[:4], "max_length", "renormalize_logits", "beams with the source's tokens")
 EACH = rest_is_slow(product(["gpt2", "bart"], KEYS), lambda kind, key: kind == "bart" or key in OF_DECODERS)
 
@@ -41,7 +41,7 @@ EACH = rest_is_slow(product(["gpt2", "bart"], KEYS), lambda kind, key: kind == "
 @pytest.mark.parametrize(("kind", "key"), EACH)
 def test_outputs_are_those_of_transformers(kind: str, key: str, tmp_path: Path) -> None:
     generation, reference = base(kind), saved(kind).reference
-    if "min_" in key:  # there is nothing that ends too early otherwise
+    if "min_" in key:  # so that there is an output that would end too early
         generation["eos_token_id"] = theirs(reference, generation, PROMPT)[0][0][1]
     generation |= KEYS[key]
     found = ours(folder_of(kind, tmp_path, generation), PROMPT)

@@ -19,11 +19,11 @@ from tests.model.checkpoints import START, copied, prompt, reference_logits, sav
 PROMPT = prompt(9)
 NEW = 12
 _THEIRS: dict[tuple[str, str], list[int]] = {}
-OTHER = 50  # a token that nothing generates by itself
+OTHER = 50  # a token that is never generated without a rule
 
 
 def ours(kind: str, folder: Path, rules: dict[str, Any], **params: Any) -> list[TokenOutput]:
-    """Outputs of a copy of the kind's folder with these rules in its generation_config.json, over its own."""
+    """Return the outputs of a copy of the kind's folder whose generation_config.json has these rules added."""
     path = copied(kind, folder)
     own = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps(own | rules))
@@ -40,7 +40,7 @@ def ids(outputs: list[TokenOutput]) -> list[int]:
 
 
 def theirs(kind: str, rules: dict[str, Any]) -> list[int]:
-    """Return what `generate` returns after the prompt, or after the decoder's start token."""
+    """Return what `generate` returns after the prompt or the decoder start token."""
     key = (kind, repr(rules))
     if key not in _THEIRS:
         _THEIRS[key] = _generated(kind, rules)
@@ -164,4 +164,4 @@ def test_length_settings_are_defaults(tmp_path: Path) -> None:
     path = copied("bart", tmp_path)
     rules = {"max_length": 9, "min_length": 4, "no_repeat_ngram_size": 3}
     (path / "generation_config.json").write_text(json.dumps(rules))
-    assert read_checkpoint(path).sampling_defaults == rules  # what it begins behind counts, as a request says
+    assert read_checkpoint(path).sampling_defaults == rules  # lengths include the prefix, as they do in a request

@@ -1,4 +1,4 @@
-"""A stream delivers every output once and in order, for slow readers and with a delivery interval too."""
+"""A stream delivers every output once and in order, to slow readers and with a delivery interval too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from model.errors import EngineDeadError
 from tests.engine.front import async_test, ends_of, ids_of, text_of
 from tests.model.texts import bytes_tokenizer
 
-LONG = 30.0  # an interval that no test waits for
+LONG = 30.0  # longer than any test waits
 TEXT = "naïve café — ☕ and so on, 日本 too"
 
 
@@ -58,14 +58,14 @@ def token(token_id: int, request_id: str = "r", index: int = 0, **more: object) 
 
 
 def steps(ids: Sequence[int], **key: object) -> list[TokenOutput]:
-    """Return one output a token; the last one ends the sequence."""
+    """Return one output per token; the last one ends the sequence."""
     outputs = [token(token_id, **key) for token_id in ids]  # type: ignore[arg-type]
     outputs[-1].finish_reason = FinishReason.LENGTH
     return outputs
 
 
 async def waits(stream: GenerationStream) -> bool:
-    """Return whether a read would wait."""
+    """Whether a read would wait."""
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0.01)
     if reading.done():
@@ -122,7 +122,7 @@ async def test_delivered_outputs_do_not_count_as_unread() -> None:
     owner = RecordingOwner()
     stream = open_stream(owner, make_request(), max_unread_bytes=1000)
     for token_id in IDS * 5:
-        for _ in range(4):  # each counts for a little more than 200
+        for _ in range(4):  # each counts a little more than 200 bytes
             stream.push(token(token_id))
         await anext(stream)
     assert not owner.aborted
@@ -168,9 +168,9 @@ async def test_interval_delivers_on_time_without_further_outputs() -> None:
     assert 0.09 < time.monotonic() - began < 20
     for token_id in IDS[4:7]:
         await asyncio.sleep(0.12)
-        stream.push(token(token_id))  # the last delivery is more than an interval ago
+        stream.push(token(token_id))  # the interval since the last delivery has passed
         reading = asyncio.ensure_future(anext(stream))
-        for _ in range(5):  # iterations of the event loop without waiting
+        for _ in range(5):  # event loop iterations without a wait
             await asyncio.sleep(0)
         assert reading.done() and reading.result().token_ids == [token_id]
 
@@ -201,7 +201,7 @@ async def test_stop_string_ends_the_sequence_without_waiting_for_the_interval() 
     assert owner.aborted == [("r", 0, FinishReason.STOP)]
     assert text_of(outputs) == TEXT[: TEXT.index("café")]
     assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (FinishReason.STOP, "café")
-    assert next(ids, None) is not None  # the stop string ended it, not the last token
+    assert next(ids, None) is not None  # the stop string ended it before the last token
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE])

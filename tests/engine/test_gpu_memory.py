@@ -1,4 +1,4 @@
-"""The size of a GPU's KV pool: arithmetic with fake memory, and the step whose memory is measured."""
+"""The size of a GPU's KV pool: its arithmetic with fake memory, and the step whose peak memory is measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = BatchLimits(6, 50, 24, 400)
 class FakeMemory:
     """A fake GPU: this process holds `weights`, other processes `others` bytes.
 
-    A forward pass allocates `step` bytes while it runs and `context` bytes for good, which belong to no tensor.
+    A forward pass allocates `step` bytes while it runs, and `context` bytes for good that belong to no tensor.
     """
 
     def __init__(self, total: int, weights: int, step: int, *, others: int = 0, context: int = 0) -> None:
@@ -47,7 +47,7 @@ class FakeMemory:
         return self.highest
 
     def run(self) -> None:
-        self.cached = self.step  # what an allocator keeps
+        self.cached = self.step  # the allocator's cache
         self.highest = max(self.highest, self.held + self.step)
         self.others += self.context
         self.context = 0
@@ -55,7 +55,7 @@ class FakeMemory:
 
 def test_peak_is_what_a_step_adds_and_is_released() -> None:
     memory = FakeMemory(80 * GIB, 16 * GIB, 3 * GIB)
-    memory.cached = 7 * GIB  # of loading
+    memory.cached = 7 * GIB  # left over from loading
     assert measure_peak(memory.run, memory) == 3 * GIB
     assert memory.gpu_memory() == GpuMemory(64 * GIB, 80 * GIB)
 
@@ -75,7 +75,7 @@ def test_pool_bytes(cards: list[GpuMemory], settings: dict[str, Any], expected: 
 
 
 class Counted:
-    """Passes of a model: tokens of each, and rows of logits."""
+    """Records the tokens of each pass of a model, and counts its rows of logits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None] = lambda: None) -> None:
         self.tokens: list[tuple[str, tuple[int, ...]]] = []
@@ -115,7 +115,7 @@ def test_pool_memory_counts_what_the_measured_step_leaves_on_the_device(monkeypa
     memory = FakeMemory(10 * GIB, 2 * GIB, GIB, others=GIB // 2, context=GIB // 4)
     Counted(monkeypatch, then=memory.run)
     pool = pool_memory(loaded("llama"), LIMITS, 64, 0.9, memory)
-    gathered = 1 + 2 / 2  # two layers, not read in place by the reference backend
+    gathered = 1 + 2 / 2  # two layers, which the reference backend copies to read them
     assert pool == int((9 * GIB - 2 * GIB - GIB // 2 - GIB // 4 - GIB - MARGIN) / gathered)
 
 
@@ -132,7 +132,7 @@ def test_measured_pool_is_used_unless_a_size_is_set(monkeypatch: pytest.MonkeyPa
     assert pool(kv_cache_memory=1 << 20) == 1 << 20
     assert not counted.tokens
     left = 9 * GIB - 2 * GIB - GIB - MARGIN
-    assert pool() == left // 2  # one of two layers is copied, and once more, where pages are not read in place
+    assert pool() == left // 2  # the backend copies one of the two layers, so each page takes twice its size
     assert pool(gpu_memory_utilization=0.5) == (left - 4 * GIB) // 2
 
 
