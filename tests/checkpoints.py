@@ -1,6 +1,6 @@
-"""Tiny random checkpoints that speak text: saved by the reference library, with tokenizers trained on the spot.
+"""Tiny random text checkpoints, saved by the reference library, with tokenizers trained on the spot.
 
-For tests of the whole service; `tests.model.checkpoints` has one of every kind, without tokenizers.
+They serve tests of the whole service; `tests.model.checkpoints` has one of every kind, without tokenizers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TEXT = (
 
 
 def llama(folder: Path, *, max_positions: int = 2048) -> Path:
-    """A decoder with a byte-level BPE; it never ends by itself, as it has no end of sequence."""
+    """Write a decoder with a byte-level BPE and without an end-of-sequence id."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = byte_level_bpe(vocab_size=320)
@@ -41,7 +41,7 @@ def llama(folder: Path, *, max_positions: int = 2048) -> Path:
 
 
 def bert(folder: Path, *, max_positions: int = 128, classes: int = 0) -> Path:
-    """An encoder with a WordPiece tokenizer, [CLS] and [SEP]; with `classes`, a classifier of texts."""
+    """Write an encoder with a WordPiece tokenizer, [CLS] and [SEP]; with `classes`, a text classifier."""
     from transformers import BertConfig, BertForSequenceClassification, BertModel
 
     tokenizer = word_piece()
@@ -59,7 +59,7 @@ def bert(folder: Path, *, max_positions: int = 128, classes: int = 0) -> Path:
 
 
 def byte_level_bpe(vocab_size: int) -> Tokenizer:
-    """Every byte has an id; <s> is put before a text."""
+    """Return a tokenizer that has an id for every byte and puts <s> before a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -76,7 +76,7 @@ def byte_level_bpe(vocab_size: int) -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """Of the words and characters of `TEXT`; a trainer's vocabulary would be another one each time."""
+    """Return a tokenizer of the words and characters of `TEXT`; a trained vocabulary would differ each time."""
     split = pre_tokenizers.BertPreTokenizer()
     words = {word for text in TEXT for word, _ in split.pre_tokenize_str(text)}
     characters = sorted(set("".join(words)))

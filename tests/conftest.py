@@ -1,4 +1,4 @@
-"""What holds for all tests.
+"""Settings for all tests.
 
 Without a GPU, Triton's kernels run in its interpreter: it must be told before anything imports Triton. A bare GPU
 machine, where `-m gpu` runs the kernels' tests, has neither httpx nor hypothesis.
@@ -58,7 +58,7 @@ else:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # of what tests make themselves: with Python's 700 a twelfth of their time is this
+    gc.set_threshold(20_000, 10, 10)  # for objects that tests make: Python's 700 costs a twelfth of their time
     gc.enable()
 
 
@@ -93,7 +93,7 @@ def packed_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """What a test draws does not depend on which others drew before it."""
+    """Seed the generators, so that a test's random numbers do not depend on other tests."""
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # the other function formats a stack for each GPU library that is not there, which takes 1.4 ms

@@ -3,9 +3,9 @@
     python -m tests.digests            # compare with tests/data/digests.json; exits 1 where something differs
     python -m tests.digests --write    # what is computed now is what shall be computed
 
-For changes that must not change a bit: files that move, seams that are drawn anew. The bits depend on the CPU's
-instructions and on torch's version, so the file has an entry for each machine that wrote one, and another machine
-compares two checkouts by writing with the first and comparing with the second.
+Use it for changes that must not change a bit, such as moved files.
+The bits depend on the CPU's instructions and torch's version, so the file has an entry for each machine that wrote one.
+Another machine compares two checkouts by writing with the first and comparing with the second.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PARAMS = (
 
 
 def machine() -> str:
-    """What the bits depend on beside the project: the instructions that are used, threads, torch."""
+    """Return what the bits depend on in addition to the project: instruction set, threads, torch."""
     library = native()
     instructions = library.description if isinstance(library, Library) else "no native kernels"
     return f"{instructions}; {torch.get_num_threads()} threads; torch {torch.__version__}"

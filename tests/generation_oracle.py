@@ -1,4 +1,4 @@
-"""A folder's generation_config.json, applied as by the service and as by `generate` in `transformers`."""
+"""A folder's generation_config.json, applied by the service and by `generate` in `transformers`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def theirs(
     from transformers import GenerationConfig
 
     before = reference.generation_config
-    # As a folder is read: what stands in the file is a list where Python has a tuple.
+    # As read from a file, which has a list where Python has a tuple.
     reference.generation_config = GenerationConfig.from_dict(json.loads(json.dumps(generation)))
     asked: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": n}
     if not {"max_length", "max_new_tokens"} & generation.keys():
@@ -84,7 +84,7 @@ def ended(rows: list[list[int]], ends: set[int]) -> list[list[int]]:
 
 
 def base(kind: str) -> dict[str, Any]:
-    """The token ids of a kind, without which nothing begins or ends."""
+    """Return the kind's token ids for beginning and end."""
     config = saved(kind).reference.config
     names = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
     return {name: value for name in names if (value := getattr(config, name, None)) is not None}

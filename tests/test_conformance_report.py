@@ -1,4 +1,4 @@
-"""The report of `make conformance`: an unknown failure is told, and so is a known one that fails no longer."""
+"""The report of `make conformance` names unknown failures, and known failures that no longer fail."""
 
 from tests.conformance.report import Report, read_known, surprises
 

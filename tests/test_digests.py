@@ -1,4 +1,4 @@
-"""What is computed stays what it was, bit for bit, where this machine's digests are known."""
+"""Results keep their bits on machines whose digests are recorded."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("model", "service", "loadtest", "lab")
 
-# A row is a folder, or a single module, and what it may import besides itself: only rows above it, so that there are no
-# circles. A module belongs to the most specific row. A row that may import a folder may import its single modules.
+# A row is a folder or a single module, and the rows above it that it may import, so that there are no circles.
+# A module belongs to the most specific row. A row that may import a folder may import its single modules.
 # Names are relative to their package, or begin with another one's.
 # To add a folder, add a row; to allow an import, extend a row.
 MODEL = """
@@ -131,7 +131,7 @@ LAB = """
     __main__            : commands
 """
 
-# What still breaks the table, (importing module, imported module), and circles: to be removed.
+# Pairs (importing module, imported module) and circles that still break the table and have to go.
 EXCEPTIONS: set[tuple[str, str]] = set()
 CIRCULAR: set[frozenset[str]] = set()
 
@@ -217,7 +217,7 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 def violations(graph: Mapping[str, Iterable[str]]) -> set[tuple[str, str]]:
-    """Return the pairs of modules of which the first imports the second although the table does not allow it."""
+    """Return the pairs (importing module, imported module) that the table does not allow."""
     found = set()
     for module, imports in graph.items():
         row = row_of(module)
@@ -235,7 +235,7 @@ def folder_of(module: str) -> str:
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    """Of this project; each worker collects this file, and one runs it."""
+    """Return this project's graph; every worker collects this file, and one runs it."""
     return import_graph(ROOT)
 
 

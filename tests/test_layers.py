@@ -158,7 +158,7 @@ def test_control_a_hook_set_from_outside_is_found() -> None:
 
 
 def imported_by(modules: str, among: set[str]) -> set[str]:
-    """Which of the packages a fresh interpreter has loaded after importing the modules."""
+    """Return which of the packages a fresh interpreter has loaded after importing the modules."""
     code = f"import sys, {modules}; print(*sorted({among!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
@@ -201,7 +201,7 @@ def test_a_bare_gpu_machine_runs_the_gpu_bench(with_torch: list[set[str]]) -> No
 
 
 def test_loading_a_model_does_not_load_torchs_compiler(with_torch: list[set[str]]) -> None:
-    """It takes seconds, and importing torch alone does not do it."""
+    """Check that a loaded model does not import the compiler, which takes seconds."""
     assert "torch.nn" in with_torch[2]
     assert "torch._dynamo" not in with_torch[2]
 

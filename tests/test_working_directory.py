@@ -1,4 +1,4 @@
-"""Programs in a folder that holds modules named like ours and like those of the standard library: none is imported."""
+"""Programs import no module of the working directory, even if its name is one of ours or of the standard library."""
 
 from __future__ import annotations
 

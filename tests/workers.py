@@ -1,9 +1,9 @@
-"""How the suite is shared out among processes, by pytest-xdist and file: a file's fixtures are made once.
+"""How pytest-xdist distributes the suite: by file, so that a file's fixtures are made once.
 
-A test marked `alone` measures time, or wants the machine's cores for itself: it runs while no other worker runs a test.
-Files that have such tests come last, when the others have little left to do, and those of nothing else at the very end.
-Files that start Ray are one worker's, one after the other, and come first: they take longest. Without xdist nothing
-here does anything.
+A test marked `alone` measures time or needs all cores: no other worker runs a test during it.
+Files with such tests come last, and files with only such tests at the very end.
+Files that start Ray come first, one after the other in one worker, because they take longest.
+Without xdist nothing here does anything.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
 
 
 class Turns:
-    """Readers and writers over all workers, by locks on two files that are there anyway.
+    """Readers and writers across all workers, with locks on two existing files.
 
-    Who waits for the room holds the gate, so that those who come later cannot keep one who wants to be alone waiting.
+    A worker that waits for the room holds the gate, so that later workers cannot keep it waiting.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Turns:
         self._alone = alone
 
     def end(self, *, next_alone: bool) -> None:
-        """Tests of one file that measure follow each other without others in between."""
+        """Keep the room if the next test runs alone too."""
         if not (self._alone and next_alone):
             fcntl.flock(self._room, fcntl.LOCK_UN)
             self._alone = False
@@ -64,7 +64,7 @@ _turns = Turns()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give all processes of a run one folder of tiny checkpoints, each of which the first that wants it writes."""
+    """Give all processes of a run one folder of tiny checkpoints; the first process that needs one writes it."""
     if _CHECKPOINTS not in os.environ:
         os.environ[_CHECKPOINTS] = tempfile.mkdtemp(prefix="triptych-tests-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(_CHECKPOINTS), ignore_errors=True))
@@ -84,8 +84,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if _PARALLEL:
-        alone, beside = ({_file(item.nodeid) for item in items if _is_alone(item) is is_} for is_ in (True, False))
-        items.sort(key=lambda item: _rank(_file(item.nodeid), alone, beside))
+        alone, shared = ({_file(item.nodeid) for item in items if _is_alone(item) is is_} for is_ in (True, False))
+        items.sort(key=lambda item: _rank(_file(item.nodeid), alone, shared))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -95,7 +95,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
-        """By file, in the order of collection; those that start Ray together, and those of the embedded models."""
+        """By file, in collection order; files that start Ray stay together, and those of the embedded models."""
 
         def _split_scope(self, nodeid: str) -> str:
             file = _file(nodeid)
@@ -112,8 +112,8 @@ def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
-def _rank(file: str, alone: set[str], beside: set[str]) -> int:
-    """When a file's turn is; `alone`, `beside`: files that have a test of which this holds."""
+def _rank(file: str, alone: set[str], shared: set[str]) -> int:
+    """Return a file's place in the order; `alone` and `shared` are the files with such tests."""
     if file in alone:
-        return 3 if file in beside else 4
+        return 3 if file in shared else 4
     return 0 if file in RAY else 1 if file in _LONG else 2

@@ -1,4 +1,4 @@
-"""Grammars: masks equal a naive check, and outputs pass independent validators, however they are scheduled."""
+"""Grammars: masks equal a naive check, and outputs pass independent validators under any schedule."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FORMS = [b"", b"", b"", *(text.encode() for text in dict.fromkeys(CHARACTERS)),
 FORMS = (*_FORMS, *[b""] * (VOCAB - len(_FORMS)))
 PLAIN = TokenBytes(FORMS, FORMS)
 BYTES = (*(bytes([byte]) for byte in range(256)), b"")
-# As word pieces: longer tokens have a space before them, but not as the first of an output.
+# As word pieces: a longer token starts with a space, unless it is the first of an output.
 SPACED = TokenBytes(FORMS, tuple(b" " + form if len(form) > 1 else form for form in FORMS))
 KINDS = ["llama", "bart", "t5-relu", "marian"]
 
@@ -54,7 +54,7 @@ def engine(kind: str, tokens: TokenBytes = PLAIN, **settings: Any) -> Running:
 
 
 def finish(run: Running) -> Running:
-    """Run to the end; compiling may take longer than the steps that a test allows."""
+    """Run until all requests end; compiling may take longer than the steps that a test allows."""
     while run.engine.has_work:
         run.engine.wait_for_grammars(5.0)
         run.step()
@@ -84,7 +84,7 @@ FINITE: list[tuple[str, set[str]]] = [
 @pytest.mark.parametrize("tokens", [PLAIN, SPACED], ids=["plain", "spaced"])
 @pytest.mark.parametrize(("grammar", "words"), FINITE, ids=range(len(FINITE)))
 def test_masks_are_those_of_a_naive_check(grammar: str, words: set[str], tokens: TokenBytes) -> None:
-    """Every state that can be reached: a token is allowed iff some word begins with the text and the token."""
+    """Check every reachable state: a token is allowed iff some word begins with the text followed by the token."""
     whole = {word.encode() for word in words}
     states: list[tuple[bytes, bool, Matcher]] = [(b"", True, compile_grammar(grammar, Vocabulary(tokens)))]
     seen = set()
@@ -122,7 +122,7 @@ SCHEMAS: list[dict[str, Any]] = [
 
 
 def test_names_of_properties_that_may_be_any() -> None:
-    """`propertyNames` that allow all is what some libraries write for each object of any keys; others are refused."""
+    """Check that `propertyNames` that allow every name compile, as some libraries write them; others are refused."""
     vocabulary = Vocabulary(TokenBytes(BYTES, BYTES))
     names: dict[str, Any] = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": False}
     named = {"properties": {"propertyNames": {"anyOf": [names, {"type": "null"}]}}, "required": ["propertyNames"]}
@@ -174,7 +174,7 @@ def _random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def test_random_schemas_hold_for_random_tokens() -> None:
-    """The matcher alone, driven by chance: 150 schemas in two vocabularies."""
+    """Check 150 random schemas in two vocabularies with the matcher alone."""
     finished = 0
     for number in range(150):
         draw = random.Random(number)
@@ -237,14 +237,14 @@ def test_output_is_the_same_alone_in_a_batch_preempted_and_in_chunks(kind: str) 
         crowd.engine.add(asked(f"r{number}", number))
     for number in range(4):
         crowd.engine.add(request(kind, f"free{number}", 9, number))
-    wait([prepared for prepared, _ in crowd.engine.compiling._pending])  # a crowd however slowly they compile
+    wait([prepared for prepared, _ in crowd.engine.compiling._pending])  # the batch is full even if compiling is slow
     finish(crowd)
     assert crowd.engine.scheduler.num_preemptions
     assert {number: [crowd.ids(f"r{number}", index) for index in range(2)] for number in range(8)} == alone
 
 
 def test_drafts_end_where_the_grammar_refuses() -> None:
-    """The output is the same with drafts that are right, refused, wrong, and beyond its end."""
+    """Check that correct, refused and wrong drafts, and drafts beyond the end, do not change the output."""
     grammar = json_grammar({"type": "array", "items": {"enum": ["ab", "ba"]}, "minItems": 4, "maxItems": 9})
     plain, drafted = engine("llama"), engine("llama")
     for seed in range(6):
@@ -263,7 +263,7 @@ def test_drafts_end_where_the_grammar_refuses() -> None:
 
 
 def test_tool_calls_with_special_tokens_as_marks() -> None:
-    """A whole reply through the engine: marks are ids in the grammar and in the output, and the arguments are valid."""
+    """Check a whole reply: marks are ids in the grammar and in the output, and the arguments are valid."""
     marks = {VOCAB - 1: "[TOOL_CALLS]", VOCAB - 2: "[ARGS]"}
     ids = {text: token for token, text in marks.items()}
     schema = {"type": "object", "properties": {"a": {"enum": [1, "x", None]}, "b": {"type": "boolean"}}}
@@ -297,7 +297,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_output_ends_where_no_token_can_follow() -> None:
-    """Without an end-of-sequence id, before min_tokens, and whatever the bias or bans."""
+    """Check the end without an end-of-sequence id, before min_tokens, and with biases and bans."""
     letter = FORMS.index(b"a")
     for params in (
         {"min_tokens": 9},
@@ -428,7 +428,7 @@ def test_compiled_grammars_are_cached_up_to_a_bound() -> None:
 
 
 def follow(matcher: Matcher, text: str) -> Matcher:
-    """Follow a text byte by byte; each must be allowed."""
+    """Follow a text byte by byte; check that each byte is allowed."""
     for place, byte in enumerate(text.encode()):
         assert matcher.tokens[byte], (place, text[:place][-40:], matcher.failure)
         matcher.accept(byte)
@@ -436,7 +436,7 @@ def follow(matcher: Matcher, text: str) -> Matcher:
 
 
 def test_a_grammar_that_was_accepted_can_be_followed_again_and_again() -> None:
-    """Long strings of limited length, by several sequences over one compiled grammar."""
+    """Check long strings of limited length in several sequences that share one compiled grammar."""
     texts = {f"p{place}": {"type": "string", "maxLength": 600 + place} for place in range(12)}
     grammar = json_grammar({"type": "object", "properties": texts, "additionalProperties": False})
     grammars = Grammars(lambda: TokenBytes(BYTES, BYTES))
@@ -448,7 +448,7 @@ def test_a_grammar_that_was_accepted_can_be_followed_again_and_again() -> None:
 
 
 def test_a_string_may_be_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_matcher, "LEXER_STATES", 12_000)  # which 5,000 letters with their masks exceed
+    monkeypatch.setattr(grammar_matcher, "LEXER_STATES", 12_000)  # 5,000 letters with their masks exceed it
     start = compile_grammar(json_grammar({"type": "string", "maxLength": 5_000}), Vocabulary(TokenBytes(BYTES, BYTES)))
     matcher = follow(start, '"' + "a" * 5_000)
     assert not matcher.tokens[ord("a")] and follow(matcher.fork(), '"').is_complete and not matcher.is_complete
@@ -465,7 +465,7 @@ def test_a_grammar_with_slow_masks_ends_its_own_sequence(monkeypatch: pytest.Mon
 
 
 def test_slow_masks_count_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others wait for them: a grammar with slow masks ends its sequence before it has used its time."""
+    """Check that a grammar with slow masks, which delay others, ends its sequence before its time is used up."""
     for name, value in {"MASK_SECONDS": 0.5, "MASK_SECONDS_PER_TOKEN": 0.0, "SLOW_MASK": 0.0}.items():
         monkeypatch.setattr(grammar_matcher, name, value)
     grammar = written_grammar('root ::= s\ns ::= s s | "a" | "b" | "ab"')

@@ -1,4 +1,4 @@
-"""The host memory that is available to a process, of a machine and of a container."""
+"""The host memory available to a process, on a machine and in a container."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OLD = {
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        (MACHINE, 600 * 1024),  # what files are cached in is not in use
+        (MACHINE, 600 * 1024),  # cached files do not count as in use
         (MACHINE | NEW, 190_000),
         (MACHINE | OLD, 70_000),
         (MACHINE | NEW | {"sys/fs/cgroup/memory.max": "max\n"}, 600 * 1024),

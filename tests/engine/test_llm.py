@@ -1,4 +1,4 @@
-"""The offline API, and the assembly of engines from a checkpoint folder."""
+"""The offline API, and how engines are built from a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_offline_generation_is_the_engines_and_becomes_text(kind: str, tmp_path:
     direct.run()
     llm = LLM(folder, EngineConfig(**SMALL))
     texts = llm.generate([one.prompt_token_ids for one in made], SamplingParams(max_tokens=12, ignore_eos=True))
-    if kind == "llama-gqa":  # the encoder-decoder starts from its start token alone here
+    if kind == "llama-gqa":  # only the encoder-decoder can start without a prompt
         assert texts == [bytes_tokenizer().decode(direct.ids(one.request_id)) for one in made]
     assert all(texts)
 
@@ -133,7 +133,7 @@ def test_no_output_is_longer_than_the_context(kind: str, beams: int) -> None:
 
 
 def told(kind: str, tmp_path: Path, generation: dict[str, Any], **settings: int) -> LLM:
-    """A model whose folder has these settings of generation."""
+    """Return a model whose folder has these generation settings."""
     folder = copied(kind, tmp_path)
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return LLM(folder, EngineConfig(**{**SMALL, **settings}))
@@ -157,7 +157,7 @@ def test_a_folders_defaults_hold_where_the_fields_do_not_say(tmp_path: Path) -> 
     assert tokens_of(llm, {"seed": 1}) == tokens_of(llm, replace(by_hand, seed=1)) != tokens_of(llm)
     greedy = SamplingParams(max_tokens=7, repetition_penalty=1.3)
     assert tokens_of(llm, {"temperature": 0}) == tokens_of(llm, greedy) != tokens_of(llm)
-    assert len(tokens_of(llm, SamplingParams(max_tokens=9))) == 9  # taken as it is
+    assert len(tokens_of(llm, SamplingParams(max_tokens=9))) == 9  # used unchanged
     assert len(tokens_of(llm, {"max_tokens": 3})) == 3
     with pytest.raises(ConfigError, match="max_token is no field of SamplingParams, which has allowed_token_ids"):
         llm.generate([prompt(5)], {"max_token": 3})
@@ -281,7 +281,7 @@ def test_greedy_tokens_are_transformers_argmax() -> None:
 
 
 def test_a_dynamic_rotary_model_can_be_stretched(tmp_path: Path) -> None:
-    """At exactly the served length the base is `transformers`' own."""
+    """At exactly the served length, the base is that of `transformers`."""
     kind = "llama-dynamic"
     original = loaded(kind).config.max_positions
     assert original is not None

@@ -1,6 +1,6 @@
-"""The memory plan from headers alone equals the memory in use, and what does not fit is refused at once.
+"""The memory plan, made from headers alone, equals the memory in use; a model that does not fit is refused at once.
 
-That the weights of every kind take what is planned, in every format, is in tests/model/test_weights.py.
+tests/model/test_weights.py checks the planned weight bytes of every kind in every format.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ WIDE, PACKED_INT8 = packed(torch.float32), packed(torch.bfloat16, "int8")
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Large:
-    """Of 4 and 8 billion numbers, none of which takes space."""
+    """Return checkpoints of 4 and 8 billion parameters in sparse files."""
     folder = tmp_path_factory.mktemp("large")
     shapes = {"4B": QWEN3_4B, "8B": QWEN3_8B}
     return {name: read_checkpoint(sparse_checkpoint(folder / name, raw)) for name, raw in shapes.items()}
 
 
 def held(model: Transformer) -> int:
-    """Bytes that are really there."""
+    """Return the bytes of all weights in memory."""
     projections = [linear for linear in linears(model) if isinstance(linear, NativeLinear)]
     arrays = [array for projection in projections for array in projection.arrays.values()]
     return sum(tensor.nbytes for tensor in [*model.parameters(), *arrays])
@@ -82,7 +82,7 @@ def test_a_rank_takes_what_was_planned_for_it(kind: str) -> None:
 
 
 def test_a_network_that_was_converted_takes_what_is_there() -> None:
-    """As the bench converts its random models, whose projections were made in float32."""
+    """Check a model whose projections were made in float32, as the bench converts its random models."""
     model = load_model(read_checkpoint(saved("llama").path), SdpaBackend()).bfloat16()
     assert weight_bytes(model) == held(model)
 
@@ -96,12 +96,12 @@ def test_missing_tensors_show_in_the_plan(tmp_path: Path) -> None:
 
 
 def layout(*, has_source: bool) -> KVLayout:
-    """Blocks of 16 tokens and 16,000 bytes."""
+    """Return a layout whose blocks of 16 tokens take 16,000 bytes."""
     return KVLayout(16, (PoolSpec(None, (0,), 1000),), has_source, step_tokens=2048)
 
 
 def test_fewer_sequences_than_were_asked_for_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Recurrent layers keep a state of each, whatever its length."""
+    """Check a model with recurrent layers, which keep a state for each sequence whatever its length."""
     engine = EngineConfig(device="cpu", kv_cache_memory=1 << 16, max_model_len=64, max_num_seqs=8)
     loaded = load(ModelSpec("m", str(saved("qwen3-next").path), engine))
     assert loaded.generate is not None
@@ -185,7 +185,7 @@ def test_a_context_that_was_asked_for_is_never_cut_and_others_not_without_end(
 
 
 def test_an_engine_serves_what_its_pool_holds(tmp_path: Path) -> None:
-    """To the last token, and no request longer than that."""
+    """Check a request of exactly the served length, and that a longer one is refused."""
     folder = copied("llama", tmp_path)
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
@@ -208,4 +208,4 @@ def test_what_does_not_fit_is_said_within_a_second_and_nothing_is_read(
     began = time.process_time()
     with pytest.raises(ConfigError, match="m: its weights take"):
         load(ModelSpec("m", str(large["8B"].path), engine))
-    assert time.process_time() - began < 1.5  # another's work is not counted
+    assert time.process_time() - began < 1.5  # CPU time excludes other processes

@@ -1,4 +1,4 @@
-"""Models are loaded and unloaded while others are served, and whatever fails changes nothing else."""
+"""Models are loaded and unloaded while others are served; a failure changes nothing else."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def brake(monkeypatch: pytest.MonkeyPatch) -> Brake:
 
 @asynccontextmanager
 async def streaming(engine: AsyncEngine) -> AsyncIterator[None]:
-    """While the block runs, a stream of `LLAMA` does, which is not affected by it."""
+    """Stream from `LLAMA` during the block, and check that its tokens stay the same."""
     alone = ids_of(await collect(engine.submit([request(LLAMA, "alone", 5, max_tokens=90)])), "alone")
-    beside = asyncio.create_task(collect(engine.submit([request(LLAMA, "beside", 5, max_tokens=90)])))
+    streamed = asyncio.create_task(collect(engine.submit([request(LLAMA, "streamed", 5, max_tokens=90)])))
     yield
-    assert ids_of(await beside, "beside") == alone
+    assert ids_of(await streamed, "streamed") == alone
     assert (engine.health().ready, engine.restarts) == (True, 0)
 
 
@@ -71,7 +71,7 @@ async def streaming(engine: AsyncEngine) -> AsyncIterator[None]:
 async def test_a_model_is_loaded_beside_a_stream_and_unloaded(brake: Brake) -> None:
     brake.seconds = 0.002
     async with served(LLAMA) as engine, streaming(engine):
-        for _ in range(2):  # the second time as the first
+        for _ in range(2):  # the second time works like the first
             with pytest.raises(ModelNotLoadedError, match="no model named marian"):
                 engine.check_room(OTHER)
             info = await engine.load(spec(OTHER), bytes_tokenizer())
@@ -149,7 +149,7 @@ async def test_a_failed_load_changes_nothing(brake: Brake, monkeypatch: pytest.M
 @async_test
 async def test_unloading_waits_for_requests_and_ends_those_that_take_too_long(brake: Brake) -> None:
     async with served(LLAMA, OTHER, "bert") as engine:
-        await collect(engine.submit([request(OTHER, "before", 4, max_tokens=2)]))  # it has been without requests
+        await collect(engine.submit([request(OTHER, "before", 4, max_tokens=2)]))  # until then it has had no requests
         brake.seconds = 0.005
         short = asyncio.create_task(collect(engine.submit([request(OTHER, "short", 4, max_tokens=8)])))
         await engine.unload(OTHER, drain_seconds=30.0)
@@ -164,7 +164,7 @@ async def test_unloading_waits_for_requests_and_ends_those_that_take_too_long(br
         await asyncio.sleep(0.05)
         assert not unloading.done()
         assert set(engine.models) == {"bert"}
-        again = asyncio.create_task(engine.load(spec(LLAMA), None))  # waits for it
+        again = asyncio.create_task(engine.load(spec(LLAMA), None))  # waits until the model is unloaded
         unloading.cancel()  # stops nothing
         outputs = await collect(stream)
         assert ends_of(outputs) == {("long", 0): FinishReason.CANCELLED, ("long", 1): FinishReason.CANCELLED}
@@ -198,7 +198,7 @@ async def test_a_load_that_is_cancelled_is_given_up(monkeypatch: pytest.MonkeyPa
         for task in loading[:2]:
             task.cancel()
         await asyncio.wait(loading[:2])
-        again = asyncio.create_task(engine.load(spec(OTHER, "first"), None))  # begins behind what was given up
+        again = asyncio.create_task(engine.load(spec(OTHER, "first"), None))  # starts after the cancelled load
         await asyncio.sleep(0.05)
         go_on.set()
         assert (await loading[2]).name == "third"
@@ -283,7 +283,7 @@ async def test_an_engine_begins_without_models() -> None:
 @async_test
 async def test_an_engine_can_be_closed_or_break_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_engine, "_RESTART_SECONDS", (0.01,))
-    begun, signs = threading.Event(), list[Events]()  # of life
+    begun, signs = threading.Event(), list[Events]()  # signs of life
     on_events = AsyncEngine._on_events
 
     def counts(engine: AsyncEngine, events: Events) -> None:
@@ -304,8 +304,8 @@ async def test_an_engine_can_be_closed_or_break_while_it_loads(monkeypatch: pyte
         await until(begun.is_set)
         signs.clear()
         await until(lambda: len(signs) >= 5)
-        outputs = await collect(engine.submit([request(LLAMA, "beside", 5)]))
-        assert ends_of(outputs) == {("beside", 0): FinishReason.LENGTH}
+        outputs = await collect(engine.submit([request(LLAMA, "streamed", 5)]))
+        assert ends_of(outputs) == {("streamed", 0): FinishReason.LENGTH}
         with monkeypatch.context() as patch:
 
             def breaks(model: builder.LoadedModel) -> None:
@@ -350,7 +350,7 @@ def test_parts_of_a_job_take_their_share_of_the_time(monkeypatch: pytest.MonkeyP
 @pytest.mark.alone
 @async_test
 async def test_streams_are_slowed_down_by_no_more_than_half_while_a_model_loads(tmp_path: Path) -> None:
-    """The 99th percentile of the time between tokens is at most twice what it is without the load."""
+    """Check that the 99th percentile of the time between tokens at most doubles during the load."""
     folder = sparse_checkpoint(tmp_path / "large", qwen3(1024, 3072, 16, 16, tied=True))
     large = ModelSpec("large", str(folder), EngineConfig(device="cpu", quantization="int8"))
     code = ModelSpec("code", str(embedded_models()["code"]), EngineConfig(device="cpu"))
@@ -371,7 +371,7 @@ async def test_streams_are_slowed_down_by_no_more_than_half_while_a_model_loads(
     tasks = [asyncio.create_task(streams(number)) for number in range(8)]
     try:
         ratios = list[float]()
-        (folder / "model.safetensors").read_bytes()  # holes of a sparse file are filled while they are first read
+        (folder / "model.safetensors").read_bytes()  # the first read fills the holes of a sparse file
         await asyncio.sleep(1.0)
         for _ in range(5):
             gaps.clear()

@@ -1,7 +1,7 @@
-"""Steps launched ahead of the last tokens, and CUDA graphs: the tokens are the same as without.
+"""Steps launched before the last tokens are known, and CUDA graphs, give the same tokens as sequential steps.
 
-Recorded steps run here without a GPU: what is recorded is called again at each replay, over the same buffers, and the
-backend looks at nothing but those.
+Here recorded steps run without a GPU: a replay calls the recorded function again.
+It has the same buffers, which are all that the backend reads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS = ["gpt2", "llama-gqa", "phi3-longrope", "gemma3", "qwen3-next", "t5-relu"
 
 
 class LengthsBackend(SdpaBackend):
-    """Believes the device's lengths only, as kernels do, and writes nothing to slots below 0."""
+    """A backend that reads lengths only from device tables, as kernels do, and skips slots below 0."""
 
     graph_safe = True
     chunk = 7
@@ -53,7 +53,7 @@ class LengthsBackend(SdpaBackend):
     def recur(
         self, layer: Recurrence, inputs: Tensor, gates: Tensor, tables: StateTables, states: StateCache | None
     ) -> Tensor:
-        """Read the tables alone, and of a recorded step the rows that are somebody's."""
+        """Compute the rows in the tables alone; a recorded step has unused rows, which stay NaN."""
         read = tables.singles.T.tolist() if tables.singles is not None else []
         spans = [StateSpan(row, row + 1, *slots) for row, *slots in read if slots != [NO_STATE] * 2]
         if tables.segments is not None and tables.chunks is not None:
@@ -99,7 +99,7 @@ def recorded(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
 
 
 class CountingRunner(ModelRunner):
-    """How many steps were launched while another was under way, and how many were replayed."""
+    """A runner that counts the steps launched during another, and the replayed steps."""
 
     followed = 0
 
@@ -148,7 +148,7 @@ def tokens_of(found: dict[tuple[str, int], list[TokenOutput]]) -> dict[Any, Any]
 
 
 def assorted(kind: str, *, blind: bool) -> list[Request]:
-    """Greedy and drawn, short and long, some with a stop id; not `blind`: some that must see each token first."""
+    """Return greedy and sampled requests; `blind` leaves out those that must see each token before the next step."""
     made = [
         request(kind, "greedy", 9, 0, max_tokens=20),
         request(kind, "drawn", 17, 1, max_tokens=15, temperature=0.9, seed=4),
@@ -172,7 +172,7 @@ def sequential(kind: str, blind: bool) -> dict[tuple[str, int], list[TokenOutput
     return outputs_of(kind, assorted(kind, blind=blind))[0]
 
 
-# With graphs and requests of all sorts a kind does what it does without; without them a few show that it does.
+# Each kind runs mixed requests with graphs; a few kinds also run the other combinations.
 EACH = rest_is_slow(
     product(KINDS, ("blind", "mixed"), ("", "graphs")),
     lambda kind, sort, graphs: (
@@ -194,7 +194,7 @@ def test_overlap_gives_the_tokens_of_sequential_steps(kind: str, sort: str, grap
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
 def test_steps_with_one_long_sequence_among_short_ones(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have graphs of their own, in which keys are divided as those of one sequence."""
+    """Check that such steps have graphs of their own, which divide the keys as for one sequence."""
     requests = [request("gpt2", f"r{i}", 38 if i == 3 else 1 + i % 2, i, max_tokens=3 + i) for i in range(9)]
     plain, _ = outputs_of("gpt2", requests)
     seen: list[tuple[bool, bool]] = []
@@ -217,7 +217,7 @@ def test_steps_with_one_long_sequence_among_short_ones(graphs: bool, monkeypatch
 
 @pytest.mark.parametrize("kind", ["gpt2", "bart"])
 def test_a_replay_is_sent_the_tables_in_use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a context of 131,072 and 256 sequences all columns would be 17 MB a step."""
+    """Check that a replay does not copy all table columns: for 256 sequences of 131,072 tokens they take 17 MB."""
     sent: list[int] = []
     real = cuda_graphs.to_device
     monkeypatch.setattr(cuda_graphs, "to_device", lambda host, device: sent.append(host.numel()) or real(host, device))
@@ -245,7 +245,7 @@ SEEING: list[dict[str, Any]] = [
 
 
 def launches(harness: Harness) -> list[bool]:
-    """Whether each launch to come goes before the tokens of the one before are known."""
+    """Return a list that gets, for each launch, whether it precedes the tokens of the previous step."""
     followed: list[bool] = []
     real = harness.runner.launch
 
@@ -282,7 +282,7 @@ def test_no_run_ahead_if_most_sequences_need_their_token() -> None:
 
 
 def test_search_preempted_while_a_step_is_pending_is_unchanged() -> None:
-    """Its candidates arrive when its beams wait again."""
+    """Check that its candidates arrive while its beams wait again."""
     harness = Harness(num_blocks=26, block_size=2, overlap=True, max_num_seqs=12)
     harness.engine.runner = harness.runner = BeamRunner(harness.engine.block_manager)
     made = [harness.add(f"blind{i}", [i] * 2, max_tokens=8) for i in range(7)]

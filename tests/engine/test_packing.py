@@ -1,4 +1,4 @@
-"""Weights are packed by a process of its own, and whatever ends it leaves nothing behind."""
+"""Weights are packed in a separate process, which leaves no trace however it ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def spec(path: Path | None = None, **settings: Any) -> ModelSpec:
 
 def descriptors() -> set[tuple[str, str]]:
     """Return the open descriptors and their targets."""
-    gc.collect()  # an earlier test's objects may hold some that close at any time
+    gc.collect()  # objects of earlier tests may hold descriptors
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the folder's own
@@ -77,7 +77,7 @@ def test_a_broken_checkpoint_has_the_error_that_it_has_in_this_process(tmp_path:
     start_child = packing.start_child
 
     def truncating(*given: Any, **named: Any) -> subprocess.Popen[bytes]:
-        os.truncate(weights, weights.stat().st_size // 2)  # its header was read before
+        os.truncate(weights, weights.stat().st_size // 2)  # the header was read before
         return start_child(*given, **named)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +88,7 @@ def test_a_broken_checkpoint_has_the_error_that_it_has_in_this_process(tmp_path:
 
 
 def instead(patch: pytest.MonkeyPatch, program: str) -> list[subprocess.Popen[bytes]]:
-    """Start another program where a model is packed."""
+    """Start another program in place of the one that packs a model."""
     started = list[subprocess.Popen[bytes]]()
 
     def start(module: str, *arguments: int, descriptors: list[int]) -> subprocess.Popen[bytes]:
@@ -146,7 +146,7 @@ def test_a_load_that_is_given_up_ends_its_child(monkeypatch: pytest.MonkeyPatch)
         child.run()
     assert time.monotonic() - began < 30.0
     assert started[0].poll() == -signal.SIGKILL
-    child.stop()  # again, which does nothing
+    child.stop()  # a second stop does nothing
 
 
 def packing_plan() -> Any:

@@ -1,4 +1,4 @@
-"""The paged path against `transformers`: every row of logits of every step, with steps of all kinds."""
+"""The paged path equals `transformers`: every row of logits of every step, with steps of all kinds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def worst(kind: str, run: Running, requests: list[Request]) -> float:
     return max(run.runner.worst(kind, one, run.ids(one.request_id)) for one in requests)
 
 
-# A kind for each thing that pages, positions and sources can be.
+# One kind for each variant of pages, positions and sources.
 FEW = (
     *("llama-gqa", "phi3-longrope", "mistral", "gemma3", "gpt2"),
     *("marian", "t5-relu", "t5gemma", "whisper"),
@@ -48,7 +48,7 @@ JOINS = rest_is_slow(
     [(kind, backend) for kind in KINDS for backend in (BACKENDS[0], *native_backends())],
     lambda kind, backend: backend is BACKENDS[-1] or kind in ("llama-gqa", "phi3-longrope", "gemma2", "t5gemma"),
 )
-JOINS += [(kind, ReferenceBackend()) for kind in ("gemma2", "t5-relu")]  # what others are compared with
+JOINS += [(kind, ReferenceBackend()) for kind in ("gemma2", "t5-relu")]  # what other backends are compared with
 
 
 @pytest.mark.parametrize(("kind", "backend"), JOINS, ids=lambda part: getattr(part, "name", part))
@@ -82,7 +82,7 @@ def test_chunks_of_a_few_tokens(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", rest_is_slow(KINDS, lambda kind: kind in FEW))
 def test_preemption_and_recomputation(kind: str) -> None:
-    windowed = kind == "mistral"  # in all layers: sequences never have more than two blocks
+    windowed = kind == "mistral"  # in all layers: sequences hold at most two blocks
     run = running(kind, num_blocks=6 if windowed else 14 if kind in DECODERS else 16)
     requests = [request(kind, f"r{i}", (1 if windowed else 6) + i, i, max_tokens=24) for i in range(5)]
     add_all(run, requests)
@@ -91,8 +91,8 @@ def test_preemption_and_recomputation(kind: str) -> None:
     assert worst(kind, run, requests) < CLOSE
 
 
-# By default one for each kind of position, window, mixture and recurrence: `test_parity.py` has a service compute each
-# family in chunks, and again by its prefix.
+# By default one kind for each type of position, window, mixture and recurrence.
+# `test_parity.py` computes each family in chunks and again from its prefix.
 WAYS = rest_is_slow(
     [
         *((kind, backend) for kind in ("mistral", "gemma3", "gemma4") for backend in BACKENDS),
@@ -141,7 +141,7 @@ def test_chunks_prefix_hits_and_preemption(kind: str, backend: AttentionBackend)
 
 
 def test_short_and_long_requests_of_one_prompt_share_no_blocks() -> None:
-    """LongRoPE: a sequence that leaves the short context (16 tokens here) is computed anew, as `transformers` does."""
+    """Check LongRoPE: a sequence that leaves the short context of 16 tokens is recomputed, as in `transformers`."""
     kind, length = "phi3-longrope", 9
     for backend in BACKENDS:
         run = running(kind, backend=backend)
@@ -153,7 +153,7 @@ def test_short_and_long_requests_of_one_prompt_share_no_blocks() -> None:
         hits = [max(o.cached_tokens for o in run.outputs if o.request_id == one.request_id) for one in requests]
         assert hits == [0, 8, 8, 8, 8]  # two blocks of the prompt, while it is short
         assert [run.runner.short_rows[f"r{i}"] for i in range(5)] == [15, 8, 8, 6, 8]
-        # The third computes 17 tokens again, of which the last finds 16 that are long.
+        # The third recomputes 17 tokens; the last one finds 16 of them, which are long.
         assert [len(run.runner.rows[f"r{i}"]) for i in range(5)] == [15, 8, 8 + 28, 6, 8 + 12]
 
 
@@ -216,10 +216,10 @@ def test_no_stop_id_is_sampled_before_min_tokens() -> None:
 
 
 def test_a_generation_leaves_the_short_context_as_that_of_transformers_does() -> None:
-    """LongRoPE, with prompts on both sides of the limit of 16 tokens and at it."""
+    """Check LongRoPE with prompts below, at and above the limit of 16 tokens."""
     kind = "phi3-longrope"
     requests = [request(kind, f"r{length}", length, length, max_tokens=20) for length in (3, 9, 15, 16, 17, 24)]
-    for num_blocks in (200, 22):  # the second has them preempted for room, too
+    for num_blocks in (200, 22):  # the second value also causes preemption for room
         run = running(kind, num_blocks=num_blocks)
         add_all(run, requests)
         run.run()

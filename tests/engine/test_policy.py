@@ -1,4 +1,4 @@
-"""Scheduling policy: which sequences run when, and how they end; without a model."""
+"""Scheduling policy, without a model: which sequences run when, and how they end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_sequences_join_and_leave_a_running_batch() -> None:
     assert harness.ends() == {("short", 0): FinishReason.LENGTH}
     harness.run()
     assert len(harness.tokens("long")) == 10
-    assert len(harness.runner.steps) == 10  # nobody waited for anybody
+    assert len(harness.runner.steps) == 10  # no request waited
 
 
 def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_beside_decoding() -> None:
@@ -201,7 +201,7 @@ def test_an_urgent_request_goes_on_with_the_source_that_another_has_begun() -> N
         outputs, stats = harness.engine.step(harness.limits)
         assert stats is not None
         seen.append((left, stats.num_whole_tokens, [output.request_id for output in outputs]))
-    # `high` uses up what was begun for `low`, of which nothing is left then.
+    # `high` uses the source layers computed for `low`, which then starts again.
     assert seen == [(12, 6, ["high"]), (12, 6, []), (6, 6, ["low"])]
     assert harness.runner.ahead == [(tuple(source), 2)] * 2
 
@@ -244,7 +244,7 @@ def test_abort_frees_the_blocks_at_once_and_is_idempotent() -> None:
     for name in "abc":
         harness.add(name, max_tokens=50)
     harness.step()
-    for name in ("a", "c", "a", "nobody"):
+    for name in ("a", "c", "a", "unknown"):
         harness.abort(name)
     assert harness.ends() == {("a", 0): FinishReason.CANCELLED, ("c", 0): FinishReason.CANCELLED}
     held = {s.request.request_id for s in harness.engine.scheduler if s.tables[0]}
@@ -269,7 +269,7 @@ def test_one_of_n_sequences_can_be_aborted() -> None:
 
 
 class Broken:
-    """A grammar that cannot follow."""
+    """A grammar that accepts no token."""
 
     def accept(self, token_id: int) -> None:
         raise RuntimeError("of this output alone")
@@ -319,7 +319,7 @@ def test_recover_ends_each_sequence_once_and_resets_the_engine(
 
 
 def seventh(source: object, tokens: list[int]) -> int:
-    """Token `7` at each fifth place, else its place."""
+    """Return token 7 at each fifth position, else a token unique to the position."""
     return 7 if len(tokens) % 5 == 0 else 100 + len(tokens)
 
 
@@ -359,7 +359,7 @@ def test_a_prompt_that_fills_context_and_pool_still_gets_a_token(overlap: bool) 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("source", [0, 40])
 def test_what_fits_in_an_empty_engine_finishes(source: int, overlap: bool) -> None:
-    """Requests of the full context, each of which needs the whole pool, together with small ones."""
+    """Check requests of the full context, each needing the whole pool, together with small ones."""
     harness = Harness(num_blocks=20 if source else 10, block_size=4, budget=40, max_model_len=40, overlap=overlap)
     made = [harness.add(f"full-{i}", 1 if source else 30, source=source, max_tokens=10) for i in range(4)]
     made += [harness.add(f"small-{i}", 2, source=source and 2, max_tokens=38) for i in range(6)]
@@ -404,7 +404,7 @@ def test_a_thousand_random_steps_leave_every_block_free(seed: int, encoder: bool
                 priority=chance.choice([0, 0, 1, -1]),
                 ignore_eos=chance.random() < 0.3,
                 min_tokens=chance.choice([0, 0, 5]),
-                no_repeat_ngram_size=chance.choice([0, 0, 0, 9]),  # has to look at each token before the next
+                no_repeat_ngram_size=chance.choice([0, 0, 0, 9]),  # has to see each token before the next step
                 deadline=time.monotonic() - 1 if chance.random() < 0.05 else None,
             )
         elif event < 0.16 and made:
@@ -412,7 +412,7 @@ def test_a_thousand_random_steps_leave_every_block_free(seed: int, encoder: bool
         harness.step()
     harness.run()
     ends = harness.ends()
-    assert len(ends) == sum(request.params.n for request in made.values())  # each ended, exactly once
+    assert len(ends) == sum(request.params.n for request in made.values())  # each ended exactly once
     assert set(ends.values()) >= {FinishReason.LENGTH, FinishReason.STOP, FinishReason.CANCELLED, FinishReason.DEADLINE}
     for (name, index), reason in ends.items():
         tokens = harness.tokens(name, index)

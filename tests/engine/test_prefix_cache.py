@@ -1,4 +1,4 @@
-"""The prefix cache: a hit changes nothing but time, and happens only within one cache salt."""
+"""The prefix cache: a hit saves time and changes nothing else, and only happens within one cache salt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_generated_tokens_are_hits_of_the_next_turn() -> None:
     harness.run()
     harness.add("b", [*PROMPT, *harness.tokens("a"), 7], max_tokens=2)
     harness.run()
-    assert cached_tokens(harness, "b") == 28  # of 30: the last token put out has no keys yet, and 7 is new
+    assert cached_tokens(harness, "b") == 28  # of 30: the last token has no keys yet, and 7 is new
 
 
 def test_at_least_one_token_is_computed() -> None:
@@ -74,7 +74,7 @@ def test_switched_off_nothing_is_kept() -> None:
 
 def test_least_recently_used_blocks_are_evicted_first_and_suffixes_before_prefixes() -> None:
     harness = Harness(num_blocks=12)
-    for name, start in (("a", 100), ("b", 200), ("c", 300)):  # each leaves four known blocks
+    for name, start in (("a", 100), ("b", 200), ("c", 300)):  # each leaves four cached blocks
         harness.add(name, range(start, start + 17), max_tokens=1)
         harness.run()
     for name, start, found in (("c2", 300, 16), ("b2", 200, 16), ("a2", 100, 12)):
@@ -111,7 +111,7 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
     harness.run()
     assert harness.engine.scheduler.num_preemptions > 0
     starts = [step.start for steps in harness.runner.steps for step in steps.scheduled]
-    assert starts.count(0) == 2  # each began once, and went on from what it had
+    assert starts.count(0) == 2  # each started once, then continued from its cached blocks
     assert [harness.tokens(one.request_id) for one in made] == [expected_tokens(one) for one in made]
 
 
@@ -119,7 +119,7 @@ def test_own_blocks_after_preemption_do_not_count_as_hits() -> None:
     harness = Harness(num_blocks=10)
     for name, start in (("a", 100), ("b", 200)):
         harness.add(name, range(start, start + 9), max_tokens=20)
-    harness.add("scored", range(100, 109), max_tokens=1, prompt_logprobs=0)  # looks for nothing
+    harness.add("scored", range(100, 109), max_tokens=1, prompt_logprobs=0)  # scored prompts look for no hits
     harness.run()
     assert harness.engine.scheduler.num_preemptions > 0
     manager = harness.engine.block_manager
@@ -196,7 +196,7 @@ def test_hashes_do_not_collide_when_a_boundary_moves() -> None:
 
 
 def computed(harness: Harness) -> int:
-    """Decoder tokens over all steps."""
+    """Return the decoder tokens computed over all steps."""
     return sum(s.num_tokens for step in harness.runner.steps for s in step.scheduled)
 
 
@@ -204,7 +204,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     harness = Harness(num_blocks=64, block_size=16, budget=2048, max_model_len=300)
     made = [harness.add(f"r{i}", 200, max_tokens=3) for i in range(8)]
     harness.step()
-    assert computed(harness) == 200 + 7 * 8  # each fills the last, begun block by itself
+    assert computed(harness) == 200 + 7 * 8  # each computes the last, partial block itself
     harness.run()
     assert all(harness.tokens(one.request_id) == expected_tokens(one) for one in made)
     assert [cached_tokens(harness, one.request_id) for one in made] == [0, *[192] * 7]
@@ -268,7 +268,7 @@ def test_switched_off_sequences_of_one_request_share_and_nothing_stays() -> None
 @pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "bart"])
 @pytest.mark.parametrize("budget", [2048, 16])
 def test_prompts_computed_together_get_what_one_gets_alone_to_the_last_bit(kind: str, budget: int) -> None:
-    """By the kernels that serve: the others read keys in the step that writes them."""
+    """Check the serving backends; the others read keys in the step that writes them."""
     limits = {"max_num_batched_tokens": 64 if kind == "bart" else budget, "max_num_seqs": 8, "block_size": 4}
     llm = LLM(saved(kind).path, EngineConfig(device="cpu", dtype="float32", kv_cache_memory=4 << 20, **limits))
     params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1)

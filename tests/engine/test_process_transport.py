@@ -1,4 +1,4 @@
-"""The engine process: the same results as in a thread, supervision, restart, and no process left over."""
+"""The engine process gives the results of a thread, is supervised and restarted, and leaves no process running."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that only waits to be reaped does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -71,13 +71,13 @@ async def test_child_equals_thread_and_is_restarted_after_its_death(
         assert isinstance(transport, ProcessTransport)
         first = transport.pid
         assert first is not None
-        os.kill(first, signal.SIGSTOP)  # so that nothing can finish before it is killed
+        os.kill(first, signal.SIGSTOP)  # so that nothing finishes before the kill
         streams = [engine.submit([request("llama-gqa", f"lost-{i}", 5)]) for i in range(3)]
         await asyncio.sleep(0.05)
         os.kill(first, signal.SIGKILL)
         began = time.monotonic()
         failures = await asyncio.gather(*map(collect, streams), return_exceptions=True)
-        assert time.monotonic() - began < 20.0  # and not when it counts as hanging
+        assert time.monotonic() - began < 20.0  # well before it would count as hanging
         assert [str(failure) for failure in failures] == ["the engine process ended by signal SIGKILL"] * 3
         assert not engine.health().ready
         assert engine.restarts == 0
@@ -106,7 +106,7 @@ async def test_child_that_hangs_or_sends_what_cannot_be_delivered_is_replaced_bu
         transport = engine.transport
         assert isinstance(transport, ProcessTransport) and transport.pid is not None
         await asyncio.sleep(0.1)
-        os.kill(transport.pid, signal.SIGSTOP)  # both stand still, as in a container that is paused
+        os.kill(transport.pid, signal.SIGSTOP)  # the front sleeps too, as in a paused container
         time.sleep(4.0)
         os.kill(transport.pid, signal.SIGCONT)
         await asyncio.sleep(1.5)
@@ -115,7 +115,7 @@ async def test_child_that_hangs_or_sends_what_cannot_be_delivered_is_replaced_bu
         health, close = [], transport.close
 
         async def closed() -> None:
-            health.append(engine.health())  # as it is until the child has ended
+            health.append(engine.health())  # the health until the child has ended
             await close()
 
         monkeypatch.setattr(transport, "close", closed)
@@ -151,7 +151,7 @@ async def _lose_a_frame(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Refusing(ThreadTransport):
-    """A transport that the system has no descriptors for the second time."""
+    """A transport whose second start fails because the system has no descriptors left."""
 
     made = 0
 
@@ -176,7 +176,7 @@ async def test_failed_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Silent(ThreadTransport):
-    """Its second loop never gives a sign."""
+    """A transport whose second loop never sends an event."""
 
     made = 0
 
@@ -216,7 +216,7 @@ def test_audio_is_whole_and_known_again_behind_the_socket() -> None:
 
 
 def test_socket_descriptor_above_1023_works() -> None:
-    """A front with many connections has none below 1024 to give."""
+    """Check a descriptor that a front with many connections would get."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 1100:
         pytest.skip(f"this system allows {hard} descriptors")
@@ -233,7 +233,7 @@ def test_socket_descriptor_above_1023_works() -> None:
 
 
 def test_commands_to_a_child_that_has_just_gone_raise_nothing() -> None:
-    """Until its end is known more of them come, from a relay's clients too; uvloop raises where asyncio is silent."""
+    """Check commands sent before the child's end is known: uvloop raises where asyncio is silent."""
     child, lost = ConnectedChild.__new__(ConnectedChild), list[str]()
     child.connection, other = socket.socketpair()
     child.process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
@@ -273,7 +273,7 @@ async def test_a_child_that_was_started_before_is_taken() -> None:
 def test_garbage_collection_in_the_child_skips_loaded_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     thresholds = gc.get_threshold()
-    gc.set_threshold(700, 10, 10)  # as Python starts
+    gc.set_threshold(700, 10, 10)  # Python's default
     ready: list[int] = []
     monkeypatch.setattr(sys, "argv", ["process", str(theirs.detach())])
     monkeypatch.setattr(engine_main, "ignore_signals", lambda: None)

@@ -1,6 +1,6 @@
-"""Folders as the Hub has them, without safetensors and tokenizer.json: served as they are, equal to transformers.
+"""Folders laid out as on the Hub, without safetensors and tokenizer.json, are served with the results of transformers.
 
-Weights are random and small; file names, tensor names, tokenizer files and configurations are as published.
+Weights are random and small. File names, tensor names, tokenizer files and configurations are as published.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TEXTS = ["Attention is a weighted sum.", "Grüße aus Köln, ça va?", "for name
 NEW_TOKENS = 12
 TIED = {"tie_word_embeddings": True}
 
-# By the folder of tokenizer files: the class that wrote the weights, and its configuration.
+# By tokenizer folder: the class that wrote the weights, and its configuration.
 GENERATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", T5),
     "mt5": ("MT5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"}),
@@ -68,12 +68,12 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "xlnet": ("XLNetModel", XLNET),
     "camembert": ("CamembertForMaskedLM", ROBERTA),
     "mpnet": ("MPNetForMaskedLM", MPNET),
-    "t5": ("T5EncoderModel", T5),  # as GTR and Sentence-T5
+    "t5": ("T5EncoderModel", T5),  # as in GTR and Sentence-T5
 }
 CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "distilbert": ("DistilBertForSequenceClassification", {**DISTILBERT, "num_labels": 2}),  # as SST-2's
-    "roberta": ("RobertaForSequenceClassification", {**ROBERTA, "num_labels": 1}),  # as cross-encoders
-    "deberta-v2": ("DebertaV2ForSequenceClassification", {**DEBERTA_V2, "num_labels": 3}),  # as DeBERTa-v3's for NLI
+    "distilbert": ("DistilBertForSequenceClassification", {**DISTILBERT, "num_labels": 2}),  # as in SST-2 models
+    "roberta": ("RobertaForSequenceClassification", {**ROBERTA, "num_labels": 1}),  # as in cross-encoders
+    "deberta-v2": ("DebertaV2ForSequenceClassification", {**DEBERTA_V2, "num_labels": 3}),
 }
 
 
@@ -84,7 +84,7 @@ def root() -> Iterator[Path]:
 
 
 def published(root: Path, name: str, architecture: str, settings: dict[str, Any]) -> tuple[Path, Any, Any]:
-    """The folder, the reference library's tokenizer of it and the model that wrote it."""
+    """Return the folder, the reference tokenizer for it, and the model that wrote it."""
     folder = write_folder(name, root / architecture / name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model_class = getattr(transformers, architecture)
@@ -107,7 +107,7 @@ def test_a_published_generator_writes_the_same_text(root: Path, name: str) -> No
     tokens: dict[int, list[int]] = {place: [] for place in range(len(TEXTS))}
     for place, output in llm.stream(TEXTS, params):
         tokens[place] += output.token_ids
-    model.generation_config.eos_token_id = None  # as ignore_eos: with a minimum of tokens the library would forbid it
+    model.generation_config.eos_token_id = None  # as ignore_eos does; with a minimum of tokens the library would ban it
     for place, (text, found) in enumerate(zip(TEXTS, llm.generate(TEXTS, params), strict=True)):
         ids = tokenizer(text, return_tensors="pt").input_ids
         with torch.no_grad():
@@ -117,7 +117,7 @@ def test_a_published_generator_writes_the_same_text(root: Path, name: str) -> No
         new = made[1:] if model.config.is_encoder_decoder else made[ids.shape[1] :]
         assert tokens[place] == new.tolist()
         expected = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if "\ufffd" not in expected:  # half a character spoils the whole run of bytes there, and only itself here
+        if "\ufffd" not in expected:  # the library replaces more bytes around half a character
             assert found.strip() == expected.strip()
 
 
@@ -129,7 +129,7 @@ def test_a_published_encoder_gives_the_same_vectors(root: Path, name: str) -> No
     assert llm.tokenizer is not None
     for text, found in zip(TEXTS, llm.encode(TEXTS), strict=True):
         inputs = tokenizer(text, return_tensors="pt")
-        if name in ("bert", "bert-cased", "albert", "xlnet"):  # XLNet's class token is of a segment of its own
+        if name in ("bert", "bert-cased", "albert", "xlnet"):  # XLNet gives its class token its own segment
             inputs["token_type_ids"] = torch.tensor([llm.tokenizer.encode(text).type_ids])
         with torch.no_grad():
             hidden = encoder(**inputs).last_hidden_state[0]
@@ -157,7 +157,7 @@ def test_a_published_classifier_gives_the_same_scores(root: Path, name: str) -> 
 
 
 def test_a_published_nllb_in_shards_writes_the_same_tokens(tmp_path: Path) -> None:
-    """Ids are compared behind the tokenizer: the library gives languages others where tokenizer.json is missing."""
+    """Compare the ids after the tokenizer: without tokenizer.json the library gives the languages other ids."""
     folder = write_nllb(tmp_path / "nllb")
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None and tokenizer.source_languages is not None
@@ -201,7 +201,7 @@ def test_a_published_nllb_in_shards_writes_the_same_tokens(tmp_path: Path) -> No
 
 _INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
 _LAST, _MEAN = {"pooling_mode_lasttoken": True}, {"pooling_mode_mean_tokens": True}
-# As published: tokenizer, class, configuration, pooling, prompts, and the widths of Dense modules.
+# As published: tokenizer, class, configuration, pooling, prompts, and widths of Dense modules.
 EMBEDDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, str], tuple[int, ...]]] = {
     "e5-mistral": (
         *("llama-legacy", "MistralModel", {**LLAMA, "sliding_window": 16}, _LAST),
@@ -222,7 +222,7 @@ EMBEDDERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, s
 def test_a_published_embedder_made_of_a_decoder_gives_the_same_vectors(tmp_path: Path, name: str) -> None:
     kind, architecture, settings, pooling, prompts, widths = EMBEDDERS[name]
     folder, tokenizer, model = published(tmp_path, kind, architecture, settings)
-    if name == "qwen3-embedding":  # the network of a language model by name, and its tensors without a prefix
+    if name == "qwen3-embedding":  # stored as a language model without the tensor prefix
         model.config.architectures = ["Qwen3ForCausalLM"]
         model.config.save_pretrained(folder)
     kinds = ["Transformer", "Pooling", *("Dense",) * len(widths), "Normalize"]

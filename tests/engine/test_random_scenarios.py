@@ -1,7 +1,7 @@
-"""Random scenarios: whatever else runs, and however often it is preempted, a request's output is the one it has alone.
+"""Random scenarios: a request's output does not depend on what else runs, nor on preemption.
 
-A scenario draws the pools, limits and number format of a real engine, requests of all kinds that begin alike or not,
-the budgets of its steps, and when requests come and are aborted. `make test-slow` plays many more of them.
+A scenario draws the pools, limits and number format of an engine, requests that share prefixes or not, the budgets of
+its steps, and when requests arrive and are aborted. `make test-slow` runs many more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.model.checkpoints import AUDIO, CPU, DECODERS, START, loaded, native_
 from tests.model.decoder_rows import VOCAB
 
 MAX_LEN = 80
-# Windows and sinks, experts, recurrent layers; encoders of text and sound.
+# Windows and sinks, experts, recurrent layers; text and sound encoders.
 KINDS = ["llama-gqa", "phi3-longrope", "gemma3", "gpt-oss", "qwen3-moe", "qwen3-next", "t5-relu", "bart", "whisper"]
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 60))]
 TEXTS = (b"", b"", b"", *(bytes([32 + place]) for place in range(VOCAB - 3)))
@@ -70,9 +70,9 @@ def drawn_params(chance: random.Random) -> SamplingParams:
 
 
 def drawn_requests(kind: str, chance: random.Random) -> list[Request]:
-    """Prompts that share beginnings, and sources that are shared."""
+    """Return requests whose prompts share prefixes, and which share sources."""
     prefixes = [prompt(chance.choice((2, 12, 40)), chance.randrange(99)) for _ in range(3)]
-    prefixes.append(prompt(4, 5) * 6)  # whose next tokens an n-gram tells
+    prefixes.append(prompt(4, 5) * 6)  # repeats itself, so n-grams predict it
     sources = [None] if kind in DECODERS else [source_of(AUDIO.get(kind), chance.randint(1, 20), i) for i in range(2)]
     made = []
     for number in range(10):
@@ -88,7 +88,7 @@ def drawn_requests(kind: str, chance: random.Random) -> list[Request]:
 
 
 def least_blocks(window: int | None, size: int, requests: list[Request], budget: int) -> int:
-    """Blocks of a pool in which each of the requests fits alone."""
+    """Return the fewest blocks of a pool in which each request fits alone."""
 
     def of(request: Request) -> int:
         params, source = request.params, request.source
@@ -136,7 +136,7 @@ def engine_of(kind: str, pools: list[int], size: int, cache_dtype: torch.dtype, 
 
 
 def play(engine: GenerateEngine, requests: list[Request], chance: random.Random) -> tuple[list[TokenOutput], set[str]]:
-    """Return all outputs, and which requests were aborted."""
+    """Run all requests; return all outputs and the aborted requests."""
     outputs, aborted, waiting = list[TokenOutput](), set[str](), list(requests)
     for _ in range(3000):
         while waiting and (not engine.has_work or chance.random() < 0.3):
@@ -168,7 +168,7 @@ def play_alone(engine: GenerateEngine, request: Request) -> list[TokenOutput]:
 
 
 def said(outputs: list[TokenOutput]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Join the outputs of each sequence, of which none may follow its end."""
+    """Join the outputs of each sequence; check that none follows its end."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for output in outputs:
         one = found.setdefault((output.request_id, output.index), {"ids": [], "logprobs": [], "end": None})
@@ -182,7 +182,7 @@ def said(outputs: list[TokenOutput]) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def alike(ours: Any, theirs: Any) -> bool:
-    """Whether these are equal, log-probabilities but for rounding."""
+    """Whether two results are equal, except that numbers may differ by rounding."""
     if isinstance(ours, float) and isinstance(theirs, float):
         return ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
     if isinstance(ours, TokenLogprob) and isinstance(theirs, TokenLogprob):

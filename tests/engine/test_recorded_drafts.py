@@ -1,4 +1,4 @@
-"""Recorded decode steps beside a draft model's: what is replayed begins where drafts ended, and the other way round."""
+"""Recorded decode steps with a draft model: each starts from the states that drafts left, and the reverse."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4}
 
 
 def test_recurrent_layers_go_on_from_the_states_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some drafts are right, some wrong; where the first would end its sequence none is said, and slots are there for
-    the states behind them."""
+    """Check accepted and rejected drafts, and steps without drafts for which slots of draft states were allocated."""
     chosen, steps, run = Selection(LengthsBackend(), "asked for", preferred="sdpa"), Counter[str](), StepProgram.run
 
     def noted(program: StepProgram, plan: StepPlan, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -55,7 +54,7 @@ def test_recurrent_layers_go_on_from_the_states_of_drafts(monkeypatch: pytest.Mo
 
 
 def asking(number: int) -> Request:
-    """Return a request drawn from 20 tokens, of which some, or none, end it: a draft model's are right now and then."""
+    """Return a request limited to 20 tokens, up to 5 of them stop ids, so that some drafts are right by chance."""
     allowed, (num_ends, temperature) = tuple(range(3, 23)), ((3, 1.0), (5, 0.6), (0, 0.6))[number % 3]
     drawn = {"temperature": temperature, "seed": number, "allowed_token_ids": allowed, "logprobs": 0}
     ends = allowed[20 - num_ends :]
@@ -63,7 +62,7 @@ def asking(number: int) -> Request:
 
 
 def said(found: dict[Any, Any]) -> dict[Any, list[object]]:
-    """Return each sequence's tokens and why it ended."""
+    """Return the tokens of each sequence and why it ended."""
     return {key: [one for one, _ in ones] for key, ones in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""Hundreds of requests of all kinds, a third of them cancelled at random: none is lost and no block leaks."""
+"""Hundreds of mixed requests, a third cancelled at random: none is lost and no block leaks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def generation(kind: str, name: str, chance: random.Random) -> Request:
 
 
 async def generate(engine: AsyncEngine, asked: Request, cancel_after: int | None) -> str:
-    """How it ended: completed, cancelled by its id, or left by its client."""
+    """Run one request; return how it ended: completed, cancelled by its id, or dropped by its client."""
     stream = engine.submit([asked])
     outputs = []
     try:

@@ -1,4 +1,4 @@
-"""Sources of encoder-decoders: encoded once for all who read them, free when nobody does, encoded again if evicted."""
+"""Sources of encoder-decoders are encoded once for all readers, freed with the last, encoded again if evicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""N-gram speculation: the same outputs with and without, fewer steps where text repeats, hardly more where not."""
+"""N-gram drafts change no output, save steps where text repeats, and cost little where it does not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.model.checkpoints import native_backends, saved
 
 
 def copying(source: Sequence[int], tokens: Sequence[int]) -> int:
-    """Copy what is 23 tokens back, or from the source, with an error now and then; depends on all tokens."""
+    """Return the token 23 positions back or one of the source, sometimes another; depends on all tokens."""
     chance = crc32(repr((list(source), list(tokens))).encode())
     if chance % 11 == 0:
         return chance // 11 % 50
@@ -35,7 +35,7 @@ def copying(source: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def outcomes(outputs: Sequence[TokenOutput]) -> dict[tuple[str, int], tuple[object, ...]]:
-    """Return tokens and ends by sequence."""
+    """Return the tokens and the end of each sequence."""
     found: dict[tuple[str, int], tuple[object, ...]] = {}
     for output in outputs:
         key = (output.request_id, output.index)
@@ -47,7 +47,7 @@ def outcomes(outputs: Sequence[TokenOutput]) -> dict[tuple[str, int], tuple[obje
 
 
 def crowd(harness: Harness, seed: int) -> Harness:
-    """Requests of all kinds that arrive over time, some of which are aborted."""
+    """Add requests of all kinds over time and abort some of them."""
     rng = random.Random(seed)
     for number in range(14):
         prompt = [rng.randrange(20) for _ in range(rng.randint(1, 40))]
@@ -86,12 +86,12 @@ def test_outputs_are_the_same_with_and_without(seed: int, overlap: bool) -> None
     drafted = crowd(Harness(**settings, overlap=overlap, num_speculative_tokens=rng.choice((1, 4, 12))), seed)
     assert outcomes(drafted.outputs) == outcomes(plain.outputs)
     stats = drafted.engine.stats()
-    assert stats.draft_tokens > stats.accepted_tokens > 0  # some were wrong, some were right
+    assert stats.draft_tokens > stats.accepted_tokens > 0  # some were rejected, some accepted
     assert len(drafted.runner.steps) < len(plain.runner.steps) or overlap
 
 
 def collected(outputs: Iterable[TokenOutput]) -> dict[tuple[str, int], list[object]]:
-    """Return each sequence's tokens with their log-probabilities, bit for bit, and its end."""
+    """Return each sequence's tokens with their exact log-probabilities, and its end."""
     found: dict[tuple[str, int], list[object]] = {}
     for output in outputs:
         ones = found.setdefault((output.request_id, output.index), [])
@@ -102,7 +102,7 @@ def collected(outputs: Iterable[TokenOutput]) -> dict[tuple[str, int], list[obje
 
 
 def of_each_way(kind: str) -> list[Request]:
-    """Greedy and drawn, penalised, banned, biased and scored; outputs of tiny models repeat themselves a lot."""
+    """Return greedy, sampled, penalised, banned, biased and scored requests."""
     ways: list[dict[str, object]] = [
         {"logprobs": 2},
         {"temperature": 0.3, "top_k": 4, "seed": 3, "logprobs": 0},
@@ -134,13 +134,13 @@ def generated(model: LoadedModel, requests: Iterable[Request]) -> dict[tuple[str
 
 
 def predicted(one: Request, output: list[object]) -> Request:
-    """Return a request that expects its output, but for every seventh token."""
+    """Return the request with a prediction of its output that is wrong at every seventh token."""
     tokens = [token for token, _ in output[:-1]]  # type: ignore[misc]
     return replace(one, prediction=tuple(1 + token % 7 if at % 7 == 3 else token for at, token in enumerate(tokens)))
 
 
 def drafting(max_tokens: int, prompt: Sequence[int], source: tuple[int, ...] = ()) -> NgramDrafts:
-    """Return drafts of a prompt that is read."""
+    """Return drafts over a prompt that is fully indexed."""
     known = KnownText(tuple(prompt), source)
     known.read(len(prompt) + len(source))
     return NgramDrafts(max_tokens, known)
@@ -186,7 +186,7 @@ def test_drafts_cease_where_they_are_wrong_and_begin_again() -> None:
         tokens.append(rng.randrange(30) if at < 300 else tokens[at - 300])
         counts.append(len(drafts.propose(tokens, 200)))
     assert 0 < sum(counts[:30]) < 30
-    assert sum(counts[100:300]) < 30  # of 200 tokens, each of which was seen before, and one in 30 is right by chance
+    assert sum(counts[100:300]) < 30  # the 200 tokens all occurred before; one guess in 30 is right by chance
     assert sum(counts[300:310]) > 10 and min(counts[320:]) == 8
 
 
@@ -205,7 +205,7 @@ def test_what_is_known_before_an_output_is_read_over_several_steps() -> None:
 
 
 def test_places_are_found_as_a_table_of_all_n_grams_would() -> None:
-    """But for a few: slots are shared, and the latest place stays."""
+    """Check that few places are missed: n-grams share slots, and the latest place stays."""
     rng, latest, found, missed = random.Random(4), dict[bytes, int](), 0, 0
     known = KnownText(tuple(rng.choices(range(1, 100), k=900)))
     while known.read(rng.choice((1, 2, 70))):
@@ -260,11 +260,11 @@ def test_a_step_reads_so_many_tokens_for_all_of_its_sequences(monkeypatch: pytes
 def test_an_encoder_decoder_drafts_from_its_source() -> None:
     drafts = drafting(4, [1], source=tuple(range(50, 60)))
     assert drafts.propose([1], 1) == []
-    assert drafts.propose([1, 52, 53], 1) == [54, 55, 56]  # two agree, of which half are expected to be right
+    assert drafts.propose([1, 52, 53], 1) == [54, 55, 56]
 
 
 def test_drafts_leave_half_of_the_snapshots_where_they_are() -> None:
-    """Slots that hold nothing first, then the oldest snapshots."""
+    """Check that drafts take free slots first, then the oldest snapshots."""
     harness = Harness(num_blocks=200, states=StateSize(2, 8), script=lambda source, tokens: 7, num_speculative_tokens=8)
     for number in range(9):
         harness.add(f"r{number}", [100 + number] * 9, max_tokens=1)
@@ -274,7 +274,7 @@ def test_drafts_leave_half_of_the_snapshots_where_they_are() -> None:
     stats = harness.run().engine.stats()
     assert stats.accepted_tokens > 40
     assert stats.cached_states >= 4
-    for number in (7, 8):  # beside those of the copies
+    for number in (7, 8):  # their snapshots stayed
         harness.add(f"again{number}", [100 + number] * 9, max_tokens=1)
     harness.run()
     assert [sum(o.cached_tokens for o in harness.outputs if o.request_id == f"again{n}") for n in (7, 8)] == [8, 8]
@@ -292,7 +292,7 @@ def test_without_slots_to_spare_a_recurrent_model_drafts_nothing() -> None:
 
 
 def test_drafts_take_only_what_is_left() -> None:
-    """Blocks for five tokens of each sequence and no draft: nobody is preempted, and all blocks come back."""
+    """Check blocks for five tokens of each sequence and no draft: no preemption, and all blocks are freed."""
     harness = Harness(num_blocks=6, block_size=4, script=lambda source, tokens: 7, num_speculative_tokens=8)
     made = [harness.add(f"r{number}", [7] * 6, max_tokens=7) for number in range(2)]
     harness.run()
@@ -303,7 +303,7 @@ def test_drafts_take_only_what_is_left() -> None:
 
 
 def test_drafts_take_no_block_that_a_step_launched_ahead_needs() -> None:
-    """One sequence drafts in its first step, wrongly; the next one takes the last three blocks for three others."""
+    """Check that a rejected draft of one sequence leaves the last three blocks to three others."""
     settings = {"num_blocks": 11, "budget": 64, "overlap": True, "prefix_caching": False}
     harness = Harness(script=lambda source, tokens: 20 + len(tokens), **settings)
     harness.add("r", [7] * 6, max_tokens=12, num_speculative_tokens=16)
@@ -324,7 +324,7 @@ def test_a_batch_without_room_for_drafts_runs_ahead() -> None:
 
 
 def test_drafts_are_counted_with_the_tokens_that_they_became() -> None:
-    """A stop string may end the text with any of them."""
+    """Check the counts where a stop string ends the text at any token of a draft."""
     harness = Harness(
         num_blocks=100, script=lambda source, tokens: 7 + len(tokens) % 12 // 11, num_speculative_tokens=8
     )

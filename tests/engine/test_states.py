@@ -1,4 +1,4 @@
-"""Sequences of models with recurrent layers: slots of states, snapshots that others go on from. Without torch."""
+"""Sequences of models with recurrent layers, without torch: state slots and shared snapshots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def hits(harness: Harness, request_id: str) -> int:
 
 
 def run(harness: Harness, request_id: str, prompt: list[int], **settings: object) -> int:
-    """The tokens of a request's prompt that were found, when it runs alone."""
+    """Run the request alone; return how many of its prompt tokens were cached."""
     harness.add(request_id, prompt, max_tokens=3, **settings)
     harness.run()
     return hits(harness, request_id)
@@ -37,7 +37,7 @@ def test_a_prompt_is_found_up_to_its_last_full_block() -> None:
 
 
 def test_outputs_of_one_request_go_on_from_its_prompts_state_without_prefix_caching() -> None:
-    """Which other requests do not find."""
+    """Check that other requests do not find that state."""
     harness = Harness(states=StateSize(4, 0), prefix_caching=False, budget=64)
     for name in ("first", "second"):
         harness.add(name, PREFIX, max_tokens=3, n=3)
@@ -47,7 +47,7 @@ def test_outputs_of_one_request_go_on_from_its_prompts_state_without_prefix_cach
 
 
 def test_where_two_prompts_part_the_third_goes_on() -> None:
-    """No state is known there until the second has come by, whose keys are known up to it."""
+    """Check that the second prompt stores a state where it leaves the first, whose keys are cached up to there."""
     harness = Harness(states=StateSize(4, 4), budget=64)
     ways = [[*PREFIX, *range(number, number + 9)] for number in (300, 400, 500)]
     assert [run(harness, str(number), way) for number, way in enumerate(ways)] == [0, 0, 20]
@@ -77,11 +77,11 @@ def test_a_preempted_sequence_goes_on_from_its_prompts_snapshot() -> None:
     harness.engine.scheduler.preempt(harness.engine.scheduler.running[0])
     harness.run()
     [again] = [s for step in harness.runner.steps[4:] for s in step.scheduled if s.num_tokens > 1]
-    assert again.start == 20 or again.start == 24  # behind the prompt's last full block, or the output's
+    assert again.start == 20 or again.start == 24  # after the last full block of the prompt or of the output
 
 
 def test_invariants_notice_a_sequence_without_its_state() -> None:
-    """Also beside one that has its own."""
+    """Check it next to a sequence that has its state."""
     slots = StateSlots(StateSize(2, 0), 4, BlockHasher(4, across_requests=True), keeps=True)
     there, lost = (SequenceState.of(request(name, 5), 0, 0, ()) for name in "ab")
     slots.allocate(there, 5)
@@ -93,7 +93,7 @@ def test_invariants_notice_a_sequence_without_its_state() -> None:
 
 @pytest.mark.parametrize("context", [4096, 65_536])
 def test_blocks_and_states_take_no_more_than_there_is(context: int) -> None:
-    """Also where the states of the sequences that could run leave no room for one of the whole context."""
+    """Check also memory in which the states of all sequences would leave no room for one full context."""
     layout = KVLayout(16, (PoolSpec(None, (3,), 1000),), False, 256, state_bytes=5_000_000, snapshots=2)
     for memory in range(layout.bytes_for(context), layout.bytes_for(context, 20), 3_000_000):
         count = layout.sequences_in(memory, context, 64)
@@ -103,7 +103,7 @@ def test_blocks_and_states_take_no_more_than_there_is(context: int) -> None:
 
 
 def test_a_context_that_memory_decides_leaves_room_for_states_of_a_few() -> None:
-    """Of Qwen3.5's size; a context that was asked for may take all."""
+    """Check Qwen3.5's sizes; a context that was set may take all memory."""
     pools = (PoolSpec(None, tuple(range(8)), 8 * 2 * 4 * 256 * 2),)
     layout = KVLayout(16, pools, False, 2048, state_bytes=52_690_944, snapshots=2, max_num_seqs=64)
     most, found = Context(262_144, ""), {}
@@ -124,8 +124,8 @@ def test_memory_is_divided_between_blocks_and_states() -> None:
     count = layout.sequences_in(memory, 4096, 64)
     [pool] = layout.divide(memory, 4096, count)
     assert 4 <= count <= 6
-    assert pool.num_blocks >= 256  # one of the whole context
+    assert pool.num_blocks >= 256  # for one full context
     assert pool.num_pages * 16_000 + layout.states_for(count).num_slots * 1_000_000 <= memory
-    assert layout.context_in(4_000_000) == 0  # which one sequence's states take
+    assert layout.context_in(4_000_000) == 0  # one sequence's states take all of it
     assert KVLayout(16, (PoolSpec(None, (0,), 1000),), False, 256).sequences_in(0, 4096, 64) == 64
     assert PoolSize(4).num_pages == 4

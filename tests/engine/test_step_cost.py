@@ -1,4 +1,4 @@
-"""Costs are learnt from steps, and outliers hardly change them."""
+"""Step costs are learned from measured steps, and outliers hardly change them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_worthwhile_size_costs_at_most_twice_the_best_per_token() -> None:
 
 
 def test_no_size_beyond_twice_the_largest_is_returned() -> None:
-    """Of prompts of 32 tokens that cost next to nothing, one of 900 is not believed to."""
+    """Check that cheap prompts of 32 tokens do not predict a cheap one of 900."""
     cost = learnt(0.0, 1e-9, (8, 32))
     assert cost.tokens_within(1.0, 16) == 64
     cost.observe(64, 0.002)
@@ -44,7 +44,7 @@ def test_no_size_beyond_twice_the_largest_is_returned() -> None:
 
 def test_a_larger_size_never_costs_less() -> None:
     cost = WorkCost()
-    for tokens, seconds in ((16, 0.010), (256, 0.008), (1024, 0.009)) * 5:  # noise and nothing else
+    for tokens, seconds in ((16, 0.010), (256, 0.008), (1024, 0.009)) * 5:  # noise alone
         cost.observe(tokens, seconds)
     costs = [cost.seconds(tokens) for tokens in range(0, 3000, 10)]
     assert costs == sorted(costs)
@@ -52,7 +52,7 @@ def test_a_larger_size_never_costs_less() -> None:
 
 def test_stale_cost_of_a_small_size_is_corrected() -> None:
     cost = learnt(0.001, 2.5e-5, (100, 400))
-    cost.observe(30, 0.020)  # while another program took the machine
+    cost.observe(30, 0.020)  # while another program used the CPU
     assert cost.seconds(30) <= cost.seconds(100) < 0.006
 
 

@@ -1,4 +1,4 @@
-"""The step pacer: no work delays a stream beyond its bound, and none starves."""
+"""The step pacer: no work delays a stream beyond its limit, and no work starves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def decoding(decodes: int = 8, prompt: int = 0, waiting: int = 0) -> dict[tuple[
 
 
 def measured() -> StepPacer:
-    """Of an engine that decodes in 10 ms and takes 0.2 ms for a prompt token."""
+    """Return a pacer that has observed 10 ms for a decode step and 0.2 ms for a prompt token."""
     pacer = StepPacer()
     for tokens in (25, 100, 400) * 20:
         pacer.observe(CODE, StepWork(0.010, 8))
@@ -60,7 +60,7 @@ def measured() -> StepPacer:
 
 
 def prompt_limit(pacer: StepPacer, waiting: int = 0) -> int:
-    """Prompt tokens of a step that takes as many as it may beside decodes, once earlier ones are paid for."""
+    """Return the prompt tokens allowed in a step with decodes, once earlier prompts are paid for."""
     limits = []
     for _ in range(40):
         turn = pacer.next(decoding(prompt=10_000, waiting=waiting))
@@ -85,9 +85,9 @@ def test_a_queue_lets_steps_last_longer_up_to_a_bound() -> None:
 
 def test_outlier_hardly_counts_and_a_lasting_change_does() -> None:
     pacer = measured()
-    pacer.observe(CODE, StepWork(3.0, 8, 100))  # a container that was paused
+    pacer.observe(CODE, StepWork(3.0, 8, 100))  # in a paused container
     assert prompt_limit(pacer) == pytest.approx(50 * (SLOWDOWN - 1), rel=0.5)
-    for tokens in (25, 100, 400) * 20:  # another program takes most of the machine
+    for tokens in (25, 100, 400) * 20:  # another program uses most of the CPU
         pacer.observe(CODE, StepWork(0.100, 8))
         pacer.observe(CODE, StepWork(0.100 + tokens * 0.002, 8, tokens))
     pacer.observe(CODE, StepWork(0.100, 8))
@@ -116,7 +116,7 @@ def test_a_step_without_decodes_is_cut_by_time() -> None:
 
 
 def test_on_a_slow_machine_only_the_first_step_exceeds_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token takes 100 ms."""
+    """Check an engine that takes 100 ms per token."""
     harness = Harness(budget=512, num_blocks=128, max_num_seqs=4, max_model_len=512)
     runner = Timed(harness.engine.block_manager)
     runner.decode, runner.eager, runner.per_token = 0.1, 0.0, 0.1
@@ -146,7 +146,7 @@ def test_prompt_makes_progress_at_any_cost() -> None:
 
 
 def alone(engine: Texts | Translations) -> int:
-    """Return the background work that is done without other engines."""
+    """Return the background work done without other engines."""
     simulate({OTHER: engine})
     return engine.done
 
@@ -171,7 +171,7 @@ def test_streams_and_background_models_get_their_shares(
 
 
 def test_streaming_models_share_time_at_any_step_cost() -> None:
-    """A small model takes many steps to one of a large one."""
+    """Check a small model that takes many steps to one of a large model."""
     shares = simulate({CODE: Streams(4, 0.002), NORMALIZE: Streams(1, 0.05)})
     assert shares.of(CODE) == pytest.approx(0.5, abs=0.02)
     assert len(shares.tokens[CODE]) == pytest.approx(25 * len(shares.tokens[NORMALIZE]), rel=0.05)
@@ -197,7 +197,7 @@ def test_unsplittable_text_waits_until_the_credit_covers_it() -> None:
 
 
 def test_a_long_text_pauses_between_its_layers() -> None:
-    """60 ms in twelve layers, beside steps of 4 ms."""
+    """Check a text of 60 ms in twelve layers, between decode steps of 4 ms."""
     engine = Texts([2000], layers=12)
     shares = simulate({CODE: code(), EMBED: engine})
     assert shares.of(EMBED) == pytest.approx(1 - 1 / SLOWDOWN, abs=0.03)
@@ -210,8 +210,8 @@ def test_weights_divide_the_time_between_models() -> None:
         assert simulate(engines, 20.0, StepPacer({"embed": weight})).of(EMBED) == pytest.approx(
             weight / (weight + 1), abs=0.03
         )
-        beside = simulate({CODE: code(), EMBED: texts()}, 20.0, StepPacer({"code": weight}))
-        assert beside.of(CODE) == pytest.approx(weight / (weight + SLOWDOWN - 1), abs=0.06)
+        shares = simulate({CODE: code(), EMBED: texts()}, 20.0, StepPacer({"code": weight}))
+        assert shares.of(CODE) == pytest.approx(weight / (weight + SLOWDOWN - 1), abs=0.06)
 
 
 def test_idle_engine_saves_up_no_time() -> None:
@@ -225,7 +225,7 @@ def test_idle_engine_saves_up_no_time() -> None:
 
 
 def test_an_engine_that_cannot_use_its_turns_does_not_take_those_of_others() -> None:
-    """Sequences wait, but no block is free for them."""
+    """Check an engine whose waiting sequences find no free block."""
     pacer = StepPacer()
     for engine in (CODE, EMBED):
         pacer.observe(engine, StepWork(0.004, 4) if engine == CODE else StepWork(0.004, 0, 0, 100))
@@ -248,7 +248,7 @@ def test_an_engine_that_cannot_use_its_turns_does_not_take_those_of_others() -> 
 
 
 class Timed(ScriptedRunner):
-    """Decode steps are replayed, a step with prompts is launched kernel by kernel: as on a GPU."""
+    """A runner with virtual time: as on a GPU, decode steps are replayed, and steps with prompts are launched."""
 
     now = 0.0
     decode, eager, per_token = 0.003, 0.006, 1e-5
@@ -263,7 +263,7 @@ class Timed(ScriptedRunner):
 
 
 def first_tokens(runner: Timed, harness: Harness, arrivals: list[float]) -> list[float]:
-    """Seconds to the first tokens of prompts of 1,500 that arrive beside 32 streams."""
+    """Return the seconds to the first token of prompts of 1,500 tokens, with 32 streams running."""
     for number in range(32):
         harness.engine.add(replace(request(f"stream-{number}", [number] * 20, max_tokens=9000), streams=True))
     pacer, asked, found = StepPacer(min_chunk_tokens=MIN_GPU_TOKENS), dict[str, float](), list[float]()
@@ -287,7 +287,7 @@ def first_tokens(runner: Timed, harness: Harness, arrivals: list[float]) -> list
 def test_where_prompts_make_a_step_much_slower_first_tokens_still_come(
     eager: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside decode steps of 3 ms: within twice the time of a split that gives prompts half of it in one piece."""
+    """Check, with decode steps of 3 ms, at most twice the time of prompts that get half of it in one piece."""
     for arrivals in ([1.0 + 0.25 * number for number in range(6)], [1.0] * 6):
         harness = Harness(num_blocks=4000, block_size=64, max_num_seqs=64, budget=8192, max_model_len=10_000)
         runner = Timed(harness.engine.block_manager)
@@ -348,7 +348,7 @@ def test_demand_is_what_a_step_could_compute() -> None:
     harness.engine.add(replace(request("b", 3, max_tokens=30), streams=True))
     harness.step()
     harness.add("c", 1, source=20)
-    harness.add("d", 1, source=30)  # finds no place yet
+    harness.add("d", 1, source=30)  # has no room yet
     assert harness.engine.demand() == StepDemand(2, True, 2, 1, 20, 20)
 
 

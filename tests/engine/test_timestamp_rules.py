@@ -1,4 +1,4 @@
-"""Whisper's rules of decoding against `transformers`: suppression, timestamps, sums of log-probabilities, probes."""
+"""Whisper's decoding rules equal those of `transformers`: suppression, timestamps, log-probability sums, probes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_masks_are_those_of_the_processors(most: int | None) -> None:
         output = [choice.choice((choice.randrange(VOCAB), *ids)) for _ in range(number % 9)]
         histories.append(([START, *prompt(number % 3, number)], output))
     logits = 3 * torch.randn(len(histories), VOCAB, generator=generator)
-    logits[::2, BEGIN:] -= 4  # then text is likelier now and then
+    logits[::2, BEGIN:] -= 4  # so that text is sometimes likelier
     rows = [row_of([*begin, *output], len(begin), rules) for begin, output in histories]
     others = [SamplingRow(SamplingParams(temperature=1.0), 0, [1, 2], 1), SamplingRow(SamplingParams(), 0, [1], 1, [4])]
     found = process_logits(torch.cat([logits, logits[:2]]), [*rows, *others])
@@ -89,13 +89,13 @@ def test_only_allowed_tokens_come() -> None:
     rows = [SamplingRow(one, 0, [1], 1, ban) for one, ban in zip([allowed] * 3 + [SamplingParams()], bans, strict=True)]
     found = process_logits(logits, rows)
     left = [(~scores.isneginf()).nonzero()[:, 0].tolist() for scores in found]
-    assert left[:3] == [[5, 9, 11], [5, 11], [5, 9, 11]]  # bans give way where nothing else is left
+    assert left[:3] == [[5, 9, 11], [5, 11], [5, 9, 11]]  # bans are dropped where no other token is left
     assert torch.equal(found[0, [5, 9, 11]], logits[0, [5, 9, 11]])
     assert torch.equal(found[3], logits[3])
 
 
 def asked(kind: str, name: str, length: int, **params: Any) -> Request:
-    """A request whose decoder's prompt has `length % 3` tokens more than the start token."""
+    """Return a request whose decoder prompt has `length % 3` tokens after the start token."""
     sampling = SamplingParams(**{"max_tokens": 14, **SPEECH, **params})
     ids = prompt(5 + length, length)
     if kind == "llama":
@@ -105,7 +105,7 @@ def asked(kind: str, name: str, length: int, **params: Any) -> Request:
 
 
 def crowd(kind: str, requests: list[Request], **engine: Any) -> list[TokenOutput]:
-    """Return the outputs of the requests beside others, in chunks and with too few blocks for all."""
+    """Return the outputs of these requests and others, run together in chunks with too few blocks for all."""
     run = running(kind, num_blocks=26, budget=16, **engine)
     run.engine.eos_token_ids = (EOS,)
     for number, one in enumerate(requests):
@@ -119,7 +119,7 @@ def crowd(kind: str, requests: list[Request], **engine: Any) -> list[TokenOutput
 
 
 def results(outputs: list[TokenOutput], name: str) -> list[tuple[list[int], float | None]]:
-    """Return the ids and the sum of log-probabilities of each sequence of a request."""
+    """Return the ids and the log-probability sum of each sequence of a request."""
     mine = [output for output in outputs if output.request_id == name]
     found = []
     for index in sorted({output.index for output in mine}):
@@ -135,7 +135,7 @@ def theirs(kind: str, request: Request, num_beams: int) -> list[tuple[list[int],
     inputs = {"input_ids": torch.tensor([request.prompt_token_ids])}
     if request.source is not None:
         inputs = {**reference_input(request.source), "decoder_input_ids": inputs["input_ids"]}
-    found = GenerationMixin.generate(  # Whisper's own is about whole sounds
+    found = GenerationMixin.generate(  # Whisper's own handles whole recordings
         saved(kind).reference,
         **inputs,
         max_new_tokens=14,
@@ -190,7 +190,7 @@ def test_samples_with_a_seed_keep_the_rules() -> None:
 
 
 def sum_of(request: Request, ids: list[int]) -> float:
-    """Return the sum of an output's log-probabilities, by `transformers`' network and processors."""
+    """Return the sum of an output's log-probabilities, from `transformers`' model and processors."""
     tokens, begin, total = [*request.prompt_token_ids], len(request.prompt_token_ids), 0.0
     logits = reference_logits("t5-relu", [*tokens, *ids], request.source)
     for token in ids:
@@ -242,9 +242,9 @@ def test_nothing_changes_where_steps_are_launched_ahead() -> None:
         allowed = [asked("bart", f"allowed{n}", n, **PLAIN, allowed_token_ids=(8, 9)) for n in range(3)]
         return [*speech, *banned, *allowed]
 
-    ahead, runner = outputs_of("bart", requests(), overlap=True, graphs=True)
-    behind, _ = outputs_of("bart", requests())
-    assert tokens_of(ahead) == tokens_of(behind)
-    for key, outputs in ahead.items():
-        assert outputs[-1].cumulative_logprob == pytest.approx(behind[key][-1].cumulative_logprob, abs=1e-4)
+    launched, runner = outputs_of("bart", requests(), overlap=True, graphs=True)
+    sequential, _ = outputs_of("bart", requests())
+    assert tokens_of(launched) == tokens_of(sequential)
+    for key, outputs in launched.items():
+        assert outputs[-1].cumulative_logprob == pytest.approx(sequential[key][-1].cumulative_logprob, abs=1e-4)
     assert runner.followed

@@ -65,7 +65,7 @@ def test_a_long_text_is_searched_in_linear_time() -> None:
     made = sequence((5,) * 100_000, no_repeat_ngram_size=50_000)
     began = time.thread_time()
     assert set(banned_tokens(made, NONE)) == {5}
-    assert time.thread_time() - began < 5  # word by word it takes 2.5e9 comparisons
+    assert time.thread_time() - began < 5  # comparing word by word takes 2.5e9 comparisons
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_first_free_token_after_a_forced_one() -> None:
     rules = GenerationRules(forced_first=9, suppressed_first=(5,))
     assert banned_tokens(sequence((0,)), rules) == []
     assert banned_tokens(sequence((0,), (9,)), rules) == [5]
-    assert banned_tokens(sequence((0, 8)), rules) == [5]  # a beginning was given: nothing is forced
+    assert banned_tokens(sequence((0, 8)), rules) == [5]  # the prompt has a prefix, so no token is forced
 
 
 def test_no_stop_before_min_tokens() -> None:
@@ -129,7 +129,7 @@ def test_a_forced_end_counts_before_min_tokens_too() -> None:
 
 
 class HistoryRunner(BeamRunner):
-    """Compares the history that every sequence keeps with one from scratch."""
+    """A runner that compares the history of every sequence with one built from scratch."""
 
     def _compute(self, step: ScheduledSequence, tokens: list[int]) -> SampledToken | None:
         sequence = step.sequence

@@ -1,4 +1,4 @@
-"""Engines with Triton's kernels against `transformers`; in Triton's interpreter, so with few tokens."""
+"""Engines with Triton kernels equal `transformers`; the kernels run in Triton's interpreter, so with few tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.model.parity import difference, hidden_states
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
 KINDS = ("gemma2", "t5-relu")
-# Each takes seconds in the interpreter. `test_triton.py` and its like have each mechanism of the slow ones by itself.
+# Each takes seconds in the interpreter. `test_triton.py` and others test each mechanism of the slow ones alone.
 SLOW = (
     "llama-mqa-head-dim",
     "qwen3",
@@ -37,7 +37,7 @@ SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
 
 
 class Counting(TritonBackend):
-    """How many calls stayed with the kernels."""
+    """A backend that counts the calls computed by kernels."""
 
     def __init__(self) -> None:
         self.launched = 0

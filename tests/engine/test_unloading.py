@@ -1,4 +1,4 @@
-"""What a model held is given back when it is unloaded: memory, ranks, and all objects without the garbage collector."""
+"""Unloading a model frees its memory, its ranks, and all its objects without the garbage collector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.model.sparse import qwen3, sparse_checkpoint
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
 @async_test
 async def test_unloading_gives_the_memory_back(times: int, tmp_path: Path) -> None:
-    """Of the engine process, as the system counts it."""
+    """Check the engine process's memory, as the system counts it."""
     folder = sparse_checkpoint(tmp_path / "large", qwen3(512, 1536, 4, 8, vocab=32_000, tied=True))
     large = ModelSpec("large", str(folder), EngineConfig(device="cpu", dtype="float32", kv_cache_memory=64 << 20))
     async with served(LLAMA, transport=ProcessTransport) as engine:
@@ -38,7 +38,7 @@ async def test_unloading_gives_the_memory_back(times: int, tmp_path: Path) -> No
             info = await engine.load(large, None)
             await collect(engine.submit([replace(request(LLAMA, f"r{number}", 40), model="large")]))
             loaded = resident(transport.pid)
-            assert loaded - before > 0.8 * (info.weight_bytes + (64 << 20))  # of the table of tokens only some rows
+            assert loaded - before > 0.8 * (info.weight_bytes + (64 << 20))  # few rows of a table
             await engine.unload("large")
             after = resident(transport.pid)
             assert loaded - after >= 0.95 * (loaded - before)
@@ -49,7 +49,7 @@ async def test_unloading_gives_the_memory_back(times: int, tmp_path: Path) -> No
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process uses, mapped weights included."""
+    """Return the bytes of memory that a process uses, including mapped weights."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return next(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Rss:"))
 
@@ -80,7 +80,7 @@ async def test_the_ranks_of_a_model_end_with_it(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("kind", [LLAMA, OTHER, "bert", "xlnet"])
 def test_a_closed_model_is_freed_without_the_garbage_collector(kind: str) -> None:
-    """The engine process exempts what its models are made of from collection."""
+    """Check models that are exempt from collection, as in the engine process."""
     model = builder.load(spec(kind))
     found = [weakref.ref(model.encode.model), weakref.ref(model.encode)]
     if model.generate is not None:

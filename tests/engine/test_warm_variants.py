@@ -1,4 +1,4 @@
-"""After warm-up no request compiles an attention kernel: every variant that is launched was launched before."""
+"""After warm-up no request compiles an attention kernel: warm-up has launched every variant."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def variants(seen: dict[str, dict[str, Any]]) -> set[str]:
 
 
 def described(seen: dict[str, dict[str, Any]], keys: set[str]) -> Sequence[Any]:
-    """Describe variants by plain numbers, for the message of a failure."""
+    """Describe variants by plain numbers, for a failure message."""
     return [{name: v for name, v in seen[key].items() if not isinstance(v, Tensor)} for key in keys]
 
 
 def serve(engine: GenerateEngine, lengths: Sequence[tuple[int, int]], kind: str, together: bool) -> None:
-    """Run requests of these prompt and output tokens; with an encoder they are sources and decoder prompts."""
+    """Run requests of these (prompt, output) lengths; with an encoder, (source, decoder prompt) lengths."""
     for number, (length, output) in enumerate(lengths):
         one = request(kind, f"r{number}", length, number, max_tokens=output)
-        if one.source is not None:  # which is read whole
+        if one.source is not None:  # a source is read whole
             source = token_source(one.source.token_ids[:BUDGET])
             one = replace(one, prompt_token_ids=(0,) * length, source=source)
         engine.add(one)
@@ -150,7 +150,7 @@ def test_encoders_too(kind: str) -> None:
 
 @pytest.mark.parametrize("begin", [1, 2, 3])
 def test_parts_are_joined_by_one_variant_wherever_their_rows_begin(begin: int) -> None:
-    """Three heads of two parts: weights of a prompt behind what decodes begin at 24 bytes, not at a multiple of 16."""
+    """Check three heads of two parts: the prompt's weights start at 24 bytes, which is no multiple of 16."""
     mixed, weight, out = torch.zeros(5, 3, 2, 16), torch.zeros(5, 3, 2), torch.zeros(5, 3, 16)
     with noted() as seen:
         for first in (0, begin):
@@ -159,7 +159,7 @@ def test_parts_are_joined_by_one_variant_wherever_their_rows_begin(begin: int) -
 
 
 def test_what_decodes_beside_a_prompt_is_launched_as_decoding() -> None:
-    """In tiles of one query, and after it the prompt in large ones: not all in the prompt's."""
+    """Check that decodes use tiles of one query and the prompt large ones, in separate launches."""
     model = loaded("llama-gqa", TritonBackend())
     assert model.config.decoder is not None
     blocks = BlockManager([PoolSize(200)], BLOCK)

@@ -1,4 +1,4 @@
-"""Whisper: windows of sound through engines, against `transformers`."""
+"""Whisper: windows of sound give the outputs of `transformers`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.model.checkpoints import (
 )
 
 AUDIO_CONFIG = AUDIO["whisper"]
-BEGIN = (START, 5, 9)  # as language and task follow the start token
+BEGIN = (START, 5, 9)  # language and task follow the start token
 RULES = {"suppress_tokens": [4, 11, 30, 31, 47], "begin_suppress_tokens": [2, 20, 21]}
 NEW = 14
 
@@ -48,8 +48,8 @@ def windows(count: int) -> list[Source]:
 
 
 def theirs(window: Source, **settings: Any) -> list[int]:
-    """What the library's own search generates; Whisper's is about languages, times and long sounds."""
-    from transformers import GenerationMixin  # takes 2 s, in each worker that collects this
+    """Return what the library's general search generates; Whisper's own handles languages and long recordings."""
+    from transformers import GenerationMixin  # takes 2 s in each worker
 
     found = GenerationMixin.generate(
         saved("whisper").reference,
@@ -94,7 +94,7 @@ def test_a_window_is_encoded_once_for_all_that_read_it() -> None:
 
 @pytest.mark.parametrize("kind", ["whisper", "t5-relu"])
 def test_a_source_in_parts_is_the_same_bit_for_bit(kind: str) -> None:
-    """Beside a stream, of which every step in between decodes."""
+    """Check the logits while a stream decodes in every step between the parts."""
     rows = []
     for limit in (None, 1):
         run = running(kind, backend=native_backends()[0])
@@ -119,7 +119,7 @@ def test_a_source_in_parts_is_the_same_bit_for_bit(kind: str) -> None:
 
 @torch.inference_mode()
 def test_layers_that_are_computed_are_not_computed_again() -> None:
-    """A more urgent request takes the place of one with the same source, and asks for all layers but the last."""
+    """Check advancing past the last layer: a more urgent request may compute layers for one with the same source."""
     model, inputs = loaded("whisper"), source_input(windows(1), CPU)
     begun = model.begin(inputs)
     for _ in range(3):  # of two layers
@@ -168,7 +168,7 @@ def test_what_cannot_be_read_is_refused(llm: LLM) -> None:
     ids=lambda settings: "-".join(settings.values()),
 )
 def test_number_formats_stay_close(settings: dict[str, Any]) -> None:
-    """The first token's log-probabilities, of which a wrong matrix would leave nothing; beams agree with each other."""
+    """Check that the first log-probabilities correlate with float32's, and that beams agree alone and together."""
     exact, near = (
         LLM(saved("whisper").path, EngineConfig(kv_cache_memory=1 << 22, **one))
         for one in ({"dtype": "float32"}, settings)

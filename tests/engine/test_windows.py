@@ -1,4 +1,4 @@
-"""Layers with windows keep the blocks of their window, and nothing else changes."""
+"""Layers with windows keep only the blocks of their window, and change nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WINDOW, BLOCK, STEP, CONTEXT = 512, 16, 256, 4096
 
 
 def held(blocks: BlockManager, pool: int) -> int:
-    """Blocks in use."""
+    """Return the blocks in use."""
     return blocks.pools[pool].num_blocks - blocks.pools[pool].num_free
 
 
@@ -44,12 +44,12 @@ def test_a_long_context_holds_a_window_and_a_step_of_blocks(overlap: bool, prefi
         most.append(held(blocks, 1))
         assert held(blocks, 0) <= CONTEXT // BLOCK + 1
     assert max(most) <= (WINDOW + STEP) // BLOCK + 1
-    assert most[-3] <= WINDOW // BLOCK + 1  # once it decodes
+    assert most[-3] <= WINDOW // BLOCK + 1  # while it decodes
     assert harness.tokens("r") == expected_tokens(made)
 
 
 def kept_together(pools: tuple[PoolSize, ...] | list[PoolSize]) -> int:
-    """Sequences of 250 tokens that decode at the same time."""
+    """Return how many sequences of 250 tokens decode at the same time."""
     harness = Harness(pools=pools, block_size=BLOCK, budget=256, max_num_seqs=64, max_model_len=1100)
     for number in range(24):
         harness.add(f"r{number}", [number] * 250, max_tokens=30)
@@ -63,7 +63,7 @@ def kept_together(pools: tuple[PoolSize, ...] | list[PoolSize]) -> int:
 def test_more_sequences_fit_where_five_of_six_layers_have_a_window() -> None:
     full, windowed = PoolSpec(None, (5,), 100), PoolSpec(32, (0, 1, 2, 3, 4), 500)
     layout = KVLayout(BLOCK, (full, windowed), has_source=False, step_tokens=256)
-    memory = 6 * 280 * 600  # of six such sequences that keep everything
+    memory = 6 * 280 * 600  # what six sequences take if they keep all blocks
     assert kept_together([PoolSize(memory // (600 * BLOCK))]) <= 6
     assert kept_together(layout.divide(memory, 1100, 64)) >= 2 * 6
 
@@ -85,7 +85,7 @@ RANDOM = rest_is_slow(
 
 @pytest.mark.parametrize(("named", "overlap", "prefix_caching"), RANDOM)
 def test_random_steps_over_a_few_prefixes(named: str, overlap: bool, prefix_caching: bool) -> None:
-    """Chunks, prefix hits, preemption, forks, searches and aborts; the runner checks what every token reads."""
+    """Run chunks, prefix hits, preemption, forks, searches and aborts; the runner checks what every token reads."""
     rng, pools = random.Random(7), POOLS[named]
     states = STATES if STATES in pools else None
     blocks = [pool for pool in pools if isinstance(pool, PoolSize)]
@@ -126,7 +126,7 @@ def test_a_search_through_windows_is_the_same_search() -> None:
 
 
 def test_a_prefix_is_found_where_the_window_before_its_end_is_still_there() -> None:
-    """And where it was evicted, as far as another window reaches, or not at all."""
+    """Check that after eviction from the windowed pool no prefix is found."""
     harness = Harness(pools=[PoolSize(60), PoolSize(9, 8)], budget=64)
     shared = list(range(100, 140))
     harness.add("first", [*shared, 1], max_tokens=1)
@@ -163,7 +163,7 @@ def test_control_the_check_finds_a_block_that_was_freed_too_early() -> None:
 def test_memory_is_divided_within_its_bounds(
     pools: list[tuple[int | None, int]], context: int, sequences: int, has_source: bool, times: float
 ) -> None:
-    """Pools take no more than there is, hold a sequence of the whole context, and no more than all sequences need."""
+    """Check that pools fit into memory, and hold at least one full context and at most what all sequences need."""
     specs = tuple(PoolSpec(window, (at,), size) for at, (window, size) in enumerate(pools))
     layout = KVLayout(BLOCK, specs, has_source, step_tokens=256)
     memory = int(layout.bytes_for(context) * times)
@@ -179,7 +179,7 @@ def test_memory_is_divided_within_its_bounds(
 
 
 def test_a_real_model_keeps_a_window_of_a_long_context(tmp_path: Path) -> None:
-    """Gemma 3: three layers of five read 512 tokens back."""
+    """Check Gemma 3, whose windowed layers (three of five) read 512 tokens back."""
     folder = copied("gemma3", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config |= {"sliding_window": WINDOW, "max_position_embeddings": 2 * CONTEXT}
@@ -194,7 +194,7 @@ def test_a_real_model_keeps_a_window_of_a_long_context(tmp_path: Path) -> None:
     blocks, most, tokens = llm._generate.block_manager, 0, 0
     for _, output in llm.stream([prompt(CONTEXT)], SamplingParams(max_tokens=8, ignore_eos=True)):
         tokens += len(output.token_ids)
-        assert held(blocks, 1) <= WINDOW // BLOCK + 1 or tokens == 1  # the first comes with the last step of the prompt
+        assert held(blocks, 1) <= WINDOW // BLOCK + 1 or tokens == 1  # the first comes with the last prompt step
     llm._generate.add(llm._request(0, prompt(CONTEXT, 1), SamplingParams(max_tokens=2), None, ()))
     while llm._generate.has_work:
         llm._generate.step()

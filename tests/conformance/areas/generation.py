@@ -26,7 +26,7 @@ from tests.model.checkpoints import saved
 PROMPT = [76, 13, 65, 36, 7, 3, 21, 87, 78, 63, 50, 43, 5, 37, 65, 28, 96, 55, 71, 72, 90, 15, 27, 75]
 KINDS = ("gpt2", "bart")  # in pairs too
 ALONE = ("llama-gqa", "t5-relu", "marian")
-BEHIND = (5, 63)  # of a decoder's prompt, after its start token
+AFTER_START = (5, 63)  # a decoder prompt after its start token
 WORDS = [[5], [5, 63], [63, 63], [7, 8, 9]]
 # Values that change something of greedy or beam search; `SAMPLED` are compared as they are resolved.
 VALUES: dict[str, list[Any]] = {
@@ -133,7 +133,7 @@ def greedy(report: Report, case: str, kind: str, changes: dict[str, Any], folder
     encodes = saved(kind).reference.config.is_encoder_decoder
     begins: list[tuple[int, ...]] = [()]
     if encodes and len(changes) == 1:
-        begins.append((generation["decoder_start_token_id"], *BEHIND))
+        begins.append((generation["decoder_start_token_id"], *AFTER_START))
     for begin in begins:
         try:
             expected, scores = theirs(saved(kind).reference, generation, PROMPT, begin)

@@ -35,7 +35,7 @@ from tests.model.tokenizer_folders import write_folder
 from tests.service.encode_models import client_of, encode_app
 
 _CLOSE = 1e-4
-# BART's classifier reads a text with its end of sequence, which the inputs of parity have not.
+# BART's classifier reads a text with its end of sequence, which the parity inputs lack.
 _READ_ELSEWHERE = {"bart-nli"}
 _LIBRARY = "sentence-transformers==6.2.0"
 _NEEDS = ("scikit-learn", "scipy", "joblib", "threadpoolctl", "cloudpickle", "narwhals")

@@ -138,7 +138,7 @@ def run(report: Report, packages: Packages) -> None:
     )
     worker = RenderWorker(20.0)
     for name, source in sorted(published_templates(packages).items()):
-        for_tools = name.endswith("tool_use")  # it stands beside one for other conversations
+        for_tools = name.endswith("tool_use")  # the folder's other template is for conversations without tools
         files = {"default": _OTHER, "tool_use": source} if for_tools else {"default": source}
         try:
             chat = probed_template(TemplateFiles(files, TOKENS), name).chosen(with_tools=for_tools)
