@@ -26,8 +26,6 @@ UNREAD = (
     "tests/model/test_folder_kinds.py",
     "tests/model/test_guard_pages.py",
     "tests/model/test_json_schemas.py",
-    "tests/service/",
-    "tests/service/dialects/",
 )
 
 

@@ -1,4 +1,4 @@
-"""Requests to a service that runs as a process, and its figures."""
+"""Requests to a service that runs as a process, and reads of its metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = {"model": "gen", "prompt": "def add(", "max_tokens": 12}
 LONG = {**PROMPT, "max_tokens": 1500}
 SPEECH = f"speech={CHECKPOINTS / 'speech'}"
 SAMPLE = CHECKPOINTS / "speech" / "sample.flac"
-SAID = "the meeting is on the fifth of july at eighteen twenty three"  # in the sample
+SAID = "the meeting is on the fifth of july at eighteen twenty three"  # the sample's words
 
 
 def generate(base_url: str, **fields: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def generate(base_url: str, **fields: Any) -> dict[str, Any]:
 
 
 def transcribe(base_url: str, **fields: Any) -> str:
-    """What a service that has `SPEECH` writes down of the sample."""
+    """Return the transcript of the sample by a service that has `SPEECH`."""
     files = {"file": (SAMPLE.name, SAMPLE.read_bytes())}
     reply = httpx.post(f"{base_url}/v1/audio/transcriptions", data=fields, files=files, timeout=60)
     assert reply.status_code == 200, reply.text
@@ -48,7 +48,7 @@ def transcribe(base_url: str, **fields: Any) -> str:
 
 
 def long_transcription(times: int = 10) -> dict[str, Any]:
-    """A body of /generate: the sample said so many times, 3.5 s each, as a stream."""
+    """Return a body of /generate: the sample repeated `times` times, 3.5 s each, as a stream."""
     samples, rate = soundfile.read(SAMPLE, dtype="float32")
     file = io.BytesIO()
     soundfile.write(file, np.tile(samples, times), rate, format="FLAC", subtype="PCM_16")
@@ -56,7 +56,7 @@ def long_transcription(times: int = 10) -> dict[str, Any]:
 
 
 def stream(base_url: str, body: dict[str, Any]) -> list[tuple[float, str]]:
-    """Time of arrival and data of every event."""
+    """Return the time of arrival and the data of every event."""
     with httpx.stream("POST", f"{base_url}/generate", json={**body, "stream": True}, timeout=60) as reply:
         assert reply.status_code == 200
         lines = ((time.monotonic(), line) for line in reply.iter_lines())
@@ -64,7 +64,7 @@ def stream(base_url: str, body: dict[str, Any]) -> list[tuple[float, str]]:
 
 
 def metric(base_url: str, name: str, **labels: str) -> float:
-    """The sum of a metric's samples with these labels."""
+    """Return the sum of a metric's samples with these labels."""
     samples = [
         line for line in httpx.get(f"{base_url}/metrics").text.splitlines() if line.startswith(f"triptych_{name}")
     ]
@@ -73,7 +73,7 @@ def metric(base_url: str, name: str, **labels: str) -> float:
 
 
 def post(base_url: str, path: str, body: dict[str, Any]) -> socket.socket:
-    """A connection on which the request has been sent and nothing been read."""
+    """Return a connection on which the request has been sent and nothing has been read."""
     address = urlsplit(base_url)
     assert address.hostname is not None
     content = json.dumps(body).encode()

@@ -1,6 +1,6 @@
-"""Headless Chromium through chromedriver's own HTTP interface (https://www.w3.org/TR/webdriver2/): no client library.
+"""Headless Chromium by chromedriver's HTTP interface (https://www.w3.org/TR/webdriver2/), without a client library.
 
-Every call and every wait is bounded. Nothing here knows of the service.
+Every call and every wait is bounded. This module does not depend on the service.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ARGUMENTS = (
 
 @contextmanager
 def chromium(profile: Path, *arguments: str) -> Iterator[Browser]:
-    """A browser with a profile of its own in the empty folder `profile`, closed at the end."""
+    """Yield a browser with its own profile in the empty folder `profile`; it is closed at the end."""
     flags = [*_ARGUMENTS, f"--user-data-dir={profile}", *arguments]
     wanted = {"goog:chromeOptions": {"binary": CHROMIUM, "args": flags}, "goog:loggingPrefs": {"browser": "ALL"}}
     with _driver() as url, httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
@@ -47,7 +47,7 @@ def chromium(profile: Path, *arguments: str) -> Iterator[Browser]:
 
 @contextmanager
 def _driver() -> Iterator[str]:
-    """The URL of a chromedriver on a port of its own."""
+    """Yield the URL of a chromedriver on its own port."""
     assert CHROMEDRIVER is not None
     driver = subprocess.Popen([CHROMEDRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert driver.stdout is not None
@@ -64,7 +64,7 @@ def _driver() -> Iterator[str]:
 
 
 class Browser:
-    """One window. Elements are named by CSS selectors."""
+    """One window; CSS selectors name elements."""
 
     def __init__(self, http: httpx.Client, session: str) -> None:
         self._http = http
@@ -80,18 +80,18 @@ class Browser:
         self.call("POST", "/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What the function body `script` returns."""
+        """Return the result of the function body `script`."""
         return self.call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def text(self, selector: str) -> str:
-        """All the text inside the element."""
+        """Return all text inside the element."""
         return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector))
 
     def click(self, selector: str) -> None:
         self.call("POST", f"/element/{self._find(selector)}/click")
 
     def type(self, selector: str, text: str) -> None:
-        """Replace what stands in a field by keys pressed."""
+        """Replace a field's content by key presses."""
         element = self._find(selector)
         self.call("POST", f"/element/{element}/clear")
         self.call("POST", f"/element/{element}/value", {"text": text})
@@ -100,7 +100,7 @@ class Browser:
         self.call("POST", f"/element/{self._find(selector)}/value", {"text": keys})
 
     def console(self) -> list[str]:
-        """What the browser complained of since the last call: blocked by policy, thrown, not found."""
+        """Return the browser's complaints since the last call: blocked by policy, thrown, not found."""
         return [entry["message"] for entry in self.call("POST", "/se/log", {"type": "browser"})]
 
     def _find(self, selector: str) -> str:
@@ -109,7 +109,7 @@ class Browser:
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    """What `condition()` returns once it is true; fails after `seconds`."""
+    """Return the result of `condition()` once it is true; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "it did not happen in time"

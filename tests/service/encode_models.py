@@ -1,4 +1,4 @@
-"""Tiny models with heads of every kind, behind the service and as the pipelines of `transformers`; its client."""
+"""Tiny models with heads of every kind, in the service and as pipelines of `transformers`; and a client."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXT = "Ada Lovelace sat on a mat , in Londonx the cat sat"
 
 
 def raw_tokenizer() -> RawTokenizer:
-    """WordPiece over all ids of the models: words, pieces within words, special tokens."""
+    """Return a WordPiece tokenizer over all ids of the models: words, continuations, special tokens."""
     names = [*WORDS, "##x", "London", ",", "in"]
     names += [f"{'##' if at % 3 else ''}p{at}" for at in range(VOCAB - len(names))]
     raw = RawTokenizer(models.WordPiece({name: at for at, name in enumerate(names)}, unk_token="[UNK]"))
@@ -48,7 +48,7 @@ def raw_tokenizer() -> RawTokenizer:
 
 
 def bart_tokenizer() -> RawTokenizer:
-    """The same with BART's special tokens around texts: its end of sequence is id 2."""
+    """Return the same with BART's special tokens around texts: its end of sequence is id 2."""
     raw = raw_tokenizer()
     raw.post_processor = processors.TemplateProcessing(
         single="[PAD] $A [CLS]", pair="[PAD] $A [CLS] [CLS] $B [CLS]", special_tokens=[("[PAD]", 0), ("[CLS]", 2)]
@@ -57,7 +57,7 @@ def bart_tokenizer() -> RawTokenizer:
 
 
 def encode_app(*kinds: str, tokenizer: Tokenizer | None = None, **folders: Path) -> Starlette:
-    """The application over real engines of these kinds, and of models in `folders`; BERT's tokenizer by default."""
+    """Return the application over real engines of these kinds and `folders`; BERT's tokenizer by default."""
     paths = {kind: saved(kind).path for kind in kinds} | folders
     config = EngineConfig(kv_cache_memory=1 << 20, device="cpu", dtype="float32")
     tokenizers = {
@@ -69,7 +69,7 @@ def encode_app(*kinds: str, tokenizer: Tokenizer | None = None, **folders: Path)
 
 
 class Client:
-    """A client of the application, for tests that are not asynchronous."""
+    """A client of the application for synchronous tests."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient, limits: Limits) -> None:
         self._loop = loop
@@ -130,7 +130,7 @@ def reference_logits(kind: str, text: str, pair: str | None = None) -> torch.Ten
 
 
 def hidden_states(ids: Sequence[int], visible: int | None = None) -> torch.Tensor:
-    """`[L, d]` by `transformers`; tokens behind the first `visible` ones are masked."""
+    """Return `[L, d]` by `transformers`; tokens after the first `visible` ones are masked."""
     mask = torch.tensor([[at < (visible or len(ids)) for at in range(len(ids))]]).long()
     with torch.inference_mode():
         found = saved("bert").reference(input_ids=torch.tensor([list(ids)]), attention_mask=mask).last_hidden_state[0]
@@ -138,7 +138,7 @@ def hidden_states(ids: Sequence[int], visible: int | None = None) -> torch.Tenso
 
 
 def late_folder(folder: Path, **settings: Any) -> Path:
-    """A folder of late interaction as pylate writes it, of BERT and a projection to 7 dimensions."""
+    """Write a folder of late interaction as pylate does, with BERT and a projection to 7 dimensions."""
     copied("bert", folder.parent).rename(folder)
     names = {"query_prefix": "Ada", "document_prefix": "Love", "query_length": 12, "document_length": 20}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(names | settings))

@@ -1,6 +1,6 @@
-"""A worker of the sandbox whose code is hostile: `python -m tests.service.hostile_worker MODE USER [none]`.
+"""A sandbox worker with hostile code: `python -m tests.service.hostile_worker MODE USER [none]`.
 
-It tries to leave by every way that it knows, and answers which of them were open. MODE is `lasting` or `forking`; with
+It tries every way out of the sandbox and answers which ones were open. MODE is `lasting` or `forking`; with
 `none` it runs as on a kernel without Landlock and seccomp.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 from service.sandbox import confinement, worker_main
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-KERNEL_ALONE = {"signal", "parent's memory by call", "exec", "trace", "stat"}  # what limits of resources do not close
+KERNEL_ALONE = {"signal", "parent's memory by call", "exec", "trace", "stat"}  # resource limits do not prevent these
 
 
 def checked(result: int) -> int:
@@ -61,7 +61,7 @@ def ways(front: int) -> dict[str, Callable[[], Any]]:
 
 
 def answer(request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
-    if request.get("write"):  # what a later request would read as its reply
+    if request.get("write"):  # a later request would read it as its reply
         os.write(0, b"\0\0\0\2{}" * 3)
     if request.get("stay"):
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 240
-PATIENCE = 60.0  # of what takes a moment where the machine has nothing else to do
-_LISTEN = "0A"  # as /proc/net/tcp has it
+PATIENCE = 60.0  # enough on a busy machine for what takes a moment on an idle one
+_LISTEN = "0A"  # as in /proc/net/tcp
 
 
 def eventually(
@@ -71,7 +71,7 @@ class ServiceProcess:
         self._process.send_signal(number)
 
     def wait(self, seconds: float = 120) -> int:
-        """The exit code."""
+        """Return the exit code."""
         code = self._process.wait(seconds)
         self._reader.join(60)
         return code
@@ -87,7 +87,7 @@ class ServiceProcess:
                 raise
 
     def descendants(self) -> dict[int, str]:
-        """Pid and command line of each process that it started, directly or not."""
+        """Return pid and command line of each descendant."""
         children: dict[int, list[int]] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and (parent := _parent(entry)) is not None:
@@ -100,18 +100,18 @@ class ServiceProcess:
         return found
 
     def listeners(self) -> list[tuple[str, int, int]]:
-        """(address, port, pid) of each TCP socket that it or what it started listens on; "" is any address."""
+        """Return (address, port, pid) of each TCP socket on which it or a descendant listens; "" is any address."""
         inodes = {inode: pid for pid in [self._process.pid, *self.descendants()] for inode in _sockets(pid)}
         return [(address, port, inodes[inode]) for address, port, inode in _listening() if inode in inodes]
 
     def engine_pid(self) -> int:
-        """The process that the engines run in; there must be one."""
+        """Return the process of the engines; there must be exactly one."""
         (pid,) = (pid for pid, line in self.descendants().items() if "-m model.engine " in line)
         return pid
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Its engine stands still: what runs does not end meanwhile, however slow this process is."""
+        """Stop the engine for the block, so that running requests do not end meanwhile."""
         pid = self.engine_pid()
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -122,7 +122,7 @@ class ServiceProcess:
 
 
 def strange_folder(folder: Path) -> Path:
-    """Return `folder` with modules as folders of models have them, which note that they were imported."""
+    """Return `folder` with modules like those in models' folders; they record that they were imported."""
     for name in ("model", "service", "json", "torch", "ray", "msgspec"):
         noted = f"open({str(folder / 'imported')!r}, 'a').write(__name__)"
         (folder / f"{name}.py").write_text(f"{noted}; raise SystemExit(9)")
@@ -131,7 +131,7 @@ def strange_folder(folder: Path) -> Path:
 
 @contextmanager
 def running(arguments: Sequence[str], folder: Path = ROOT) -> Iterator[ServiceProcess]:
-    """A service that is ready; stopped in the end, if it still runs."""
+    """Yield a service that is ready; it is stopped at the end if it still runs."""
     service = ServiceProcess(arguments, folder)
     try:
         service.wait_ready()
@@ -141,7 +141,7 @@ def running(arguments: Sequence[str], folder: Path = ROOT) -> Iterator[ServicePr
 
 
 def _listening() -> Iterator[tuple[str, int, str]]:
-    """Address, port and inode of every TCP socket of this machine that listens."""
+    """Return address, port and inode of every listening TCP socket of this machine."""
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
             fields = line.split()
@@ -154,7 +154,7 @@ def _listening() -> Iterator[tuple[str, int, str]]:
 
 
 def _sockets(pid: int) -> Iterator[str]:
-    """The inodes of its sockets."""
+    """Return the inodes of its sockets."""
     try:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             kind, _, inode = os.readlink(descriptor).partition(":")

@@ -1,6 +1,6 @@
-"""Lets applications of one test process use the same sandbox processes, one after the other.
+"""Sharing of sandbox processes between the applications of one test process, one after the other.
 
-Each application starts its own, which takes half a second of CPU time, and most tests make an application. A process
+Starting a process takes half a second of CPU time, and most tests make an application. A process
 that is free when its application closes answers the next application's requests.
 """
 

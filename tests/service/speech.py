@@ -1,4 +1,4 @@
-"""A model that reads audio over the scripted engine: windows of a second, and an engine that writes what it is told."""
+"""A model that reads audio over the scripted engine: windows of a second, and scripted outputs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def raw_speech_tokenizer(positions: int) -> RawTokenizer:
-    """Bytes, then Whisper's special tokens, then its timestamps."""
+    """Return a tokenizer of bytes, then Whisper's special tokens, then its timestamps."""
     raw = RawTokenizer(models.BPE({char: at for at, char in enumerate(_ALPHABET)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -77,11 +77,11 @@ def ids(text: str) -> list[int]:
 
 
 def at(seconds: float) -> int:
-    """The timestamp token."""
+    """Return the timestamp token."""
     return BEGIN + round(seconds * 50)
 
 
-# What is said in 2 s of audio, window by window.
+# The script for 2 s of audio, window by window.
 SAID = (
     [BEGIN, *ids(" one"), at(0.5), at(0.5), *ids(" tw")],  # cut off: the next window begins at 0.5 s
     [BEGIN, *ids(" two"), at(0.9)],
@@ -96,19 +96,19 @@ def served_speech(name: str = "speech", tokens: SpeechTokens = SPEECH) -> Served
 
 
 def sound(seconds: float, rate: int = RATE) -> NDArray[np.float32]:
-    """Another one in every part of it."""
+    """Return sound that differs in every part."""
     return np.sin(np.arange(int(seconds * rate)) ** 1.2 / 7).astype(np.float32)
 
 
 def chunk_digests(seconds: float) -> list[bytes]:
-    """The sources of an audio's chunks, in their order."""
+    """Return the sources of an audio's chunks in order."""
     samples = sound(seconds)
     parts = (samples[one.start : one.end] for one in cut_chunks(len(samples), RATE))
     return [Spectrogram.of(LOG_MEL, part).source(Window(0, 2 * POSITIONS)).digest for part in parts]
 
 
 class ScriptedDecoder:
-    """Takes a text of so many seconds for an audio file, such as b"2.5"; refuses any other."""
+    """A decoder that takes a number of seconds as text for an audio file, such as b"2.5", and refuses other files."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -140,7 +140,7 @@ def language(of: int) -> Callable[[Request], Sequence[int]]:
 
 
 def saying(*outputs: Sequence[int], spoken: int = EN) -> Callable[[Request], Sequence[int]]:
-    """An engine's answers: to questions for the language, alignments, and windows in the order of their requests."""
+    """Scripted answers of an engine: languages, alignments, and windows in the order of their requests."""
     windows: dict[str, Sequence[int]] = {}
 
     def answer(request: Request) -> Sequence[int]:
@@ -154,7 +154,7 @@ def saying(*outputs: Sequence[int], spoken: int = EN) -> Callable[[Request], Seq
 
 
 def speech_app(*outputs: Sequence[int], tokens: SpeechTokens = SPEECH, **options: Any) -> App:
-    """An application with a model that reads audio, and those of `make_app`."""
+    """Return an application with a model that reads audio, and the models of `make_app`."""
     room = {"max_model_len": 64, "max_num_batched_tokens": 128}
     app = make_app(served_speech(tokens=tokens), end_id=END, **room, **options)
     app.script.answer = saying(*outputs) if outputs else None
@@ -184,5 +184,5 @@ def transcribed(app: App, seconds: float = 0.5, **fields: Any) -> dict[str, Any]
 
 
 def windows(app: App) -> list[Request]:
-    """The requests for outputs of windows, without questions for languages and alignments."""
+    """Return the requests for outputs of windows, without those for languages and alignments."""
     return [one for one in app.client.submitted if not one.params.allowed_token_ids and one.alignment is None]

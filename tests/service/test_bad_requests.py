@@ -1,4 +1,4 @@
-"""Bad input gets the contract's error with the field named, and the next good request is served."""
+"""Bad input gets the contract's error with its field, and the next good request is served."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
 
 
 def check_error(reply: httpx.Response, status: int, param: str | None = None, code: str = "") -> dict[str, Any]:
-    """The reply has the contract's shape and tells nothing it should not."""
+    """Check that the reply has the contract's shape and no internals."""
     assert reply.status_code == status, reply.text
     assert reply.headers["content-type"] == "application/json"
     assert reply.headers["x-request-id"]
@@ -294,7 +294,7 @@ def test_wrong_routes_methods_and_types(app: App) -> None:
         check_error(await client.request("OPTIONS", "/metrics"), 405, None, "method_not_allowed")
         check_error(await client.post(G, data={"prompt": "a"}), 415, None, "unsupported_media_type")
         check_error(await client.post(G, content=json.dumps(GOOD)), 415, None, "unsupported_media_type")
-        check_error(await client.delete("/requests/nobody"), 404, "id", "request_not_found")
+        check_error(await client.delete("/requests/unknown"), 404, "id", "request_not_found")
         check_error(await client.delete("/requests/" + "x" * 3000), 404, "id", "request_not_found")
 
     run(app, work)

@@ -1,4 +1,4 @@
-"""Looks for bodies that hold the event loop: any field of any body, filled with much of something."""
+"""A search for bodies that hold the event loop: any field of any body, filled with much data."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _ITEMS = ("{}", "[]", '""', "0", "null", "1.2345678901234567890123e-300", "9" * 
 
 
 def _filled(rng: random.Random, values: int, size: int) -> str:
-    """Return JSON of about so many values, within the size."""
+    """Return JSON with about `values` values, within the size."""
     kind = rng.randrange(5)
     if kind == 0:
         text = rng.choice(_TEXTS)
@@ -105,7 +105,7 @@ def _filled(rng: random.Random, values: int, size: int) -> str:
 
 
 def bodies(rng: random.Random) -> Iterator[tuple[str, str, bytes]]:
-    """Yield a route, the path of a field, and a body that has much there, forever."""
+    """Yield forever a route, the path of a field, and a body that has much data there."""
     places = [(route, base, path) for route, model, base in ROUTES for path in dict(walk(model))]
     while True:
         route, base, path = rng.choice(places)

@@ -104,8 +104,9 @@ class Transport(asyncio.Transport):
 
 
 class Connection:
-    """A client's side of one connection to an application that answers at once, whatever it is sent, and of which it
-    reads all, or what the test takes.
+    """A client's side of one connection to an application that answers at once.
+
+    The client reads all of the replies, or what the test takes.
     """
 
     def __init__(

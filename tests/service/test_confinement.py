@@ -20,7 +20,7 @@ from service.sandbox.process_pool import ForkingWorker, Worker, WorkerError
 from tests.service.hostile_worker import KERNEL_ALONE
 from tests.service.support import ask, make_app
 
-MODULE, NOBODY = "tests.service.hostile_worker", "65534"
+MODULE, UNPRIVILEGED = "tests.service.hostile_worker", "65534"
 KINDS = {"lasting": Worker, "forking": ForkingWorker}
 needs_all = pytest.mark.skipif(bool(confinement.support().missing), reason="this kernel has no Landlock or no seccomp")
 
@@ -37,7 +37,7 @@ def worker(kind: str) -> Iterator[Worker]:
 
 
 @needs_all
-@pytest.mark.parametrize("user", ["0", NOBODY])
+@pytest.mark.parametrize("user", ["0", UNPRIVILEGED])
 def test_hostile_code_reaches_nothing(kind: str, user: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIPTYCH_API_KEYS", "canary")
     with closing(KINDS[kind](5.0, MODULE, kind, user)) as worker:
@@ -46,7 +46,7 @@ def test_hostile_code_reaches_nothing(kind: str, user: str, monkeypatch: pytest.
 
 
 def test_without_help_of_the_kernel_it_still_opens_nothing(kind: str) -> None:
-    with closing(KINDS[kind](5.0, MODULE, kind, NOBODY, "none")) as worker:
+    with closing(KINDS[kind](5.0, MODULE, kind, UNPRIVILEGED, "none")) as worker:
         found = worker.ask({"front": os.getpid()})
         assert set(found["open"]) <= KERNEL_ALONE and found["descriptors"] == [0, 1, 2]
 

@@ -1,4 +1,4 @@
-"""The cache of results of /encode, over a scripted engine."""
+"""The result cache of /encode, over a scripted engine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_who_leaves_does_not_end_what_others_wait_for(ended: str) -> None:
             await asyncio.gather(first, return_exceptions=True)
         else:
             assert (await first).status_code == 504
-        await until(lambda: len(app.client.cancelled) == 1)  # w1, which nobody else waits for
+        await until(lambda: len(app.client.cancelled) == 1)  # w1, for which no other request waits
         free.set()
         assert vectors(await second) == vectors(await encode(client, "w3", "w2"))
         assert len(app.client.encoded) == 3
@@ -235,7 +235,7 @@ def test_the_least_recently_used_results_go_first() -> None:
 
 
 def test_a_kept_result_takes_no_more_than_it_counts() -> None:
-    """What a client makes long, such as ids to choose among, is not kept with each result."""
+    """Long values of a client, such as ids to choose among, are not kept with each result."""
 
     def key(at: int) -> Key:
         ids, spans = tuple(range(10_000, 11_000)), tuple((one, one + 1) for one in range(256))

@@ -160,7 +160,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(url: str) -> None:
     assert drafted["usage"]["accepted_prediction_tokens"] > 40  # type: ignore[index]
     assert drafted["usage"]["rejected_prediction_tokens"] < 20  # type: ignore[index]
     assert "accepted_prediction_tokens" not in plain["usage"]  # type: ignore[operator]
-    stopped = {**body, "stop": text[40:44], "return_token_ids": True}  # drafts behind it count for nothing
+    stopped = {**body, "stop": text[40:44], "return_token_ids": True}  # text after the stop does not count
     cut, drafted_cut = post_all(url, "/generate", [stopped, {**stopped, "prediction": text}])
     assert drafted_cut["choices"] == cut["choices"]
     usage = drafted_cut["usage"]

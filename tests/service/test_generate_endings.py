@@ -1,4 +1,4 @@
-"""How requests to generate end that do not end well: refused by a full queue, failed, late, cancelled."""
+"""Endings of generate requests other than success: refused by a full queue, failed, late, cancelled."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_cancel_by_id(stream: bool) -> None:
 
 
 class Others:
-    """Other replicas, of which at most one answers."""
+    """Other replicas; at most one answers."""
 
     app: App | None = None
 
@@ -167,7 +167,7 @@ def test_cancel_comes_to_the_replica_that_has_the_request() -> None:
         async with opened(asked) as other:
             check_error(await other.delete("/requests/mine"), 503, None, "not_live")
             others.app = app
-            check_error(await other.delete("/requests/nobody"), 404, "id", "request_not_found")
+            check_error(await other.delete("/requests/unknown"), 404, "id", "request_not_found")
             assert (await other.delete("/requests/mine")).json() == {"id": "mine", "cancelled": 1}
         assert (await running).json()["choices"][0]["finish_reason"] == "cancelled"
 

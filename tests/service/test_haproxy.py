@@ -46,9 +46,9 @@ def test_haproxy_has_its_own_files_and_outlasts_every_request(no_ray_settings: p
     ]
 
 
-# HAProxy as Serve starts it, without a cluster: before a replica that is gone, below /two before a pair of which one
-# closes connections unanswered, and below other paths before a single one, with Serve's own proxy behind it. Those are
-# asked too rarely whether they are well to be found out by that. It ends when its standard input does.
+# HAProxy as Serve starts it, without a cluster: / goes to a replica that is gone, /two to a pair in which one closes
+# connections unanswered, and other paths to a single one, with Serve's own proxy as fallback. Health checks are too
+# rare to notice those faults. It ends when its standard input closes.
 HAPROXY = """
 import asyncio, sys
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -94,7 +94,7 @@ class Staying(BaseHTTPRequestHandler):
 
 
 class Leaving(Staying):
-    """One that closes its connection instead, though it is well."""
+    """A replica that closes its connection without a reply, though it is healthy."""
 
     def do_POST(self) -> None:
         type(self).asked += 1
@@ -102,7 +102,7 @@ class Leaving(Staying):
 
 
 class Last(Staying):
-    """One that answers so many at a time, until it leaves, and then closes the connections that it has."""
+    """A replica that answers a limited number at a time, until it leaves and closes its connections."""
 
     at_once = threading.Barrier(6)
     leaves = False
@@ -207,7 +207,7 @@ def test_haproxy_retries_on_another_replica_after_an_empty_response(haproxy_addr
 def test_haproxy_falls_back_to_serves_proxy_when_the_only_replica_closes_its_connections(
     haproxy_address: tuple[str, int], replicas: dict[str, ThreadingHTTPServer]
 ) -> None:
-    """A leaving replica stops listening, then closes its connections: each that HAProxy kept may cost a try."""
+    """A leaving replica stops listening, then closes its connections: each one that HAProxy kept may cost a try."""
     ask = partial(httpx.Client.post, url="http://{}:{}/held/generate".format(*haproxy_address), json={"prompt": "a"})
     with ExitStack() as stack, ThreadPoolExecutor(Last.at_once.parties) as pool:
         clients = [stack.enter_context(httpx.Client()) for _ in range(Last.at_once.parties)]

@@ -57,7 +57,7 @@ def close(found: Any, expected: torch.Tensor) -> bool:
 
 class TestClassifiers:
     def test_scores_of_pairs_and_texts(self, client: Client) -> None:
-        """As a cross-encoder re-ranks: one score list for each pair."""
+        """A cross-encoder re-ranks so: one list of scores for each pair."""
         reply = client.encode(model="bert-sequence", output="logits", input=[PAIR, {"text": "w1"}])
         assert reply["labels"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
         assert [item.keys() for item in reply["data"]] == [{"index", "scores"}] * 2
@@ -115,7 +115,7 @@ class TestClassifiers:
 
 
 class TestRecurrentLayers:
-    """Gated DeltaNet, with experts."""
+    """The layers are Gated DeltaNet, with experts."""
 
     def test_tokens_are_the_references_with_their_probabilities(self, client: Client) -> None:
         prompt, cached = list(range(5, 25)), []
@@ -206,12 +206,12 @@ class TestImages:
         assert [one["embedding"] for one in found] == [item["embedding"]]
 
     def test_images_have_no_prompts(self, client: Client) -> None:
-        """Whatever the folder says: its prompts would be those of a text model beside it."""
+        """This holds whatever the folder has: its prompts would be those of a text model of the same pair."""
         reply = client.post(model="vit", input=[coded(FILES[0])], prompt_name="query")
         assert "vit reads images" in check_error(reply, 400, "prompt_name", "invalid_value")["message"]
 
     def test_too_many_images_in_all(self, client: Client) -> None:
-        """Counted before any is decoded."""
+        """Images are counted before any is decoded."""
         before = client.limits.max_detailed_tokens
         object.__setattr__(client.limits, "max_detailed_tokens", 50)
         try:

@@ -1,4 +1,4 @@
-"""Several processes of one service: any of them shows the figures of all, each once."""
+"""Metrics of several processes of one service: each process shows the sums over all."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_folder_of_figures_is_made_or_refused_by_its_name(tmp_path: Path, mo
 
 
 def test_all_but_a_few_tokens_are_added_while_a_stream_runs() -> None:
-    """A process that is killed loses the others: its requests have not ended, and nobody may have scraped it."""
+    """A killed process loses the rest: its requests have not ended, and a scrape may never have seen it."""
     metrics = Metrics()
     count = metrics.generated("gen")
     for _ in range(1000):

@@ -425,7 +425,7 @@ def test_the_command_line_lists_loads_and_unloads(
         assert command("load", "new", "../x") == (1, "triptych: 400: path: models_dir has no such folder\n")
         assert command("load")[0] == 2
         assert command("list", "--admin-key", "wrong")[0] == 1
-    assert command("list")[0] == 1  # nobody answers
+    assert command("list")[0] == 1  # no service answers
 
 
 def test_the_documentation_has_the_settings_of_models(folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""The OpenAPI document held to the service and the service to it, by requests that schemathesis derives from it.
+"""The OpenAPI document and the service agree, by requests that schemathesis derives from the document.
 
 Good, odd and bad requests on every route: none may end in a 500, in a status or content type that the document does not
-name, or in a body that is not of its schema. Run as a program, because its pytest plugin lags behind pytest.
+name, or in a body that is not of its schema. schemathesis runs as a program: its pytest plugin is outdated.
 """
 
 from __future__ import annotations

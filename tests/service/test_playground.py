@@ -307,7 +307,7 @@ def test_the_last_comparison_is_the_one_that_is_shown(browser: Browser, app: App
         eventually(lambda: app.client.running)
         app.script.delay_s = 0.0
         ask_for("w2")
-        eventually(lambda: app.client.aborted and not app.client.running)  # nobody waits for the first any more
+        eventually(lambda: app.client.aborted and not app.client.running)  # no client waits for the first any more
         eventually(lambda: "w2" in browser.text("#map tbody"))
 
         app.script.delay_s = 2.0

@@ -1,4 +1,4 @@
-"""Replies parted into reasoning, content and calls, however they are cut, and grammars that hold calls to schemas."""
+"""Replies are split into reasoning, content and calls at any chunking, and grammars enforce schemas of calls."""
 
 from __future__ import annotations
 
@@ -397,7 +397,7 @@ def test_strict_tools_are_held_wherever_they_are_called(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hermes", "json", "harmony"])
 def test_an_answer_is_json_or_calls(name: str) -> None:
-    """`response_format` beside tools, behind reasoning."""
+    """`response_format` works together with tools, and after reasoning."""
     generator = random.Random(name)
     answer = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99}}, "required": ["x"]}
     use = ToolUse((Tool("t", None, {"properties": {"n": {"type": "boolean"}}, "additionalProperties": False}),))

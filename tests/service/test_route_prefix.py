@@ -40,7 +40,7 @@ def test_the_page_lies_where_its_relative_addresses_find_the_group(app: App) -> 
 
 def test_the_docs_describe_the_group_at_its_addresses(app: App) -> None:
     page = below(app, "/grp", "GET", "/grp/docs").text
-    (described,) = re.findall(r'fetch\(address\("([^"]+)"\)\)', page)  # beside the page
+    (described,) = re.findall(r'fetch\(address\("([^"]+)"\)\)', page)  # relative to the page
     assert urljoin("http://test/grp/docs", described) == "http://test/grp/openapi.json"
     document = below(app, "/grp", "GET", "/grp/openapi.json").json()
     assert document["servers"] == [{"url": "/grp"}]

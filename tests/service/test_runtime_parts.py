@@ -140,7 +140,7 @@ def test_a_session_folder_that_cannot_be_made_is_an_error(no_ray_settings: pytes
     no_ray_settings.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 9)))  # too long for sockets
     with environment.prepared(ServeConfig(SPECS)) as folder:
         assert folder.parent == Path("/tmp")
-    no_ray_settings.setattr(tempfile, "tempdir", "/proc")  # where nobody can make a folder
+    no_ray_settings.setattr(tempfile, "tempdir", "/proc")  # no folder can be made there
     with (
         pytest.raises(
             ConfigError, match=r"no folder for Ray can be made as /proc/triptych-.*; set TMPDIR to a writable folder"

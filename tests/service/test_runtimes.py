@@ -1,6 +1,6 @@
 """The service as a person starts it, under each runtime: the same requests get the same answers.
 
-One service for all tests of a runtime, of which the last ends it.
+All tests of a runtime share one service; the last test ends it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def service(
     shutil.copytree(models[0].partition("=")[2], folder / "lazy")
     later = ["--models-dir", str(folder), "--admin-key", "of-an-operator"]
     # float32: in torch's bfloat16 and that of AMX tiles sums depend on the others in the batch.
-    # A machine that runs other tests beside these may be thirty times slower: what runs may end all the same.
+    # Other tests may make the machine thirty times slower: running requests still get the time to end.
     options = [*later, *RUNTIMES[request.param], "--log-format", "json", "--dtype", "float32", "--drain-timeout", "100"]
     elsewhere = strange_folder(tmp_path_factory.mktemp("elsewhere"))
     with running([*models, SPEECH, *options], elsewhere) as started:
@@ -79,7 +79,7 @@ def base_url(service: ServiceProcess) -> str:
 def test_each_request_gets_its_reply_whatever_it_offers(
     service: ServiceProcess, request: pytest.FixtureRequest
 ) -> None:
-    proxied = request.node.callspec.params["service"] == "ray"  # behind HAProxy
+    proxied = request.node.callspec.params["service"] == "ray"  # HAProxy is in front
     port = urlsplit(service.url).port
     assert port is not None and failures(port, CASES, proxied=proxied) == []
 
@@ -131,7 +131,7 @@ def test_it_is_ready_and_says_what_it_serves(base_url: str) -> None:
 
 
 def test_its_processes_have_the_niceness_that_it_was_started_with(service: ServiceProcess) -> None:
-    """Ray's workers would have 15: beside a busy program the engine would get a thirtieth of a CPU."""
+    """Ray's workers would have 15: next to a busy program the engine would get a thirtieth of a CPU."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     ours = [pid for pid, line in service.descendants().items() if "ServeReplica" in line or "-m model.engine " in line]
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in ours} == {own}

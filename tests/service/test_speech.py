@@ -163,7 +163,7 @@ class TestLong:
         assert len(windows(app)) == 6  # the last temperature's output counts
 
     def test_chunks_are_decoded_at_once_and_merged(self) -> None:
-        # chunks of 1 s, of which the first and last sixth are their neighbours' too
+        # chunks of 1 s; the first and last sixth overlap with their neighbours
         said = dict(zip(chunk_digests(2.2), (" one two", " two three", " three four"), strict=True))
 
         def answer(request: Request) -> Sequence[int]:

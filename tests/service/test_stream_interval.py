@@ -1,4 +1,4 @@
-"""`--stream-interval`: fewer events with more in each, and nothing else that a client or an operator could tell."""
+"""`--stream-interval`: fewer and larger events, and no other difference for clients and operators."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_first_token_and_the_end_are_not_held_back(url: str) -> None:
     assert any(len(first) < TOKENS / 10 for first in firsts)
     began = time.monotonic()
     found = streamed(url)
-    assert len(found) <= 2 + (time.monotonic() - began) / INTERVAL  # all but the last so long behind the one before
+    assert len(found) <= 2 + (time.monotonic() - began) / INTERVAL  # all but the last are that far apart
     assert any(_seconds(url, max_tokens=2) < INTERVAL for _ in range(20))
 
 

@@ -25,7 +25,7 @@ STREAMS = 256
 
 
 class ScriptedTransport:
-    """An engine loop of which the test sends the frames."""
+    """An engine loop whose frames the test sends."""
 
     def __init__(self) -> None:
         self.asked: list[Request] = []

@@ -15,7 +15,7 @@ T5 = ("summarization", "translation_en_to_de", "translation_en_to_fr", "translat
 
 
 def model(*tokens: str, tasks: tuple[str, ...] = (), pair: tuple[str, str] | None = None) -> ServedModel:
-    """A model whose tokenizer has these tokens, and knows no languages by tokens beside texts."""
+    """Return a model whose tokenizer has these tokens, and adds no language tokens to texts."""
     tokenizer = SimpleNamespace(
         source_languages=None, pair_of_languages=pair, token_id=lambda text: 7 if text in tokens else None
     )

@@ -181,7 +181,7 @@ def url() -> Iterator[str]:
 
 
 def sample(times: int = 1) -> NDArray[np.float32]:
-    """The sentence that is beside the embedded Whisper, so many times."""
+    """Return the embedded Whisper's sample sentence, repeated `times` times."""
     samples, rate = soundfile.read(SAMPLE, dtype="float32")
     assert rate == whisper.RATE
     return np.tile(samples, times)
@@ -202,7 +202,7 @@ def test_every_curl_of_the_page_says_what_is_said(url: str, tmp_path: Path) -> N
 
 
 def curl(words: list[str], url: str, folder: Path) -> httpx.Response:
-    """Do what a line of curl says, as far as the page's lines go."""
+    """Run a line of curl, with the options that the page's lines use."""
     fields: dict[str, list[str]] = {}
     options: dict[str, Any] = {"headers": {}}
     address, *given = [one for one in words if one not in ("-s", "-sN")]

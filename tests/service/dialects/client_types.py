@@ -1,4 +1,4 @@
-"""The fields that clients can send, by path, read from their own types: TypedDicts, dataclasses, Pydantic's models."""
+"""The fields that clients can send, by path, from the clients' types: TypedDicts, dataclasses, Pydantic's models."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
-Types = Mapping[str, set[str]]  # the words that a `type` or a `role` may have where this service has the path
+Types = Mapping[str, set[str]]  # allowed values of `type` or `role`, by their paths in this service
 
 
 def paths(kind: type, served: Types, path: str = "", above: tuple[type, ...] = ()) -> Iterator[str]:
-    """Yield every path below a type, but for alternatives whose `type` or `role` is not among `served`."""
+    """Yield every path below a type, except alternatives whose `type` or `role` is not in `served`."""
     hints = _fields(kind)
     for name in ("type", "role"):
         place = f"{path}.{name}" if path else name
@@ -37,7 +37,7 @@ def _fields(kind: type) -> dict[str, Any]:
 
 
 def _alias(hint: Any) -> str | None:
-    """Return the name that a client's transformation gives a field."""
+    """Return the name to which a client renames a field before it is sent."""
     if get_origin(hint) in (typing.Required, typing.NotRequired):
         return _alias(get_args(hint)[0])
     if get_origin(hint) is not Annotated:
@@ -46,7 +46,7 @@ def _alias(hint: Any) -> str | None:
 
 
 def within(hint: Any) -> Iterator[tuple[str, type]]:
-    """Yield the types of objects within a hint, each with `[]` for every list around it."""
+    """Yield the object types within a hint, each with `[]` for every list around it."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is None:
         if isinstance(hint, type) and (is_typeddict(hint) or dataclasses.is_dataclass(hint) or _is_model(hint)):

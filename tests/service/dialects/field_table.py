@@ -2,7 +2,7 @@
 
     python -m tests.service.dialects.field_table
 
-writes the page anew; test_fields.py compares it, and compares the table with the types of the clients.
+writes the page again; test_fields.py compares it, and compares the table with the clients' types.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ Use = Literal["used", "refused", "ignored"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is done with a field, and why."""
+    """The treatment of a field, and the reason."""
 
     use: Use
     reason: str = ""
 
 
 def table(body: type[BaseModel]) -> dict[str, Row]:
-    """Return every field of a body by its path; one that an alternative uses counts as used."""
+    """Return every field of a body by its path; a field that one alternative uses counts as used."""
     found: dict[str, Row] = {}
     for path, field in walk(body):
         row = _row(field)
@@ -116,7 +116,7 @@ def table(body: type[BaseModel]) -> dict[str, Row]:
 
 
 def types(body: type[BaseModel]) -> dict[str, set[str]]:
-    """Return the words that a `type` or a `role` may have, by its path; of those that may have any, none."""
+    """Return the allowed values of `type` and `role` by path; a path that allows any value has none."""
     found: dict[str, set[str]] = {}
     for path, field in walk(body):
         if path.rpartition(".")[2] in ("type", "role") and not any(
@@ -192,7 +192,7 @@ def _section(route: str, rows: dict[str, Row]) -> str:
 
 
 def _is_within(path: str, rows: dict[str, Row]) -> bool:
-    """Return whether a field stands within one that is not used as a whole."""
+    """Return whether a field is inside an object that is not used as a whole."""
     parents = [path[:at] for at, letter in enumerate(path) if letter == "."]
     return any(rows[one.rstrip("[]")].use != "used" for one in parents if one.rstrip("[]") in rows)
 

@@ -11,7 +11,7 @@ from service.chat.template_probe import probed_template
 from service.core.models import ServedModel
 from tests.service.support import App, byte_tokenizer, make_app, served
 
-# In the style of those that published models have; the words are ours.
+# In the style of published templates, with our own words.
 TURNS = (
     "{% for message in messages %}{{ '<|turn|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"
@@ -93,7 +93,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def talker(source: str = TURNS, name: str = "chat") -> ServedModel:
-    """A decoder-only model with this template and a context of its own."""
+    """Return a decoder-only model with this template and its own context length."""
     plain = served(name, "decoder-only", byte_tokenizer())
     return ServedModel(name, plain.checkpoint, plain.tokenizer, chat=template(source))
 
@@ -104,21 +104,21 @@ def template(source: str) -> ChatTemplate:
 
 
 def says(app: App, text: str) -> None:
-    """Make the models say this and end."""
+    """Make the models write this text and end."""
     ids = byte_tokenizer().encode(text, add_special_tokens=False).ids
     app.script.token_ids, app.script.end_id = (*ids, 256), 256
 
 
 def calling_app(**options: Any) -> App:
-    """A model `chat` that writes reasoning and tool calls as Qwen does, with room for tools."""
+    """Return an application with a model `chat` that writes reasoning and calls like Qwen, and has room for tools."""
     return make_app(talker(CALLS), **{"max_model_len": 8_192, **options})
 
 
 def prompt_of(app: App, at: int = -1) -> str:
-    """Return the prompt of a request that the engine got."""
+    """Return the prompt of a request that the engine received."""
     return byte_tokenizer().decode(app.client.submitted[at].prompt_token_ids, skip_special_tokens=False)
 
 
 def chat_app(source: str = TURNS, **options: Any) -> App:
-    """The usual models and `chat`."""
+    """Return an application with the usual models and `chat`."""
     return make_app(talker(source), **options)

@@ -1,6 +1,6 @@
-"""Requests in the form of two coding agents, replayed over HTTP: their fields, headers and tools, turn by turn.
+"""Requests of two coding agents, replayed over HTTP: their fields, headers and tools, turn by turn.
 
-`tests/data/agents/` has them. An agent sends back what it got, as it got it, with the results of its calls.
+`tests/data/agents/` has them. An agent sends back each reply unchanged, with the results of its calls.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_the_turns_of_a_coding_agent(served: tuple[App, str], name: str) -> None
 
 
 def results(name: str, calls: list[str], found: list[Json]) -> list[Json]:
-    """What an agent sends of the calls that it has run."""
+    """Return the messages in which an agent sends the results of its calls."""
     pairs = list(zip(calls, found, strict=True)) if found else []
     if name == "codex":
         return [{"type": "function_call_output", "call_id": call, **result} for call, result in pairs]
@@ -77,7 +77,7 @@ def without_ids(one: Json) -> Json:
 
 
 def events(text: str) -> list[Json]:
-    """The events of a stream, each under its own name."""
+    """Return the events of a stream; each must have its own name."""
     found = []
     for event in text.strip().split("\n\n"):
         name, data = event.split("\n")
@@ -87,7 +87,7 @@ def events(text: str) -> list[Json]:
 
 
 def blocks(text: str) -> tuple[list[Json], str]:
-    """The blocks of a stream of Anthropic's events, put together from its deltas, and why it ended."""
+    """Return the blocks of Anthropic's event stream, joined from their deltas, and the stop reason."""
     found: list[Json] = []
     reason = ""
     for event in events(text):
@@ -110,7 +110,7 @@ def blocks(text: str) -> tuple[list[Json], str]:
 
 
 def items(text: str) -> tuple[list[Json], str]:
-    """The items of a stream of OpenAI's events as they were done, and how the response ended."""
+    """Return the finished items of OpenAI's event stream, and how the response ended."""
     found: list[Json] = []
     for at, event in enumerate(events(text)):
         assert event["sequence_number"] == at
@@ -122,7 +122,7 @@ def items(text: str) -> tuple[list[Json], str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_of_an_agents_tools_are_held_to_their_schemas(name: str) -> None:
-    """Random texts of the grammar of each tool: one call of it, with arguments that its schema allows."""
+    """Random texts of each tool's grammar are one call of the tool, with arguments that its schema allows."""
     generator = random.Random(name)
     for tool in tools_of(name):
         use = ToolUse((tool,), "required", parallel=False)
@@ -133,7 +133,7 @@ def test_calls_of_an_agents_tools_are_held_to_their_schemas(name: str) -> None:
 
 
 def tools_of(name: str) -> tuple[Tool, ...]:
-    """The tools of an agent, as the model gets them."""
+    """Return an agent's tools as the model gets them."""
     agent, model = recording(name), talker(CALLS)
     if name == "codex":
         body = ResponsesBody(**agent["body"], input="a")
@@ -143,7 +143,7 @@ def tools_of(name: str) -> tuple[Tool, ...]:
 
 
 def test_names_in_namespaces(served: tuple[App, str]) -> None:
-    """Two functions that would be one to the model are refused, and what is no function, in its place."""
+    """Functions whose names would be equal for the model are refused, and so are values that are no function."""
     _, url = served
     body = recording("codex")["body"] | {"input": "a", "stream": False}
     twice = {"type": "function", "name": "mcp__crm__find", "parameters": None}

@@ -1,4 +1,4 @@
-"""OpenAI's official client and Hugging Face's on speech, as they are, against the application under a real server."""
+"""Speech by the official clients of OpenAI and Hugging Face, against the application under a real server."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class TestManyUploads:
     LIMITS = Limits(max_audio_requests=2, max_audio_bytes=100_000, max_audio_held_bytes=250_000, receive_s=1.0)
 
     def upload(self, url: str, sent: int) -> socket.socket:
-        """Begin to send a file of 90,000 bytes and stop behind `sent` of its body."""
+        """Begin to send a file of 90,000 bytes and stop after `sent` bytes of its body."""
         connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
         head = "POST /pipeline/automatic-speech-recognition HTTP/1.1\r\nhost: a\r\ncontent-type: audio/wav\r\n"
         connection.sendall(head.encode() + b"content-length: 90000\r\n\r\n" + b"0".ljust(sent))
@@ -274,7 +274,7 @@ class TestManyUploads:
 
 
 class TestMultipart:
-    """What a form is, by RFC 7578, without a server."""
+    """Parsing of forms by RFC 7578, without a server."""
 
     def parts(self, *heads: bytes) -> bytes:
         return b"".join(b"--b\r\n" + head + b"\r\n\r\nvalue\r\n" for head in heads) + b"--b--\r\n"

@@ -1,4 +1,4 @@
-"""What each dialect refuses: status, field and code, and that a good request right after is served."""
+"""Requests that each dialect refuses: status, field and code; a good request right after each is served."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def hf(**parameters: Any) -> dict[str, Any]:
 NO, IV = "not_supported", "invalid_value"
 SCHEMA = "response_format.json_schema.schema"
 JSON = {"type": "json_object"}
-# route, what is other than in a good request, status, param, code
+# route, difference from a good request, status, param, code
 BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (C, {"prompt": None}, 400, "prompt", "invalid_type"),
     (C, {"prompt": ""}, 400, "prompt", "invalid_value"),
@@ -354,8 +354,8 @@ def test_a_schema_may_stand_in_any_depth_and_is_answered(app: App, levels: int, 
     async def work(client: httpx.AsyncClient) -> None:
         for route, (param, body) in asked.items():
             reply = await client.post(route, content=body % schema, headers={"content-type": "application/json"})
-            error = check_error(reply, 413 if levels == 100_000 else 400)  # of more than max_json_values
-            if (as_text and levels < 100_000) or levels < 195:  # deeper no body is read
+            error = check_error(reply, 413 if levels == 100_000 else 400)  # more than max_json_values
+            if (as_text and levels < 100_000) or levels < 195:  # no body is read that is nested deeper
                 assert error["param"] == param
                 assert ("190 levels" in error["message"]) == (levels > 190), error
 
@@ -373,7 +373,7 @@ def test_the_address_names_the_model_on_every_route_that_says_so(app: App) -> No
             check_error(reply, 404, "model", "model_not_found")
         for route, body in NATIVE.items():
             assert (await client.post(f"{route}?model=seq", json=body)).json()["model"] == "seq"
-            named = {**body, "model": "gen"}  # the body wins
+            named = {**body, "model": "gen"}  # the body takes precedence
             assert (await client.post(f"{route}?model=seq", json=named)).json()["model"] == "gen"
 
     run(app, work)

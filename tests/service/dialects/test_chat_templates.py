@@ -1,4 +1,4 @@
-"""Chat templates: equal texts to transformers', and limits on the time, memory and size of hostile ones."""
+"""Chat templates: the same texts as transformers gives, and limits of time, memory and size for hostile ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RULES = {"role": "system", "content": "Be <brief> & 'kind'"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"city": "Zürich", "n": [1]}}}]}
 ANSWER = {"role": "tool", "content": "<b>12°</b>", "tool_call_id": "c"}
 CONVERSATIONS: list[list[dict[str, Any]]] = [[HI], [RULES, HI], [HI, SAID, HI], [RULES, HI, SAID, HI]]
-SECONDS = 1.0  # for what must be ended; others get as long as a busy machine takes
+SECONDS = 1.0  # limit of hostile templates; others get as long as a busy machine takes
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_stuck_conversations_do_not_wedge_others(end_sandboxes: Callable[[], Non
 
     async def work(client: httpx.AsyncClient) -> None:
         path = "/v1/chat/completions"
-        await asyncio.gather(*(client.post(path, json=body("free")) for _ in range(4)))  # which starts the processes
+        await asyncio.gather(*(client.post(path, json=body("free")) for _ in range(4)))  # starts the processes
         stuck = [asyncio.create_task(client.post(path, json=body("stuck"))) for _ in range(3)]
         await asyncio.sleep(0.1)
         assert (await client.post(path, json=body("free"))).status_code == 200
@@ -183,7 +183,7 @@ def test_a_prompt_longer_than_the_context_is_not_made() -> None:
 
 
 class HeldPool(RenderPool):
-    """Renders when it is let go."""
+    """A pool that renders once it is released."""
 
     def __init__(self) -> None:
         super().__init__(20.0)
@@ -221,7 +221,7 @@ def folder(path: Path, **files: object) -> Path:
 
 
 def test_sources_of_a_chat_template(tmp_path: Path) -> None:
-    """The reference library's order: .jinja files, tokenizer_config.json in its three forms, chat_template.json."""
+    """The order is the reference's: .jinja files, tokenizer_config.json in its three forms, chat_template.json."""
     assert read_chat_template(tmp_path) is None
     folder(tmp_path, chat_template__json={"chat_template": "{{ messages[0].content }}"})
     found = template_files(tmp_path)

@@ -1,4 +1,4 @@
-"""OpenAI's responses, by the official client as it is, and what they and Anthropic's messages refuse and bound."""
+"""OpenAI's responses by the official client, and what they and Anthropic's messages refuse and limit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GOOD = {
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[App, openai.OpenAI]]:
-    """A model that reasons and calls tools, and the client."""
+    """Yield a model that reasons and calls tools, and the client."""
     app = calling_app()
     with live(app) as url:
         yield app, openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
@@ -89,7 +89,7 @@ def test_a_response_and_its_events(served: tuple[App, openai.OpenAI]) -> None:
 
 
 def test_going_on_from_a_response(served: tuple[App, openai.OpenAI]) -> None:
-    """By its id, or with its items sent back, the model sees the same conversation."""
+    """With its id or with its items sent back, the model sees the same conversation."""
     app, client = served
     says(app, SAID)
     first = client.responses.create(**ASKED)
@@ -111,7 +111,7 @@ def test_going_on_from_a_response(served: tuple[App, openai.OpenAI]) -> None:
 
 
 def test_instructions_join_a_system_message(served: tuple[App, openai.OpenAI]) -> None:
-    """Many templates take one alone, before all others."""
+    """Many templates take one such message, before all others."""
     app, client = served
     system: Any = [{"role": "developer", "content": "Answer."}, *HELLO]
     client.responses.create(model="chat", input=system, instructions="Be brief.", max_output_tokens=1)
@@ -119,7 +119,7 @@ def test_instructions_join_a_system_message(served: tuple[App, openai.OpenAI]) -
 
 
 def test_some_of_the_tools_may_be_called(served: tuple[App, openai.OpenAI]) -> None:
-    """The template gets all of them, and the grammar those that are allowed."""
+    """The template gets all tools, the grammar only the allowed ones."""
     app, client = served
     says(app, SAID)
     choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}
@@ -139,7 +139,7 @@ def test_formats_and_ends_of_responses(served: tuple[App, openai.OpenAI], monkey
     assert prompt_of(app).endswith("</think>\n\n") and app.client.submitted[-1].params.temperature == 0
     cut = client.responses.create(model="chat", input="x", max_output_tokens=3)
     assert (cut.status, cut.output_text, cut.completed_at) == ("incomplete", '{"x', None)
-    assert cut.output[-1].status == "incomplete"  # so that nobody runs half a call
+    assert cut.output[-1].status == "incomplete"  # so that no client runs half a call
     assert cut.incomplete_details is not None and cut.incomplete_details.reason == "max_output_tokens"
     streamed = list(client.responses.create(model="chat", input="x", max_output_tokens=3, stream=True))
     assert streamed[-1].type == "response.incomplete"
@@ -237,14 +237,14 @@ def test_a_model_without_reasoning_or_a_template_says_so() -> None:
 
 
 def test_the_store_is_bounded_can_be_off_and_is_each_keys_own() -> None:
-    store = ResponseStore(2_300, 50)  # two messages, which are more than their text
+    store = ResponseStore(2_300, 50)  # two messages, which take more than their text
     for id in "abc":
         store.put("t", id, [{"role": "user", "content": "x" * 10}], {"id": id})
     assert [store.get("t", id) is not None for id in "abc"] == [False, True, True]
     assert store.reply("t", "c") == b'{"id":"c"}' and store.reply("u", "c") is None
     store.put("t", "d", [{"content": "x" * 2_000}], {})
     assert store.get("t", "d") is None and store.get("t", "c") is not None and store.get("u", "c") is None
-    store.put("t", "e", [{"content": [""] * 50}], {})  # small, but of too many values
+    store.put("t", "e", [{"content": [""] * 50}], {})  # few bytes, but too many values
     assert store.get("t", "e") is None and store.get("t", "c") is not None
     app = chat_app(settings=ServiceSettings(response_store_bytes=0))
     good = ask(app, "POST", RESPONSES, json=GOOD[RESPONSES])

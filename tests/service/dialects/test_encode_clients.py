@@ -1,4 +1,4 @@
-"""Clients of Hugging Face, TEI, Cohere, Jina and vLLM: the real one where it is installed, else the bodies it sends."""
+"""Clients of Hugging Face, TEI, Cohere, Jina and vLLM: the real client if it is installed, otherwise its bodies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def post(url: str, path: str, **body: Any) -> Any:
 
 
 def vectors(texts: list[str]) -> np.ndarray[Any, Any]:
-    """Mean-pooled and of length 1, by `transformers`."""
+    """Return mean-pooled vectors of length 1 by `transformers`."""
     found = []
     for text in texts:
         with torch.inference_mode():
@@ -115,7 +115,7 @@ class TestInferenceClient:
 
 
 class TestEmbeddings:
-    """The bodies of OpenAI's, Jina's and vLLM's clients."""
+    """Bodies of OpenAI's, Jina's and vLLM's clients."""
 
     def found(self, url: str, **fields: Any) -> list[Any]:
         data = post(url, "/v1/embeddings", **{"model": "bert", "input": TEXTS, **fields})["data"]
@@ -180,7 +180,7 @@ class TestTei:
 
 
 def entailment(pairs: list[tuple[str, str]]) -> list[float]:
-    """The probability of the last class."""
+    """Return the probability of the last class."""
     logits = [reference_logits("bert-nli", one, other) for one, other in pairs]
     return [float(one.softmax(-1)[-1]) for one in logits]
 

@@ -1,4 +1,4 @@
-"""Every field that a client can send is in the table of docs/fields.md, which is made from the bodies."""
+"""Every field that a client can send is in the table of docs/fields.md, which is generated from the bodies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TYPES = [
     ),
 ]
 
-SENT_BACK = [  # of replies, which clients send back within the next request
+SENT_BACK = [  # parts of replies that clients send back in the next request
     ("/v1/chat/completions", "messages[]", f"{OPENAI}.chat.ChatCompletionMessage"),
     ("/v1/chat/completions", "messages[]", f"{OPENAI}.chat.ParsedChatCompletionMessage"),
     ("/v1/chat/completions", "messages[]", f"{HUB}.chat_completion.ChatCompletionOutputMessage"),
@@ -100,7 +100,7 @@ def test_the_page_is_the_table() -> None:
 
 
 def missing_of(route: str, place: str, name: str) -> list[str]:
-    """Return the fields of a client's type that are in no row; `place` is where its objects stand in a body."""
+    """Return the fields of a client's type that no row has; `place` is the path of its objects in a body."""
     module, _, kind = name.rpartition(".")
     kinds = within(getattr(importlib.import_module(module), kind))
     found = {path for _, one in kinds for path in paths(one, types(BODIES[route]), place)}
@@ -109,7 +109,7 @@ def missing_of(route: str, place: str, name: str) -> list[str]:
 
 
 def missing(found: set[str], route: str) -> list[str]:
-    """Return the paths that are in no row, within none that is not used, and within no field that is read whole."""
+    """Return the paths without a row that are not inside an unused field or one that is read as a whole."""
     rows = table(BODIES[route])
     return sorted(path for path in found if path not in rows and not any(_holds(one, rows) for one in _above(path)))
 

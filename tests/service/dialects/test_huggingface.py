@@ -1,4 +1,4 @@
-"""`huggingface_hub.InferenceClient`, as it is, against the application under a real server; and their classifiers."""
+"""`huggingface_hub.InferenceClient` against the application under a real server; and classifiers of Hugging Face."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_chat(url: str) -> None:
 
 
 def test_a_chat_held_to_a_schema(url: str) -> None:
-    """With a URL the client sends {"type": "json_object", "value": SCHEMA}, whatever it was given."""
+    """With a URL the client always sends {"type": "json_object", "value": SCHEMA}."""
     framed: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 1}, "strict": True}}
     hello = [{"role": "user", "content": "ab"}]
     client = InferenceClient(base_url=f"{url}/v1", token="any")
@@ -199,9 +199,9 @@ def test_predicting() -> None:
 
 
 def judging(settings: ServiceSettings | None = None) -> App:
-    """With a classifier, `judge`."""
+    """Return an application with a classifier, `judge`."""
     plain = served("judge", "encoder-only", word_tokenizer())
-    labels = tuple(f"LABEL_{at}" for at in range(8))  # as many as the script's vectors have numbers
+    labels = tuple(f"LABEL_{at}" for at in range(8))  # as many as the numbers of a scripted vector
     classifier = ClassifierConfig(labels, ClassifierInput.FIRST)
     checkpoint = replace(plain.checkpoint, config=replace(plain.config, classifier=classifier))
     return make_app(replace(plain, checkpoint=checkpoint), settings=settings)

@@ -1,4 +1,4 @@
-"""JSON as text, of models and clients: every dialect reads it alike, and gives out what every library reads."""
+"""JSON as text, from models and clients: every dialect reads it alike, and writes what every library reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"model": "chat", "input": HELLO, "tools": TOOLS[RESPONSES]},
     MESSAGES: {"model": "chat", "messages": HELLO, "tools": TOOLS[MESSAGES], "max_tokens": 4_000},
 }
-# What a model writes as arguments, and their value.
+# Arguments that a model writes, and their value.
 WRITTEN: list[tuple[str, Any]] = [
     ('{"city": "\\ud800"}', {"city": "\ufffd"}),
     ('{"\\udc00": "\\udc00\\ud800x"}', {"\ufffd": "\ufffd\ufffdx"}),
@@ -41,7 +41,7 @@ WRITTEN: list[tuple[str, Any]] = [
 
 
 async def _turns(app: App, path: str, text: str) -> tuple[str, str, httpx.Response]:
-    """The arguments of the reply and of its stream, and the reply to a conversation that has them."""
+    """Return the arguments of the reply and of its stream, and the reply to a conversation that contains them."""
     async with opened(app) as client:
         says(app, f'<tool_call>\n{{"name": "weather", "arguments": {text}}}\n</tool_call>')
         body = BODIES[path]
@@ -100,7 +100,7 @@ def test_arguments_that_libraries_read_differently(path: str) -> None:
 
 @pytest.mark.parametrize("text", [written for written, _ in WRITTEN] + ["no JSON", "[1", "9" * 5_000, "[" * 9_000])
 def test_arguments_that_clients_send(text: str) -> None:
-    """They come as text: what is no JSON is given to the template as it is."""
+    """Arguments come as text: text that is no JSON is given to the template unchanged."""
     app = calling_app(max_model_len=20_000)
     says(app, "Fine.")
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": text}}

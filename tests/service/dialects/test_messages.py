@@ -1,4 +1,4 @@
-"""Anthropic's messages, by the official client as it is; what they refuse is in test_conversations.py."""
+"""Anthropic's messages by the official client; test_conversations.py has what they refuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.service.support import App, check_accounts, live
 
 @pytest.fixture(scope="module")
 def served(anthropic: Any) -> Iterator[tuple[App, Any]]:
-    """A model that reasons and calls tools, and the client."""
+    """Yield a model that reasons and calls tools, and the client."""
     app = calling_app()
     with live(app) as url:
         yield app, anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
@@ -85,7 +85,7 @@ def test_reasoning_can_be_left_out_and_is_counted(served: tuple[App, Any]) -> No
 
 
 def test_turns_of_one_author_are_joined(served: tuple[App, Any]) -> None:
-    """Many templates refuse two of them behind each other; results of tools stay messages of their own."""
+    """Many templates refuse two of them in a row; results of tools stay separate messages."""
     app, client = served
     call = {"type": "tool_use", "id": "c", "name": "time", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "9"}
@@ -98,7 +98,7 @@ def test_turns_of_one_author_are_joined(served: tuple[App, Any]) -> None:
 
 
 def test_the_context_ends_a_reply_that_may_be_longer(served: tuple[App, Any]) -> None:
-    """Clients ask for thousands of tokens, whatever the model."""
+    """Clients ask for thousands of tokens whatever the model is."""
     app, client = served
     app.script.token_ids, app.script.end_id = (65,), None
     try:
@@ -177,7 +177,7 @@ def test_choices_and_ends_of_messages(served: tuple[App, Any], anthropic: Any) -
 
 
 def test_errors_of_messages_are_those_of_anthropics_client(anthropic: Any) -> None:
-    """In its shape on every way to an error, with its classes; the key may be in either header."""
+    """Every error has the API's shape and the client's class; the key may be in either header."""
     app = chat_app(settings=ServiceSettings(api_keys=("right",)))
     with live(app) as url:
         client = anthropic.Anthropic(base_url=url, api_key="right", max_retries=0)

@@ -1,4 +1,4 @@
-"""OpenAI's official client, as it is, against the application under a real server."""
+"""OpenAI's official client against the application under a real server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client_of(app: App, **options: Any) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[openai.OpenAI, App]]:
-    """A client and its application, which always says "hello "."""
+    """Yield a client and its application, which always writes "hello "."""
     app = chat_app()
     with client_of(app) as client:
         yield client, app
@@ -150,7 +150,7 @@ def test_a_prompt_that_fills_the_context_is_scored(client: openai.OpenAI, app: A
 
 
 def test_an_offset_is_a_place_in_the_text() -> None:
-    """Of tokens that share a character, and of a special one in the middle of an output, which is shown or is not."""
+    """The output has tokens that share a character, and a special token in the middle, shown or hidden."""
     app = chat_app()
     tokenizer = app.served["gen"].tokenizer
     assert tokenizer is not None

@@ -1,4 +1,4 @@
-"""What each API does with a request that sends no limit: what the servers of that API do."""
+"""Requests without an output limit are treated as by the reference servers of each API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTEXT = 8_192
 HELLO = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}}]
 CHAT = "/v1/chat/completions"
-# Path, body, and the tokens that an output may have: None is until the context is full.
+# Path, body, and the most tokens of an output; None: until the context is full.
 CASES: list[tuple[str, dict[str, Any], int | None]] = [
     *((CHAT, {"model": model, "messages": HELLO}, None) for model in ("chat", "calls")),
     (CHAT, {"model": "chat", "messages": HELLO, "n": 3, "stream": True}, None),
@@ -45,7 +45,7 @@ def app_with(*models: ServedModel, **settings: int) -> App:
 
 
 def tokens_of(app: App, path: str, body: Mapping[str, Any]) -> tuple[int, int]:
-    """The tokens of a prompt, and those that its output may have."""
+    """Return the number of a prompt's tokens, and the most tokens of its output."""
     reply = ask(app, "POST", path, json=body)
     assert reply.status_code == 200, reply.text
     request = app.client.submitted[-1]
@@ -68,7 +68,7 @@ def with_defaults(name: str, **defaults: int) -> ServedModel:
     [({"max_tokens": 700}, 700, 700), ({"max_length": 700}, None, 700), ({"max_tokens": 10**6}, None, None)],
 )
 def test_the_checkpoints_own_limits(defaults: dict[str, int], chat: int | None, generate: int | None) -> None:
-    """`max_new_tokens` holds everywhere; a `max_length` does not end the chats of a decoder."""
+    """`max_new_tokens` applies everywhere; `max_length` does not limit the chats of a decoder."""
     app = app_with(with_defaults("set", **defaults))
     prompt, most = tokens_of(app, CHAT, {"model": "set", "messages": HELLO})
     assert most == (chat or CONTEXT - prompt)
@@ -78,7 +78,7 @@ def test_the_checkpoints_own_limits(defaults: dict[str, int], chat: int | None, 
 
 @pytest.mark.parametrize(("fields", "divisor"), [({}, 1), ({"n": 2}, 2), ({"n": 2, "top_logprobs": 4}, 10)])
 def test_log_probabilities_bound_what_a_client_left_open(fields: dict[str, Any], divisor: int) -> None:
-    """One reply holds so many; a request that names no number of tokens is not refused for that."""
+    """A reply has a limit of log probabilities; a request without a number of tokens is not refused for it."""
     app = app_with(talker(TURNS), max_reply_logprobs=5_000)
     body = {"model": "chat", "messages": HELLO, "logprobs": True, **fields}
     assert tokens_of(app, CHAT, body)[1] == 5_000 // divisor

@@ -1,4 +1,4 @@
-"""Names that clients send where they know no model: they count as none, unless a model is served by that name."""
+"""Names that clients send without knowing a model are ignored, unless a model is served by that name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_EMBEDDERS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/embed")
 
 
 def lone_chat() -> App:
-    """An application that serves one model, which can chat."""
+    """Return an application that serves one model, which can chat."""
     return make_app(talker(), alone=True)
 
 

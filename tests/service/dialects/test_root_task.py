@@ -1,4 +1,4 @@
-"""`InferenceClient(model=URL)` with nothing but the service's address: `/` does what each model is for."""
+"""`InferenceClient(model=URL)` with only the service's address: `/` runs each model's own task."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def writer() -> Iterator[str]:
-    """An encoder-decoder alone."""
+    """Yield the URL of an encoder-decoder alone."""
     app = make_app()
     with live(app) as address:
         yield f"{address}/?model=seq"

@@ -1,4 +1,4 @@
-"""Streams of every dialect: rendering an event changes nothing that later events, the reply or its usage show."""
+"""Streams of every dialect: rendering an event does not change later events, the reply or its usage."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _parsed(reply: httpx.Response) -> list[Json]:
 
 
 def settled(value: Any) -> Any:
-    """Return a value without what two runs have of their own."""
+    """Return a value without the parts that differ between two runs."""
     if isinstance(value, dict):
         return {name: settled(one) for name, one in value.items() if name not in CHANGING}
     return [settled(one) for one in value] if isinstance(value, list) else value

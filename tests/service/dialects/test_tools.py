@@ -1,4 +1,4 @@
-"""Tools and reasoning in chat completions: what the template gets, what the reply becomes, and what holds it."""
+"""Tools and reasoning in chat completions: the template's input, the parsed reply, and its grammar."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def post(app: App, **fields: Any) -> httpx.Response:
 
 
 def test_a_chat_with_tools_by_the_official_client(app: App) -> None:
-    """What streams, joined, is the unstreamed reply; sent back, it gives the template what the model wrote."""
+    """The joined stream equals the unstreamed reply; sent back, it gives the template the text that the model wrote."""
     says(app, SAID)
     asked: dict[str, Any] = {"model": "chat", "messages": HELLO, "tools": [TOOL, OTHER], "n": 2}
     with live(app) as url:
@@ -134,7 +134,7 @@ def test_what_is_no_call(app: App, fields: dict[str, Any], message: dict[str, An
 
 
 def test_grammars_of_calls(app: App) -> None:
-    """What holds a reply allows the call that its choice asks for, and no other; without one nothing is held."""
+    """The grammar of a reply allows only the call that its choice asks for; without a choice there is no grammar."""
     says(app, "Hi")
     vocabulary = Vocabulary(token_bytes(byte_tokenizer(), 259))
     call, other = (
@@ -182,7 +182,7 @@ def test_grammars_of_calls(app: App) -> None:
 
 
 def test_reasoning_and_variables_of_the_template(app: App) -> None:
-    """Variables reach the template; one that opens the reasoning itself makes the reply begin in it."""
+    """Variables reach the template; if it opens the reasoning itself, the reply begins with reasoning."""
     says(app, "so it is\n</think>\n\nYes")
     for fields in (
         {"chat_template_kwargs": {"effort": "high"}},
@@ -239,7 +239,7 @@ def test_a_template_without_tools_is_told_in_words() -> None:
 
 
 def test_reasoning_and_arguments_go_back_as_templates_read_them() -> None:
-    """Those of gpt-oss read `thinking`, and refuse content beside it in a message with calls."""
+    """Templates of gpt-oss read `thinking`, and refuse content in a message with calls."""
     source = (
         "{{ tools }}{% for message in messages %}{{ message.role }}:{{ message.content }}"
         "{% if message.thinking and message.content and message.tool_calls %}{{ raise_exception('both') }}{% endif %}"
@@ -262,7 +262,7 @@ def test_reasoning_and_arguments_go_back_as_templates_read_them() -> None:
 
 
 def marked(source: str, marks: list[str], text: str) -> tuple[App, Tokenizer]:
-    """A model `chat` whose tokenizer has special tokens, and that says `text`, in which they stand."""
+    """Return a model `chat` whose tokenizer has special tokens, and which writes `text` with them."""
     model = talker(source)
     assert model.tokenizer is not None
     model.tokenizer._tokenizer.add_special_tokens(marks)
@@ -274,7 +274,7 @@ def marked(source: str, marks: list[str], text: str) -> tuple[App, Tokenizer]:
 
 
 def test_channels_are_parted_without_tools_too() -> None:
-    """The marks of gpt-oss are special tokens, which a reply must show to be parted, whether or not it may call."""
+    """gpt-oss' marks are special tokens; they must be visible to the parser, with or without calls."""
     source = HARMONY
     said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello."
     app, _ = marked(source, ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|skipped|>"], f"{said}<|skipped|>")
@@ -285,7 +285,7 @@ def test_channels_are_parted_without_tools_too() -> None:
 
 
 def test_special_tokens_as_marks() -> None:
-    """They are shown although others are skipped, and are ids in a grammar."""
+    """They are shown although other special tokens are skipped, and are ids in a grammar."""
     source = MISTRAL
     text = '<skipped>Hi[TOOL_CALLS][{"name": "time", "arguments": {}}]'
     app, tokenizer = marked(source, ["[TOOL_CALLS]", "<skipped>"], text)
