@@ -1,4 +1,4 @@
-"""Settings of models in files and code of packages, and the defaults of the classes of transformers."""
+"""Model settings in files and code of packages, and the defaults of transformers' configuration classes."""
 
 from __future__ import annotations
 

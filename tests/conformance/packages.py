@@ -1,4 +1,4 @@
-"""Fetches published packages through pip and npm and unpacks them below build/conformance; installs and runs nothing.
+"""Fetch published packages with pip and npm and unpack them in build/conformance; install and run nothing.
 
 An sdist's metadata is prepared by pip, which runs the package's build backend in an environment of its own.
 """

@@ -26,7 +26,7 @@ class Report:
         self.passed += 1
 
     def refuses(self, case: str, reason: str) -> None:
-        """Count a case that is refused with a true reason: allowed, and shown apart."""
+        """Count a case that is refused with a true reason, which is allowed and listed separately."""
         self.refused[case] = reason
 
     def fails(self, case: str, reason: str) -> None:
@@ -47,7 +47,7 @@ def read_known(path: Path = KNOWN) -> dict[str, dict[str, str]]:
 
 
 def surprises(report: Report, known: Mapping[str, str]) -> list[str]:
-    """Return lines for failures that are not known, and for known ones that fail no longer: the list only shrinks."""
+    """Return lines for unknown failures, and for known ones that no longer fail: the list only shrinks."""
     unknown = [
         f"{report.area}: {case}: {reason}"
         for case, reason in report.failures.items()

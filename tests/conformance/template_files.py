@@ -70,6 +70,6 @@ def _named(value: Any) -> Iterator[str]:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether a text may be a template, and no part of one."""
+    """Whether a text may be a whole template."""
     opened = len(re.findall(r"{%-?\s*(?:for|if)\b", text))
     return "messages" in text and opened > 0 and opened == len(re.findall(r"{%-?\s*end(?:for|if)\b", text))

@@ -80,7 +80,7 @@ class Container:
         return docker("exec", self.name, *command, check=check)
 
     def wait_ready(self) -> None:
-        """Until it says so itself: under Ray, /readyz is green a moment before a signal would drain."""
+        """Wait until the service reports that it is ready; under Ray, /readyz is green before a signal would drain."""
 
         def ready() -> bool:
             assert self.state()["Running"], self.logs
@@ -90,7 +90,7 @@ class Container:
         assert httpx.get(f"{self.url}/readyz").status_code == 200
 
     def wait(self, seconds: float = 60) -> int:
-        """The exit code."""
+        """Wait for the end and return the exit code."""
         eventually(lambda: not self.state()["Running"], seconds)
         code: int = self.state()["ExitCode"]
         return code
@@ -98,7 +98,7 @@ class Container:
 
 @contextmanager
 def container(image: str, *command: str, options: Sequence[str] = ()) -> Iterator[Container]:
-    """A service out of `image`, published on a free port of 127.0.0.1, ready; removed in the end."""
+    """Run the service from `image` on a free port of 127.0.0.1 until the end of the block."""
     started = docker("run", "--detach", "--publish=127.0.0.1::8000", *options, image, *command)
     one = Container(started.stdout.strip())
     try:

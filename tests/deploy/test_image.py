@@ -49,14 +49,14 @@ def service(request: pytest.FixtureRequest, image: str) -> Iterator[Container]:
 
 @pytest.fixture
 def own_service(request: pytest.FixtureRequest, image: str) -> Iterator[Container]:
-    """One that the test may end."""
+    """Run a service that the test may end."""
     arguments = ("serve", "--runtime", request.param, "--drain-timeout", str(DRAIN_SECONDS))
     with container(image, *arguments, options=LOCKED_DOWN) as started:
         yield started
 
 
 def inside(image: str, command: str) -> str:
-    """What a shell in the image prints, as root: it must be able to see everything."""
+    """Return what a shell in the image prints as root, which can read everything."""
     return docker("run", "--rm", "--network=none", "--user=0", "--entrypoint=sh", image, "-c", command).stdout
 
 

@@ -56,7 +56,7 @@ class Node(Container):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
-    """Head and worker; what they serve is not told yet."""
+    """Start a head and a worker, which have not been told yet what to serve."""
     need_engine()
     build(IMAGE)
     keys = tmp_path_factory.mktemp("secret") / "api_keys"
@@ -82,14 +82,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, No
 
 
 def manifest() -> dict[str, Any]:
-    """Its configuration, for the one worker there is."""
+    """Return the manifest's configuration for one worker."""
     config: dict[str, Any] = serve_config()
     config["applications"][0]["deployments"][0]["num_replicas"] = 1
     return config
 
 
 def deploy(head: Node, token: str, config: dict[str, Any]) -> httpx.Response:
-    """As the operator does."""
+    """Deploy as the operator does."""
     headers = {"Authorization": f"Bearer {token}"}
     return httpx.put(f"{head.at(8265)}/api/serve/applications/", json=config, headers=headers, timeout=60)
 

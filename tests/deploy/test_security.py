@@ -21,14 +21,14 @@ TEXT = (ROOT / "SECURITY.md").read_text()
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the table below a heading, without its head."""
+    """Return the cells of the table below a heading, without its header."""
     section = TEXT.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
 def routes() -> dict[str, set[str]]:
-    """Path -> methods, of every route there is."""
+    """Return path -> methods of every route."""
     found: dict[str, set[str]] = {}
     for route in TABLE.rows:
         found.setdefault(route.path, set()).add(route.method)

@@ -132,7 +132,7 @@ def test_measured_pool_is_used_unless_a_size_is_set(monkeypatch: pytest.MonkeyPa
     assert pool(kv_cache_memory=1 << 20) == 1 << 20
     assert not counted.tokens
     left = 9 * GIB - 2 * GIB - GIB - MARGIN
-    assert pool() == left // 2  # the backend copies one of the two layers, so each page takes twice its size
+    assert pool() == left // 2  # each page takes twice its size, as above
     assert pool(gpu_memory_utilization=0.5) == (left - 4 * GIB) // 2
 
 

@@ -1,4 +1,4 @@
-"""Stands where the GPU bench's child stands: does as its commands say, without torch."""
+"""A stand-in for the GPU bench's child process, which follows its commands without torch."""
 
 import json
 import os

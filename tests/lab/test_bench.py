@@ -74,7 +74,7 @@ def test_a_floor_is_the_larger_of_memory_and_arithmetic() -> None:
 
 
 def test_a_ceiling_is_that_of_the_fastest_kernel_that_takes_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU that has int8 products but emulates torch's bfloat16."""
+    """Check a CPU that has int8 products but emulates torch's bfloat16."""
     seconds = {"torch float32": 4.0, "native float32": 5.0, "torch bfloat16": 50.0, "native bfloat16": 3.0}
     monkeypatch.setattr(roofline, "_best", lambda work: seconds.get(work, 0.5))
     monkeypatch.setattr(roofline, "_kernels", lambda name: {one: one for one in (*seconds, f"native {name}")})
@@ -128,7 +128,7 @@ def test_the_hollow_model_measures_steps() -> None:
 
 @pytest.mark.usefixtures("packed_here")
 def test_every_run_computes_its_prompts() -> None:
-    """A workload's runs have the same prompts, which no peer keeps."""
+    """Check that a workload's runs have the same prompts, and that no peer caches them."""
     names = {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "auto", "attention_backend": "auto"}
     scale = {"models": None, "quick": False, "lengths": 1.0, "seed": 0, "requests": None}
     settings = Bench(Namespace(**names, **scale))._settings(None)

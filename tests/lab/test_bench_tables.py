@@ -1,4 +1,4 @@
-"""The bench's rows: which runs count, what a peer that cannot do something leaves, what is there when a run ends."""
+"""The bench's rows: which runs count, what is shown for an unsupported task, and what remains when a run ends."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TestBusy:
 
 
 class Fickle:
-    """An engine that can do some of what it is asked."""
+    """An engine that supports only some tasks."""
 
     def run(self, workload: Workload) -> Run:
         if workload.beams > 1:

@@ -51,7 +51,7 @@ WITHOUT_TEXT = 28  # outputs of T5
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where small benchmark models are kept."""
+    """Return the folder of small benchmark models."""
     with small_models():
         yield tmp_path_factory.mktemp("bench")
 

@@ -1,4 +1,4 @@
-"""The service under the faults of `lab.faults`, and that these count what clients saw."""
+"""The service under the faults of `lab.faults`, and the counts of what clients saw."""
 
 from __future__ import annotations
 

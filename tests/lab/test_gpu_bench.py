@@ -1,4 +1,4 @@
-"""The GPU bench in small: every command, on a CPU, where nothing is installed but what a bare GPU machine has."""
+"""Every GPU bench command in small, on a CPU, with only the packages of a bare GPU machine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def left_out(request: pytest.FixtureRequest) -> frozenset[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, left_out: frozenset[str]) -> Path:
-    """What four commands leave in small, in a process in which those packages cannot be imported."""
+    """Run four small commands in a process that cannot import those packages; return their folder."""
     path = tmp_path_factory.mktemp("gpu")
     (path / "before").mkdir()  # the results of an earlier run, which are not measured again
     (path / "before" / "results.jsonl").write_text("".join(json.dumps({"case": name}) + "\n" for name in left_out))

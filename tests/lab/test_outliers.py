@@ -1,4 +1,4 @@
-"""Outliers that are planted into checkpoints change nothing in floats, and much in integers that share a scale."""
+"""Outliers planted into checkpoints change nothing in floats, and much in integers that share a scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that knows what it did: replies with known delays over plain sockets, and notes when it sent each event.
+"""A server with a script: it replies with known delays over plain sockets and records when it sent each event.
 
 It runs its own asyncio loop in a thread and shares no code with the load generator, so that both can be wrong only in
 different ways.
@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass
 class Script:
-    """What it does; seconds."""
+    """What the server does; times in seconds."""
 
     first_s: float = 0.0  # until the first event
     gap_s: float = 0.0  # between events
@@ -38,7 +38,7 @@ class Script:
 
 @dataclass
 class Seen:
-    """One request as the server had it; times of `time.monotonic`."""
+    """One request as the server saw it; times of `time.monotonic`."""
 
     path: str
     body: dict[str, Any]
@@ -59,7 +59,7 @@ class ScriptedServer:
 
     @property
     def load(self) -> list[Seen]:
-        """The requests of one run: all but its probe."""
+        """Return the requests of one run without its probe."""
         return self.seen[1:]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -165,7 +165,7 @@ def _reply(writer: asyncio.StreamWriter, status: int, content: str, retry_after:
 
 @contextmanager
 def serving(script: Script) -> Iterator[ScriptedServer]:
-    """The server, until the end of the block."""
+    """Run the server until the end of the block."""
     server = ScriptedServer(script)
     loop = asyncio.new_event_loop()
     ready = threading.Event()

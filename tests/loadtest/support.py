@@ -20,7 +20,7 @@ CLOSED = Arrivals(kind="closed", concurrency=4)
 
 
 def measured(url: str, limits: str = "", **changes: Any) -> Measured:
-    """A run as the command makes it. `changes` are fields of `Settings`."""
+    """Return a run like the command's. `changes` are fields of `Settings`."""
     given = {
         "target": "generate",
         "workload": Workload(output_tokens="fixed:10"),
@@ -36,7 +36,7 @@ def measured(url: str, limits: str = "", **changes: Any) -> Measured:
 
 
 def retried(test: Callable[..., None]) -> Callable[..., None]:
-    """For figures of two processes that are compared: where one of them got no CPU for a while, they do differ."""
+    """Repeat a test that compares figures of two processes, which differ if one of them got no CPU for a while."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **named: Any) -> None:
@@ -49,7 +49,7 @@ def retried(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def in_several_tries(test: Callable[..., None]) -> Callable[..., None]:
-    """The same, with no other test at the same time: for figures that must be close."""
+    """Repeat a test likewise, with no other test at the same time, for figures that must be close."""
     return pytest.mark.alone(retried(test))
 
 

@@ -34,14 +34,14 @@ def started(*arguments: str, key: str = "") -> subprocess.Popen[str]:
 
 
 def command(*arguments: str, key: str = "") -> tuple[int, str, str]:
-    """Exit code, standard output and error."""
+    """Return the exit code, standard output and standard error of a command."""
     process = started(*arguments, key=key)
     out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 
 def here(*arguments: str) -> tuple[int, str, str]:
-    """The same without a process: for what every command goes through alike."""
+    """Run the command in this process and return the same."""
     with (
         chdir(ROOT),
         redirect_stdout(io.StringIO()) as out,
@@ -132,7 +132,7 @@ def test_no_server_is_no_usage_error(tmp_path: Path) -> None:
 
 
 def foreign(kind: str, body: str, *, ends: bool = True) -> Script:
-    """A server that is not ours and answers everything alike."""
+    """Return a script of another program's server, which gives every request this reply."""
     length = f"Content-Length: {len(body)}\r\n" if ends else ""
     return Script(foreign=f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n{length}\r\n{body}".encode())
 
@@ -262,7 +262,7 @@ def test_a_sweep_finds_the_knee_and_the_slo(tmp_path: Path) -> None:
 
 
 def sweep_of(run: Path, to: Path, over: str, *loads: float) -> str:
-    """A sweep in which each of `loads` measured the same."""
+    """Write a sweep in which each of `loads` measured the same."""
     document = json.loads(run.read_text())
     points = [{"load": load, "run": document, "saturated": False, "met": True} for load in loads]
     to.write_text(json.dumps({"schema": 1, "kind": "sweep", "over": over, "points": points}))

@@ -36,7 +36,7 @@ def run() -> Json:
 
 
 def opened(browser: Browser, path: Path, document: Json) -> None:
-    """The page is open and complains of nothing."""
+    """Open the page and check that it reports no error."""
     path.write_text(page.page(document), encoding="utf-8")
     browser.console()
     browser.open(path.as_uri())

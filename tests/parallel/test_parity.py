@@ -41,7 +41,7 @@ RELATIVE = 1e-5
 
 
 def outputs(model: Transformer) -> Tensor:
-    """Packed logits over the vocabulary, class scores or hidden states, whatever the model is for."""
+    """Return packed logits, class scores or hidden states, depending on the model."""
     if model.config.classifier is not None:
         return torch.cat([model.classify(hidden) for hidden in hidden_states(model)[0]])
     if model.masked_head is not None:
@@ -92,7 +92,7 @@ def test_four_ranks_of_which_some_share_heads_of_keys(kind: str) -> None:
     ("kind", "dtype"), [("llama-gqa", torch.float32), ("llama-gqa", torch.int8), ("qwen3-next", torch.float32)]
 )
 def test_steps_over_a_pool_of_each_ranks_heads(kind: str, dtype: torch.dtype) -> None:
-    """Prompt, copied block, decode, over a cache; int8 scales are each head's own, so they are one rank's."""
+    """Check a prompt, a copied block and decodes over a cache; each head has its own int8 scales, on one rank."""
 
     def steps(model: Transformer) -> Tensor:
         assert model.decoder is not None

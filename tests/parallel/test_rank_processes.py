@@ -221,7 +221,7 @@ except EngineDeadError as error:
 
 
 def offline() -> subprocess.Popen[str]:
-    """A program that generates over two ranks in its own process, twice."""
+    """Start a program that generates over two ranks, twice."""
     return subprocess.Popen(
         [sys.executable, "-c", OFFLINE, str(saved("llama-gqa").path)],
         stdin=subprocess.PIPE,
@@ -343,7 +343,7 @@ async def test_a_rank_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_ranks_have_tables_for_every_window() -> None:
-    """Prompts in chunks, and a search, whose blocks are copied in both pools."""
+    """Check chunked prompts and a beam search, whose blocks are copied in both pools."""
     found = []
     settings = {"max_model_len": 96, "max_num_batched_tokens": 64, "block_size": 4, "kv_cache_memory": 1 << 20}
     for size in (1, 2):

@@ -1,4 +1,4 @@
-"""Shards: those of all ranks make up the whole, and a rank reads only its own."""
+"""Shards of all ranks make up the whole, and a rank reads only its own."""
 
 from __future__ import annotations
 

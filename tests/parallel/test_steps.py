@@ -41,7 +41,7 @@ SMALL_POOLS = {"llama-gqa": 14 << 10, "bart": 52 << 10, "qwen3-next": 80 << 10}
 
 
 class Said(FrameSocket):
-    """Rank 0's end of the socket, which notes every message."""
+    """Rank 0's end of the socket, which records every message."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection)
@@ -53,7 +53,7 @@ class Said(FrameSocket):
 
 
 class RankThread:
-    """A rank that is a thread: what rank 0 needs of a process."""
+    """A rank as a thread, with what rank 0 needs of a process."""
 
     pid = 0
 
@@ -82,12 +82,12 @@ class RankThread:
         return 0
 
     def kill(self) -> None:
-        """It ends with its socket."""
+        """Do nothing: the thread ends with its socket."""
 
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankThread]]:
-    """Ranks as threads, a backend that is fit for graphs, and graphs that are recorded by remembering."""
+    """Run ranks as threads, with a graph-safe backend and graphs that remember the recorded function."""
     started: list[RankThread] = []
 
     def start(rank: int, size: int, rendezvous: int) -> Any:
@@ -144,7 +144,7 @@ def prompt_logprobs(found: Found) -> list[float]:
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("kind", ["llama-gqa", "bart", "qwen3-next"])
 def test_two_ranks_replay_what_one_computes(kind: str, overlap: bool, threads: list[RankThread]) -> None:
-    """Though their pool is too small for all: sequences are preempted, a search and a scored prompt among them."""
+    """Check a pool too small for all: it preempts sequences of plain, search and scored requests."""
     requests = [*assorted(kind, blind=False), request(kind, "read", 30, 11, max_tokens=8, prompt_logprobs=1)]
     model = loaded(kind, 2, overlap=overlap, max_model_len=64, kv_cache_memory=SMALL_POOLS[kind])
     try:
@@ -170,7 +170,7 @@ def test_two_ranks_replay_what_one_computes(kind: str, overlap: bool, threads: l
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "ahead"])
 def test_a_step_is_one_message(overlap: bool, threads: list[RankThread], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one broadcast if it was launched before the tokens of the last one were known; nothing else."""
+    """Check for one more broadcast if the step is launched before the last tokens are known."""
     model = loaded("llama-gqa", 2, overlap=overlap)
     try:
         engine, (rank,) = model.generate, threads
@@ -219,7 +219,7 @@ def test_a_rank_that_cannot_record_leaves_all_without_graphs(
 def test_a_rank_that_fails_to_record_alone_ends_all_at_once_with_its_reason(
     failing: Any, threads: list[RankThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one is in the middle of a sum, for which it would wait a minute."""
+    """Check while the other rank is in a sum, for which it would wait a minute."""
     for seconds in ("_TOGETHER_SECONDS", "_CLOSE_SECONDS"):  # a thread is not ended by its socket
         monkeypatch.setattr(rank_processes, seconds, 0.1)
     monkeypatch.setattr(failing, "recorded", lambda graphs: (None, "no graph for you"))
@@ -247,7 +247,7 @@ def test_an_id_that_is_no_token_is_refused_before_it_is_sent(threads: list[RankT
 
 
 def test_a_rank_that_takes_no_messages_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long step is more than the socket of a rank that hangs has room for."""
+    """Check a step that is longer than the socket buffer of a rank that hangs."""
     ours, theirs = socket.socketpair()
     process = SimpleNamespace(pid=0, wait=lambda seconds=None: 0, kill=lambda: None)
     started = SimpleNamespace(rank=1, process=process, frames=FrameSocket(ours))

