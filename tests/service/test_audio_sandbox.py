@@ -1,4 +1,4 @@
-"""Processes that decode audio files of strangers: results, refusals, and files that take too long or too much."""
+"""Processes that decode untrusted audio files: results, refusals, and files that take too much time or memory."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.service.test_bad_requests import check_error
 
 
 def encode(app: App, **fields: Any) -> dict[str, Any]:
-    """The reply to a good request."""
+    """Return the reply to a good request."""
     reply = ask(app, "POST", "/encode", json={"input": "w1 w2", **fields})
     assert reply.status_code == 200, reply.text
     EncodeReply.model_validate_json(reply.content)

@@ -1,4 +1,4 @@
-"""How many inputs and tokens a request may have: as many as clients send by default, on every route."""
+"""Limits of inputs and tokens in a request: every route takes as many as clients send by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /generate over a scripted engine: what becomes of each field, replies and streams."""
+"""POST /generate over a scripted engine: the effect of each field, replies and streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.service.test_bad_requests import check_error
 
 
 def generate(app: App, **fields: Any) -> dict[str, Any]:
-    """The reply to a good request."""
+    """Return the reply to a good request."""
     reply = ask(app, "POST", "/generate", json={"model": "gen", "prompt": "ab", "max_tokens": 8, **fields})
     assert reply.status_code == 200, reply.text
     GenerateReply.model_validate_json(reply.content)
@@ -40,7 +40,7 @@ def generate(app: App, **fields: Any) -> dict[str, Any]:
 
 
 def streamed(app: App, **fields: Any) -> list[Any]:
-    """The events of a good streamed request."""
+    """Return the events of a good streamed request."""
     body = {"model": "gen", "prompt": "ab", "max_tokens": 8, "stream": True, **fields}
     reply = ask(app, "POST", "/generate", json=body)
     assert reply.status_code == 200, reply.text

@@ -1,4 +1,4 @@
-"""Processes that decode image files of strangers: results, refusals, and files that take too long."""
+"""Processes that decode untrusted image files: results, refusals, and files that take too long."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ COLBERT: dict[str, dict[str, Any]] = {
 
 
 def colbert_folder(folder: Path, name: str) -> Path:
-    """With the projection among the network's tensors, which have BERT's prefix."""
+    """Write a folder with the projection among the network's tensors, which have BERT's prefix."""
     copied("bert", folder.parent).rename(folder)
     state = {f"bert.{key}": tensor for key, tensor in load_file(folder / "model.safetensors").items()}
     (folder / "model.safetensors").unlink()
@@ -65,7 +65,7 @@ def colbert_folder(folder: Path, name: str) -> Path:
 
 
 def m3_folder(folder: Path) -> Path:
-    """With the matrices of BGE-M3, in files of `torch.save`."""
+    """Write a folder with BGE-M3's matrices in files of `torch.save`."""
     copied("bert", folder.parent).rename(folder)
     torch.save({"weight": PROJECTION, "bias": PROJECTION[:, 0].clone()}, folder / "colbert_linear.pt")
     torch.save({"weight": PROJECTION[:1].clone(), "bias": PROJECTION[0, :1].clone()}, folder / "sparse_linear.pt")

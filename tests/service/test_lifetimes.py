@@ -1,4 +1,4 @@
-"""How a service starts, ends, and what replicas, groups and signals do to it: each test starts its own."""
+"""Start and end of a service, and the effect of replicas, process groups and signals: each test starts its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Over real sockets: disconnects, stalls, keep-alives and limits, as a server delivers them."""
+"""Disconnects, stalls, keep-alive and limits over real sockets."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def _connect(url: str, receive_buffer: int | None = None) -> socket.socket:
 
 
 def _answer(connection: socket.socket) -> bytes:
-    """What comes next; nothing where the other side closed, whatever of ours it had not read."""
+    """Return the next data; empty if the other side closed, even without reading ours."""
     try:
         return connection.recv(1 << 16)
     except ConnectionError:
@@ -355,7 +355,7 @@ def _answer(connection: socket.socket) -> bytes:
 
 
 def _flood(connection: socket.socket, most: int) -> int:
-    """Bytes that it took before it broke."""
+    """Return the bytes that were sent before the connection broke."""
     for sent in range(0, most, 10_000):
         try:
             connection.sendall(b"a" * 10_000)
@@ -366,7 +366,7 @@ def _flood(connection: socket.socket, most: int) -> int:
 
 
 def _post(url: str, path: str, body: dict[str, Any], receive_buffer: int | None = None) -> socket.socket:
-    """A connection that has sent a request and reads nothing."""
+    """Return a connection that has sent a request and reads nothing."""
     raw = json.dumps(body).encode()
     connection = _connect(url, receive_buffer)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"

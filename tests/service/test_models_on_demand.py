@@ -1,4 +1,4 @@
-"""Models loaded by requests and folders: once for all who ask, noticed as they come and go, unloaded for others."""
+"""Models loaded by requests and from folders: once for all requests, noticed when added or removed, and unloaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_model_is_loaded_once_for_all_who_ask(folder: Path) -> None:
         asked = [asyncio.create_task(generate(client, "one")) for _ in range(5)]
         asked.append(asyncio.create_task(client.post("/tokenize", json={"model": "one", "text": "a"})))
         await until(lambda: app.service.loader._waiting == 6)
-        asked[0].cancel()  # the client that came first goes
+        asked[0].cancel()  # the first client disconnects
         replies = await asyncio.gather(*asked[1:])
         assert [reply.status_code for reply in replies] == [200] * 5
         assert (await listed(client))["one"]["state"] == "loaded"

@@ -1,4 +1,4 @@
-"""Models on all replicas: operations, what is wanted afterwards, and replicas that die, over a scripted cluster."""
+"""Models on all replicas: operations, the wanted state afterwards, and replicas that die, over a scripted cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.service.support import App, info, make_app, opened, until
 
 
 class MemoryStore:
-    """A cluster's store within one process; each access gives way to others, as one over the network does."""
+    """A cluster's store within one process; each access yields to other tasks, like one over the network."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -62,7 +62,7 @@ class Siblings:
 
 
 class Cluster:
-    """Replicas that are started and killed; each has an application of its own."""
+    """Replicas that tests start and kill; each has its own application."""
 
     def __init__(self, folder: Path) -> None:
         self.store = MemoryStore()

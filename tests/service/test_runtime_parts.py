@@ -1,4 +1,4 @@
-"""Parts of the runtimes, each alone: configuration, the listening socket, Ray's environment, signals, descendants."""
+"""Parts of the runtimes: configuration, the listening socket, Ray's environment, signals, descendants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes scores of a classifier's logits is said by its folder, and is the same on every route."""
+"""A classifier's folder decides how logits become scores, and every route applies it alike."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def client(folders: dict[str, Path]) -> Iterator[Client]:
 
 
 def expected(folder: Path, name: str, *texts: str) -> tuple[list[float], list[float]]:
-    """Logits and scores by `transformers` and torch."""
+    """Return logits and scores by `transformers` and torch."""
     model = transformers.BertForSequenceClassification.from_pretrained(folder).eval()
     with torch.inference_mode():
         logits = model(**hf_tokenizer("bert")(*texts, return_tensors="pt")).logits[0]

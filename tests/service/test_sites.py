@@ -1,4 +1,4 @@
-"""Requests of web pages: of this service, of other sites, and of names that point at this machine (DNS rebinding)."""
+"""Requests of web pages: of this service, of other sites, and of names that point here (DNS rebinding)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_page_of_another_site_sends_nothing(headers: dict[str, str], refused: 
         check_error(reply, 403, None, code="cross_site")
     else:
         assert reply.status_code == 200, reply.text
-    assert ask(app, "GET", "/info", headers={**KEY, **headers}).status_code == 200  # which a page cannot read
+    assert ask(app, "GET", "/info", headers={**KEY, **headers}).status_code == 200  # a page cannot read the reply
 
 
 def test_every_route_that_changes_something_is_closed_to_other_sites() -> None:

@@ -1,4 +1,4 @@
-"""How transcriptions end that do not end by themselves: faults, deadlines, clients that leave, queues and limits."""
+"""Endings of transcriptions other than success: faults, deadlines, disconnected clients, queues and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transcriptions that are refused, and bodies without `model`, which are for the one model that can answer them."""
+"""Refused transcriptions, and bodies without `model`, which go to the only model that can answer them."""
 
 from __future__ import annotations
 

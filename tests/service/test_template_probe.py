@@ -1,4 +1,4 @@
-"""What is found out about chat templates by rendering: formats of calls and reasoning, and how messages are given."""
+"""Facts that rendering a chat template reveals: formats of calls and reasoning, and the form of messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PLAIN = "{{ m.content or '' }}"
 
 
 def template(opening: str, call: str, separator: str = "", closing: str = "", content: str = PLAIN) -> str:
-    """A template in ChatML's style, which writes calls so."""
+    """Return a template in ChatML's style that writes calls in this form."""
     return (
         "{{ tools | tojson if tools }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}" + content
         + "{% if m.tool_calls %}" + opening + "{% for c in m.tool_calls %}{% set f = c.function %}" + call
@@ -202,7 +202,7 @@ CALL = {"id": "call_12", "type": "function", "function": {"name": "f", "argument
     ],
 )
 def test_the_services_own_reply_goes_back(content: str, call: str) -> None:
-    """Calls with content null, empty or absent are given as the template takes them."""
+    """Calls with null, empty or absent content are passed in the form that the template accepts."""
     chat = found(template("", "<fn={{ f.name }}>" + call + "</fn>", content=content))
     assert chat.traits.tool_format == "template", chat.traits
     for said in ({}, {"content": ""}, {"content": None}):
@@ -238,7 +238,7 @@ def test_tools_without_descriptions_get_empty_ones_where_the_template_needs_them
 
 
 def test_text_goes_in_parts_where_templates_show_no_other() -> None:
-    """Templates of models that read images too, which take a string for a list of its letters."""
+    """Templates of models that read images too, which would iterate over a string's letters."""
     parts = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
     chat = found(template("", "", content=parts))
     assert "user\nHi<|im_end|>" in rendered(chat, [USER], ())
@@ -320,7 +320,7 @@ def test_tools_are_refused_where_no_call_can_be_read_back() -> None:
 
 
 def bare_model(tmp_path: Path) -> Path:
-    """A folder that `read_model` reads: a config.json, and weights that are not looked at."""
+    """Write a folder that `read_model` reads: a config.json, and weights that are not read."""
     folder = tmp_path / "folder"
     folder.mkdir()
     sizes = {

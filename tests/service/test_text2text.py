@@ -66,7 +66,7 @@ def client(url: str, task: str, model: str) -> InferenceClient:
 
 
 def reference(model: Model, text: str, source: str | None = None, target: str | None = None, **options: Any) -> str:
-    """The output of `transformers` for a text, marked with its languages by the tokenizer's tokens."""
+    """Return the output of `transformers` for a text, marked with its languages by the tokenizer's tokens."""
     _, tokenizer, network = model
     ids, languages = tokenizer.encode(text).ids, tokenizer.source_languages
     if source is not None:

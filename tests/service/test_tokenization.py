@@ -15,7 +15,7 @@ from service.planning.tokenization import TokenizerThreads
 
 
 class Noting(Tokenizer):
-    """Notes in which thread it was asked."""
+    """A tokenizer that records the thread in which it runs."""
 
     asked = ""
 

@@ -1,4 +1,4 @@
-"""Spans: one of each accepted request with its parts below, under the client's own; none of a prompt."""
+"""Spans: one of each accepted request with its parts as children, under the client's own; none contains a prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD = {"model": "gen", "prompt": "canary words", "max_tokens": 4}
 
 
 class Collector(BaseHTTPRequestHandler):
-    """What a collector of traces gets over OTLP."""
+    """A collector that records the traces that it gets over OTLP."""
 
     spans: ClassVar[list[Span]] = []
 

@@ -1,4 +1,4 @@
-"""How the languages of a translation are asked for, by what a model's tokenizer and config.json have."""
+"""How requests name the languages of a translation, by a model's tokenizer and config.json."""
 
 from __future__ import annotations
 

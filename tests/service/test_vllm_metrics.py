@@ -1,4 +1,4 @@
-"""Figures under vLLM's names: equal to ours, in a text that Prometheus reads, and absent unless asked for."""
+"""Metrics under vLLM's names: equal to ours, readable by Prometheus, and absent by default."""
 
 from __future__ import annotations
 

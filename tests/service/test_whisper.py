@@ -60,7 +60,7 @@ def llm(model: tuple[Path, WhisperForConditionalGeneration]) -> Iterator[LLM]:
 def reference(
     model: WhisperForConditionalGeneration, samples: np.ndarray[Any, Any], **options: Any
 ) -> list[tuple[float, float, list[int]]]:
-    """The segments of transformers: start, end and tokens."""
+    """Return the segments of transformers: start, end and tokens."""
     extract = whisper.extractor()
     features = extract(
         samples,
@@ -170,7 +170,7 @@ def trained() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The application over a real engine, under a real server, with the embedded Whisper."""
+    """Yield the application over a real engine, under a real server, with the embedded Whisper."""
     config = EngineConfig(kv_cache_memory=32 << 20, device="cpu", dtype="float32")
     checkpoint, tokenizer = read_checkpoint(SPEECH), Tokenizer.from_folder(SPEECH)
     models = Models([ServedModel("speech", checkpoint, tokenizer, config)])
@@ -289,7 +289,7 @@ OWN: dict[str, dict[str, Any]] = {  # what a folder sets by itself, in generatio
 
 
 def said_by_itself(folder: Path, samples: NDArray[np.float32], language: str | None = None) -> list[int]:
-    """The tokens of a transcription for which nothing else is asked."""
+    """Return the tokens of a transcription by default settings."""
     made = LLM(folder, EngineConfig(dtype="float32", max_num_seqs=8, kv_cache_memory=4 << 20))
     plain = SpeechOptions(
         language=language,
@@ -310,7 +310,7 @@ def said_by_reference(
     samples: NDArray[np.float32],
     **options: Any,
 ) -> list[int]:
-    """The same by `generate` with a generation_config.json."""
+    """Return the tokens of `generate` with a generation_config.json."""
     before, model.generation_config = model.generation_config, GenerationConfig.from_dict(generation)
     try:
         extract = whisper.extractor(model.config.num_mel_bins)

@@ -1,4 +1,4 @@
-"""No body holds the event loop: what a body may cost is limited before anything is made of it."""
+"""No body holds the event loop: its cost is limited before anything is computed from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask
 
-LONGEST_S = 0.05  # that the loop may be held
+LONGEST_S = 0.05  # most seconds for which the loop may be held
 _TRIES = 3  # a busy machine computes more slowly
 _PIECE = 65_536  # bytes of a body that come at a time
 
@@ -50,7 +50,7 @@ async def _answer(app: App, route: str, body: bytes, content_type: str = JSON) -
 async def longest_hold(app: App, route: str, body: bytes, content_type: str = JSON) -> tuple[float, int, bytes]:
     """Return the longest time that the loop was held while a body was answered, and the reply.
 
-    What other processes take does not count: it is at most the time that this process computed.
+    A hold is at most this process's CPU time, so that other processes do not count.
     """
     held, loop = 0.0, asyncio.get_running_loop()
 
@@ -145,14 +145,14 @@ def test_no_file_holds_the_event_loop(route: str, content_type: str, body: Calla
     assert asyncio.run(work()) <= LONGEST_S
 
 
-_TEXT = "@"  # where the long text stands
+_TEXT = "@"  # marks the place of the long text
 _SAID = [{"role": "user", "content": _TEXT}]
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("text", ["1 9 " * 5_000_000, "\u4e00" * 1_000_000], ids=["20 MB", "3 bytes a character"])
 def test_no_long_text_is_tokenised_where_bodies_may_be_long(text: str) -> None:
-    """Neither for a model of any context, nor where a text may be truncated."""
+    """This holds for a model with any context, and where a text may be truncated."""
     limits = Limits(max_body_bytes=40_000_000)
     context = 10_000_000
     app = chat_app(settings=ServiceSettings(limits=limits), max_model_len=context, max_num_batched_tokens=context)

@@ -1,4 +1,4 @@
-"""A tiny random Whisper in a folder as published ones are: windows of two seconds, two languages, and a tokenizer."""
+"""A tiny random Whisper in a folder like published ones: windows of two seconds, two languages, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def extractor(num_mel_bins: int = 8) -> WhisperFeatureExtractor:
 
 
 def write_tokenizer_files(folder: Path) -> None:
-    """Write the tokenizer as fine-tunes of 2022 have it: without tokenizer.json, all special tokens in one file."""
+    """Write the tokenizer of fine-tunes of 2022: without tokenizer.json, with all special tokens in one file."""
     raw = raw_speech_tokenizer(POSITIONS)
     added = {raw.id_to_token(token): token for token in range(END + 1, raw.get_vocab_size())}
     vocabulary = {raw.id_to_token(token): token for token in range(END + 1)}
@@ -109,7 +109,7 @@ def write_tokenizer_files(folder: Path) -> None:
 
 
 def noise(seconds: float, seed: int = 0) -> NDArray[np.float32]:
-    """A sound that changes all the time."""
+    """Return sound that changes all the time."""
     draw = np.random.default_rng(seed)
     count = int(seconds * RATE)
     pitch = np.interp(np.arange(count), np.linspace(0, count, 12), draw.uniform(100, 4000, 12))
@@ -118,7 +118,7 @@ def noise(seconds: float, seed: int = 0) -> NDArray[np.float32]:
 
 
 def wave_file(samples: NDArray[np.float32]) -> bytes:
-    """Samples as a WAV file of 16 bits, which has exactly those of `noise`."""
+    """Return samples as a WAV file of 16 bits, which has exactly the values of `noise`."""
     file = io.BytesIO()
     with wave.open(file, "wb") as out:
         out.setnchannels(1)
