@@ -173,10 +173,8 @@ class BoundedProtocol(HttpToolsProtocol):
         has_request = self._progressed or self._in_body or bool(self._unanswered)
         if self._rest:
             self._stop_timer()
-        elif self._in_head or not (
-            has_request or self.transport.is_closing()
-        ):  # the rest of the head must come in time
-            self._start_timer()
+        elif self._in_head or not (has_request or self.transport.is_closing()):
+            self._start_timer()  # for the rest of the head
         self._unparsed = 0 if self._progressed else self._unparsed + len(data) - len(self._rest)
         if self._unparsed > self._max_header_bytes:
             self._refuse(headers_too_large(f"the headers exceed {self._max_header_bytes} bytes"))
