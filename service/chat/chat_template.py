@@ -16,7 +16,7 @@ from typing import Any
 from service.chat.render_pool import RenderError, RenderPool, RenderWorker
 from service.chat.template_files import TOKENS, TemplateError
 from service.core.context_bound import ContextBound, context_exceeded
-from service.core.errors import ApiError, invalid, scrub
+from service.core.errors import ApiError, invalid, scrub, try_again
 
 # -- The texts around tool calls, as data for grammars and parsers. Three characters of Unicode's private use area mark
 # what differs from call to call: `ID` the call's id, `INDEX` its number, `KIND` the type of an argument.
@@ -280,14 +280,7 @@ def cannot_render(folder: str, error: RenderError) -> TemplateError:
 
 def _refusal(error: RenderError, bound: ContextBound) -> ApiError:
     if error.kind == "busy":
-        return ApiError(
-            429,
-            "too many conversations are being rendered; try again after the time in Retry-After",
-            type="overloaded_error",
-            code="queue_full",
-            headers={"Retry-After": "1"},
-            reason="chat_templates",
-        )
+        return try_again("too many conversations are being rendered", "chat_templates", 1)
     if error.kind == "length":
         return context_exceeded(bound.tokens, f"messages give a text of {error}", "messages")
     if error.kind == "raised":

@@ -127,22 +127,22 @@ def engine_refusal(error: QueueFullError | EngineGoneError | ModelNotLoadedError
     if isinstance(error, EngineGoneError):
         return unavailable("the engine has failed; a new one is starting", "engine_dead")
     seconds = math.ceil(error.retry_after_s) if math.isfinite(error.retry_after_s) else 60
-    return ApiError(
-        429,
-        "the queue is full; try again after the time in Retry-After",
-        type="overloaded_error",
-        code="queue_full",
-        headers={"Retry-After": str(min(max(1, seconds), 3600))},
-        reason=error.reason,
-    )
+    return try_again("the queue is full", error.reason, min(max(1, seconds), 3600))
+
+
+def try_again(problem: str, reason: str, retry_after_s: int) -> ApiError:
+    """Return the 429 for a full queue; `reason` labels it in the metrics."""
+    return _queue_full(f"{problem}; try again after the time in Retry-After", reason, retry_after_s)
 
 
 def no_room(what: str, reason: str) -> ApiError:
     """Return the error for an exhausted resource that all requests share."""
-    message = f"{what}, which is the most at a time; try again later"
-    return ApiError(
-        *(429, message), type="overloaded_error", code="queue_full", headers={"Retry-After": "5"}, reason=reason
-    )
+    return _queue_full(f"{what}, which is the most at a time; try again later", reason, 5)
+
+
+def _queue_full(message: str, reason: str, retry_after_s: int) -> ApiError:
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(429, message, type="overloaded_error", code="queue_full", headers=headers, reason=reason)
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:

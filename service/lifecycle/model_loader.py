@@ -26,6 +26,7 @@ from service.core.errors import (
     log_unexpected,
     not_found,
     scrub,
+    try_again,
     unavailable,
 )
 from service.core.models import Model, Models, Origin, ServedModel, State, Task
@@ -131,14 +132,7 @@ class ModelLoader:
     async def _wait(self, work: asyncio.Task[None], deadline: float) -> None:
         """Wait for a load or an unload; it goes on if the wait ends early."""
         if self._waiting >= self._max_waiting:
-            raise ApiError(
-                429,
-                "too many requests wait for models to be loaded; try again after the time in Retry-After",
-                type="overloaded_error",
-                code="queue_full",
-                headers={"Retry-After": "5"},
-                reason="model_loading",
-            )
+            raise try_again("too many requests wait for models to be loaded", "model_loading", 5)
         self._waiting += 1
         try:
             done, _ = await asyncio.wait({work}, timeout=max(0.0, deadline - time.monotonic()))

@@ -17,7 +17,7 @@ import pydantic_core
 
 from model.errors import GrammarError
 from model.text.grammar import choice_grammar, json_grammar, regex_grammar, written_grammar
-from service.core.errors import ApiError, invalid, unavailable
+from service.core.errors import ApiError, invalid, try_again, unavailable
 from service.core.models import ServedModel
 from service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
 from service.schemas.bodies import GenerateBody, ResponseFormat
@@ -176,7 +176,7 @@ class GrammarChecker:
             await self._pool.run(lambda worker: worker.ask({"grammar": grammar}))
         except WorkerError as error:
             if error.kind == "busy":
-                raise _busy() from None
+                raise try_again("too many grammars are being compiled", "grammars", 1) from None
             if error.kind == "start":
                 raise unavailable("the process that compiles grammars does not start", "grammar_worker") from None
             if error.kind == "time":  # not cached, because it may succeed under a lower load
@@ -195,17 +195,6 @@ class GrammarChecker:
 def invalid_grammar(param: str, reason: str) -> ApiError:
     """Return the error for a grammar that does not compile, or that failed while an output was generated."""
     return invalid(f"{param} cannot be followed: {' '.join(reason.split())[:_MAX_REASON]}", param, "invalid_grammar")
-
-
-def _busy() -> ApiError:
-    return ApiError(
-        429,
-        "too many grammars are being compiled; try again after the time in Retry-After",
-        type="overloaded_error",
-        code="queue_full",
-        headers={"Retry-After": "1"},
-        reason="grammars",
-    )
 
 
 def _worker(seconds: float) -> ForkingWorker:
