@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from lab.bench.gpu import check, engines, experts, machine, parity, profile, report
-from lab.bench.gpu.cases import COMMANDS, cases_of
+from lab.bench.gpu.cases import COMMANDS, Case, cases_of
+from lab.bench.gpu.child import selected
 from lab.bench.gpu.cli import main
 from lab.bench.gpu.compiling import in_parallel
-from lab.bench.gpu.figures import Skip, Stop
+from lab.bench.gpu.figures import NotRecorded, Skip, Stop
 from lab.bench.gpu.machine import Bench
 from lab.bench.gpu.supervisor import STOPPED, TIMED_OUT, Supervisor, Task, read
 from lab.bench.gpu.targets import TARGETS, datasheet_ceilings
@@ -144,6 +145,27 @@ def test_the_page_has_all_of_it(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "http" not in page  # no outside asset
 
 
+def test_headline_checks_in_parallel_processes_and_then_measures(tmp_path: Path) -> None:
+    only = "prepare b|engine, encoder|bert-base, texts|bart-large"
+    command = [sys.executable, "-m", "lab.bench.gpu", "headline", "--tiny", "--only", only, "--out", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    assert {row["case"]: row.get("ok", "failed" not in row) for row in read([tmp_path])} == {
+        **dict.fromkeys(("prepare bart-large", "prepare bert-base", "engine, encoder", "machine"), True),
+        **dict.fromkeys(("engine, encoder-decoder, BART", "engine, encoder-decoder, T5"), True),
+        **dict.fromkeys(("bart-large x128", "bert-base, texts of 512"), True),
+    }
+    assert not (tmp_path / "parts").exists()
+
+
+def test_parts_have_every_case_once() -> None:
+    given = [Case(str(at), lambda bench: {}, at % 7) for at in range(20)]
+    parts = [selected(given, "", (which, 6)) for which in range(6)]
+    assert sorted(case.name for part in parts for case in part) == sorted(case.name for case in given)
+    spent = [sum(case.seconds for case in part) for part in parts]
+    assert max(spent) - min(spent) <= 7
+
+
 @pytest.mark.slow
 def test_it_compares_with_the_reference_library(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as left:
@@ -243,14 +265,14 @@ def test_kernels_are_skipped_where_the_interpreter_is_too_old(bench: Bench, monk
             case.run(bench)
 
 
-def test_steps_that_are_not_recorded_stop_it(bench: Bench) -> None:
+def test_steps_that_are_not_recorded_fail(bench: Bench) -> None:
     """On a GPU; here the engine is one of a CPU."""
     ready = engines.load(bench, parity.shape(bench, "llama-1b"), seqs=2, context=64)
-    with pytest.raises(Stop, match="attention is not Triton's: "):
+    with pytest.raises(NotRecorded, match="attention is not Triton's: "):
         engines.require_graphs(ready)
     ready.loaded.info.attention_backend = "triton"
     ready.runner.unrecorded = "out of luck"
-    with pytest.raises(Stop, match="were not recorded as CUDA graphs: out of luck"):
+    with pytest.raises(NotRecorded, match="were not recorded as CUDA graphs: out of luck"):
         engines.require_graphs(ready)
 
 

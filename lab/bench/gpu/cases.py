@@ -19,6 +19,8 @@ COMMANDS = {  # name: what it measures; the module of that name has a function `
     "check": "versions, one launch for each dtype, kernels, the engine against the CPU, memcheck",
     "sweep": "matrix products and attention tiles: the chosen ones against others",
     "workloads": "whole workloads, each with a profile of its steps",
+    "headline": "everything that check does in parallel processes, then the main workloads: five minutes",
+    "prepare": "compile what the workloads launch",
     "tests": "pytest -m gpu over the kernels",
     "peer": "transformers' continuous batching on the same work",
 }

@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,10 @@ def _run(order: dict[str, Any], send: Send) -> None:
     bench = Bench.here(Path(order["folder"]), tiny=order["tiny"], ends=time.monotonic() + order["seconds"])
     logging.getLogger().addHandler(kept := Warnings())
     bench.warnings = kept.texts
-    wanted = [case for case in cases_of(order["commands"], bench) if order["only"] in case.name]
-    wanted = [Case("machine", describe, 0.0), *(case for case in wanted if case.name not in order["leave"])]
-    if "machine" in order["leave"]:
-        del wanted[0]
+    wanted = selected(cases_of(order["commands"], bench), order["only"], order["part"])
+    wanted = [case for case in wanted if case.name not in order["leave"]]
+    if order["part"] is None and "machine" not in order["leave"]:
+        wanted.insert(0, Case("machine", describe, 0.0))
     send({"plan": [case.name for case in wanted]})
     if not bench.cuda:
         require_gpu(bench)
@@ -75,6 +75,19 @@ def _run(order: dict[str, Any], send: Send) -> None:
             require_gpu(bench)
         if not bench.alive():
             sys.exit(LOST)
+
+
+def selected(cases: list[Case], only: str, part: Sequence[int] | None) -> list[Case]:
+    """Return the cases whose name contains one of the texts in `only`, separated by `|`; of these every n-th.
+
+    Parts are balanced: cases are dealt by descending duration, so that each part begins with its longest.
+    """
+    found = [case for case in cases if any(text in case.name for text in only.split("|"))]
+    if part is None:
+        return found
+    which, parts = part
+    found = [case for case in found if not case.name.startswith("compile ")]  # each part compiles what it runs
+    return sorted(found, key=lambda case: -case.seconds)[which::parts]
 
 
 def _answer(case: Case, bench: Bench) -> Figures:

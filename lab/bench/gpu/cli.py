@@ -27,8 +27,11 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="skip cases with a result there or in --out")
     parser.add_argument("--minutes", type=float, default=8.5, help="the deadline (8.5), without packing caches")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose name contains this, or one of A|B|C")
     parser.add_argument("--cache-dir", type=Path, default=Path("build/gpu-caches"), help="folder of compiler caches")
+    parser.add_argument(
+        "--part", type=_part, metavar="K/N", help="every N-th case from the K-th on, without the machine's figures"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, also on a CPU, to test the benchmark")
     options = parser.parse_args(arguments)
     if options.commands[0] == "report":
@@ -48,6 +51,18 @@ def main(arguments: list[str] | None = None) -> None:
         options.before,
         options.resume,
         options.cache_dir,
+        part=options.part,
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the child is ended
+    if "headline" in options.commands:
+        from lab.bench.gpu.headline import check_in_parallel
+
+        task.folder.mkdir(parents=True, exist_ok=True)
+        task = check_in_parallel(task)
     sys.exit(Supervisor(task).run())
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Read `K/N`."""
+    which, parts = map(int, text.split("/"))
+    return which, parts

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench.batches import window
-from lab.bench.gpu.figures import Figures, Stop
+from lab.bench.gpu.figures import Figures, NotRecorded
 from lab.bench.gpu.fp8 import in_fp8, need_fp8
 from lab.bench.gpu.integers import bytes_of_weights, in_integers, need_integers
 from lab.bench.gpu.machine import Bench
@@ -104,7 +104,7 @@ def load(
     prefix_caching: bool = False,
     **settings: Any,
 ) -> BenchModel:
-    """Load a model of a raw config.json with random weights; raises `Stop` if a GPU's steps are not recorded."""
+    """Load a model of a raw config.json with random weights; raises `NotRecorded` if a GPU's steps are not recorded."""
     began = time.perf_counter()
     if settings.get("kv_cache_dtype") == "fp8":
         need_fp8(bench)
@@ -152,12 +152,12 @@ def build_engines(name: str, model: Transformer, selection: Selection, config: E
 
 
 def require_graphs(ready: BenchModel) -> None:
-    """Raise `Stop` if attention is not Triton's, or decode steps are not CUDA graphs."""
+    """Raise `NotRecorded` if attention is not Triton's, or decode steps are not CUDA graphs."""
     if ready.loaded.info.attention_backend != "triton":
-        raise Stop(f"attention is not Triton's: {ready.loaded.info.attention_reason}")
+        raise NotRecorded(f"attention is not Triton's: {ready.loaded.info.attention_reason}")
     if ready.loaded.generate is not None and ready.runner.graphs is None:
         why = ready.runner.unrecorded or "no reason is given"
-        raise Stop(f"decode steps of {ready.loaded.info.name} were not recorded as CUDA graphs: {why}")
+        raise NotRecorded(f"decode steps of {ready.loaded.info.name} were not recorded as CUDA graphs: {why}")
 
 
 @dataclass(frozen=True, slots=True)

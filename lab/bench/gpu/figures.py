@@ -13,5 +13,9 @@ class Stop(Exception):
     """Ends the whole run: no later figure would be valid on this machine. The message is the reason."""
 
 
+class NotRecorded(Exception):
+    """A model's figures would say nothing of the GPU path: another attention computes, or steps are not recorded."""
+
+
 class Skip(Exception):
     """Skips a case that cannot run here. The message is the reason."""

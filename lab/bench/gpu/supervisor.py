@@ -44,6 +44,9 @@ class Task:
     resume: bool = False  # skip cases with a result
     cache_folder: Path = Path("build/gpu-caches")
     child: str = "lab.bench.gpu.child"  # the module of the child process
+    part: tuple[int, int] | None = (
+        None  # (k, n): every n-th case from the k-th on, while other processes run the others
+    )
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Supervisor:
             pass
         for name in self._rest():
             self._write(name, {"skipped": self.stopped or "out of time"})
-        if not task.tiny:
+        if not task.tiny and task.part is None:
             for line in caches.pack(task.cache_folder, task.folder):
                 print(line, flush=True)
         if self.stopped:
@@ -126,6 +129,7 @@ class Supervisor:
             "folder": str(task.folder),
             "tiny": task.tiny,
             "only": task.only,
+            "part": task.part,
             "leave": sorted(self.answered),
             "seconds": self.left,
         }
