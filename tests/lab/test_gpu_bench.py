@@ -470,5 +470,5 @@ def test_a_page_needs_rows(tmp_path: Path) -> None:
 def test_cases_have_names_of_their_own(bench: Bench) -> None:
     assert {case.name for case in cases_of(list(COMMANDS), bench)} > LIKE_OTHERS
     real = replace(bench, tiny=False, device=torch.device("cuda"))
-    names = [case.name for case in cases_of(list(COMMANDS), real)]
+    names = [case.name for case in cases_of([name for name in COMMANDS if name != "headline"], real)]
     assert len(names) > 90 and len(set(names)) == len(names)
