@@ -41,6 +41,7 @@ MODEL = """
     network             : errors config system native checkpoint families families/table linear cache attention
     parallel            : errors config api system native checkpoint families families/table linear cache attention
                           network
+    kernel_check        : errors config api system checkpoint linear cache attention sampling network
     inspection          : errors config api system text native checkpoint families families/table linear cache attention
                           network parallel
     engine/planning     : errors config api system checkpoint linear attention network parallel
@@ -121,7 +122,8 @@ LAB = """
                           model/engine/scheduling model/engine/execution model/engine
     bench/peers         : bench model/api model/system model/checkpoint
     bench/gpu           : loadtest/results bench bench/peers model/config model/api model/system model/checkpoint
-                          model/linear model/cache model/attention model/network model/engine/execution model/engine
+                          model/linear model/cache model/attention model/network model/kernel_check
+                          model/engine/execution model/engine
     paced_engine        : model/api model/system
     worst_bodies        :
     commands            : training faults bench bench/peers paced_engine worst_bodies loadtest/errors loadtest/settings

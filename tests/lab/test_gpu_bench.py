@@ -211,7 +211,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, captured: Callable[..., object]
 
 def test_experts_that_stay_as_they_were_recorded_are_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    case = {"shape": experts.Shape(2, 20, 32), "dtype": torch.float32}
+    case = {"shape": experts.ExpertsShape(2, 20, 32), "dtype": torch.float32}
     as_on_a_gpu(monkeypatch, lambda _, work: work)
     assert experts._check(bench, **case)["ok"]
     as_on_a_gpu(monkeypatch, lambda _, work: Once(work))

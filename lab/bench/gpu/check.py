@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from lab.bench.gpu import experts, fp8, integers, parity, recurrent
-from lab.bench.gpu.attention import Problem, ProblemTensors, make_tensors
 from lab.bench.gpu.cases import Case
 from lab.bench.gpu.compiling import in_parallel
 from lab.bench.gpu.figures import Figures, Skip
 from lab.bench.gpu.machine import Bench, need_triton
 from model.attention.base import AttentionMetadata
 from model.attention.reference import ReferenceBackend
+from model.kernel_check.attention_problems import Problem, ProblemTensors, make_tensors
 
 _COMPILE_S = 180.0  # that the checks' compilers may take together
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # for outputs of order 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 
@@ -13,9 +13,8 @@ from lab.bench.gpu.cases import Case
 from lab.bench.gpu.figures import Figures, Skip
 from lab.bench.gpu.machine import Bench, need_triton
 from lab.bench.gpu.quantised import filled, quantise_layers
-from model.checkpoint.stored_formats import fp8_storage
-from model.config.formats import FLOAT
-from model.linear.base import Linear, LinearSpec, Part
+from model.kernel_check.product_problems import Fp8Shape, difference, empty_fp8, fp8_projection
+from model.linear.base import Linear
 from model.linear.float import FloatLinear
 from model.linear.fp8 import FEW, Fp8Linear, unsupported
 from model.network.transformer import Transformer
@@ -42,63 +41,29 @@ def in_fp8(model: Transformer) -> Transformer:
 
 def _quantised(linear: FloatLinear) -> Fp8Linear:
     weight = linear.weight
-    return filled(_empty(linear.spec, weight.dtype, weight.device, None), linear)
-
-
-def _empty(spec: LinearSpec, dtype: torch.dtype, device: torch.device, block: tuple[int, int] | None) -> Fp8Linear:
-    with torch.device("meta"):
-        return Fp8Linear(spec, dtype, device, FLOAT if block is None else fp8_storage(block))
-
-
-def make_projection(
-    outputs: int, inputs: int, block: tuple[int, int] | None, device: torch.device, dtype: torch.dtype
-) -> Fp8Linear:
-    """Return a projection of random weights with a scale for each output, or for each block."""
-    linear = _empty(LinearSpec("m", inputs, (Part(outputs),), bias=False), dtype, device, block)
-    rows = (slice(0, outputs),)
-    weight = torch.randn(outputs, inputs, device=device)
-    if block is not None:
-        scales = torch.rand(-(-outputs // block[0]), -(-inputs // block[1]), device=device) + 0.5
-        linear.fill("m.weight_scale", rows, scales.repeat_interleave(block[0], 0)[:outputs])
-        weight = weight.to(torch.float8_e4m3fn)
-    linear.fill("m.weight", rows, weight)
-    linear.finish()
-    return linear
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Describes a projection: outputs, inputs, and what shares a scale (None: each output has its own)."""
-
-    outputs: int
-    inputs: int
-    block: tuple[int, int] | None = None
-
-    def __str__(self) -> str:
-        scaled = "rows" if self.block is None else f"blocks of {self.block[0]} x {self.block[1]}"
-        return f"{self.outputs} x {self.inputs}, {scaled}"
+    return filled(empty_fp8(linear.spec, weight.dtype, weight.device), linear)
 
 
 def check_cases(bench: Bench) -> list[Case]:
     """Return the checks of products against torch in float32."""
-    shapes = [Shape(4096, 4096), Shape(6144, 4096, _BLOCK), Shape(1000, 1360), Shape(1024, 14336, _BLOCK)]
+    shapes = [Fp8Shape(4096, 4096), Fp8Shape(6144, 4096, _BLOCK), Fp8Shape(1000, 1360), Fp8Shape(1024, 14336, _BLOCK)]
     if bench.tiny:
-        shapes = [Shape(96, 64), Shape(64, 96, (32, 32))]
+        shapes = [Fp8Shape(96, 64), Fp8Shape(64, 96, (32, 32))]
     return [Case(f"fp8 product, {shape}", partial(_check, shape=shape), 8) for shape in shapes]
 
 
-def _check(bench: Bench, *, shape: Shape) -> Figures:
+def _check(bench: Bench, *, shape: Fp8Shape) -> Figures:
     """Compare products of several numbers of rows with torch's of the same factors, also captured and replayed."""
     need_triton(bench)
     need_fp8(bench)
-    linear = make_projection(shape.outputs, shape.inputs, shape.block, bench.device, bench.dtype)
+    linear = fp8_projection(shape.outputs, shape.inputs, shape.block, bench.device, bench.dtype)
     errors: dict[str, float] = {}
     same = True
     for rows in _CHECKED_ROWS[:4] if bench.tiny else _CHECKED_ROWS:
         torch.manual_seed(0)
         x = torch.randn(rows, shape.inputs).to(bench.device, bench.dtype)
         found, expected = linear(x), linear.reference(x).float()
-        errors[f"error_{rows}"] = _difference(found, expected)
+        errors[f"error_{rows}"] = difference(found, expected)
         if rows <= FEW:
             same = same and torch.equal(linear(x[:1]), found[:1])
         if bench.cuda:
@@ -106,35 +71,30 @@ def _check(bench: Bench, *, shape: Shape) -> Figures:
             replay = bench.captured(lambda x=x, out=out: out.copy_(linear(x)))  # type: ignore[misc]
             out.zero_()
             replay()
-            errors[f"captured_error_{rows}"] = _difference(out, expected)
+            errors[f"captured_error_{rows}"] = difference(out, expected)
     way = "torch._scaled_mm" if linear.by_torch(x) else "triton"
     ok = max(errors.values()) <= _BOUND and same
     return {"ok": ok, "one_row_alone_is_the_same": same, "many_rows_by": way, **errors}
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    worst = ((found.float() - expected).abs().max() / expected.abs().max()).item()
-    return worst if worst == worst else float("inf")
 
 
 def product_cases(bench: Bench, shapes: dict[str, tuple[int, int]]) -> list[Case]:
     """Return the measurements of products with rows' scales and with blocks'."""
     blocks: tuple[tuple[int, int] | None, ...] = (None, (32, 32) if bench.tiny else _BLOCK)
     return [
-        Case(f"fp8 product, {name}{', blocks' if block else ''}", partial(_measure, shape=Shape(*shape, block)), 10)
+        Case(f"fp8 product, {name}{', blocks' if block else ''}", partial(_measure, shape=Fp8Shape(*shape, block)), 10)
         for name, shape in shapes.items()
         for block in blocks
         if "head" not in name  # which stays as it is
     ]
 
 
-def _measure(bench: Bench, *, shape: Shape) -> Figures:
+def _measure(bench: Bench, *, shape: Fp8Shape) -> Figures:
     """Return, for each number of rows, microseconds with quantising the rows, and of that alone."""
     need_triton(bench)
     need_fp8(bench)
     count = 1 if bench.tiny else max(1, -(-_BEYOND_CACHE // (shape.outputs * shape.inputs)))
     linears: list[Linear] = [
-        make_projection(shape.outputs, shape.inputs, shape.block, bench.device, bench.dtype) for _ in range(count)
+        fp8_projection(shape.outputs, shape.inputs, shape.block, bench.device, bench.dtype) for _ in range(count)
     ]
     table = []
     for rows in _MEASURED_ROWS[:3] if bench.tiny else _MEASURED_ROWS:
@@ -150,7 +110,7 @@ def _measure(bench: Bench, *, shape: Shape) -> Figures:
     return {"shape": str(shape), "table": table}
 
 
-def _apart(bench: Bench, x: Tensor, shape: Shape, turn: cycle[Linear]) -> Figures:
+def _apart(bench: Bench, x: Tensor, shape: Fp8Shape, turn: cycle[Linear]) -> Figures:
     """Return microseconds of quantising alone, and of the Triton kernel where torch multiplies."""
     from model.linear import triton_fp8
 

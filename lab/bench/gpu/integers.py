@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 
 import torch
-from torch import Tensor
 
 from lab.bench.gpu.cases import Case
 from lab.bench.gpu.figures import Figures, Skip
 from lab.bench.gpu.machine import Bench, need_triton
 from lab.bench.gpu.quantised import filled, quantise_layers
-from model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind, integers, integers_in_groups
-from model.linear.base import LinearSpec, Part
+from model.config.formats import QUANTIZED_LAYERS, NumberFormat
+from model.kernel_check.product_problems import IntegerShape, difference, integer_projection
 from model.linear.float import FloatLinear
 from model.linear.integers import MOST, IntegerLinear, unsupported
 from model.network.transformer import Transformer
@@ -55,77 +54,36 @@ def _rounded(linear: FloatLinear, kept: NumberFormat) -> IntegerLinear:
     return filled(made, linear)
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Describes a projection: outputs, inputs, bits of a weight, inputs that share a scale (0: all), zero points."""
-
-    outputs: int
-    inputs: int
-    bits: int
-    group: int
-    zeros: bool = False
-
-    def __str__(self) -> str:
-        scaled = f"groups of {self.group}" if self.group else "rows"
-        return f"{self.outputs} x {self.inputs}, int{self.bits}, {scaled}{', zero points' if self.zeros else ''}"
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes that a product reads of weights and scales."""
-        scales = self.outputs * (self.inputs // self.group if self.group else 1)
-        return self.outputs * self.inputs * self.bits / 8 + scales * (3 if self.zeros else 2)
-
-
-def make_projection(shape: Shape, device: torch.device, dtype: torch.dtype) -> IntegerLinear:
-    """Return a projection of random integers, as a checkpoint stores them."""
-    kept = integers(NumberKind.INT4 if shape.bits == 4 else NumberKind.INT8, shape.group)
-    group, rows = shape.group or shape.inputs, (slice(0, shape.outputs),)
-    storage = replace(integers_in_groups(shape.bits, group, offsets=shape.zeros), block=(1, shape.group))
-    with torch.device("meta"):
-        made = IntegerLinear(
-            LinearSpec("m", shape.inputs, (Part(shape.outputs),), bias=False), dtype, device, kept, storage
-        )
-    factors, most = (shape.outputs, -(-shape.inputs // group)), 1 << (shape.bits - 1)
-    scales = (torch.rand(factors, device=device) + 0.5).to(dtype)
-    made.fill("m.weight_scale", rows, scales)
-    if shape.zeros:
-        made.fill("m.weight_offset", rows, scales.float() * torch.randint(-8, 8, factors, device=device))
-    numbers = torch.randint(-most, most, (shape.outputs, shape.inputs), dtype=torch.int8, device=device)
-    made.fill("m.weight", rows, numbers)
-    made.finish()
-    return made
-
-
 def check_cases(bench: Bench) -> list[Case]:
     """Return the checks of products against torch in float32."""
     shapes = [
-        Shape(4096, 4096, 4, 64),
-        Shape(28672, 4096, 4, 128, zeros=True),
-        Shape(1000, 1360, 4, 32),
-        Shape(1024, 14336, 4, 64, zeros=True),
-        Shape(4096, 4096, 8, 128),
-        Shape(1024, 2048, 8, 0),
+        IntegerShape(4096, 4096, 4, 64),
+        IntegerShape(28672, 4096, 4, 128, zeros=True),
+        IntegerShape(1000, 1360, 4, 32),
+        IntegerShape(1024, 14336, 4, 64, zeros=True),
+        IntegerShape(4096, 4096, 8, 128),
+        IntegerShape(1024, 2048, 8, 0),
     ]
     if bench.tiny:
-        shapes = [Shape(32, 528, 4, 32, zeros=True), Shape(64, 96, 8, 0)]
+        shapes = [IntegerShape(32, 528, 4, 32, zeros=True), IntegerShape(64, 96, 8, 0)]
     return [Case(f"integer product, {shape}", partial(_check, shape=shape), 8) for shape in shapes]
 
 
-def _check(bench: Bench, *, shape: Shape) -> Figures:
+def _check(bench: Bench, *, shape: IntegerShape) -> Figures:
     """Compare products of several numbers of rows with torch's of the same factors, also captured and replayed twice.
 
     Parts of the inputs are counted on the device: a count that is not reset spoils the second replay.
     """
     need_triton(bench)
     need_integers(bench)
-    linear = make_projection(shape, bench.device, bench.dtype)
+    linear = integer_projection(shape, bench.device, bench.dtype)
     errors: dict[str, float] = {}
     same = True
     for rows in _CHECKED_ROWS[:4] if bench.tiny else _CHECKED_ROWS:
         torch.manual_seed(0)
         x = torch.randn(rows, shape.inputs).to(bench.device, bench.dtype)
         found, expected = linear(x), linear.reference(x).float()
-        errors[f"error_{rows}"] = _difference(found, expected)
+        errors[f"error_{rows}"] = difference(found, expected)
         if rows <= 64:
             least = 1 if rows <= 16 else 17
             same = same and all(torch.equal(linear(x[:least]), found[:least]) for _ in range(3))
@@ -135,13 +93,8 @@ def _check(bench: Bench, *, shape: Shape) -> Figures:
             for _ in range(2):
                 out.zero_()
                 replay()
-            errors[f"captured_error_{rows}"] = _difference(out, expected)
+            errors[f"captured_error_{rows}"] = difference(out, expected)
     return {"ok": max(errors.values()) <= _BOUND and same, "rows_alone_are_the_same": same, **errors}
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    worst = ((found.float() - expected).abs().max() / expected.abs().max()).item()
-    return worst if worst == worst else float("inf")
 
 
 def product_cases(bench: Bench, shapes: dict[str, tuple[int, int]]) -> list[Case]:
@@ -150,7 +103,7 @@ def product_cases(bench: Bench, shapes: dict[str, tuple[int, int]]) -> list[Case
     return [
         Case(
             f"integer product, {name}, {'zero points' if zeros else f'{bits} bits'}",
-            partial(_measure, shape=Shape(*shape, bits, group, zeros)),
+            partial(_measure, shape=IntegerShape(*shape, bits, group, zeros)),
             10,
         )
         for name, shape in shapes.items()
@@ -159,13 +112,13 @@ def product_cases(bench: Bench, shapes: dict[str, tuple[int, int]]) -> list[Case
     ]
 
 
-def _measure(bench: Bench, *, shape: Shape) -> Figures:
+def _measure(bench: Bench, *, shape: IntegerShape) -> Figures:
     """Return, for each number of rows, microseconds of the kernel, and with all weights made floats before."""
     need_triton(bench)
     if (why := unsupported(bench.device)) is not None:
         raise Skip(why)
     count = 1 if bench.tiny else max(1, -(-_BEYOND_CACHE // int(shape.nbytes)))
-    turn = cycle([make_projection(shape, bench.device, bench.dtype) for _ in range(count)])
+    turn = cycle([integer_projection(shape, bench.device, bench.dtype) for _ in range(count)])
     calls = max(10, count)
     table = []
     for rows in _MEASURED_ROWS[:3] if bench.tiny else _MEASURED_ROWS:

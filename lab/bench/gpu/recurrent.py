@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,29 +10,14 @@ from torch import Tensor
 from lab.bench.gpu.cases import Case
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench, need_triton
-from model.attention.layer_backends import Recurrence
-from model.cache.kv_cache import StateCache, StateSpan, StateTables
+from model.cache.kv_cache import StateTables
 from model.config.attention import GatedDeltaConfig
 from model.config.cache import NO_STATE
-from model.network.delta_net import recur
+from model.kernel_check.recurrent_problems import RecurrentProblem, RecurrentStep
 
-_QWEN = GatedDeltaConfig(16, 32, 128, 128, 4, 1e-6)  # Qwen3-Next, Qwen3.5
 TOY = GatedDeltaConfig(2, 4, 12, 8, 4, 1e-6)
 # Of outputs, relative to their largest, and of states: rows of 16 bits are multiplied by TF32.
 _BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentProblem:
-    """Describes a step of one layer: each segment of these lengths reads a slot and writes another."""
-
-    lengths: tuple[int, ...]
-    config: GatedDeltaConfig = _QWEN
-
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes of states that are read and written."""
-        return 8 * len(self.lengths) * self.config.state_elements
 
 
 _PROBLEMS = {
@@ -56,38 +39,6 @@ def check_cases(bench: Bench) -> list[Case]:
         for told, dtype in dtypes.items()
         for name, one in (_TINY if bench.tiny else _PROBLEMS).items()
     ]
-
-
-class RecurrentStep:
-    """Holds a layer and the rows and slots of a step."""
-
-    def __init__(self, problem: RecurrentProblem, device: torch.device, dtype: torch.dtype) -> None:
-        config, rows, count = problem.config, sum(problem.lengths), len(problem.lengths)
-        draw = torch.Generator(device).manual_seed(0)
-
-        def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:
-            return torch.randn(shape, generator=draw, device=device, dtype=torch.float32).to(of)
-
-        heads = config.num_value_heads
-        shapes = (config.channels, config.kernel), (heads,), (heads,), (config.value_dim,)
-        self.layer = Recurrence(config, *(normal(*shape) for shape in shapes))
-        self.inputs, self.gates = normal(rows, config.channels + config.value_size), normal(rows, 2 * heads)
-        states = (normal(2 * count, *shape, of=torch.float32) for shape in config.state_shapes)
-        self.states = StateCache(*states)
-        self.spans, first = list[StateSpan](), 0
-        for place, length in enumerate(problem.lengths):
-            self.spans.append(StateSpan(first, first + length, place, count + place))
-            first += length
-
-    def expected(self, spans: Iterable[StateSpan]) -> tuple[Tensor, StateCache]:
-        """Return outputs and states by torch in float32, and leave the step as it is."""
-        states = StateCache(self.states.recurrent.clone(), self.states.convolution.clone())
-        return recur(self.layer, self.inputs.float(), self.gates.float(), spans, states), states
-
-    def by_kernels(self, tables: StateTables) -> Tensor:
-        from model.attention import triton_delta
-
-        return triton_delta.compute(self.layer, self.inputs, self.gates, tables, self.states)
 
 
 def _check(bench: Bench, *, problem: RecurrentProblem, dtype: torch.dtype) -> Figures:

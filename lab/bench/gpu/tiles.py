@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lab.bench.gpu.attention import Problem, ProblemTensors, make_tensors
 from lab.bench.gpu.cases import Case
 from lab.bench.gpu.compiling import in_parallel
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench, need_triton
 from model.attention.base import AttentionBackend
+from model.kernel_check.attention_problems import Problem, ProblemTensors, make_tensors
 
 if TYPE_CHECKING:
     from model.attention.triton import Tiles
