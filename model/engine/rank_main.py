@@ -1,9 +1,9 @@
 """The process of a rank from 1 on: it holds its shard of one model, and runs rank 0's steps and calls with it.
 
 A step is one message of integers. Each rank builds the same inputs from it, or replays the same graph; the host does
-not wait for its device. Rank 0 starts `python -m model.engine.rank_main SOCKET RENDEZVOUS RANK SIZE`. The process ends
-when its socket closes, so it never outlives rank 0, even within a collective operation. It ends on an exception too,
-which rank 0 detects.
+not wait for its device. Rank 0 starts `python -m model.engine.rank_main SOCKET RENDEZVOUS RING RANK SIZE`. The process
+ends when its socket closes, so it never outlives rank 0, even within a collective operation. It ends on an exception
+too, which rank 0 detects.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from model.parallel.messages import (
     receive_tensors,
     unpack_arguments,
 )
+from model.parallel.step_ring import RingReader
 from model.system.child_process import FrameSocket, ignore_signals
 from model.system.stacks import print_stacks_on_signal
 
@@ -52,8 +53,10 @@ logger = logging.getLogger(__name__)
 class RankWorker:
     """Executes rank 0's messages on one rank."""
 
-    def __init__(self, frames: FrameSocket, rendezvous: int, shard: Shard) -> None:
+    def __init__(self, frames: FrameSocket, rendezvous: int, ring: int, shard: Shard) -> None:
+        """`rendezvous` and `ring` are descriptors of memory that all ranks share."""
         self._frames = frames
+        self._ring = RingReader(ring, shard.rank - 1, shard.size - 1)
         self._rendezvous = rendezvous
         self._shard = shard
         self._decoder = msgspec.msgpack.Decoder(Message)
@@ -126,7 +129,7 @@ class RankWorker:
     @torch.inference_mode()
     def _step(self, step: Step) -> None:
         assert self._program is not None and self._group is not None
-        plan = StepPlan.of(step, pinned=self._group.device.type == "cuda")
+        plan = StepPlan.of(step, self._ring.read(step.row, pinned=self._group.device.type == "cuda"))
         hidden, _ = self._program.run(plan, None)
         for _ in self._program.prompt_logits(plan, hidden):
             pass  # rank 0 scores the prompts; this rank computes its part of the vocabulary
@@ -165,12 +168,12 @@ def main() -> None:
     """Run the rank. The process exits without cleanup: with unfinished collectives that would hang or abort."""
     ignore_signals()
     print_stacks_on_signal()
-    descriptor, rendezvous, rank, size = map(int, sys.argv[1:])
+    descriptor, rendezvous, ring, rank, size = map(int, sys.argv[1:])
     logging.basicConfig(level=logging.INFO, format=f"%(levelname)s %(name)s (rank {rank}): %(message)s")
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=_exit_on_close, args=(connection,), daemon=True).start()
     try:
-        RankWorker(FrameSocket(connection), rendezvous, Shard(rank, size)).run()
+        RankWorker(FrameSocket(connection), rendezvous, ring, Shard(rank, size)).run()
     except EOFError:
         os._exit(0)
     except BaseException:

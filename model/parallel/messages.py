@@ -1,8 +1,8 @@
 """Messages from rank 0 to the other ranks: plain data over a socket; the tensors of a call by broadcast.
 
-A step of the generate engine is one message with its integers. Everything else is calls (of the encode engine, and
-what is measured at start), whose arguments are sent as the fields of their dataclasses, with a placeholder for each
-tensor.
+A step of the generate engine is one message; its integers are in shared memory (`model.parallel.step_ring`).
+Everything else is calls (of the encode engine, and what is measured at start), whose arguments are sent as the fields
+of their dataclasses, with a placeholder for each tensor.
 Nothing is pickled.
 """
 
@@ -22,6 +22,7 @@ from model.cache.kv_cache import StateSpan
 from model.config.formats import NumberFormat
 from model.network.inputs import CrossInput, StackInput
 from model.parallel.group import Group
+from model.parallel.step_ring import Place
 
 _TYPES: dict[str, type[Any]] = {
     type_.__name__: type_ for type_ in (StackInput, CrossInput, AttentionMetadata, DeviceLengths, StateSpan)
@@ -62,7 +63,7 @@ class Step(msgspec.Struct, tag=True):
     """Run a step of the generate engine, as `StepPlan` describes it: all that a rank is told of it."""
 
     layout: tuple[int, ...]  # the fields of `BatchLayout`
-    row: bytes  # int64
+    row: Place | bytes  # the place of the integers in the ring, or their bytes if they do not fit into it
     num_segments: int
     replayed: bool
     num_known: int  # the number of tokens that are broadcast before the step

@@ -20,8 +20,9 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
-from model.errors import EngineDeadError
+from model.errors import ConfigError, EngineDeadError
 from model.parallel.group import TIMEOUT_SECONDS, Group
 from model.parallel.messages import (
     Answer,
@@ -29,10 +30,12 @@ from model.parallel.messages import (
     Message,
     Pools,
     Record,
+    Step,
     dtype_name,
     pack_call,
     send_tensors,
 )
+from model.parallel.step_ring import MOST, Place, StepRing
 from model.system.child_process import FrameSocket, describe_exit, start_child
 
 logger = logging.getLogger(__name__)
@@ -71,10 +74,13 @@ class RankProcesses:
         self._name = name
         self._failure = _GroupFailure()
         self._rendezvous = os.memfd_create("triptych-ranks")
+        self._ring = StepRing(len(loads))
         self._processes: list[_RankProcess] = []
-        self._finalize = weakref.finalize(self, _end, self._processes, self._failure, group, self._rendezvous)
+        self._finalize = weakref.finalize(
+            self, _end, self._processes, self._failure, group, self._rendezvous, self._ring
+        )
         for rank, load in enumerate(loads, start=1):
-            self._processes.append(_start(rank, len(loads) + 1, self._rendezvous))
+            self._processes.append(_start(rank, len(loads) + 1, self._rendezvous, self._ring.descriptor))
             self._processes[-1].frames.limit_sends(TIMEOUT_SECONDS)
             with self._detecting_failure():
                 self._processes[-1].frames.send(msgspec.msgpack.encode(load))
@@ -90,6 +96,11 @@ class RankProcesses:
 
     def make_pools(self, num_pages: Sequence[int], block_size: int, dtype: torch.dtype, num_states: int = 0) -> None:
         """Have every rank allocate the KV pools, and slots for states, of its heads; return when that is done."""
+        if (slots := max(num_pages, default=0) * block_size) > MOST:
+            raise ConfigError(
+                f"{self._name}: the KV cache of each rank has room for {slots:,} tokens; on several ranks it can have "
+                f"at most {MOST:,}: lower kv_cache_memory or gpu_memory_utilization"
+            )
         self._send(Pools(list(num_pages), block_size, dtype_name(dtype), num_states))
         self._receive_answers()
 
@@ -157,6 +168,18 @@ class RankProcesses:
             self._failure.record(f"{type(error).__name__} in rank 0 of {self._name}")
             raise
 
+    @contextmanager
+    def sending_step(self, message: Callable[[Place | bytes], Step], row: Tensor) -> Iterator[None]:
+        """Send a step whose integers are `row`, as `sending` does; `message` makes the message of the row's place."""
+        self.check()
+        try:
+            place = self._ring.write(row, TIMEOUT_SECONDS, self.check)
+        except TimeoutError:
+            self._failure.record(f"a rank of {self._name} takes no messages")
+            raise EngineDeadError(self._failure.reason) from None
+        with self.sending(message(place)):
+            yield
+
     def check(self) -> None:
         """Raise `EngineDeadError` if a rank has ended or a call raised."""
         if self._failure.happened.is_set():
@@ -195,9 +218,9 @@ class RankProcesses:
             raise EngineDeadError(self._failure.reason) from None
 
 
-def _start(rank: int, size: int, rendezvous: int) -> _RankProcess:
+def _start(rank: int, size: int, rendezvous: int, ring: int) -> _RankProcess:
     parent_end, child_end = socket.socketpair()
-    descriptors = (child_end.fileno(), rendezvous)
+    descriptors = (child_end.fileno(), rendezvous, ring)
     process = start_child("model.engine.rank_main", *descriptors, rank, size, descriptors=descriptors)
     child_end.close()
     return _RankProcess(rank, process, FrameSocket(parent_end))
@@ -221,7 +244,7 @@ def _watch(name: str, ranks: list[_RankProcess], failure: _GroupFailure, group: 
     group.abort()
 
 
-def _end(ranks: list[_RankProcess], failure: _GroupFailure, group: Group, rendezvous: int) -> None:
+def _end(ranks: list[_RankProcess], failure: _GroupFailure, group: Group, rendezvous: int, ring: StepRing) -> None:
     failure.record("the ranks were closed")
     for rank in ranks:
         rank.frames.connection.shutdown(socket.SHUT_RDWR)
@@ -234,3 +257,4 @@ def _end(ranks: list[_RankProcess], failure: _GroupFailure, group: Group, rendez
         rank.frames.connection.close()
     group.close()
     os.close(rendezvous)
+    ring.close()

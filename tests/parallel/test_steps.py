@@ -24,11 +24,13 @@ from model.attention.selection import Selection
 from model.config.sharding import Shard
 from model.engine import generate_builder, rank_main
 from model.engine.builder import LoadedModel, load
+from model.engine.execution.batch import BatchLayout
+from model.engine.execution.step_program import StepPlan
 from model.engine.planning import kernels
-from model.errors import EngineDeadError
-from model.parallel import rank_processes
+from model.errors import ConfigError, EngineDeadError
+from model.parallel import rank_processes, step_ring
 from model.parallel.group import Group
-from model.parallel.messages import Load, Message, Step
+from model.parallel.messages import Load, Message, Pools, Step
 from model.parallel.rank_processes import RankProcesses
 from model.system.child_process import FrameSocket
 from tests.engine.support import request
@@ -57,10 +59,10 @@ class RankThread:
 
     pid = 0
 
-    def __init__(self, rank: int, size: int, rendezvous: int) -> None:
+    def __init__(self, rank: int, size: int, rendezvous: int, ring: int) -> None:
         ours, theirs = socket.socketpair()
         self.frames = Said(ours)
-        worker = rank_main.RankWorker(FrameSocket(theirs), rendezvous, Shard(rank, size))
+        worker = rank_main.RankWorker(FrameSocket(theirs), rendezvous, ring, Shard(rank, size))
         self._thread = threading.Thread(target=self._run, args=(worker, theirs), daemon=True)
         self.error: BaseException | None = None
         self._thread.start()
@@ -90,8 +92,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankThread]]:
     """Run ranks as threads, with a graph-safe backend and graphs that remember the recorded function."""
     started: list[RankThread] = []
 
-    def start(rank: int, size: int, rendezvous: int) -> Any:
-        started.append(RankThread(rank, size, rendezvous))
+    def start(rank: int, size: int, rendezvous: int, ring: int) -> Any:
+        started.append(RankThread(rank, size, rendezvous, ring))
         return SimpleNamespace(rank=rank, process=started[-1], frames=started[-1].frames)
 
     used = torch.get_num_threads()
@@ -262,3 +264,41 @@ def test_a_rank_that_takes_no_messages_is_given_up(monkeypatch: pytest.MonkeyPat
         with pytest.raises(EngineDeadError, match="rank 1 of m takes no messages"):
             ranks.check()
         ranks.close()
+
+
+def test_ranks_that_read_no_steps_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check short messages, which a socket takes, with integers that fill the ring."""
+    ours, theirs = socket.socketpair()
+    process = SimpleNamespace(pid=0, wait=lambda seconds=None: 0, kill=lambda: None)
+    monkeypatch.setattr(
+        rank_processes, "_start", lambda *_: SimpleNamespace(rank=1, process=process, frames=FrameSocket(ours))
+    )
+    monkeypatch.setattr(rank_processes, "TIMEOUT_SECONDS", 0.2)
+    row = torch.zeros(step_ring.RING_BYTES // 8, dtype=torch.int64)  # half of the ring
+    plan = StepPlan(BatchLayout(1, 1, 1), row, 1, replayed=False)
+    load_nothing = Load("", False, 64, "float32", "cpu", "sdpa", None, None, "none")
+    with theirs:
+        ranks = RankProcesses("m", Group(Shard(0, 2), CPU), [load_nothing])
+        for _ in range(2):
+            with ranks.sending_step(plan.message, row):
+                pass
+        with (
+            pytest.raises(EngineDeadError, match="a rank of m takes no messages"),
+            ranks.sending_step(plan.message, row),
+        ):
+            pytest.fail("it was sent")
+        with pytest.raises(EngineDeadError, match="a rank of m takes no messages"):
+            ranks.check()
+        ranks.close()
+
+
+def test_a_cache_whose_slots_are_no_int32_is_refused(threads: list[RankThread]) -> None:
+    model = loaded("llama-gqa", 2)
+    try:
+        ranks = model.rank_processes
+        assert ranks is not None
+        with pytest.raises(ConfigError, match=r"2,147,483,664 tokens; .* lower kv_cache_memory"):
+            ranks.make_pools([5, (1 << 27) + 1], 16, torch.float32)
+        assert [one.block_size for one in threads[0].frames.messages if isinstance(one, Pools)] == [4]
+    finally:
+        model.close()

@@ -179,7 +179,7 @@ class ModelRunner:
         if self._ranks is not None:
             config = self.model.config
             plan.check_ids(config.embedding.vocab_size, config.source_vocab_size)
-            together = self._ranks.sending(plan.message())
+            together = self._ranks.sending_step(plan.message, plan.row)
         with together:
             hidden, logits = self._program.run(plan, tokens)
             if plan.kept_layers:

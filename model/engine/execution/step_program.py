@@ -32,6 +32,7 @@ from model.system.devices import device_tensor, to_device
 
 if TYPE_CHECKING:
     from model.parallel.messages import Step
+    from model.parallel.step_ring import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,13 @@ class StepPlan:
     states: tuple[tuple[int, int, int, int], ...] = ()  # the fields of each `StateSpan` of recurrent layers
     kept_layers: tuple[int, ...] = ()  # whose queries of cross attention are kept; on one rank only
 
-    def message(self) -> Step:
-        """Return the plan as a message for the other ranks."""
+    def message(self, row: Place | bytes) -> Step:
+        """Return the plan as a message for the other ranks, which find its integers at `row`."""
         from model.parallel.messages import Step  # needs msgspec, which one rank does without
 
         return Step(
             astuple(self.layout),
-            self.row.numpy().tobytes(),
+            row,
             self.num_segments,
             self.replayed,
             self.num_known,
@@ -72,12 +73,11 @@ class StepPlan:
         )
 
     @classmethod
-    def of(cls, message: Step, *, pinned: bool) -> StepPlan:
-        """Return the plan that rank 0 sent, in `pinned` memory if a device copies from it."""
-        sent = torch.frombuffer(bytearray(message.row), dtype=torch.int64)
+    def of(cls, message: Step, row: Tensor) -> StepPlan:
+        """Return the plan that rank 0 sent; `row` are its integers."""
         return cls(
             BatchLayout(*message.layout),
-            sent.pin_memory() if pinned else sent,
+            row,
             message.num_segments,
             message.replayed,
             message.num_known,
