@@ -55,7 +55,7 @@ class EngineConfig:
     block_size: int = 16  # tokens of one KV block
     kv_cache_memory: int | None = None  # bytes on each rank
     gpu_memory_utilization: float = 0.9
-    cuda_graphs: bool = True  # on a GPU: capture decode steps at start, which takes seconds and some memory
+    cuda_graphs: bool = True  # on a GPU: record decode steps and batches of texts at start; takes seconds
     slow_fallbacks: str = "allow"  # refuse: do not start on a GPU where Triton, CUDA graphs or fused kernels fail
     prefix_caching: bool = True  # keep computed KV blocks for requests with the same prefix
     num_speculative_tokens: int = 0  # of requests that do not say: most tokens that a step drafts; 0: none

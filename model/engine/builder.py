@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from model.api.engine_config import EngineConfig
+from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.messages import ModelSpec
 from model.api.stats import CachePool, ModelInfo
 from model.attention.selection import Selection
 from model.checkpoint.folder import Checkpoint, errors_about
 from model.engine.encode_engine import EncodeEngine
+from model.engine.execution.cuda_graphs import CudaRecorder, recording
+from model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.first_token import compute_first_token
 from model.engine.generate_builder import (
@@ -35,7 +37,7 @@ from model.engine.planning.stored_weights import conversions
 from model.engine.speculation.plan import DraftPlan
 from model.engine.warmup import warm_up
 from model.errors import ConfigError
-from model.network.activation_dump import dump_folder
+from model.network.activation_dump import VARIABLE, dump_folder
 from model.network.adapters import load_adapters
 from model.network.native_scratch import planned_scratch
 from model.network.native_stack import attach_native_stacks
@@ -154,6 +156,8 @@ def assembling(
     limits = batch_limits(spec.engine, device)
     context = max_context(spec.engine, checkpoint.config, limits)
     attach_native_stacks(model)
+    # Before the memory of the KV pool is measured, so that it leaves out what these graphs hold.
+    batches, unrecorded_batches = yield from _recorded_batches(spec.engine, model, limits, device)
     encode = EncodeEngine(
         spec.name,
         model,
@@ -165,6 +169,7 @@ def assembling(
         adapters=load_adapters(checkpoint.config, checkpoint.weight_files, device)
         if checkpoint.config.adapters
         else None,
+        graphs=batches,
     )
     yield None
     generate, cache_pools = None, tuple[CachePool, ...]()
@@ -177,13 +182,13 @@ def assembling(
         token_bytes = draft.token_bytes if draft is not None else 0
         plan = plan_cache(spec, checkpoint.config, model.dtype, limits, pool, token_bytes)
         limits, context, cache_pools = plan.limits, plan.context, plan.described
-        generate = yield from build_generate_engine(spec, checkpoint, model, plan, drafting)
+        generate = yield from build_generate_engine(spec, checkpoint, model, plan, drafting, batches)
     yield None
     if device.type == "cuda":
         yield from warm_up(encode, generate, context.tokens)
     yield from compute_first_token(encode, generate)
     unrecorded = generate.runner.unrecorded if generate is not None and isinstance(generate.runner, ModelRunner) else ""
-    slow = slow_ways(spec.engine, selection, unrecorded, device)
+    slow = slow_ways(spec.engine, selection, unrecorded, device, unrecorded_batches)
     for way in slow:
         logger.warning("%s is slower than it could be: %s", spec.name, way)
     _check_fallbacks(spec.engine, slow)
@@ -191,13 +196,32 @@ def assembling(
         model.dump_activations(folder / spec.name)
     info = describe_model(spec, checkpoint, model, selection, limits, context, generate)
     info.fallbacks, info.cache_pools = slow, cache_pools
+    info.recorded_batches = len(batches.sizes) if batches is not None else 0
     return LoadedModel(info, encode, generate, rank_processes_of(model), spec.engine.model_weight)
 
 
-def slow_ways(engine: EngineConfig, selection: Selection, unrecorded: str, device: torch.device) -> tuple[str, ...]:
+def _recorded_batches(
+    engine: EngineConfig, model: Transformer, limits: BatchLimits, device: torch.device
+) -> Work[tuple[EncoderGraphs | None, str]]:
+    """Record batches of texts; return them, or None and why they could not be recorded, if they should be."""
+    wanted = device.type == "cuda" and engine.cuda_graphs and rank_processes_of(model) is None
+    if not wanted or not can_record_batches(model):
+        return None, ""
+    if dump_folder() is not None:
+        return None, f"{VARIABLE} is set"
+    tokens = limits.max_num_batched_tokens
+    record = CudaRecorder(device)
+    graphs = EncoderGraphs(model, max_num_seqs=limits.max_num_seqs, max_num_tokens=tokens, record=record)
+    return (yield from recording(graphs, "batches of texts"))
+
+
+def slow_ways(
+    engine: EngineConfig, selection: Selection, unrecorded: str, device: torch.device, unrecorded_batches: str = ""
+) -> tuple[str, ...]:
     """Return what runs slower on this GPU than it could, with the reason; choices of the settings do not count.
 
-    `unrecorded` says why decode steps are not CUDA graphs, if they should be.
+    `unrecorded` and `unrecorded_batches` say why decode steps and batches of texts are not CUDA graphs, if they should
+    be.
     """
     if device.type != "cuda":
         return ()
@@ -206,6 +230,8 @@ def slow_ways(engine: EngineConfig, selection: Selection, unrecorded: str, devic
         slow.append(f"attention is not Triton's: {selection.reason}")
     if unrecorded:
         slow.append(f"decode steps are launched kernel by kernel: {unrecorded}")
+    if unrecorded_batches:
+        slow.append(f"batches of texts are launched kernel by kernel: {unrecorded_batches}")
     return tuple(slow)
 
 

@@ -27,6 +27,7 @@ from model.api.stats import StepStats
 from model.attention.base import AttentionMetadata
 from model.checkpoint.sentence_transformers import SentenceSettings
 from model.config.model import ClassifierInput
+from model.engine.execution.encoder_graphs import EncoderGraphs
 from model.engine.execution.sources import blank_source, source_input
 from model.engine.fault_isolation import run_isolated
 from model.engine.output_heads import EncodeResult, SentenceHead, VocabularyHead
@@ -69,6 +70,7 @@ class EncodeEngine:
         sentences: SentenceSettings,
         images: ImageProcessing | None = None,
         adapters: Adapters | None = None,
+        graphs: EncoderGraphs | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -80,6 +82,7 @@ class EncodeEngine:
         self._activation = _activation(model)
         self._images = images
         self._adapters = adapters
+        self._graphs = graphs
         self._waiting: deque[EncodeRequest] = deque()
         self._batch: list[EncodeRequest] = []  # the inputs being computed; empty between steps
         self._waiting_tokens = 0
@@ -232,18 +235,25 @@ class EncodeEngine:
         if len(paths) > 1:
             of_path = {path: self._encode([one for one in batch if _path(one) == path]) for path in paths}
             return [of_path[_path(request)].pop(0) for request in batch]
-        causal = self.model.encoder is None
         lengths = [self._length(request) for request in batch]
         # Longest first, which balances the load of the threads.
         order = sorted(range(len(batch)), key=lengths.__getitem__, reverse=True)
-        inputs = self._pack([batch[i] for i in order], causal)
-        hidden = self.model.decode(inputs) if causal else self.model.encode(inputs)  # [T, d]
+        hidden = self._hidden([batch[i] for i in order])  # [T, d]
         if self._head.can_pool_together(batch):
             vectors = self._head.pool_together([batch[i] for i in order], hidden.float()).unbind()
             of_input = dict(zip(order, vectors, strict=True))
             return [EncodeResult(of_input[i]) for i in range(len(batch))]
         segments = dict(zip(order, hidden.split([lengths[i] for i in order]), strict=True))
         return self._results(batch, self._decoded(batch, [segments[i] for i in range(len(batch))]))
+
+    def _hidden(self, batch: Sequence[EncodeRequest]) -> Tensor:
+        """Return the hidden states `[T, d]` of inputs with one path, from a recorded batch if one is large enough."""
+        sources = [request.source for request in batch]
+        if self._graphs is not None and _path(batch[0]) == _PLAIN and (size := self._graphs.size_of(sources)):
+            return self._graphs.run(size, sources)
+        causal = self.model.encoder is None
+        inputs = self._pack(batch, causal)
+        return self.model.decode(inputs) if causal else self.model.encode(inputs)
 
     @torch.inference_mode()
     def _start_pass(self, request: EncodeRequest) -> StackPass:
@@ -342,6 +352,9 @@ def _activation(model: Transformer) -> nn.Module:
     over_labels = {"dim": -1} if "dim" in inspect.signature(kind).parameters else {}
     found: nn.Module = kind(**over_labels)
     return found
+
+
+_PLAIN = (False, False)  # the path of an input without unread tokens and adapter
 
 
 def _path(request: EncodeRequest) -> tuple[bool, bool]:

@@ -19,6 +19,7 @@ from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from model.config.model import GenerationRules, ModelConfig
 from model.config.stack import StackConfig
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, num_recorded, recorded, recording
+from model.engine.execution.encoder_graphs import EncoderGraphs
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
@@ -114,8 +115,12 @@ def build_generate_engine(
     model: Transformer,
     plan: CachePlan,
     drafting: Drafting | None = None,
+    encoder_graphs: EncoderGraphs | None = None,
 ) -> Work[GenerateEngine]:
-    """Build the generate engine with its caches and, on a GPU, its recorded decode steps."""
+    """Build the generate engine with its caches and, on a GPU, its recorded decode steps.
+
+    `encoder_graphs`: recorded batches of the encoder, if there are any.
+    """
     config, device = checkpoint.config, next(model.parameters()).device
     block_manager = BlockManager(
         plan.pools,
@@ -137,7 +142,7 @@ def build_generate_engine(
     draft_model = _draft_model(spec.engine, drafting.model, model, cache) if drafting is not None else None
     for empty in (cache, *([draft_model.cache] if draft_model is not None else [])):
         yield from in_thread(empty.commit, idle=True)
-    runner = ModelRunner(model, cache, block_manager, graphs, draft_model, unrecorded)
+    runner = ModelRunner(model, cache, block_manager, graphs, draft_model, unrecorded, encoder_graphs)
     return GenerateEngine(
         spec.name,
         runner,

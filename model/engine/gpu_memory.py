@@ -4,7 +4,8 @@
 
 `used` is the memory of all processes once the weights are loaded. `peak` is the additional memory of the largest step:
 a full batch of prompt tokens through every stack, then logits and sampling for the maximum number of sequences.
-`margin` covers what that step does not show: CUDA graphs and allocator fragmentation.
+`margin` covers what that step does not show: CUDA graphs of decode steps and allocator fragmentation. Graphs of the
+encoder are recorded before, so `used` has them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from model.network.transformer import Transformer
 from model.sampling.sampler import SamplingRow, sample
 
 MARGIN = 256 << 20  # bytes; not measured on a GPU yet
-GRAPH_MARGIN = 16 << 20  # bytes for each recorded batch size; not measured either
+GRAPH_MARGIN = 16 << 20  # bytes for each recorded size of decode steps; not measured either
 
 logger = logging.getLogger(__name__)
 

@@ -88,8 +88,9 @@ def token_table(rows: int, size: int, collective: Collective | None) -> TokenTab
 
 def without_masked(vectors: Tensor, inputs: StackInput, dropout: MaskDropout) -> Tensor:
     """Token vectors `[T, E]` with zeros for masked tokens, and the others of a segment multiplied in return."""
-    lengths = torch.tensor(inputs.metadata.q_lens, device=vectors.device)
-    segment = torch.repeat_interleave(torch.arange(len(lengths), device=vectors.device), lengths)  # [T]
+    starts = inputs.metadata.on_device().cu_seqlens_q  # read on the device, so that a recorded batch may do this
+    rows, lengths = torch.arange(len(vectors), dtype=starts.dtype, device=vectors.device), starts.diff()
+    segment = torch.bucketize(rows, starts[1:], right=True)  # [T]
     masked = inputs.input_ids == dropout.mask_token_id
     counts = torch.zeros(len(lengths), device=vectors.device).index_add_(0, segment, masked.float())
     factors = (1 - dropout.share) / (1 - counts / lengths)  # of each segment

@@ -260,7 +260,7 @@ OPTIONS: tuple[Option, ...] = (
         "cuda_graphs",
         boolean,
         _ENGINE.cuda_graphs,
-        "on a GPU: do not record decode steps as CUDA graphs; the start is faster, decoding slower",
+        "on a GPU: record neither decode steps nor batches of texts as CUDA graphs; the start is faster, steps slower",
         "BOOL",
         "CUDA graphs are used",
         per_model=True,

@@ -80,7 +80,7 @@ def test_fallbacks_can_be_refused(at_once: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loading, "load_packed", lambda *given, **named: read.append(True) or real(*given, **named))
     monkeypatch.setattr(loading, "unrecordable", lambda *_: "x" if at_once else "")
     monkeypatch.setattr(
-        loading, "slow_ways", lambda engine, selection, unrecorded, device: ("x",) if unrecorded or read else ()
+        loading, "slow_ways", lambda engine, selection, unrecorded, *_: ("x",) if unrecorded or read else ()
     )
     settings = EngineConfig(device="cpu", dtype="float32", slow_fallbacks="refuse", max_model_len=16)
     with pytest.raises(ConfigError, match="slow_fallbacks is refuse, and x"):

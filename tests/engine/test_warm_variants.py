@@ -23,6 +23,7 @@ from model.config.attention import AttentionConfig
 from model.config.cache import PoolSize, StateSize
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import DecodeGraphs
+from model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
@@ -145,6 +146,8 @@ def test_encoders_too(kind: str) -> None:
                 encode.add(EncodeRequest(f"e{number}", kind, source, EncodeTask.TOKENS))
             while encode.has_work:
                 encode.step()
+        if can_record_batches(model):
+            EncoderGraphs(model, max_num_seqs=8, max_num_tokens=4096, record=recorded).record_all()
     assert variants(seen) == variants(warmed)
 
 

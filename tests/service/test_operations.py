@@ -56,12 +56,19 @@ def test_info_shows_every_limit(app: App) -> None:
 
 def test_slow_fallbacks_are_shown(app: App) -> None:
     """By the banner, loudly, and by /info."""
-    slow = info("gen", "decoder-only", fallbacks=("attention is not Triton's: no compiler",), recorded_sizes=20)
+    slow = info(
+        "gen",
+        "decoder-only",
+        fallbacks=("attention is not Triton's: no compiler",),
+        recorded_sizes=20,
+        recorded_batches=9,
+    )
     lines = banner._model_lines(slow)
     assert sum("SLOWER THAN IT COULD BE: attention is not Triton's: no compiler" in line for line in lines) == 1
     assert sum("CUDA graphs, 20 batch sizes" in line for line in lines) == 1
+    assert sum("texts encoded by CUDA graphs, 9 batch sizes" in line for line in lines) == 1
     quiet = banner._model_lines(info("gen", "decoder-only"))
-    assert len(quiet) == len(lines) - 2
+    assert len(quiet) == len(lines) - 3
     (shown, *_) = InfoReply.model_validate_json(ask(app, "GET", "/info").content).models
     assert (shown["fallbacks"], shown["recorded_sizes"]) == ([], 0)
 

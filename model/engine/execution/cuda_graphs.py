@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -178,19 +179,29 @@ class DecodeGraphs:
         return inputs, CrossInput(first, other_pools=tuple(others))
 
 
-def recorded(graphs: DecodeGraphs) -> tuple[DecodeGraphs | None, str]:
+class Graphs(Protocol):
+    """What can be recorded in several sizes."""
+
+    def record_each(self) -> Work[None]:
+        """Record every size in a part."""
+
+
+SomeGraphs = TypeVar("SomeGraphs", bound=Graphs)
+
+
+def recorded(graphs: SomeGraphs) -> tuple[SomeGraphs | None, str]:
     """Record at once what `recording` records in parts."""
     return finish(recording(graphs))
 
 
-def recording(graphs: DecodeGraphs) -> Work[tuple[DecodeGraphs | None, str]]:
+def recording(graphs: SomeGraphs, what: str = "decode steps") -> Work[tuple[SomeGraphs | None, str]]:
     """Record all sizes. Where that fails return None and the reason: kernels are then launched one by one."""
     try:
         yield from graphs.record_each()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of CUDA, or of a compiler
-        logger.warning("decode steps could not be recorded, so their kernels are launched one by one", exc_info=True)
+        logger.warning("%s could not be recorded, so their kernels are launched one by one", what, exc_info=True)
         return None, summary(error)
     return graphs, ""
 

@@ -23,6 +23,7 @@ from model.cache.kv_cache import KVCache, StateSpan
 from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs
+from model.engine.execution.encoder_graphs import EncoderGraphs
 from model.engine.execution.sources import align, blank_source, keep_queries, kept_layers, source_input
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
@@ -118,6 +119,7 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         draft_model: Drafter | None = None,
         unrecorded: str = "",
+        encoder_graphs: EncoderGraphs | None = None,
     ) -> None:
         """`unrecorded` says why there are no CUDA graphs although they were wanted."""
         self.model = model
@@ -126,7 +128,8 @@ class ModelRunner:
         self.graphs = graphs
         self.draft_model = draft_model
         self._ranks = model.rank_processes if isinstance(model, Rank0Transformer) else None
-        self._program = StepProgram(model, cache, graphs, self._ranks.group if self._ranks is not None else None)
+        group = self._ranks.group if self._ranks is not None else None
+        self._program = StepProgram(model, cache, graphs, group, encoder_graphs)
         self.unrecorded = unrecorded
         self.device = cache.device
 

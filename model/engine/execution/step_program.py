@@ -23,6 +23,7 @@ from model.attention.base import AttentionMetadata, DeviceLengths
 from model.cache.kv_cache import KVCache, StateSpan
 from model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch
 from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
+from model.engine.execution.encoder_graphs import EncoderGraphs
 from model.engine.execution.sources import source_input
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import StackPass
@@ -105,9 +106,15 @@ class StepProgram:
     """Runs the plans of one model on one rank, by CUDA graphs or kernel by kernel."""
 
     def __init__(
-        self, model: Transformer, cache: KVCache, graphs: DecodeGraphs | None = None, group: Group | None = None
+        self,
+        model: Transformer,
+        cache: KVCache,
+        graphs: DecodeGraphs | None = None,
+        group: Group | None = None,
+        encoder_graphs: EncoderGraphs | None = None,
     ) -> None:
         self.graphs = graphs
+        self._encoder_graphs = encoder_graphs
         self._model = model
         self._cache = cache
         self._group = group
@@ -170,6 +177,8 @@ class StepProgram:
         device, ahead = self._cache.device, self._ahead
         places = [place for place, source in enumerate(sources) if ahead is not None and source.digest == ahead[0]]
         if ahead is None or not places:
+            if self._encoder_graphs is not None and (size := self._encoder_graphs.size_of(sources)):
+                return self._encoder_graphs.run(size, sources)
             return Transformer.encode(self._model, source_input(sources, device))
         self._ahead = None
         parts, place = [ahead[1].finish()], places[0]

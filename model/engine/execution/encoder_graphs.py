@@ -1,0 +1,191 @@
+"""Records batches of texts to encode as CUDA graphs and replays them.
+
+Batches with equally many rows run the same kernels whatever the texts are, so a batch is recorded for some numbers of
+tokens and of texts (`BatchSize`). To encode a batch, its integers go to a fixed address in one copy, and the smallest
+size that holds it is replayed. The rows after the last text are a segment without keys: nothing reads them. As in
+`model.engine.execution.cuda_graphs`, kernels read lengths on the device.
+
+Only batches whose launches cost more than their computation are recorded (`most_tokens`). Larger ones, and inputs with
+adapters, unread tokens, pixels or frames, are launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.api.request import Source
+from model.attention.base import AttentionMetadata, DeviceLengths
+from model.config.model import ModelConfig
+from model.engine.execution.cuda_graphs import Recorder
+from model.network.inputs import StackInput
+from model.network.parameter_counts import parameters_by_part
+from model.network.transformer import Transformer
+from model.system.background_work import Work, finish
+
+MOST_TOKENS = 4096
+SINGLE = (16, 32, 64, 128, 256, 512)  # tokens of the batches with one text
+SEVERAL = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, MOST_TOKENS)
+LAUNCH_SECONDS = 250e-6  # of a layer that is launched kernel by kernel, on the host
+OPERATIONS = 300e12  # that a GPU computes in a second at these sizes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BatchSize:
+    """The size of a recorded batch, and the layout of its integers in one row of int64."""
+
+    tokens: int  # T
+    segments: int  # B texts at most
+
+    @property
+    def integers(self) -> int:
+        """The length of the row: four numbers for each token, then B + 2 starts and B + 1 lengths in 32 bits."""
+        return 4 * self.tokens + self.segments + 2
+
+    def split(self, row: Tensor) -> BatchFields:
+        """Return the fields of a row of `integers` as views."""
+        ids, positions, types, contexts = row[: 4 * self.tokens].view(4, -1)
+        starts, lengths, _ = row[4 * self.tokens :].view(torch.int32).split((self.segments + 2, self.segments + 1, 1))
+        return BatchFields(ids, positions, types, contexts, starts, lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFields:
+    """The fields of a batch, as the network reads them. The last segment is the padding."""
+
+    ids: Tensor  # [T]
+    positions: Tensor  # [T]
+    types: Tensor  # [T]
+    contexts: Tensor  # [T] the length of each row's text
+    starts: Tensor  # [B + 2] int32, of the segments
+    lengths: Tensor  # [B + 1] int32 keys of each segment
+
+
+class EncoderGraphs:
+    """The recorded batches of one model's encoder, or of a decoder that embeds."""
+
+    def __init__(self, model: Transformer, *, max_num_seqs: int, max_num_tokens: int, record: Recorder) -> None:
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._record = record
+        self.sizes = batch_sizes(min(most_tokens(model.config), max_num_tokens), max_num_seqs)
+        most = max((size.integers for size in self.sizes), default=0)
+        # One row for all sizes: they never run at the same time.
+        self._row = torch.zeros(most, dtype=torch.int64, device=self._device)
+        self._recorded: dict[BatchSize, tuple[Tensor, Callable[[], object]]] = {}
+
+    def record_all(self) -> None:
+        """Record every size."""
+        finish(self.record_each())
+
+    def record_each(self) -> Work[None]:
+        """Record every size in a part, the largest first, so that the smaller ones fit into its memory."""
+        began = time.monotonic()
+        for size in reversed(self.sizes):
+            self._recorded[size] = self._recording(size)
+            yield None
+        logger.info("recorded %d batches of texts in %.1f s", len(self._recorded), time.monotonic() - began)
+
+    def size_of(self, sources: Sequence[Source]) -> BatchSize | None:
+        """Return the smallest recorded size that holds these texts; None: there is none."""
+        tokens, segments = sum(source.num_positions for source in sources), len(sources)
+        return next((size for size in self.sizes if size.tokens >= tokens and size.segments >= segments), None)
+
+    def run(self, size: BatchSize, sources: Sequence[Source]) -> Tensor:
+        """Return the hidden states `[tokens, d]` of texts that fit into `size`; they are valid until the next run."""
+        row = pack_texts(size, sources, pinned=self._device.type == "cuda")
+        self._row[: size.integers].copy_(row, non_blocking=True)
+        hidden, replay = self._recorded[size]
+        replay()
+        return hidden[: sum(source.num_positions for source in sources)]
+
+    @torch.inference_mode()
+    def _recording(self, size: BatchSize) -> tuple[Tensor, Callable[[], object]]:
+        row = self._row[: size.integers]
+        row.copy_(pack_texts(size, []))
+        inputs, model = self._inputs(size, row), self._model
+        # Of the class, as other ranks would have to be told of a call of `model` itself.
+        return self._record(
+            lambda: Transformer.decode(model, inputs) if model.encoder is None else Transformer.encode(model, inputs)
+        )
+
+    def _inputs(self, size: BatchSize, row: Tensor) -> StackInput:
+        fields, config = size.split(row), self._model.config
+        longest = min(size.tokens, config.max_positions or size.tokens)
+        metadata = AttentionMetadata(
+            q_lens=(size.tokens,),
+            kv_lens=(size.tokens,),
+            causal=self._model.encoder is None,
+            device=self._device,
+            device_lengths=DeviceLengths(fields.starts, fields.lengths, longest, longest, cu_seqlens_k=fields.starts),
+        )
+        has_types = next(iter(config.stacks.values())).token_types > 0
+        return StackInput(
+            fields.ids,
+            fields.positions,
+            metadata,
+            token_types=fields.types if has_types else None,
+            contexts=fields.contexts,
+        )
+
+
+def pack_texts(size: BatchSize, sources: Sequence[Source], *, pinned: bool = False) -> Tensor:
+    """Pack texts that fit into `size` into a row of integers on the host; `pinned`: a device copies from it."""
+    row = torch.zeros(size.integers, dtype=torch.int64, pin_memory=pinned)
+    fields, count = size.split(row), len(sources)
+    starts, lengths = fields.starts.numpy(), fields.lengths.numpy()
+    lengths[:count] = [source.num_positions for source in sources]
+    starts[1 : count + 1] = np.cumsum(lengths[:count])
+    total = int(starts[count])
+    starts[count + 1 : -1] = total
+    starts[-1] = size.tokens
+    fields.ids.numpy()[:total] = np.fromiter(chain.from_iterable(one.token_ids for one in sources), np.int64, total)
+    fields.contexts.numpy()[:total] = np.repeat(lengths[:count], lengths[:count])
+    fields.positions.numpy()[:total] = np.arange(total) - np.repeat(starts[:count], lengths[:count])
+    types = fields.types.numpy()
+    for source, start in zip(sources, starts.tolist(), strict=False):
+        if source.token_type_ids:
+            types[start : start + len(source.token_type_ids)] = source.token_type_ids
+    return row
+
+
+def can_record_batches(model: Transformer) -> bool:
+    """Whether a model encodes texts, and no launch of its encoder depends on lengths that the host knows.
+
+    A decoder that generates is left out: it embeds rarely, and recording takes time and memory.
+    """
+    config = model.config
+    stack = next(iter(config.stacks.values()))
+    encodes_texts = config.source_positions is None and (config.encoder is not None or not config.can_generate)
+    return encodes_texts and model.backend.graph_safe and not stack.recurrences and stack.convolution is None
+
+
+def most_tokens(config: ModelConfig) -> int:
+    """Return how many tokens the largest recorded batch has: launching it takes as long as computing it."""
+    name, stack = next(iter(config.stacks.items()))
+    counts = parameters_by_part(config, each_use=True)
+    multiplied = sum(counts.get(f"{name} {part}", 0) for part in ("attention", "MLP"))
+    tokens = stack.num_layers * LAUNCH_SECONDS * OPERATIONS / max(1, 2 * multiplied)
+    return min(MOST_TOKENS, int(tokens))
+
+
+def batch_sizes(most: int, max_num_seqs: int) -> list[BatchSize]:
+    """Return the sizes to record, in the order of their tokens: for one text, for a few long and for many short ones.
+
+    A launch of attention has programs for every segment there may be, so there are not more than texts of 16 tokens.
+    """
+    sizes = {BatchSize(tokens, 1) for tokens in SINGLE if tokens <= most}
+    for tokens in SEVERAL:
+        if tokens <= most:
+            several = {max(8, tokens // 128), max(8, tokens // 16)}
+            sizes |= {BatchSize(tokens, min(segments, max_num_seqs)) for segments in several}
+    return sorted(sizes)
