@@ -30,7 +30,7 @@ COPY deploy/image deploy/image
 RUN sh deploy/image/kernels.sh \
  && pip install --no-deps --no-build-isolation . \
  && python deploy/image/slim.py && python deploy/image/sbom.py /opt/triptych/sbom.cdx.json \
- && mkdir /models /weights
+ && mkdir /models /weights /kernels
 
 # Triton compiles what starts its kernels when it meets a GPU; a CPU's image has no compiler.
 FROM ${BASE_IMAGE} AS base
@@ -50,6 +50,8 @@ COPY --from=build /opt/triptych /opt/triptych
 COPY --from=build --chown=10001:10001 /models /models
 # The same for packed weights (`-v weights:/weights -e TRIPTYCH_WEIGHTS_CACHE=/weights`); without a volume they are not kept.
 COPY --from=build --chown=10001:10001 /weights /weights
+# The same for kernels that a GPU's service compiles (`-v kernels:/kernels -e TRIPTYCH_KERNEL_CACHE=/kernels`).
+COPY --from=build --chown=10001:10001 /kernels /kernels
 # All else that is written goes below /tmp: with a read-only root, mount a tmpfs there.
 ENV PATH=/opt/triptych/bin:${PATH} HOME=/tmp USER=triptych PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PYTHONSAFEPATH=1 \
     TRIPTYCH_HOST=0.0.0.0 TRIPTYCH_PORT=8000 TRIPTYCH_WEIGHTS_CACHE=off NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

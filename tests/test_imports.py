@@ -31,7 +31,7 @@ MODEL = """
     speech/log_mel      : errors
     families/table      : errors config
     families            : errors config families/table
-    native              : errors config
+    native              : errors config system
     checkpoint          : errors config api system gguf media speech/log_mel families families/table
     speech              : api text checkpoint
     linear              : errors config system native

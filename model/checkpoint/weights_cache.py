@@ -18,7 +18,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from pathlib import Path
 from model.checkpoint.content import Signs
 from model.checkpoint.packed_file import ArraySpec, PackedFileError, PackedFileWriter, Table, read_table
 from model.errors import ConfigError
+from model.system.cache_folders import untrusted
 
 _LOCK_SECONDS = 900.0  # to wait for another process that packs; then this one packs for itself
 _POLL_SECONDS = 0.1
@@ -65,7 +66,7 @@ class WeightsCache:
             raise ConfigError(f"weights_cache {folder}: it is no folder, and no link to one") from None
         except OSError as error:
             raise ConfigError(f"weights_cache {folder}: it cannot be made or read: {error.strerror}") from None
-        if reason := _untrusted(found, stat.S_ISDIR):
+        if reason := untrusted(found):
             raise ConfigError(f"weights_cache {folder}: it {reason}: another user could put weights there")
 
     def content(self, signs: Signs) -> str | None:
@@ -99,7 +100,7 @@ class WeightsCache:
         try:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_SH)
-            if reason := _untrusted(os.fstat(file), stat.S_ISREG):
+            if reason := untrusted(os.fstat(file), stat.S_ISREG):
                 raise PackedFileError(reason)
             table = read_table(file)
             if table.identity != _identity(layout, content):
@@ -221,15 +222,6 @@ def _content_in(record: Path) -> str | None:
     except OSError:
         return None
     return found if _CONTENT.fullmatch(found) else None
-
-
-def _untrusted(found: os.stat_result, kind: Callable[[int], bool]) -> str:
-    """Return why another user could have written a file or folder; empty if none could."""
-    if not kind(found.st_mode):
-        return "is of another kind than expected"
-    if found.st_uid not in (0, os.geteuid()):
-        return f"belongs to user {found.st_uid}, not to {os.geteuid()}"
-    return f"may be written by others (mode {found.st_mode & 0o777:o})" if found.st_mode & 0o022 else ""
 
 
 def _wait_for(file: int) -> bool:

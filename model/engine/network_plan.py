@@ -20,6 +20,7 @@ from model.engine.speculation.plan import DraftPlan, plan_draft
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
 from model.system.devices import resolve_device
+from model.system.kernel_cache import use_kernel_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ def plan_network(spec: ModelSpec) -> NetworkPlan:
     asked = spec.engine
     checkpoint = read_checkpoint(Path(spec.path), pickle=asked.pickle)
     device = resolve_device(asked.device)
+    if device.type == "cuda":
+        use_kernel_cache()
     dtype = choose_dtype(asked.dtype, checkpoint.config, device).dtype
     _check_ranks(asked, checkpoint.config, device)
     check_kv_dtype(asked, device)

@@ -29,6 +29,7 @@ from model.errors import CheckpointError, ConfigError, EngineDeadError
 from model.network.packed_weights import PackedWeights
 from model.network.transformer import Transformer
 from model.system.background_work import Work, in_thread
+from model.system.cache_folders import user_cache
 from model.system.child_process import FrameSocket, describe_exit, start_child
 
 SMALL_BYTES = 16 << 20  # weights up to this size are packed in the engine process
@@ -85,10 +86,8 @@ def open_cache(engine: EngineConfig) -> WeightsCache | None:
         return None
     if engine.weights_cache != AUTO_CACHE:
         return WeightsCache(Path(engine.weights_cache), engine.weights_cache_size)
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        folder = Path(base).expanduser() / "triptych" / "weights"
-        return WeightsCache(folder, engine.weights_cache_size or AUTO_CACHE_BYTES)
+        return WeightsCache(user_cache() / "weights", engine.weights_cache_size or AUTO_CACHE_BYTES)
     except (ConfigError, RuntimeError) as error:  # RuntimeError: there is no home directory
         logger.info("packed weights are not kept: %s", error)
         return None

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from model.system.cache_folders import user_cache
+
 # -- Levels of instructions for which libraries are compiled ahead of time, and which of them a CPU can run. The x86-64
 # levels are those of the psABI (https://gitlab.com/x86-psABIs/x86-64-ABI). CPU flags are spelt as Linux spells them in
 # /proc/cpuinfo.
@@ -158,10 +160,8 @@ def build_portable(folder: Path, levels: Sequence[Level] = LEVELS) -> list[Path]
 
 def cache_folder() -> Path:
     """Find or make a cache folder that only this user can write. Raises `BuildError` if others can."""
-    root = os.environ.get("XDG_CACHE_HOME")
     try:
-        base = Path(root) if root and Path(root).is_absolute() else Path.home() / ".cache"
-        folder = base / "triptych"
+        folder = user_cache()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
     except (OSError, RuntimeError) as error:

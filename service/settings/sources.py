@@ -20,8 +20,10 @@ from service.settings.parsers import boolean
 
 _FEW = 12  # names that an error lists
 _REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts")
-# Read by `service.cli.main`, `model.network.activation_dump` and `model.system.child_process`.
-_OTHER_VARIABLES = frozenset({"TRIPTYCH_CONFIG", "TRIPTYCH_DUMP_ACTIVATIONS", "TRIPTYCH_ENGINE_MODULE"})
+# Each is read by one module: `cli.main`, `network.activation_dump`, `system.child_process`, `system.kernel_cache`.
+OTHER_VARIABLES = frozenset(
+    {"TRIPTYCH_CONFIG", "TRIPTYCH_DUMP_ACTIVATIONS", "TRIPTYCH_ENGINE_MODULE", "TRIPTYCH_KERNEL_CACHE"}
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
@@ -58,7 +60,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings given by `TRIPTYCH_*`, by option name; raises `ConfigError` for an unknown variable."""
     variables = {option.variable: option for option in OPTIONS}
     ours = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
-    _refuse_unknown(ours.keys() - _OTHER_VARIABLES, variables, "environment variable")
+    _refuse_unknown(ours.keys() - OTHER_VARIABLES, variables, "environment variable")
     return {variables[n].name: variables[n].read(v, n) for n, v in ours.items() if n in variables}
 
 

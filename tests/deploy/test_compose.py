@@ -9,6 +9,7 @@ import yaml
 
 from service.settings.option_table import OPTIONS
 from service.settings.service_settings import ServiceSettings
+from service.settings.sources import OTHER_VARIABLES
 from tests.deploy.docker import ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
@@ -61,7 +62,7 @@ def test_profiles_are_what_the_readme_says() -> None:
 
 @pytest.mark.parametrize("name", SERVING)
 def test_compose_sets_only_known_variables(name: str) -> None:
-    known = {option.variable for option in OPTIONS}
+    known = {option.variable for option in OPTIONS} | OTHER_VARIABLES
     assert set(SERVICES[name]["environment"]) - {"HF_HOME", "HF_HUB_OFFLINE"} <= known
 
 
@@ -74,12 +75,24 @@ def test_one_downloads_models_and_those_that_serve_have_them_to_read(name: str) 
         and serving["command"].startswith("serve ")
         and " ${MODELS:-}" in serving["command"]
     )
-    assert download["volumes"] == [f"models:{home}"] and serving["volumes"] == [f"models:{home}:ro", "weights:/weights"]
+    assert download["volumes"] == [f"models:{home}"]
+    assert serving["volumes"][:2] == [f"models:{home}:ro", "weights:/weights"]
     assert serving["environment"]["HF_HOME"] == home and serving["environment"]["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in download["environment"]
     weights = serving["environment"]["TRIPTYCH_WEIGHTS_CACHE"]
     for folder in (home, weights):  # whose owner a new volume takes over
         assert f"COPY --from=build --chown=10001:10001 {folder} {folder}\n" in (ROOT / "Dockerfile").read_text()
+
+
+def test_a_gpu_s_service_has_a_gpu_and_keeps_compiled_kernels_in_a_volume_of_its_own() -> None:
+    service = SERVICES["triptych-gpu"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    folder = service["environment"]["TRIPTYCH_KERNEL_CACHE"]
+    assert service["volumes"][2:] == [f"kernels:{folder}"] and "kernels" in COMPOSE["volumes"]
+    assert f"COPY --from=build --chown=10001:10001 {folder} {folder}\n" in (ROOT / "Dockerfile").read_text()
+    others = [name for name, one in SERVICES.items() if any("kernels:" in volume for volume in one.get("volumes", []))]
+    assert others == ["triptych-gpu"]  # what lies there is run: no other service writes it
 
 
 def test_keys_are_secrets_and_in_no_variable() -> None:

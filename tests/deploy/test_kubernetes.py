@@ -25,6 +25,7 @@ from service.settings.option_table import OPTIONS
 from service.settings.parsers import byte_size
 from service.settings.serve_config import Scaling, ServeConfig
 from service.settings.service_settings import ServiceSettings
+from service.settings.sources import OTHER_VARIABLES
 from tests.deploy.docker import ROOT
 from tests.deploy.kustomize import Manifest, containers, pod_specs, render
 
@@ -258,7 +259,7 @@ def test_the_grace_is_longer_than_the_drain(overlay: str) -> None:
 def test_deployments_set_only_known_variables(overlay: str) -> None:
     (container,) = (one for one in containers(deployment(overlay)) if "ports" in one)
     ours = {one["name"] for one in container["env"] if one["name"].startswith("TRIPTYCH_")}
-    assert ours <= {option.variable for option in OPTIONS}
+    assert ours <= {option.variable for option in OPTIONS} | OTHER_VARIABLES
 
 
 def test_everything_selects_the_pods_there_are() -> None:
@@ -302,6 +303,24 @@ def test_a_volume_of_models_is_served_as_it_is_and_within_the_pod_s_memory() -> 
     assert volume["persistentVolumeClaim"]["claimName"] == claim and mount["readOnly"]
     budget = next(one["value"] for one in container["env"] if one["name"] == "TRIPTYCH_MODEL_MEMORY")
     assert byte_size(budget) < byte_size(container["resources"]["limits"]["memory"] + "B")
+
+
+def test_a_gpu_s_pod_asks_for_a_gpu_and_keeps_compiled_kernels_on_a_volume() -> None:
+    (pod,) = pod_specs(deployment("gpu"))
+    (container,) = pod["containers"]
+    resources = container["resources"]
+    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == "1"
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+    assert container["image"].endswith("-cuda")
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert variables["TRIPTYCH_DEVICE"] == "cuda"
+    # Kubernetes opens a volume to the pod's group: the service makes a folder of its own in it.
+    parent, _, name = variables["TRIPTYCH_KERNEL_CACHE"].rpartition("/")
+    (mount,) = [one for one in container["volumeMounts"] if one["mountPath"] == parent and name]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == mount["name"]]
+    temporary = next(one["emptyDir"]["sizeLimit"] for one in pod["volumes"] if one["name"] == "tmp")
+    written = byte_size(volume["emptyDir"]["sizeLimit"] + "B") + byte_size(temporary + "B")
+    assert written < byte_size(resources["limits"]["ephemeral-storage"] + "B")
 
 
 def test_a_model_of_the_hub_is_downloaded_by_a_job_and_served_without_network() -> None:
