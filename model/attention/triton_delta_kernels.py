@@ -76,15 +76,6 @@ def _keep(
         tl.store(into + tap * CHANNELS + channels, x, mask=there)
 
 
-@triton.jit
-def _slot(states, slot, SIZE: tl.constexpr):
-    """Return where the state in `slot` begins; None where nothing is kept."""
-    if states is None:
-        return None
-    else:  # known when a kernel is compiled
-        return states + slot * SIZE
-
-
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_TABLES)
 def step_states(
     inputs,  # [T, CHANNELS + HEADS * VALUE_DIM]
@@ -116,7 +107,9 @@ def step_states(
     row, source, target = tl.load(spans + span), tl.load(spans + count + span), tl.load(spans + 2 * count + span)
     inputs += row * input_row
     gates += row * gates_row
-    before = _slot(kept, source, (TAPS - 1) * CHANNELS)
+    before = kept  # where the rows of the slot `source` begin; None if nothing is kept
+    if kept is not None:
+        before += source * ((TAPS - 1) * CHANNELS)
     k_dims, v_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     k_there, v_there = k_dims < KEY_DIM, v_dims < VALUE_DIM
     q_at = head // SHARED * KEY_DIM + k_dims
@@ -138,10 +131,10 @@ def step_states(
     change = (v - tl.sum(state * k[:, None], axis=0)) * rate
     state += k[:, None] * change[None, :]
     o = tl.sum(state * q[:, None], axis=0)
-    if recurrent is not None:  # noqa: SIM102 - as in `_slot`
+    if recurrent is not None:  # noqa: SIM102 - known when a kernel is compiled
         if target >= 0:
             tl.store(recurrent + (target * HEADS + head) * (KEY_DIM * VALUE_DIM) + at, state, mask=there)
-            into = _slot(kept, target, (TAPS - 1) * CHANNELS)
+            into = kept + target * ((TAPS - 1) * CHANNELS)
             _keep(inputs, before, into, 1, 0, source, v_at, v_there, input_row, CHANNELS, TAPS)
             if head % SHARED == 0:
                 _keep(inputs, before, into, 1, 0, source, q_at, k_there, input_row, CHANNELS, TAPS)
@@ -220,7 +213,9 @@ def solve_chunks(
     first = (tl.load(chunks + 2 * count + chunk) - begin).to(tl.int32)
     inputs += begin * input_row
     gates += begin * gates_row
-    before = _slot(kept, source, (TAPS - 1) * CHANNELS)
+    before = kept  # where the rows of the slot `source` begin; None if nothing is kept
+    if kept is not None:
+        before += source * ((TAPS - 1) * CHANNELS)
     row = tl.arange(0, CHUNK)
     live = row < end
     k_dims, v_dims = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -262,7 +257,7 @@ def solve_chunks(
     if kept is not None:
         target = tl.load(chunks + 4 * count + chunk)
         if target >= 0:
-            into = _slot(kept, target, (TAPS - 1) * CHANNELS)
+            into = kept + target * ((TAPS - 1) * CHANNELS)
             _keep(inputs, before, into, end, first, source, v_at, v_there, input_row, CHANNELS, TAPS)
             if leads:
                 _keep(inputs, before, into, end, first, source, q_at, k_there, input_row, CHANNELS, TAPS)

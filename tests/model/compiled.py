@@ -195,15 +195,15 @@ def integer_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"of {bits} bits {dtype}", partial(triton_integers.dequantized, *packed, bits, group, inputs, dtype)
 
 
-def recur(dtype: torch.dtype) -> None:
-    """Launch a recurrent layer of Qwen3-Next over a token and a prompt."""
+def recur(dtype: torch.dtype, *, kept: bool) -> None:
+    """Launch a recurrent layer of Qwen3-Next over a token and a prompt; a pass without a cache keeps no states."""
     config = GatedDeltaConfig(16, 32, 128, 128, 4, 1e-6)
     parameters = (config.channels, config.kernel), (32,), (32,), (config.value_dim,)
     layer = Recurrence(config, *(torch.zeros(shape, dtype=dtype) for shape in parameters))
     inputs, gates = (torch.zeros(50, size, dtype=dtype) for size in (config.channels + config.value_size, 64))
     spans = [StateSpan(0, 1, 1, 2), StateSpan(1, 50, NO_STATE, 3)]
     tables = StateTables.of(spans, triton_delta.CHUNK, CPU)
-    triton_delta.compute(layer, inputs, gates, tables, StateCache.zeros(config, 4, CPU))
+    triton_delta.compute(layer, inputs, gates, tables, StateCache.zeros(config, 4, CPU) if kept else None)
 
 
 def main(capability: int) -> None:
@@ -221,11 +221,11 @@ def main(capability: int) -> None:
                 names = list(prepare_cases(dtype, pages))
             for name, kernel in zip(names, found, strict=True):
                 print(json.dumps({"case": f"prepare {name} {dtype} into {pages}", **kernel}), flush=True)
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype, kept in product((torch.bfloat16, torch.float32), (True, False)):
         with compiling(capability) as found:
-            recur(dtype)
+            recur(dtype, kept=kept)
         for kernel in found:
-            print(json.dumps({"case": f"recurrent {dtype}", **kernel}), flush=True)
+            print(json.dumps({"case": f"recurrent {dtype}{'' if kept else ', no states'}", **kernel}), flush=True)
     for dtype, vocabulary in product((torch.bfloat16, torch.float32), (32_000, 50_257)):
         with compiling(capability) as found:
             logits, tokens = torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2, dtype=torch.int64)

@@ -60,6 +60,7 @@ class Scenario:
     rounds: int = 1  # repetitions of the same requests
     tokens_equal: float = 1.0  # share of the tokens
     logprobs_within: float = 1e-3
+    seconds: float = 30.0  # most of them the CPU's, with one thread
     unrecorded: bool = False  # compare with steps on this device that are not recorded, too
     happened: Callable[[BenchModel], Figures] = lambda ready: {}  # figures that may not be 0
 
@@ -86,8 +87,8 @@ SCENARIOS = {
     # Rounding to 8 bits can differ if float32 differs in its last bit.
     "int8 KV": Scenario(settings={"kv_cache_dtype": "int8"}, tokens_equal=0.9, logprobs_within=0.05),
     "fp8 KV": Scenario(settings={"kv_cache_dtype": "fp8"}, tokens_equal=0.9, logprobs_within=0.05),
-    "fp8 weights": Scenario(settings={"quantization": "fp8"}, tokens_equal=0.9, logprobs_within=0.05),
-    "int4 weights": Scenario(settings={"quantization": "int4"}, tokens_equal=0.9, logprobs_within=0.05),
+    "fp8 weights": Scenario(settings={"quantization": "fp8"}, tokens_equal=0.9, logprobs_within=0.05, seconds=75),
+    "int4 weights": Scenario(settings={"quantization": "int4"}, tokens_equal=0.9, logprobs_within=0.05, seconds=90),
     "head 128, q and k normalised": Scenario("qwen3-0.6b"),
     "windows in some layers, softcaps": Scenario("gemma2-2b"),
     "windows in some layers, two rotary bases": Scenario("gemma3-1b"),
@@ -104,6 +105,7 @@ SCENARIOS = {
         settings={"quantization": "fp8", "kv_cache_dtype": "fp8"},
         tokens_equal=0.3,
         logprobs_within=0.2,
+        seconds=75,
     ),
     "bfloat16": Scenario(dtype=torch.bfloat16, tokens_equal=0.3, logprobs_within=0.1),
 }
@@ -111,7 +113,7 @@ SCENARIOS = {
 
 def cases(bench: Bench) -> list[Case]:
     found = [
-        Case(f"engine, {name}", partial(_compare, scenario=scenario), 30)
+        Case(f"engine, {name}", partial(_compare, scenario=scenario), scenario.seconds)
         for name, scenario in SCENARIOS.items()
         if bench.cuda or scenario.dtype is torch.float32
     ]
