@@ -122,7 +122,7 @@ LAB = """
                           model/engine/scheduling model/engine/execution model/engine
     bench/peers         : bench model/api model/system model/checkpoint
     bench/gpu           : loadtest/results bench bench/peers model/config model/api model/system model/checkpoint
-                          model/linear model/cache model/attention model/network model/kernel_check
+                          model/linear model/cache model/attention model/network model/sampling model/kernel_check
                           model/engine/execution model/engine
     paced_engine        : model/api model/system
     worst_bodies        :
