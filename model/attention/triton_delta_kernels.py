@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
+from model.system.held_kernels import held
+
 _LENGTH_EPS = tl.constexpr(1e-6)  # of queries' and keys' squared lengths
 _COARSE = tl.constexpr(256.0)  # decays' logarithms are summed in multiples of its reciprocal, and what is left
 _VANISHED = tl.constexpr(-128.0)  # the logarithm of a decay that leaves nothing in float32
@@ -76,6 +78,7 @@ def _keep(
         tl.store(into + tap * CHANNELS + channels, x, mask=there)
 
 
+@held
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_TABLES)
 def step_states(
     inputs,  # [T, CHANNELS + HEADS * VALUE_DIM]
@@ -171,6 +174,7 @@ def _inverse(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     return found
 
 
+@held
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_TABLES)
 def solve_chunks(
     inputs,  # as `step_states`
@@ -264,6 +268,7 @@ def solve_chunks(
                 _keep(inputs, before, into, end, first, source, k_at, k_there, input_row, CHANNELS, TAPS)
 
 
+@held
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_TABLES)
 def scan_chunks(
     segments,  # [3, B] int64: chunks from, up to; the slot read, or negative
@@ -334,6 +339,7 @@ def scan_chunks(
                 tl.store(recurrent + (target * HEADS + head) * (KEY_DIM * VALUE_DIM) + at, state, mask=there)
 
 
+@held
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_TABLES)
 def gate_outputs(
     inputs,  # as `step_states`

@@ -13,6 +13,7 @@ from triton import language as tl
 from model.attention.base import HeadNorm, Preparation
 from model.attention.triton_kernels import quantized
 from model.cache.kv_cache import LayerCache
+from model.system.held_kernels import held
 
 _ELEMENTS = 2048  # of a program
 _RMS, _LAYER = tl.constexpr(1), tl.constexpr(2)  # values of NORM; 0: there is none
@@ -123,6 +124,7 @@ def _store_keys(
     tl.store(keys + to, k.to(keys.dtype.element_ty), mask=stored)
 
 
+@held
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def prepare_heads(
     query,  # [T, HEADS, DIM]

@@ -11,12 +11,14 @@ import triton
 from triton import language as tl
 
 from model.system.float8_kernels import to_float8
+from model.system.held_kernels import held
 
 TABLE, SLOPES = tl.constexpr(1), tl.constexpr(2)  # values of BIASED; 0: nothing is added to scores
 LOG2E = tl.constexpr(1.4426950408889634)  # exponentials are powers of two, as the hardware has them
 _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it and taken off again is a whole number
 
 
+@held
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_pages(
     key,  # [T, KV_HEADS, DIM]
@@ -196,6 +198,7 @@ def _walk(
     return peak, total, mixed
 
 
+@held
 @triton.jit(
     do_not_specialize=["num_segments", "table_stride", "reach", "least_share"],
     do_not_specialize_on_alignment=["tables", "cu_seqlens_q", "cu_seqlens_k", "kv_lens"],
@@ -326,6 +329,7 @@ def attend(
     tl.store(out + to[:, None] * DIM + dims[None, :], mixed.to(out.dtype.element_ty), mask=stored)
 
 
+@held
 @triton.jit(
     do_not_specialize_on_alignment=["weight"]
 )  # it is not aligned for prompts after decoding rows with few, odd heads

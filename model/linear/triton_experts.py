@@ -12,6 +12,7 @@ from torch import Tensor
 from triton import language as tl
 
 from model.linear.base import FEW, SEVERAL, Tiles
+from model.system.held_kernels import held
 
 
 @triton.jit
@@ -27,6 +28,7 @@ def _expert_of(starts, num_experts, tile, BLOCK_M: tl.constexpr):
     return low
 
 
+@held
 @triton.jit(do_not_specialize_on_alignment=["out"])
 def experts_product(
     x,  # [R, K]

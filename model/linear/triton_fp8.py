@@ -13,11 +13,13 @@ from triton import language as tl
 
 from model.linear.base import FEW, SEVERAL, Tiles
 from model.system.float8_kernels import to_float8
+from model.system.held_kernels import held
 
 _GROUPS = 16  # groups that a program quantises
 _MOST = tl.constexpr(448.0)  # of float8_e4m3fn
 
 
+@held
 @triton.jit
 def quantize(
     x,  # [M, K]
@@ -48,6 +50,7 @@ def quantize(
     tl.store(scales + row * groups + group, tl.div_rn(most, levels), mask=group < groups)
 
 
+@held
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["out"])
 def scaled_product(
     x,  # [M, K] float8

@@ -17,6 +17,7 @@ from triton import language as tl
 
 from model.linear.base import FEW, SEVERAL
 from model.system.devices import processors
+from model.system.held_kernels import held
 
 _COUNTERS = 1 << 14  # tiles of a launch whose inputs are divided, at most
 _MOST_PARTS = 8
@@ -119,6 +120,7 @@ def read_factor(factors, group, output, N):
     return tl.load(factors + group * N + output)
 
 
+@held
 @triton.jit(do_not_specialize=["M", "spans", "part_spans"], do_not_specialize_on_alignment=["out", "sums_of_parts"])
 def grouped_product(
     x,  # [M, K]
@@ -223,6 +225,7 @@ def grouped_product(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=stored)
 
 
+@held
 @triton.jit
 def dequantize(
     weight,

@@ -21,6 +21,7 @@ from triton import language as tl
 
 from model.api.sampling_params import SAMPLING, SamplingParams
 from model.system.devices import to_device
+from model.system.held_kernels import held
 
 _BLOCK = 2048  # tokens of an iteration
 _WARPS = 8
@@ -124,6 +125,7 @@ def _within(logits, vocabulary, peak, inverse, last, BLOCK: tl.constexpr):
     return tl.sum(weight), tl.sum(count)
 
 
+@held
 @triton.jit
 def sampling_kernel(
     logits,  # [B, V]

@@ -1,0 +1,189 @@
+"""Held kernels launch what Triton's own path launches, with the same arguments."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from model.system import held_kernels
+from model.system.held_kernels import HeldKernel, held
+
+pytestmark = pytest.mark.skipif(held_kernels._VERSION not in held_kernels._CALLS, reason="Triton's path is taken")
+
+SETTINGS = {"do_not_specialize": ["rows"], "do_not_specialize_on_alignment": ["gain"]}
+launches: list[tuple[Any, ...]] = []
+
+
+def kernel(x, gain, out, width, rows, eps, stride, BLOCK, KIND):  # type: ignore[no-untyped-def] # never compiled
+    pass
+
+
+kernel.__annotations__ |= {"BLOCK": "tl.constexpr", "KIND": "tl.constexpr"}
+
+
+class Driver:
+    """Triton's driver of a GPU that is not there."""
+
+    def __init__(self, device: int = 0) -> None:
+        self.device = device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+
+def address(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+class Compiled:
+    """A stand-in for a compiled kernel, and for its launcher in C: both note the launch."""
+
+    def __init__(self, key: str, signature: dict[str, str]) -> None:
+        self.key, self.signature = key, signature
+        self.metadata = SimpleNamespace(target=GPUTarget("cuda", 90, 32))
+        self.function, self.packed_metadata = id(self), (4, 1, 0)
+        self.global_scratch_size = self.profile_scratch_size = 0
+        self.launch_cooperative_grid, self.launch_pdl = False, True
+        self.arg_annotations, self.kernel_signature = ["annotations"], b"signature"
+        self._run = self
+
+    def launch_metadata(self, *_: object) -> None:
+        return None
+
+    def run(self, x: int, y: int, z: int, stream: int, function: int, *given: Any) -> None:
+        self.note((x, y, z), stream, given[4:])
+
+    def launch(self, x: int, y: int, z: int, stream: int, *given: Any) -> None:
+        assert given[:3] == (self.function, False, True)
+        if held_kernels._VERSION == "3.6":
+            assert given[3:9] == (None, None, self.packed_metadata, None, None, None)
+            return self.note((x, y, z), stream, given[9:])
+        assert given[3:9] == (self.packed_metadata, None, None, None, None, None)
+        assert given[9:11] == (self.arg_annotations, self.kernel_signature)
+        return self.note((x, y, z), stream, given[11])
+
+    def note(self, grid: tuple[int, ...], stream: int, values: tuple[Any, ...]) -> None:
+        kinds = self.signature.values()
+        passed = [address(v) for v, kind in zip(values, kinds, strict=True) if kind != "constexpr"]
+        launches.append((self.key, grid, stream, passed))
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(self: Any, key: str, signature: Any, device: int, *_: object) -> Compiled:
+        self.device_caches[device][0][key] = Compiled(key, signature)
+        return self.device_caches[device][0][key]
+
+    monkeypatch.setattr(triton.JITFunction, "_do_compile", compiled)
+    monkeypatch.setattr(driver, "_active", Driver())
+    launches.clear()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets an entry for each launch by Triton's own path."""
+    seen: list[str] = []
+    run = triton.JITFunction.run
+
+    def counting(self: Any, *args: Any, **named: Any) -> Any:
+        seen.append(type(self).__name__)
+        return run(self, *args, **named)
+
+    monkeypatch.setattr(triton.JITFunction, "run", counting)
+    return seen
+
+
+def test_random_launches_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare variant, grid, stream and arguments over addresses, widths, values and options of all kinds."""
+    chosen, plain, own = random.Random(0), triton.JITFunction(kernel, **SETTINGS), HeldKernel(kernel, **SETTINGS)
+    by_triton = counted(monkeypatch)
+    buffers = {dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
+    integers = (0, 1, 2, 16, 17, 32, -1, -16, 2**31 - 1, 2**31, 2**31 - 16, -(2**31), -(2**31) - 1, 2**40, 2**63)
+
+    def tensor() -> torch.Tensor:
+        return buffers[chosen.choice(list(buffers))][chosen.choice((0, 0, 0, 1, 4, 8)) :]
+
+    for turn in range(4000):
+        few = turn % 4 > 0  # of few kinds, so that most have been launched before
+        x, gain, out = tensor(), tensor(), tensor()
+        if few:
+            x, gain, out = buffers[torch.float32], chosen.choice((None, gain)), buffers[torch.bfloat16]
+        width, stride = (chosen.choice((48, 1) if few else integers) for _ in range(2))
+        numbers = (width, chosen.choice(integers), chosen.choice((0.0, 1e-6, 1.0)), stride)
+        grid = chosen.choice(((3,), (2, 5), (2, 3, 4)))
+        named = {"BLOCK": 16, "KIND": chosen.choice((0, 0.0, True, "ieee", torch.bfloat16))}
+        if not few:
+            named |= chosen.choice(({}, {"num_warps": 8}, {"num_stages": 2, "enable_fp_fusion": False}, {"maxnreg": 6}))
+        plain[grid](x, gain, out, *numbers, **named)
+        own[grid](x, gain, out, *numbers, **named)
+        expected, found = launches[-2:]
+        assert found == expected, (x.dtype, gain, numbers, named)
+    assert launches[-1][-1][0] == buffers[torch.float32].data_ptr()
+    assert by_triton.count("JITFunction") == 4000
+    assert by_triton.count("HeldKernel") < 3000
+    assert len(launches) == 8000
+
+
+def test_one_variant_asks_triton_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the first launch shows the kinds of arguments, the second is held, and floats do not go stale."""
+    own, by_triton, x = HeldKernel(kernel, **SETTINGS), counted(monkeypatch), torch.zeros(64)
+    for turn in range(9):
+        own[(turn,)](x, None, x[16:], 64, turn, turn / 8, 16, BLOCK=16, KIND=0, num_warps=4)
+    assert by_triton == ["HeldKernel"] * 2
+    assert [passed[-2] for *_, passed in launches] == [turn / 8 for turn in range(9)]
+    assert [grid for _, grid, *_ in launches] == [(turn, 1, 1) for turn in range(9)]
+
+
+def test_argument_that_was_none_or_of_another_type_is_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, by_triton, x = HeldKernel(kernel, **SETTINGS), counted(monkeypatch), torch.zeros(64)
+    usual = {"gain": None, "width": 64, "eps": 1.0}
+    for change in ({}, {}, {"gain": x}, {"gain": x}, {"width": True}, {"eps": 1}, {"x": 4096}, {"gain": x}, {}):
+        by_name = {"x": x, **usual, **change}
+        own[(1,)](by_name["x"], by_name["gain"], x, by_name["width"], 1, by_name["eps"], 16, BLOCK=16, KIND=0)
+    own[(1,)](x, x, x, 64, 1, 1.0, 16, BLOCK=16, KIND=0)
+    assert len(by_triton) == 8  # two, two for a tensor in the place of None, three other types, one of None again
+    assert all("*fp32" in key for key, *_ in launches)
+
+
+def test_hooks_of_a_profiler_are_called_by_triton_s_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x = HeldKernel(kernel, **SETTINGS), torch.zeros(64)
+    for _ in range(2):
+        own[(1,)](x, None, x, 64, 1, 1.0, 16, BLOCK=16, KIND=0)
+    by_triton = counted(monkeypatch)
+    own[(1,)](x, None, x, 64, 1, 1.0, 16, BLOCK=16, KIND=0)
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    own[(1,)](x, None, x, 64, 1, 1.0, 16, BLOCK=16, KIND=0)
+    assert by_triton == ["HeldKernel"]
+
+
+def test_other_versions_of_triton_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = triton.JITFunction(kernel, **SETTINGS)
+    assert type(held(made)) is HeldKernel
+    monkeypatch.setattr(held_kernels, "_VERSION", "3.8")
+    assert held(made) is made
+
+
+def test_what_an_unknown_launcher_launches_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x = HeldKernel(kernel, **SETTINGS), torch.zeros(64)
+    monkeypatch.setattr(Compiled, "launch", property())
+    by_triton = counted(monkeypatch)
+    for _ in range(3):
+        own[(1,)](x, None, x, 64, 1, 1.0, 16, BLOCK=16, KIND=0)
+    assert len(by_triton) == 3
+    assert not own.variants
