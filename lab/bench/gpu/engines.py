@@ -28,6 +28,7 @@ from model.checkpoint.folder import Checkpoint
 from model.checkpoint.sentence_transformers import SentenceSettings
 from model.engine import builder, generate_builder
 from model.engine.builder import LoadedModel
+from model.engine.execution.encoder_graphs import can_record_batches
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, StepPacer, StepWork
@@ -142,6 +143,7 @@ def build_engines(name: str, model: Transformer, selection: Selection, config: E
     began, timers = time.perf_counter(), Timers()
     parts: list[Where] = [
         (generate_builder, "pool_memory", "pool_memory_s"),
+        (builder, "recording", "recorded_batches_s"),
         (generate_builder, "recording", "recorded_s"),
         (builder, "warm_up", "warm_up_s"),
     ]
@@ -152,12 +154,15 @@ def build_engines(name: str, model: Transformer, selection: Selection, config: E
 
 
 def require_graphs(ready: BenchModel) -> None:
-    """Raise `NotRecorded` if attention is not Triton's, or decode steps are not CUDA graphs."""
-    if ready.loaded.info.attention_backend != "triton":
-        raise NotRecorded(f"attention is not Triton's: {ready.loaded.info.attention_reason}")
+    """Raise `NotRecorded` if attention is not Triton's, or decode steps or batches of texts are not CUDA graphs."""
+    info = ready.loaded.info
+    if info.attention_backend != "triton":
+        raise NotRecorded(f"attention is not Triton's: {info.attention_reason}")
+    if can_record_batches(ready.model) and not info.recorded_batches:
+        raise NotRecorded(f"batches of texts of {info.name} were not recorded as CUDA graphs: {info.fallbacks}")
     if ready.loaded.generate is not None and ready.runner.graphs is None:
         why = ready.runner.unrecorded or "no reason is given"
-        raise NotRecorded(f"decode steps of {ready.loaded.info.name} were not recorded as CUDA graphs: {why}")
+        raise NotRecorded(f"decode steps of {info.name} were not recorded as CUDA graphs: {why}")
 
 
 @dataclass(frozen=True, slots=True)

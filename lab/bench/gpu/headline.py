@@ -27,6 +27,7 @@ WORKLOADS = (  # the most important first
     "llama-8b, prefill 2k",
     "bart-large x128",
     "bert-base, texts of 512",
+    "bert-base, recorded or not",
     "llama-8b x128 1k/1k",
     "t5-xl x128",
     "qwen3.5-9b, one stream",

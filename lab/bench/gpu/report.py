@@ -148,7 +148,7 @@ def _kernels(found: dict[str, Figures]) -> Section:
 
 
 def _start(found: dict[str, Figures]) -> Section:
-    parts = ("weights_s", "assemble_s", "pool_memory_s", "recorded_s", "warm_up_s")
+    parts = ("weights_s", "assemble_s", "pool_memory_s", "recorded_batches_s", "recorded_s", "warm_up_s")
     rows = [
         (
             name,

@@ -12,6 +12,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from lab.bench.gpu import profile
 from lab.bench.gpu.cases import Case
 from lab.bench.gpu.engines import (
@@ -29,7 +31,7 @@ from lab.bench.gpu.engines import (
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench
 from lab.bench.gpu.shapes import GPU_MODELS, tiny_shape
-from model.api.request import EncodeRequest, FinishReason, Pooling, token_source
+from model.api.request import EncodeRequest, FinishReason, Pooling, Source, token_source
 from model.api.sampling_params import SamplingParams
 from model.engine.execution.model_runner import Launched, ModelRunner
 
@@ -66,6 +68,7 @@ def cases(bench: Bench) -> list[Case]:
         Case("t5-xl x128", partial(bart, name="t5-xl"), 60),
         Case("whisper-small x128", partial(_many, name="whisper-small", lengths=_windows(bench)), 60),
         Case("bert-base, texts of 512", partial(_encodings, name="bert-base"), 40),
+        Case("bert-base, recorded or not", partial(_recorded_encodings, name="bert-base"), 40),
         Case("llama-1b, one stream", partial(_one_stream, name="llama-1b"), 40),
         Case("qwen3-0.6b, 256 clients, short requests", partial(_in_turn, name="qwen3-0.6b"), 40),
         *(more if not bench.tiny else []),  # which are like others there
@@ -282,6 +285,50 @@ def _encodings(bench: Bench, *, name: str) -> Figures:
     put(2 * profile.steps_of(bench) * 32 + 1)
     found |= profile.profiled(bench, name, engine.step, profile.encoding(ready))
     return found | _setup(ready)
+
+
+def _recorded_encodings(bench: Bench, *, name: str) -> Figures:
+    """Return the milliseconds of batches of texts that are replayed from CUDA graphs, and launched kernel by kernel."""
+    rng = random.Random(0)
+    batches = {
+        "one of 16": [16],
+        "one of 128": [128],
+        "one of 512": [512],
+        "8 of 64": [64] * 8,
+        "32 of 8 to 120": [rng.randint(8, 120) for _ in range(32)],
+        "256 of 16": [16] * 256,
+    }
+    found: Figures = {}
+    vectors: dict[str, list[np.ndarray[Any, np.dtype[np.float32]]]] = {}
+    for label, graphs in (("recorded", True), ("launched", False)):
+        ready = load(bench, _raw(bench, name), seqs=256, context=512, tokens=8192, name=name, cuda_graphs=graphs)
+        found[f"{label}_sizes"] = ready.loaded.info.recorded_batches
+        for title, lengths in batches.items():
+            drawn = random.Random(title)
+            texts = [
+                token_source(ready.prompt(drawn, min(length, ready.loaded.info.max_model_len))) for length in lengths
+            ]
+            seconds = []
+            for _ in range(3 if bench.tiny else 30):
+                began = time.perf_counter()
+                outputs = _encoded(ready, texts)
+                seconds.append(time.perf_counter() - began)
+            found[f"{label}_ms, {title}"] = 1e3 * statistics.median(seconds)
+            vectors.setdefault(title, []).append(np.concatenate(outputs))
+        found |= {f"{label}_{key}": value for key, value in ready.seconds.items()}
+    found["within"] = max(float(np.abs(one - other).max()) for one, other in vectors.values())
+    return found
+
+
+def _encoded(ready: BenchModel, texts: Sequence[Source]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+    """Return the vectors of texts that are submitted together."""
+    engine = ready.loaded.encode
+    found: dict[str, np.ndarray[Any, np.dtype[np.float32]]] = {}
+    for number, text in enumerate(texts):
+        engine.add(EncodeRequest(str(number), engine.name, text, pooling=Pooling.MEAN))
+    while engine.has_work:
+        found |= {output.request_id: np.frombuffer(output.data, np.float32) for output in engine.step()[0]}
+    return [found[str(number)] for number in range(len(texts))]
 
 
 def _setup(ready: BenchModel) -> Figures:
