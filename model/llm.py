@@ -223,6 +223,7 @@ class LLM:
         finally:
             for request in requests:
                 self._encode.abort(request.request_id, FinishReason.CANCELLED)
+            self._encode.finish_pending()  # after an interrupt: a later call's inputs have the same ids
         return np.stack([vectors[request.request_id] for request in requests])
 
     def _encode_request(self, position: int, text: Prompt, skipped: int, adapter: int | None) -> EncodeRequest:

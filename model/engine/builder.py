@@ -170,6 +170,7 @@ def assembling(
         if checkpoint.config.adapters
         else None,
         graphs=batches,
+        overlap=device.type == "cuda",
     )
     yield None
     generate, cache_pools = None, tuple[CachePool, ...]()

@@ -4,6 +4,9 @@ The tokens of an input are never split, since attention is bidirectional. A batc
 queue until the budget is used; no input overtakes another. An input longer than the budget is computed alone, some
 layers a step. The vectors are the last hidden states of the encoder, or of the decoder in a decoder-only model. No KV
 cache is used. `SentenceHead` and `VocabularyHead` turn hidden states into results.
+
+On a GPU the host runs ahead: it packs and launches a batch while the device computes the one before, whose results are
+collected after that.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from model.api.stats import StepStats
 from model.attention.base import AttentionMetadata
 from model.checkpoint.sentence_transformers import SentenceSettings
 from model.config.model import ClassifierInput
+from model.engine.encode_results import ArrivingResults, LaunchedBatch
 from model.engine.execution.encoder_graphs import EncoderGraphs
 from model.engine.execution.sources import blank_source, source_input
 from model.engine.fault_isolation import run_isolated
@@ -41,7 +45,6 @@ from model.network.adapters import Adapters
 from model.network.inputs import CrossInput, StackInput, packed_input, with_unread_rows
 from model.network.stack import StackPass
 from model.network.transformer import Transformer
-from model.system.devices import to_host
 
 _OF_LABELS = (EncodeTask.LOGITS, EncodeTask.SCORES)
 
@@ -71,7 +74,9 @@ class EncodeEngine:
         images: ImageProcessing | None = None,
         adapters: Adapters | None = None,
         graphs: EncoderGraphs | None = None,
+        overlap: bool = False,
     ) -> None:
+        """`overlap`: run ahead, that is, launch a batch before the previous one's results arrive."""
         self.name = name
         self.model = model
         self.device = device
@@ -83,14 +88,17 @@ class EncodeEngine:
         self._images = images
         self._adapters = adapters
         self._graphs = graphs
+        self._overlap = overlap
         self._waiting: deque[EncodeRequest] = deque()
-        self._batch: list[EncodeRequest] = []  # the inputs being computed; empty between steps
+        self._batch: list[EncodeRequest] = []  # the inputs being launched or collected; empty between steps
+        self._pending: LaunchedBatch | None = None
+        self._last_collect_time = 0.0
         self._waiting_tokens = 0
         self._paused: _PausedInput | None = None
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._paused)
+        return bool(self._waiting or self._paused or self._pending)
 
     @property
     def waits_for_grammars(self) -> bool:
@@ -101,7 +109,10 @@ class EncodeEngine:
         return len(self._waiting)
 
     def demand(self) -> StepDemand:
-        """Return what the next step could compute. One of L layers of an input counts as 1/L of its tokens."""
+        """Return what the next step could compute. One of L layers of an input counts as 1/L of its tokens.
+
+        A pending batch is no demand: without another turn of this engine, `finish_pending` collects it.
+        """
         if self._paused is not None:
             stack_pass, length = self._paused.stack_pass, self._length(self._paused.request)
             left = self._layer_tokens(length, stack_pass.layers_left)
@@ -120,20 +131,20 @@ class EncodeEngine:
         self._waiting_tokens += self._length(request)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[EncodeOutput]:
-        """Drop a waiting or paused input; idempotent."""
+        """Drop a waiting or paused input; idempotent. A launched one ends with its results."""
         return self._drop([request for request in self._unanswered if request.request_id == request_id], reason)
 
     def recover(self) -> list[EncodeOutput]:
         """Reset the engine after an exception: end every input with an error."""
-        ended = [*self._batch, *self._unanswered]
-        self._batch, self._paused = [], None
+        ended = [*(self._pending.requests if self._pending is not None else ()), *self._batch, *self._unanswered]
+        self._batch, self._paused, self._pending = [], None, None
         self._waiting = deque()
         self._waiting_tokens = 0
         return [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in ended]
 
     def finish_pending(self) -> tuple[list[EncodeOutput], StepStats | None]:
-        """Return nothing: every step is complete when `step` returns."""
-        return [], None
+        """Wait for the pending batch, if there is one; return its outputs and statistics."""
+        return self._collect_pending() if self._pending is not None else ([], None)
 
     def check_deadlines(self) -> list[EncodeOutput]:
         """Drop the inputs whose deadline has passed."""
@@ -142,25 +153,50 @@ class EncodeEngine:
         return self._drop(late, FinishReason.DEADLINE)
 
     def step(self, budget: StepBudget = UNLIMITED) -> tuple[list[EncodeOutput], StepStats | None]:
-        """Encode one batch within the budget from the front of the queue; at least one layer of one input."""
+        """Encode one batch within the budget from the front of the queue; at least one layer of one input.
+
+        With `overlap` the batch is launched, and the previous one collected.
+        """
         outputs = self.check_deadlines()
         began = time.monotonic()
         if self._paused is not None:
             return self._resume(outputs, began, budget)
+        pauses = self._pauses(budget)
+        if self._pending is not None and (pauses or not self._waiting):
+            collected, stats = self._collect_pending()
+            return outputs + collected, stats
         batch = self._next_batch(budget)
         if not batch:
             return outputs, None
-        if budget.whole_tokens is not None and self.model.can_pause and self._length(batch[0]) > budget.whole_tokens:
+        if pauses:
             return self._start_paused(batch, outputs, began, budget)
         self._batch = batch
-        for part, vectors in run_isolated(batch, self._encode, self.probe):
-            if vectors is None:
-                outputs += [EncodeOutput(request.request_id, finish_reason=FinishReason.ERROR) for request in part]
-                continue
-            outputs += _to_outputs(part, vectors, began)
+        parts = run_isolated(batch, lambda part: ArrivingResults(self._encode(part)), self.probe)
+        self._batch, before = [], self._pending
+        self._pending = LaunchedBatch(parts, began, sum(map(self._length, batch)))
+        if before is None and self._overlap:
+            return outputs, None
+        collected, stats = self._collect_pending() if before is None else self._collect(before)
+        return outputs + collected, stats
+
+    def _collect_pending(self) -> tuple[list[EncodeOutput], StepStats]:
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        return self._collect(pending)
+
+    def _collect(self, batch: LaunchedBatch) -> tuple[list[EncodeOutput], StepStats]:
+        """Wait for a launched batch; return its outputs and statistics."""
+        self._batch = batch.requests
+        outputs = batch.outputs()
         self._batch = []
-        tokens, seconds = sum(map(self._length, batch)), time.monotonic() - began
-        return outputs, StepStats(self.name, "encode", seconds, tokens, len(batch), num_whole_tokens=tokens)
+        now, tokens = time.monotonic(), batch.num_tokens
+        began, self._last_collect_time = max(batch.began, self._last_collect_time), now
+        return outputs, StepStats(self.name, "encode", now - began, tokens, len(outputs), num_whole_tokens=tokens)
+
+    def _pauses(self, budget: StepBudget) -> bool:
+        """Whether the first input has more tokens than the budget, so that its layers are divided over steps."""
+        most = budget.whole_tokens if self._waiting and self.model.can_pause else None
+        return most is not None and self._length(self._waiting[0]) > most
 
     def _start_paused(
         self, batch: list[EncodeRequest], outputs: list[EncodeOutput], began: float, budget: StepBudget
@@ -187,7 +223,7 @@ class EncodeEngine:
         if vectors is None:
             outputs.append(EncodeOutput(paused.request.request_id, finish_reason=FinishReason.ERROR))
         if vectors:
-            outputs += _to_outputs([paused.request], vectors, paused.began)
+            outputs += ArrivingResults(vectors).outputs([paused.request], paused.began)
         if vectors is None or not paused.stack_pass.layers_left:
             self._paused = None
         tokens = self._layer_tokens(length, layers)
@@ -365,16 +401,3 @@ def _path(request: EncodeRequest) -> tuple[bool, bool]:
 def _behind_end(ids: Sequence[int], ends: Sequence[int]) -> int:
     """Return the index after the last end-of-sequence token; without one, that after the last token."""
     return next((at for at in range(len(ids), 0, -1) if ids[at - 1] in ends), len(ids))
-
-
-def _to_outputs(batch: Sequence[EncodeRequest], results: Sequence[EncodeResult], began: float) -> list[EncodeOutput]:
-    """Copy the results to the host together, and return them as bytes."""
-    parts = [part.float() for one in results for part in (one.values, one.indices) if part is not None]
-    host = iter(to_host(parts))  # token ids are exact in float32
-    outputs = []
-    for request, result in zip(batch, results, strict=True):
-        data = next(host)
-        indices = next(host).int().numpy().tobytes() if result.indices is not None else b""
-        shape = tuple(data.shape)
-        outputs.append(EncodeOutput(request.request_id, data.numpy().tobytes(), shape, began, indices=indices))
-    return outputs

@@ -56,7 +56,8 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
             tokens = min(length, encode.max_num_batched_tokens, encode.model.config.max_positions or length)
             source = blank_source(encode.model.config, tokens)
             encode.add(EncodeRequest("warm-up", encode.name, source, EncodeTask.TOKENS))
-            encode.step()
+            while encode.has_work:
+                encode.step()
             yield None
     if generate is not None:
         for together in (LENGTHS[:1], LENGTHS[1:], LENGTHS):

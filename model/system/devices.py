@@ -54,15 +54,6 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return (host if host.is_pinned() else host.pin_memory()).to(device, non_blocking=True)
 
 
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return contiguous copies on the host of tensors of one dtype; from a GPU in one copy, which waits once."""
-    if not tensors or tensors[0].device.type == "cpu":
-        return [tensor.contiguous() for tensor in tensors]
-    flat = HostCopy(torch.cat([tensor.reshape(-1) for tensor in tensors])).get()
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
 class HostCopy:
     """An asynchronous copy of a tensor to the host."""
 
@@ -80,3 +71,23 @@ class HostCopy:
         if self._copied is not None:
             self._copied.synchronize()
         return self._host
+
+
+class HostCopies:
+    """Asynchronous copies of tensors of one dtype to the host; from a GPU they are one copy. A CPU's are not copied."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._here: list[Tensor] = []
+        self._flat: HostCopy | None = None
+        if tensors and tensors[0].device.type != "cpu":
+            self._flat = HostCopy(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+        else:
+            self._here = [tensor.contiguous() for tensor in tensors]
+
+    def get(self) -> list[Tensor]:
+        """Wait for the copies and return contiguous host tensors."""
+        if self._flat is None:
+            return self._here
+        parts = self._flat.get().split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]

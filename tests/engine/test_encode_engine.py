@@ -22,11 +22,11 @@ from model.api.request import (
     token_source,
 )
 from model.checkpoint.sentence_transformers import SentenceSettings
-from model.engine import encode_engine, output_heads
+from model.engine import encode_results, output_heads
 from model.engine.builder import load
 from model.engine.encode_engine import EncodeEngine
 from model.engine.output_heads import SentenceHead
-from model.engine.scheduling.scheduled_step import StepBudget
+from model.engine.scheduling.scheduled_step import StepBudget, StepDemand
 from model.network.inputs import packed_input
 from model.network.stack import StackPass
 from model.system import devices
@@ -35,7 +35,9 @@ from tests.model.checkpoints import CPU, DECODERS, loaded, prompt, saved
 LENGTHS = (5, 30, 1, 12, 5, 22)
 
 
-def engine(kind: str = "bert", *, budget: int = 64, seqs: int = 8, normalize: bool = False) -> EncodeEngine:
+def engine(
+    kind: str = "bert", *, budget: int = 64, seqs: int = 8, normalize: bool = False, overlap: bool = False
+) -> EncodeEngine:
     pooling = Pooling.LAST if kind.startswith("llama") else Pooling.MEAN
     return EncodeEngine(
         kind,
@@ -44,6 +46,7 @@ def engine(kind: str = "bert", *, budget: int = 64, seqs: int = 8, normalize: bo
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         sentences=SentenceSettings((pooling,), normalize=normalize),
+        overlap=overlap,
     )
 
 
@@ -318,16 +321,16 @@ def test_a_batch_comes_from_the_device_in_one_copy(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(devices, "HostCopy", HostCopy)
     vectors = [torch.randn(4), torch.randn(3, 2).t(), torch.randn(1)]
-    found = devices.to_host([one.as_subclass(Elsewhere) for one in vectors])
+    found = devices.HostCopies([one.as_subclass(Elsewhere) for one in vectors]).get()
     assert copies == [11]
     assert all(torch.equal(one, expected) and one.is_contiguous() for one, expected in zip(found, vectors, strict=True))
-    assert devices.to_host([]) == []
+    assert devices.HostCopies([]).get() == []
 
 
 def test_a_step_brings_all_its_vectors_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = devices.to_host
-    monkeypatch.setattr(encode_engine, "to_host", lambda tensors: sizes.append(len(tensors)) or real(tensors))
+    real = devices.HostCopies
+    monkeypatch.setattr(encode_results, "HostCopies", lambda tensors: sizes.append(len(tensors)) or real(tensors))
     one = engine("bert")
     for number in range(5):
         one.add(EncodeRequest(str(number), "bert", token_source(prompt(3 + number)), EncodeTask.EMBEDDING))
@@ -344,3 +347,96 @@ def test_an_input_that_breaks_before_its_first_layer_fails_alone(monkeypatch: py
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("broken", FinishReason.ERROR)]
     outputs, _ = made.step()
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("next", FinishReason.STOP)]
+
+
+class Device:
+    """A device that computes batches in their order; the host waits for a batch when it reads the results."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.broken: int | None = None  # the batch whose results cannot be read
+        real, device = devices.HostCopies, self
+
+        class Copies(real):  # type: ignore[misc, valid-type]
+            def __init__(self, tensors: list[torch.Tensor]) -> None:
+                super().__init__([tensor.clone() for tensor in tensors])  # which a later batch may overwrite
+                self.number = sum(line.startswith("launch") for line in device.log)
+                device.log.append(f"launch {self.number}")
+
+            def get(self) -> list[torch.Tensor]:
+                device.log.append(f"wait {self.number}")
+                if self.number == device.broken:
+                    raise RuntimeError("an illegal memory access was encountered")
+                return super().get()
+
+        monkeypatch.setattr(encode_results, "HostCopies", Copies)
+
+
+def test_a_batch_is_launched_before_the_last_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [EncodeRequest(str(number), "m", token_source(prompt(30, number))) for number in range(7)]
+    expected = encoded(engine(), requests)
+    device, made = Device(monkeypatch), engine(overlap=True)
+    for one in requests:
+        made.add(one)
+    found: dict[str, np.ndarray] = {}
+    counts = []
+    while made.has_work:
+        outputs, stats = made.step()
+        counts.append((len(outputs), stats.num_sequences if stats is not None else None))
+        found |= {output.request_id: np.frombuffer(output.data, "<f4") for output in outputs}
+    assert counts == [(0, None), (2, 2), (2, 2), (2, 2), (1, 1)]
+    assert device.log == [
+        *("launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"),
+    ]
+    for request, vector in zip(requests, expected, strict=True):
+        np.testing.assert_array_equal(found[request.request_id], vector)
+
+
+def test_a_pending_batch_is_collected_when_there_is_nothing_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+    made = engine(overlap=True)
+    made.add(EncodeRequest("r", "m", token_source(prompt(5))))
+    assert made.step() == ([], None)
+    assert made.has_work and made.demand() == StepDemand()
+    assert made.abort("r", FinishReason.CANCELLED) == []  # it ends with its results
+    (output,), stats = made.finish_pending()
+    assert (output.request_id, output.finish_reason, stats and stats.num_tokens) == ("r", FinishReason.STOP, 5)
+    assert not made.has_work and made.finish_pending() == ([], None)
+
+
+def test_a_pending_batch_is_collected_before_an_input_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+    made = engine(overlap=True)
+    for name, length in (("short", 5), ("long", 60)):
+        made.add(EncodeRequest(name, "m", token_source(prompt(length))))
+    assert made.step(StepBudget(whole_tokens=20)) == ([], None)
+    (output,), _ = made.step(StepBudget(whole_tokens=20))
+    assert output.request_id == "short"
+    ended = [output.request_id for _ in range(9) for output in made.step(StepBudget(whole_tokens=20))[0]]
+    assert ended == ["long"] and not made.has_work
+
+
+def test_inputs_of_two_batches_end_once_if_the_device_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that results which cannot be read end their inputs, the batch launched after them, and what waits."""
+    device, made = Device(monkeypatch), engine(overlap=True)
+    for number in range(5):
+        made.add(EncodeRequest(str(number), "m", token_source(prompt(30, number))))
+    device.broken = 0
+    assert made.step() == ([], None)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        made.step()
+    ended = made.recover()
+    assert sorted(output.request_id for output in ended) == list("01234")
+    assert {output.finish_reason for output in ended} == {FinishReason.ERROR}
+    assert not made.has_work
+
+
+def test_an_input_that_breaks_fails_alone_when_batches_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+    made = engine(overlap=True, budget=12)
+    for number, ids in enumerate(((5, 6), (5, 10_000), (7,) * 11, (8,))):  # a token id beyond the vocabulary
+        made.add(EncodeRequest(str(number), "m", token_source(ids)))
+    found: dict[str, FinishReason | None] = {}
+    while made.has_work:
+        found |= {output.request_id: output.finish_reason for output in made.step()[0]}
+    assert found == {"0": FinishReason.STOP, "1": FinishReason.ERROR, "2": FinishReason.STOP, "3": FinishReason.STOP}

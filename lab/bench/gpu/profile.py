@@ -50,6 +50,7 @@ def encoding(ready: BenchModel) -> list[Where]:
         (engine, "_next_batch", "schedule"),
         (encode_engine, "source_input", "pack"),
         (engine, "_encode", "launch"),
+        (devices.HostCopy, "get", "wait"),
     ]
 
 

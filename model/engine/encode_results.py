@@ -1,0 +1,52 @@
+"""Results of encoded inputs on their way to the host, and the batches that wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from model.api.request import EncodeOutput, EncodeRequest, FinishReason
+from model.engine.output_heads import EncodeResult
+from model.system.devices import HostCopies
+
+
+class ArrivingResults:
+    """The results of inputs that were computed together, being copied to the host together."""
+
+    def __init__(self, results: Sequence[EncodeResult]) -> None:
+        parts = [part.float() for one in results for part in (one.values, one.indices) if part is not None]
+        self._copies = HostCopies(parts)  # token ids are exact in float32
+        self._with_indices = [one.indices is not None for one in results]
+
+    def outputs(self, batch: Sequence[EncodeRequest], began: float) -> list[EncodeOutput]:
+        """Wait for the results, and return them as bytes."""
+        host, outputs = iter(self._copies.get()), []
+        for request, with_indices in zip(batch, self._with_indices, strict=True):
+            data = next(host)
+            indices = next(host).int().numpy().tobytes() if with_indices else b""
+            output = EncodeOutput(request.request_id, data.numpy().tobytes(), tuple(data.shape), began, indices=indices)
+            outputs.append(output)
+        return outputs
+
+
+@dataclass(slots=True)
+class LaunchedBatch:
+    """A batch in flight: the device may still be computing it."""
+
+    parts: Sequence[tuple[Sequence[EncodeRequest], ArrivingResults | None]]  # None: these inputs broke
+    began: float
+    num_tokens: int
+
+    @property
+    def requests(self) -> list[EncodeRequest]:
+        return [request for part, _ in self.parts for request in part]
+
+    def outputs(self) -> list[EncodeOutput]:
+        """Wait for the batch, and return the output of each input."""
+        outputs: list[EncodeOutput] = []
+        for part, results in self.parts:
+            if results is None:
+                outputs += [EncodeOutput(one.request_id, finish_reason=FinishReason.ERROR) for one in part]
+            else:
+                outputs += results.outputs(part, self.began)
+        return outputs
