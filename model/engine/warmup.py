@@ -24,6 +24,7 @@ from model.config.attention import AttentionConfig, BucketBiasConfig
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.execution.sources import blank_source
+from model.engine.execution.step_logits import candidate_columns
 from model.engine.generate_engine import GenerateEngine
 from model.engine.speculation.model_drafts import COMPUTED_AT_ONCE
 from model.linear.base import CompiledLinear, linears
@@ -140,11 +141,13 @@ def compile_products(model: Transformer) -> Work[int]:
 
 @torch.inference_mode()
 def compile_sampling(model: Transformer) -> None:
-    """Sample from logits in the network's dtype, and in float32, which penalties and grammars return."""
+    """Sample from logits in the network's dtype, and in float32, which penalties, grammars and ranks return."""
     device, vocabulary = next(model.parameters()).device, model.config.embedding.vocab_size
     rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, (0,), 1)] * 2
-    for dtype in dict.fromkeys((model.dtype, torch.float32)):
-        sample(torch.zeros(2, vocabulary, dtype=dtype, device=device), rows)
+    kinds = [(model.dtype, vocabulary), (torch.float32, vocabulary), (torch.float32, candidate_columns(model))]
+    for dtype, columns in dict.fromkeys(kinds):
+        if columns:
+            sample(torch.zeros(2, columns, dtype=dtype, device=device), rows)
 
 
 def _bounds(

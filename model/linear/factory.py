@@ -35,6 +35,9 @@ class Collective(Protocol):
     def concatenate(self, part: Tensor, ranges: Sequence[Range]) -> Tensor:
         """Join the columns `[N, last - first]` of every rank to `[N, V]`."""
 
+    def stack(self, part: Tensor) -> Tensor:
+        """Stack the numbers `[N]` of every rank to `[ranks, N]`."""
+
 
 class ParallelLinear(Linear):
     """`x W^T + b` where a rank has some of the columns of x and of W, and every rank the whole of b."""

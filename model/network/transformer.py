@@ -174,10 +174,14 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary `[N, V]` of hidden states `[N, d]`."""
-        assert self.head is not None and self.config.head is not None
-        scale, collective = self.config.head.scale, self.linear.collective
-        logits = self.head(hidden * scale if scale != 1.0 else hidden)
+        logits, collective = self.partial_logits(hidden), self.linear.collective
         return logits if collective is None else collective.concatenate(logits, self.vocabulary)
+
+    def partial_logits(self, hidden: Tensor) -> Tensor:
+        """Scores of hidden states `[N, d]` over this rank's part of the vocabulary."""
+        assert self.head is not None and self.config.head is not None
+        scale = self.config.head.scale
+        return self.head(hidden * scale if scale != 1.0 else hidden)
 
     def masked_logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary `[N, V]` of masked tokens' hidden states `[N, d]`."""

@@ -62,11 +62,16 @@ class Group:
     def concatenate(self, part: Tensor, ranges: Sequence[Range]) -> Tensor:
         """Concatenate each rank's columns `[N, last - first]` to `[N, V]` (all-gather); their numbers may differ."""
         width = max(last - first for first, last in ranges)
-        padded = pad(part, (0, width - part.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in ranges]
-        self._connected.allgather([parts], [padded]).wait()
+        padded = pad(part, (0, width - part.shape[-1]))
+        parts = self.stack(padded.flatten()).view(len(ranges), *padded.shape)
         columns = [rank_part[:, : last - first] for rank_part, (first, last) in zip(parts, ranges, strict=True)]
         return torch.cat(columns, dim=-1)
+
+    def stack(self, part: Tensor) -> Tensor:
+        """Stack each rank's numbers `[N]` to `[ranks, N]` (all-gather)."""
+        stacked = part.new_empty(self.shard.size * len(part))
+        self._connected._allgather_base(stacked, part.contiguous()).wait()
+        return stacked.view(self.shard.size, len(part))
 
     @property
     def _connected(self) -> Any:

@@ -74,6 +74,7 @@ class Step(msgspec.Struct, tag=True):
     source_slots: tuple[int, ...] = ()
     scored: tuple[tuple[int, int], ...] = ()
     states: tuple[tuple[int, int, int, int], ...] = ()
+    needed: bytes = b""
 
 
 class Call(msgspec.Struct, tag=True):

@@ -42,19 +42,19 @@ def top_k_logsumexp(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     logits, count = logits.float(), min(count, logits.shape[1])
     library = loaded() if logits.device.type == "cpu" else None
     if library is None:
-        return *_stable_top_k(logits, count), _logsumexp(logits)
+        return *stable_top_k(logits, count), _logsumexp(logits)
     values, tokens, logsumexp = library.run_top_k(logits.contiguous(), max(1, min(count, _MAX_NATIVE)))
     values, tokens, failed = values[:, :count], tokens[:, :count], logsumexp.isnan()[:, 0]
     if failed.any():  # only these rows are computed again
         logsumexp[failed] = _logsumexp(logits[failed])
     if count > _MAX_NATIVE:
-        values, tokens = _stable_top_k(logits, count)
+        values, tokens = stable_top_k(logits, count)
     elif failed.any():
-        values[failed], tokens[failed] = _stable_top_k(logits[failed], count)
+        values[failed], tokens[failed] = stable_top_k(logits[failed], count)
     return values, tokens, logsumexp
 
 
-def _stable_top_k(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def stable_top_k(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Compute `topk` with equal values in the order of their tokens, so that no row depends on `count`.
 
     On a GPU this holds within the list only: the device decides which of the values equal to its last one are in it.
@@ -131,7 +131,7 @@ def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Choose a token for each row of processed logits `[B, V]`; return token ids `[B]`."""
     random_indices = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if len(random_indices) < len(rows):
-        tokens = _argmax(logits)
+        tokens = row_argmax(logits)
     else:
         tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     if random_indices:
@@ -141,7 +141,7 @@ def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return tokens
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def row_argmax(logits: Tensor) -> Tensor:
     """Return each row's argmax, the first of equals. On a CPU torch takes 20 times as long as numpy (V = 50,000)."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
@@ -316,11 +316,14 @@ def _needs_processing(row: SamplingRow) -> bool:
 
 def _changes_scores(row: SamplingRow) -> bool:
     """Return whether the row's logits are changed by more than a list of banned tokens."""
-    p = row.params
+    left = row.forced_token_id is not None or row.allowed is not None
+    return bool(change_scores(row.params) or row.ending_token_ids or row.biases or left)
+
+
+def change_scores(p: SamplingParams) -> bool:
+    """Return whether a request changes its logits in another way than by bans or a grammar."""
     penalties = p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty
-    raised = p.encoder_repetition_penalty != 1.0 or row.ending_token_ids or p.logit_bias or row.biases
-    left = p.allowed_token_ids or p.timestamps or row.forced_token_id is not None or row.allowed is not None
-    return bool(penalties or raised or left)
+    return bool(penalties or p.encoder_repetition_penalty != 1.0 or p.logit_bias or p.allowed_token_ids or p.timestamps)
 
 
 def chosen_logprobs(processed: Tensor, tokens: Tensor) -> list[float]:

@@ -23,7 +23,7 @@ from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import read_checkpoint
 from model.config.cache import StateSize
 from model.config.formats import QUANTIZED_LAYERS
-from model.engine.execution import model_runner
+from model.engine.execution import step_logits
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
@@ -235,7 +235,7 @@ def test_a_steady_decode_waits_once_a_step(
         monkeypatch.setattr(module, name, Launches().kernel(name))
     monkeypatch.setattr(triton_sampling, "sampling_kernel", FirstTokens())
     monkeypatch.setattr(random_sampling, "_kernel", lambda device: triton_sampling)
-    monkeypatch.setattr(sampler, "_argmax", lambda logits: logits.nan_to_num().argmax(dim=-1))  # as on a GPU
+    monkeypatch.setattr(sampler, "row_argmax", lambda logits: logits.nan_to_num().argmax(dim=-1))  # as on a GPU
     model = loaded(kind, TritonBackend())
     assert model.decoder is not None
     pools = pools_for(model.decoder.config, 60)
@@ -257,7 +257,7 @@ def test_a_steady_decode_waits_once_a_step(
     else:
         monkeypatch.setattr(Transformer, "decode", waits.within(Transformer.decode))
     for part in ("process_logits", "choose"):
-        monkeypatch.setattr(model_runner, part, waits.within(getattr(model_runner, part)))
+        monkeypatch.setattr(step_logits, part, waits.within(getattr(step_logits, part)))
     get = HostCopy.get
     monkeypatch.setattr(HostCopy, "get", lambda self: read.update(["get"]) or get(self))
     for _ in range(6):

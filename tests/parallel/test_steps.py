@@ -25,6 +25,7 @@ from model.config.sharding import Shard
 from model.engine import generate_builder, rank_main
 from model.engine.builder import LoadedModel, load
 from model.engine.execution.batch import BatchLayout
+from model.engine.execution.step_logits import BEST, CANDIDATES, WHOLE
 from model.engine.execution.step_program import StepPlan
 from model.engine.planning import kernels
 from model.errors import ConfigError, EngineDeadError
@@ -166,6 +167,32 @@ def test_two_ranks_replay_what_one_computes(kind: str, overlap: bool, threads: l
         assert any(not step.replayed for step in steps)
         assert any(step.states for step in steps) == (kind == "qwen3-next")
         assert any(step.num_known for step in steps) == overlap
+        reduced = {WHOLE, BEST, CANDIDATES} if kind != "bart" else set()  # which has generation rules
+        assert {needed for step in steps for needed in step.needed} == reduced
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "ahead"])
+def test_two_ranks_accept_the_drafts_that_one_accepts(overlap: bool, threads: list[RankThread]) -> None:
+    kind = "llama-gqa"
+    requests = [
+        request(kind, "greedy", 9, 0, max_tokens=40),
+        request(kind, "likely", 9, 1, max_tokens=40, temperature=0.3, top_k=3, seed=4),
+        request(kind, "drawn", 9, 2, max_tokens=40, temperature=0.3, seed=5),
+        request(kind, "scored", 9, 3, max_tokens=40, logprobs=1),
+        request(kind, "penalised", 9, 4, max_tokens=30, presence_penalty=0.1),
+    ]
+    model = loaded(kind, 2, overlap=overlap, num_speculative_tokens=4)
+    alone = loaded(kind, 1)
+    try:
+        assert outputs(model, requests) == outputs(alone, requests)
+        assert model.generate is not None
+        stats = model.generate.stats()
+        assert stats.draft_tokens > stats.accepted_tokens > 0
+        steps = [one for one in threads[0].frames.messages if isinstance(one, Step)]
+        drafted = [step for step in steps if len(step.needed) > step.num_segments]
+        assert {kind for step in drafted for kind in step.needed} == {WHOLE, BEST, CANDIDATES}
     finally:
         model.close()
 
@@ -183,7 +210,7 @@ def test_a_step_is_one_message(overlap: bool, threads: list[RankThread], monkeyp
             engine.step()
         group = model.rank_processes.group  # type: ignore[union-attr]
         made: Counter[str] = Counter()
-        for name in ("broadcast", "sum", "concatenate"):
+        for name in ("broadcast", "sum", "stack", "concatenate"):
             real = getattr(group, name)
             monkeypatch.setattr(
                 group, name, lambda *args, name=name, real=real: made.update([name]) or real(*args), raising=True
@@ -195,7 +222,7 @@ def test_a_step_is_one_message(overlap: bool, threads: list[RankThread], monkeyp
         assert len(messages) == 6
         assert all(isinstance(one, Step) and one.replayed and one.num_segments == 3 for one in messages)
         layers = 2
-        assert made == Counter(sum=6 * (2 * layers + 1), concatenate=6, broadcast=6 * overlap)
+        assert made == Counter(sum=6 * (2 * layers + 1), stack=6, broadcast=6 * overlap)
     finally:
         model.close()
 

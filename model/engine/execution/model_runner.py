@@ -25,6 +25,7 @@ from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.encoder_graphs import EncoderGraphs
 from model.engine.execution.sources import align, blank_source, keep_queries, kept_layers, source_input
+from model.engine.execution.step_logits import StepLogits, needed_rows
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.block_manager import BlockCopy, BlockManager
 from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, ScheduledSequence, SchedulerOutput
@@ -37,10 +38,8 @@ from model.parallel.rank0 import Rank0Transformer
 from model.sampling.sampler import (
     BeamCandidates,
     SamplingRow,
-    choose,
     chosen_logprobs,
     logprobs_of,
-    process_logits,
     token_logprobs,
     top_candidates,
 )
@@ -130,6 +129,7 @@ class ModelRunner:
         self._ranks = model.rank_processes if isinstance(model, Rank0Transformer) else None
         group = self._ranks.group if self._ranks is not None else None
         self._program = StepProgram(model, cache, graphs, group, encoder_graphs)
+        self._ruled = model.config.generation != _NO_RULES
         self.unrecorded = unrecorded
         self.device = cache.device
 
@@ -155,7 +155,7 @@ class ModelRunner:
         """Return the draft model's proposals for each run."""
         assert self.draft_model is not None
         rules = self.model.config.generation
-        return self.draft_model.draft(runs, lambda one: self._sampling_row(one, rules, ruled=rules != _NO_RULES))
+        return self.draft_model.draft(runs, lambda one: self._sampling_row(one, rules, ruled=self._ruled))
 
     @torch.inference_mode()
     def encode_ahead(self, source: Source, layers: int) -> None:
@@ -174,8 +174,8 @@ class ModelRunner:
         else:
             self.model.encode(source_input([blank_source(self.model.config)], self.device))
 
-    def _run(self, steps: Rows[ScheduledSequence], copies: Rows[BlockCopy], before: Launched | None) -> Tensor:
-        """Run a step and return logits `[S, V]` of the rows to sample from; store the scores of prompts."""
+    def _run(self, steps: Rows[ScheduledSequence], copies: Rows[BlockCopy], before: Launched | None) -> StepLogits:
+        """Run a step and return the logits of the S rows to sample from; store the scores of prompts."""
         plan, slices, probed = self._plan(steps, copies, before)
         tokens = before.tokens if before is not None and plan.num_known else None
         together: AbstractContextManager[None] = nullcontext()
@@ -190,10 +190,9 @@ class ModelRunner:
             for rows, part in zip(self._program.prompt_logits(plan, hidden), slices, strict=True):
                 scored, top = self._tensor(part.token_ids), [part.top] * len(rows)
                 part.sequence.prompt_logprobs += token_logprobs(rows, scored, top)
-        last = len(logits) - len(probed)
-        for place, one in enumerate(probed, last):
-            one.sequence.probe_logprobs = logprobs_of(logits[place : place + 1], one.token_ids)
-        return logits[:last]
+        for row, one in zip(logits.whole[len(logits.whole) - len(probed) :], probed, strict=True):
+            one.sequence.probe_logprobs = logprobs_of(row[None], one.token_ids)
+        return logits.without_last(len(probed))
 
     def _plan(
         self, steps: Rows[ScheduledSequence], copies: Rows[BlockCopy], before: Launched | None
@@ -229,6 +228,7 @@ class ModelRunner:
             source_slots=tuple(self._source_slots(new)),
             scored=tuple(part.rows for part in slices),
             states=tuple(state_spans(steps)) if self.cache.states and not replayed else (),
+            needed=needed_rows(steps, len(probed)) if self._ranks is not None and not self._ruled else b"",
             kept_layers=layers,
         )
         return plan, slices, probed
@@ -240,17 +240,16 @@ class ModelRunner:
                 yield from self.block_manager.slots(sequence.source_tables[pool], 0, sequence.source_length)
 
     def _sample(
-        self, all_steps: list[ScheduledSequence], sampling: Rows[ScheduledSequence], logits: Tensor
+        self, all_steps: list[ScheduledSequence], sampling: Rows[ScheduledSequence], logits: StepLogits
     ) -> Launched:
         steps = sampling
         if any(step.drafts for step in sampling):
             steps = [step for step in sampling for _ in range(1 + len(step.drafts))]  # of each row
         places = {id(step.sequence): row - len(step.drafts) for row, step in enumerate(steps)}
         if not steps:
-            nothing = logits.new_empty(0, dtype=torch.int64)
+            nothing = logits.whole.new_empty(0, dtype=torch.int64)
             return Launched(all_steps, places, nothing, HostCopy(nothing), [])
-        rules = self.model.config.generation
-        ruled = rules != _NO_RULES
+        rules, ruled = self.model.config.generation, self._ruled
         if steps is sampling:
             rows = [self._sampling_row(step.sequence, rules, ruled=ruled) for step in steps]
         else:
@@ -258,19 +257,26 @@ class ModelRunner:
         wanted = [i for i, step in enumerate(steps) if step.sequence.params.logprobs is not None]
         searching = not wanted and all(step.sequence.beams is not None for step in steps)
         # A beam samples no token: its search chooses among the candidates.
-        processed = logits if searching else process_logits(logits, rows)
-        tokens = torch.zeros(len(rows), dtype=torch.int64) if searching else choose(processed, rows)
+        if searching:
+            tokens, processed = torch.zeros(len(rows), dtype=torch.int64), logits.whole
+        else:
+            tokens, processed = logits.choose(rows)
         arriving = HostCopy(tokens)
         logprobs: dict[int, TokenLogprob] = {}
         if wanted:
-            at = self._tensor(wanted) if len(wanted) < len(rows) else slice(None)
             tops = [steps[i].sequence.params.logprobs or 0 for i in wanted]
-            logprobs = dict(zip(wanted, token_logprobs(logits[at], tokens[at], tops), strict=True))
+            logprobs = dict(
+                zip(
+                    wanted,
+                    token_logprobs(self._at(logits.whole, logits.places(wanted)), self._at(tokens, wanted), tops),
+                    strict=True,
+                )
+            )
         summed = [i for i, row in enumerate(rows) if row.params.cumulative_logprob and not searching]
         masked: dict[int, float] = {}
         if summed:
-            at = self._tensor(summed) if len(summed) < len(rows) else slice(None)
-            masked = dict(zip(summed, chosen_logprobs(processed[at], tokens[at]), strict=True))
+            scores = self._at(processed, logits.places(summed))
+            masked = dict(zip(summed, chosen_logprobs(scores, self._at(tokens, summed)), strict=True))
         forced = [row.forced_token_id is not None for row in rows]
         candidates = self._candidates(steps, rows, logits)
         aligned = {places[id(s.sequence)]: self._align(s.sequence) for s in sampling if s.sequence.cross_queries}
@@ -282,16 +288,15 @@ class ModelRunner:
         return align(sequence, self.cache, decoder)
 
     def _candidates(
-        self, steps: Rows[ScheduledSequence], rows: Rows[SamplingRow], logits: Tensor
+        self, steps: Rows[ScheduledSequence], rows: Rows[SamplingRow], logits: StepLogits
     ) -> dict[int, BeamCandidates]:
         """Return the most likely continuations of each beam, by row."""
         beams = [i for i, step in enumerate(steps) if step.sequence.beams is not None]
         if not beams:
             return {}
         counts = [s.beams.search.num_candidates for i in beams if (s := steps[i].sequence).beams is not None]
-        if len(beams) < len(rows):
-            logits = logits[self._tensor(beams)]
-        found = top_candidates(logits, [rows[i] for i in beams], counts)
+        scores = self._at(logits.whole, logits.places(beams))
+        found = top_candidates(scores, [rows[i] for i in beams], counts)
         return dict(zip(beams, found, strict=True))
 
     def _drafted_rows(self, step: ScheduledSequence, rules: GenerationRules, *, ruled: bool) -> Iterator[SamplingRow]:
@@ -324,6 +329,9 @@ class ModelRunner:
             allowed=allowed,
             history=sequence.history,
         )
+
+    def _at(self, tensor: Tensor, rows: Rows[int]) -> Tensor:
+        return tensor[self._tensor(rows)] if len(rows) < len(tensor) else tensor
 
     def _tensor(self, values: Iterable[int]) -> Tensor:
         return device_tensor(list(values), self.device, torch.int64)

@@ -25,6 +25,7 @@ from model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch
 from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
 from model.engine.execution.encoder_graphs import EncoderGraphs
 from model.engine.execution.sources import source_input
+from model.engine.execution.step_logits import StepLogits, step_logits
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import StackPass
 from model.network.transformer import Transformer
@@ -52,6 +53,7 @@ class StepPlan:
     source_slots: tuple[int, ...] = ()  # [P * S] of their S positions in each pool
     scored: tuple[tuple[int, int], ...] = ()  # ranges of rows that score prompts
     states: tuple[tuple[int, int, int, int], ...] = ()  # the fields of each `StateSpan` of recurrent layers
+    needed: bytes = b""  # what the sampler needs of each row of logits (`step_logits`)
     kept_layers: tuple[int, ...] = ()  # whose queries of cross attention are kept; on one rank only
 
     def message(self, row: Place | bytes) -> Step:
@@ -71,6 +73,7 @@ class StepPlan:
             self.source_slots,
             self.scored,
             self.states,
+            self.needed,
         )
 
     @classmethod
@@ -89,6 +92,7 @@ class StepPlan:
             message.source_slots,
             message.scored,
             message.states,
+            message.needed,
         )
 
     def check_ids(self, vocabulary: int, source_vocabulary: int) -> None:
@@ -130,8 +134,8 @@ class StepProgram:
     def forget_ahead(self) -> None:
         self._ahead = None
 
-    def run(self, plan: StepPlan, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return hidden states `[T, d]`, valid until the next run, and logits `[N, V]` of `plan.logit_rows`.
+    def run(self, plan: StepPlan, tokens: Tensor | None) -> tuple[Tensor, StepLogits]:
+        """Return hidden states `[T, d]`, valid until the next run, and the logits of `plan.logit_rows`.
 
         `tokens` are those that the previous step sampled; ranks other than 0 get them from rank 0.
         """
@@ -150,8 +154,8 @@ class StepProgram:
             hidden = self._launch(plan, tokens)
         rows = hidden if plan.logit_rows is None else hidden[self._tensor(plan.logit_rows)]
         if not len(rows):
-            return hidden, rows
-        return hidden, Transformer.logits(self._model, rows)  # which sends nothing to other ranks
+            return hidden, StepLogits(rows)
+        return hidden, step_logits(self._model, rows, plan.needed)
 
     def prompt_logits(self, plan: StepPlan, hidden: Tensor) -> Iterator[Tensor]:
         """Yield the logits of each range of rows that scores a prompt, computed on demand."""

@@ -75,7 +75,7 @@ class DraftModel:
         if not last:
             return []
         rows = [one.sampling_row(sampling_row) for one in going if one.run.num_drafts]
-        tokens: list[int] = sample(self._of_vocabulary(logits), rows).tolist()
+        tokens: list[int] = sample(self._of_vocabulary(logits.whole), rows).tolist()
         return tokens
 
     def _of_vocabulary(self, logits: Tensor) -> Tensor:
