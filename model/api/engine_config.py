@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class EngineConfig:
     block_size: int = 16  # tokens of one KV block
     kv_cache_memory: int | None = None  # bytes on each rank
     gpu_memory_utilization: float = 0.9
+    gpu_share: float = 1.0  # of the GPU that belongs to this process; other replicas have the rest
     cuda_graphs: bool = True  # on a GPU: record decode steps and batches of texts at start; takes seconds
     slow_fallbacks: str = "allow"  # refuse: do not start on a GPU where Triton, CUDA graphs or fused kernels fail
     prefix_caching: bool = True  # keep computed KV blocks for requests with the same prefix
@@ -66,6 +68,8 @@ class EngineConfig:
     max_queued_tokens: int | None = None  # None: 8 x max_num_batched_tokens
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device):
+            raise ConfigError(f"device must be auto, cpu or cuda[:N], found {self.device!r}")
         for name, allowed in (
             ("dtype", DTYPES),
             ("quantization", QUANTIZATIONS),
@@ -106,6 +110,8 @@ class EngineConfig:
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], found {self.gpu_memory_utilization}")
+        if not 0 < self.gpu_share <= 1:
+            raise ConfigError(f"gpu_share must be in (0, 1], found {self.gpu_share}")
 
     def limits(self, gpu_memory: int | None = None) -> BatchLimits:
         """Return the batch limits; unset ones are chosen for a GPU of `gpu_memory` bytes, or for a CPU (None).

@@ -96,6 +96,7 @@ def measure_pool(
             engine.gpu_memory_utilization,
             CudaMemory(device),
             [GpuMemory(*one) for one in model.gpu_memory] if isinstance(model, Rank0Transformer) else (),
+            gpu_share=engine.gpu_share,
             recorded_sizes=num_recorded(limits.max_num_seqs, max_model_len) if can_record(engine, model, device) else 0,
         )
     return plan_pool(engine, available_memory())

@@ -6,6 +6,7 @@
 a full batch of prompt tokens through every stack, then logits and sampling for the maximum number of sequences.
 `margin` covers what that step does not show: CUDA graphs of decode steps and allocator fragmentation. Graphs of the
 encoder are recorded before, so `used` has them.
+If replicas share the GPU, `total` is this one's share, and `used` is its own memory, or more if others exceed theirs.
 """
 
 from __future__ import annotations
@@ -44,6 +45,14 @@ class GpuMemory:
     @property
     def used(self) -> int:
         return self.total - self.free
+
+    def part(self, share: float, reserved: int) -> GpuMemory:
+        """Return the share of it that belongs to this process, which has reserved `reserved` bytes.
+
+        Other processes may use the rest, now or later, but what they use beyond the rest is not free.
+        """
+        total = int(self.total * share)
+        return GpuMemory(min(self.free, total - reserved), total)
 
 
 class Allocator(Protocol):
@@ -115,6 +124,7 @@ def pool_memory(
     memory: Allocator,
     others: Iterable[GpuMemory] = (),
     *,
+    gpu_share: float = 1.0,
     recorded_sizes: int = 0,
 ) -> int:
     """Measure the largest step and return the bytes of the KV pool of a model whose weights are on the device.
@@ -134,7 +144,8 @@ def pool_memory(
         specs = paged_specs(model.decoder.config, "float32")
         # A layer's pages and a copy in the query's dtype. A windowed layer copies as many, though it has fewer.
         gathered = 2 * max(spec.token_bytes for spec in specs.values()) / pools_of(specs)[0].token_bytes
-    gpus = [memory.gpu_memory(), *others]
+    own = memory.gpu_memory()
+    gpus = [own.part(gpu_share, memory.reserved()) if gpu_share < 1 else own, *others]
     pool = pool_bytes(gpus, utilization, peak, recorded_sizes=recorded_sizes, gathered_layers=gathered)
     logger.info(
         "of %.1f GiB at a utilization of %g: %.2f GiB in use, %.2f GiB for the largest step, %.2f GiB for KV",

@@ -61,8 +61,9 @@ def plan_network(spec: ModelSpec) -> NetworkPlan:
 
 def batch_limits(engine: EngineConfig, device: torch.device) -> BatchLimits:
     """Return the limits on this device; unset ones follow from a GPU's memory."""
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return engine.limits(memory)
+    if device.type != "cuda":
+        return engine.limits()
+    return engine.limits(int(torch.cuda.get_device_properties(device).total_memory * engine.gpu_share))
 
 
 def _check_ranks(engine: EngineConfig, config: ModelConfig, device: torch.device) -> None:

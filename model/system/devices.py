@@ -17,12 +17,13 @@ def resolve_device(name: str) -> torch.device:
     """Return the device of the setting `device` (auto, cpu, cuda[:N]); raises `ConfigError` if it is not usable."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device must be auto, cpu or cuda[:N], found {name!r}") from None
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, but this machine has no usable CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"device {name!r} was asked for, but this process sees {count} GPUs, counted from 0 (CUDA_VISIBLE_DEVICES)"
+        )
     return device
 
 

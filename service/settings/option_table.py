@@ -79,6 +79,14 @@ OPTIONS: tuple[Option, ...] = (
         "BOOL",
         "off",
     ),
+    Option(
+        "gpus_per_replica",
+        float,
+        None,
+        "number of GPUs of each Ray Serve replica; below 1, replicas share a GPU and its memory",
+        "SHARE|N",
+        "one for each rank of its models, if they run on GPUs",
+    ),
     Option("api_keys", keys, (), "API keys; a client must send one as a bearer token", "KEY[,KEY]", "none: open"),
     Option("api_key_file", key_file, "", "file of more API keys, one a line; reloaded when it changes", "FILE", "none"),
     Option(
@@ -436,7 +444,7 @@ def _limit_options() -> Iterable[Option]:
 
 LIMIT_OPTIONS = tuple(_limit_options())
 OPTIONS += LIMIT_OPTIONS
-_SCALING_NAMES = ("replicas", "scale_target", "scale_up_delay", "scale_down_delay", "surge")
+_SCALING_NAMES = ("replicas", "gpus_per_replica", "scale_target", "scale_up_delay", "scale_down_delay", "surge")
 GROUP_OPTIONS = (  # settings of a group of models
     Option("route", route, None, "path prefix of the group's routes", "PATH", "/NAME"),
     *(option for option in OPTIONS if option.per_model or option.name in _SCALING_NAMES),

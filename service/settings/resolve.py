@@ -44,6 +44,7 @@ _SCALING_FIELDS = {
     "scale_up_delay": "up_delay_s",
     "scale_down_delay": "down_delay_s",
     "surge": "surge",
+    "gpus_per_replica": "gpus_per_replica",
 }
 
 

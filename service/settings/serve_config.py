@@ -15,6 +15,10 @@ from service.settings.service_settings import ServiceSettings
 # -- The number of replicas under Ray Serve, and how fast it changes.
 
 
+_LEAST_SHARE = 0.01
+_MOST_GPUS = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class Scaling:
     """Bounds of the number of replicas; between them the autoscaler keeps the mean load near `target`."""
@@ -25,6 +29,7 @@ class Scaling:
     up_delay_s: float = 5.0  # how long more replicas must be needed before any is added
     down_delay_s: float = 120.0  # how long fewer must be needed before any is removed
     surge: bool = False  # whether a redeploy starts a new replica before it stops the old one
+    gpus_per_replica: float | None = None  # below 1: replicas share a GPU; None: one for each rank of their models
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
@@ -34,6 +39,12 @@ class Scaling:
             raise ConfigError(f"scale_target must be above 0 and at most 1, found {self.target}")
         if not (0 <= self.up_delay_s < math.inf and 0 <= self.down_delay_s < math.inf):
             raise ConfigError("scale_up_delay and scale_down_delay must be finite and not negative")
+        gpus = self.gpus_per_replica
+        if gpus is not None and not (_LEAST_SHARE <= gpus < 1 or (1 <= gpus <= _MOST_GPUS and gpus == int(gpus))):
+            raise ConfigError(
+                f"gpus_per_replica must be a share of a GPU ({_LEAST_SHARE} to 1) or a whole number of GPUs (at most "
+                f"{_MOST_GPUS}), found {gpus:g}"
+            )
 
 
 _PROXY_TIMEOUT_MARGIN = 60.0  # seconds that a reverse proxy waits longer than the service itself
@@ -58,6 +69,11 @@ class ServeConfig:
         if self.scaling.max_replicas > 1 and self.runtime == "local":
             found = self.scaling.max_replicas
             raise ConfigError(f"replicas must be 1 with the local runtime, found {found}; use --runtime ray")
+        if self.scaling.gpus_per_replica is not None and self.runtime == "local":
+            raise ConfigError(
+                "gpus_per_replica needs --runtime ray; with the local runtime device and tensor_parallel_size choose "
+                "the GPUs, and gpu_memory_utilization the memory"
+            )
         if self.groups and self.runtime == "local":
             raise ConfigError("groups of models need --runtime ray")
         routes = [one.route for one in self.applications]

@@ -19,6 +19,7 @@ from service.settings.option_table import ENGINE_OPTIONS, GROUP_OPTIONS, LIMIT_O
 from service.settings.parsers import boolean
 
 _FEW = 12  # names that an error lists
+_NAMES_FOR_REPLICAS = ("data_parallel", "data_parallel_size", "dp_size", "dp")  # in other services
 _REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts")
 # Each is read by one module: `cli.main`, `network.activation_dump`, `system.child_process`, `system.kernel_cache`.
 OTHER_VARIABLES = frozenset(
@@ -161,7 +162,9 @@ def _refuse_unknown(found: Iterable[str], known: Iterable[str], what: str) -> No
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: the most similar known name, else all known names if they are few."""
+    """Return the end of an error message: what to use instead, else all known names if they are few."""
+    if name.removeprefix(PREFIX).strip("-").replace("-", "_").lower() in _NAMES_FOR_REPLICAS:
+        return "; use --runtime ray --replicas N: each replica is a copy of the models on GPUs of its own"
     known = list(known)
     by_word = {one.removeprefix(PREFIX).lstrip("-"): one for one in known}  # what all have says nothing
     near = difflib.get_close_matches(name.removeprefix(PREFIX).lstrip("-"), by_word, n=1, cutoff=0.6)

@@ -129,6 +129,8 @@ def test_retry_after_follows_the_rate_at_which_requests_end(monkeypatch: pytest.
         ({"max_queued_tokens": -1}, "max_queued_tokens must not be negative"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "at least max_num_seqs"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"gpu_share": 0.0}, "gpu_share"),
+        *(({"device": name}, "device must be auto, cpu or cuda") for name in ("mps", "meta", "cuda:x", "cpu:1", "")),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, object], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.api.engine_config import BatchLimits, EngineConfig
-from model.engine import generate_builder
+from model.engine import generate_builder, network_plan
 from model.engine.gpu_memory import GRAPH_MARGIN, MARGIN, GpuMemory, largest_step, measure_peak, pool_bytes, pool_memory
 from model.errors import ConfigError
 from model.network.inputs import StackInput
@@ -74,6 +75,22 @@ def test_pool_bytes(cards: list[GpuMemory], settings: dict[str, Any], expected: 
     assert pool_bytes(cards, 0.9, 3 * GIB, **settings) == expected
 
 
+@pytest.mark.parametrize(
+    ("gpu", "reserved", "expected"),
+    [
+        # Of a half, 40 GiB: 0.9 of it without the weights, the step and the margin.
+        (GpuMemory(64 * GIB, 80 * GIB), 16 * GIB, 17 * GIB - MARGIN),
+        (GpuMemory(20 * GIB, 80 * GIB), 16 * GIB, 13 * GIB - MARGIN),  # the others exceed theirs by 4
+        (GpuMemory(32 * GIB, 80 * GIB), 8 * GIB, 25 * GIB - MARGIN),  # the others have taken theirs
+        (GpuMemory(64 * GIB, 80 * GIB), 40 * GIB, 0),
+    ],
+)
+def test_a_share_of_a_gpu_does_not_depend_on_which_replica_came_first(
+    gpu: GpuMemory, reserved: int, expected: int
+) -> None:
+    assert pool_bytes([gpu.part(0.5, reserved)], 0.9, 3 * GIB) == expected
+
+
 class Counted:
     """Records the tokens of each pass of a model, and counts its rows of logits."""
 
@@ -134,6 +151,15 @@ def test_measured_pool_is_used_unless_a_size_is_set(monkeypatch: pytest.MonkeyPa
     left = 9 * GIB - 2 * GIB - GIB - MARGIN
     assert pool() == left // 2  # each page takes twice its size, as above
     assert pool(gpu_memory_utilization=0.5) == (left - 4 * GIB) // 2
+    assert pool(gpu_share=0.75) == int(left - 9 * GIB * 0.25) // 2
+
+
+def test_a_step_is_as_large_as_the_share_of_the_gpu_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    for share, expected in ((1.0, (256, 8192)), (0.25, (256, 4096)), (0.2, (128, 2048))):
+        limits = network_plan.batch_limits(EngineConfig(gpu_share=share), torch.device("cuda"))
+        assert (limits.max_num_seqs, limits.max_num_batched_tokens) == expected
 
 
 def test_step_that_does_not_fit_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,12 +33,20 @@ def eventually(
 class ServiceProcess:
     """A started `triptych serve`; `url` is known once it is ready."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path = ROOT) -> None:
-        """Start it in `folder`, with the import path of the installed `triptych`."""
+    def __init__(
+        self, arguments: Sequence[str], folder: Path = ROOT, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Start it in `folder`, with the import path of the installed `triptych` and more environment variables."""
         command = [sys.executable, "-P", "-m", "service.cli.main", "serve", "--port", "0", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRIPTYCH_", "RAY_"))}
+        environment |= variables or {}
         self._process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -104,10 +112,20 @@ class ServiceProcess:
         inodes = {inode: pid for pid in [self._process.pid, *self.descendants()] for inode in _sockets(pid)}
         return [(address, port, inodes[inode]) for address, port, inode in _listening() if inode in inodes]
 
+    def engine_pids(self) -> list[int]:
+        """Return the processes of the engines, one for each replica."""
+        return [pid for pid, line in self.descendants().items() if "-m model.engine " in line]
+
     def engine_pid(self) -> int:
         """Return the process of the engines; there must be exactly one."""
-        (pid,) = (pid for pid, line in self.descendants().items() if "-m model.engine " in line)
+        (pid,) = self.engine_pids()
         return pid
+
+    def visible_gpus(self) -> list[str | None]:
+        """Return each engine's CUDA_VISIBLE_DEVICES, sorted; None if it is not set."""
+        environments = [Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in self.engine_pids()]
+        found = [dict(one.split("=", 1) for one in lines if "=" in one) for lines in environments]
+        return sorted((one.get("CUDA_VISIBLE_DEVICES") for one in found), key=str)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -130,9 +148,11 @@ def strange_folder(folder: Path) -> Path:
 
 
 @contextmanager
-def running(arguments: Sequence[str], folder: Path = ROOT) -> Iterator[ServiceProcess]:
+def running(
+    arguments: Sequence[str], folder: Path = ROOT, variables: Mapping[str, str] | None = None
+) -> Iterator[ServiceProcess]:
     """Yield a service that is ready; it is stopped at the end if it still runs."""
-    service = ServiceProcess(arguments, folder)
+    service = ServiceProcess(arguments, folder, variables)
     try:
         service.wait_ready()
         yield service

@@ -51,6 +51,17 @@ for arguments in json.loads(sys.argv[1]):
     except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
 
+import os
+from types import SimpleNamespace as Simple
+
+config = resolve_config({"x": {"path": "/x"}}, {})
+for ids, gpus in ((["3"], 0.5), ([], 0.0)):
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1,2,3"
+    given = Simple(get_accelerator_ids=lambda: {"GPU": ids}, get_assigned_resources=lambda: {"GPU": gpus})
+    deployment.ray = Simple(get_runtime_context=lambda: given)
+    own = deployment._on_own_gpus(config)
+    print(json.dumps({"visible": os.environ["CUDA_VISIBLE_DEVICES"], "share": own.models[0].engine.gpu_share}))
+
 ports = []
 
 def start(http_options, **options):
@@ -81,12 +92,15 @@ def built(folder: Path) -> dict[str, dict[str, Any]]:
     asked = {name: arguments for name, (arguments, _) in REFUSED.items()}
     asked["several"] = {"models": {"gen": str(folder)}, "replicas": "1-3", "max_n": 2, "drain-timeout": 5}
     asked["embedded"] = {}
+    asked["one rank"] = {"models": {"gen": {"path": str(folder), "device": "cuda"}}}
+    asked["half"] = asked["one rank"] | {"gpus-per-replica": 0.5}
     for device in ("cuda", "cpu"):
         asked[device] = {"models": {"gen": {"path": str(folder), "device": device, "tensor_parallel_size": 2}}}
     command = [sys.executable, "-c", BUILD, json.dumps(list(asked.values()))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    return dict(zip([*asked, "late proxy"], map(json.loads, done.stdout.splitlines()), strict=True))
+    printed = [*asked, "a share", "no GPU", "late proxy"]
+    return dict(zip(printed, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -102,6 +116,12 @@ def test_a_replica_requests_the_gpus_of_its_ranks(built: dict[str, dict[str, Any
     cuda, cpu = built["cuda"]["actor"], built["cpu"]["actor"]
     assert cuda["num_gpus"] == 2
     assert "num_gpus" not in cpu and cpu["num_cpus"] == 0
+    assert [built[name]["actor"]["num_gpus"] for name in ("one rank", "half")] == [1, 0.5]
+
+
+def test_a_replica_sees_its_own_gpus_and_no_other(built: dict[str, dict[str, Any]]) -> None:
+    assert built["a share"] == {"visible": "3", "share": 0.5}
+    assert built["no GPU"] == {"visible": "", "share": 1.0}  # Ray leaves the variable as it was
 
 
 def test_a_proxy_that_is_later_than_ray_allows_is_waited_for_again(built: dict[str, dict[str, Any]]) -> None:

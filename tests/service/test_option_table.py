@@ -227,3 +227,15 @@ def test_options_that_are_on_have_a_flag_to_switch_them_off() -> None:
     assert sources.from_environment({"TRIPTYCH_PREFIX_CACHING": "off"}) == {"prefix_caching": False}
     with pytest.raises(ConfigError, match="expected true or false"):
         sources.from_environment({"TRIPTYCH_PREFIX_CACHING": "maybe"})
+
+
+def test_names_that_other_services_have_for_replicas_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = "is not known; use --runtime ray --replicas N: each replica is a copy of the models on GPUs of its own"
+    for name in ("data-parallel-size", "dp"):
+        with pytest.raises(SystemExit):
+            main(["serve", f"--{name}", "2"])
+        assert f"--{name} {expected}" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"TRIPTYCH_DATA_PARALLEL {expected}"):
+        sources.from_environment({"TRIPTYCH_DATA_PARALLEL": "2"})
+    with pytest.raises(ConfigError, match=f"key data_parallel_size {expected}"):
+        sources.from_mapping({"data-parallel-size": 2}, "x.yaml")

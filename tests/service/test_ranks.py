@@ -47,6 +47,24 @@ def test_two_ranks_under_each_runtime(tmp_path: Path) -> None:
             eventually(lambda pids=list(started): not any(map(is_alive, pids)), 10.0)  # type: ignore[misc]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "visible"),
+    [
+        (["--replicas", "2"], ["0", "1"]),
+        (["--replicas", "2", "--gpus-per-replica", "0.5"], ["0", "0"]),
+        (["--device", "cpu"], [""]),
+    ],
+)
+def test_replicas_have_gpus_of_their_own_unless_they_share_one(
+    options: list[str], visible: list[str], tmp_path: Path
+) -> None:
+    folder = checkpoints.llama(tmp_path / "llama")
+    pretended = {"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}
+    with running([f"gen={folder}", "--runtime", "ray", *options], variables=pretended) as service:
+        assert service.visible_gpus() == visible
+
+
 def test_the_setting_comes_from_wherever_settings_come() -> None:
     assert sources.from_environment({"TRIPTYCH_TENSOR_PARALLEL_SIZE": "2"}) == {"tensor_parallel_size": 2}
     file = sources.from_mapping({"models": {"m": {"path": "x", "tensor-parallel-size": 4}}}, "file")

@@ -40,6 +40,7 @@ from tests.service.http_conformance.cases import CASES
 from tests.service.http_conformance.checks import failures
 from tests.service.processes import ServiceProcess, eventually, running, strange_folder
 
+PRETENDED_GPUS = {"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}  # that Ray schedules by; torch finds none and uses the CPU
 STACKS = ("Thread 0x", "Current thread 0x", "  File ")  # what SIGUSR1 prints
 
 
@@ -61,7 +62,7 @@ def service(
     # Other tests may make the machine thirty times slower: running requests still get the time to end.
     options = [*later, *RUNTIMES[request.param], "--log-format", "json", "--dtype", "float32", "--drain-timeout", "100"]
     elsewhere = strange_folder(tmp_path_factory.mktemp("elsewhere"))
-    with running([*models, SPEECH, *options], elsewhere) as started:
+    with running([*models, SPEECH, *options], elsewhere, PRETENDED_GPUS) as started:
         yield started
     assert not (elsewhere / "imported").exists()
 
@@ -135,6 +136,10 @@ def test_its_processes_have_the_niceness_that_it_was_started_with(service: Servi
     own = os.getpriority(os.PRIO_PROCESS, 0)
     ours = [pid for pid, line in service.descendants().items() if "ServeReplica" in line or "-m model.engine " in line]
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in ours} == {own}
+
+
+def test_a_replica_has_a_gpu_of_its_own(service: ServiceProcess, request: pytest.FixtureRequest) -> None:
+    assert service.visible_gpus() == [None if "local" in request.node.callspec.id else "0"]
 
 
 def test_sigusr1_prints_the_stacks_of_front_and_engine(service: ServiceProcess) -> None:

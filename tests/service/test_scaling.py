@@ -80,6 +80,7 @@ def test_settings() -> None:
     chosen = parse("--replicas", "1-4", "--scale-target", "0.5", "--scale-up-delay", "1", "--scale-down-delay", "2")
     assert chosen == Scaling(1, 4, 0.5, 1.0, 2.0)
     assert parse("--surge") == Scaling(surge=True)
+    assert parse("--gpus-per-replica", "0.5") == Scaling(gpus_per_replica=0.5)
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "1-", "1-2-3", ""])
@@ -100,3 +101,5 @@ def test_invalid_settings_are_refused(arguments: tuple[str, ...]) -> None:
 def test_the_local_runtime_has_one_replica() -> None:
     with pytest.raises(ConfigError, match="replicas must be 1 with the local runtime, found 4"):
         parse("--runtime", "local", "--replicas", "1-4")
+    with pytest.raises(ConfigError, match="gpus_per_replica needs --runtime ray; with the local runtime device and"):
+        parse("--runtime", "local", "--gpus-per-replica", "0.5")

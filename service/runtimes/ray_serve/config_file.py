@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from model.checkpoint import hub
 from model.errors import ConfigError
-from service.runtimes.ray_serve.replica_scaling import gpus_of_replica
+from service.runtimes.ray_serve.replica_gpus import gpus_of_replica, resources
 from service.settings import sources
 from service.settings.resolve import models_or_embedded, resolve_config
 from service.settings.serve_config import ServeConfig
@@ -78,9 +78,8 @@ def _application(config: ServeConfig, content: Mapping[str, Any], num_cpus: floa
     for spec in config.models:
         if spec.engine.tensor_parallel_size > 1 and spec.engine.device == "auto":  # CPUs or GPUs must be requested
             raise ConfigError(f"model {spec.name}: with --num-cpus, device must say where its ranks go: cuda or cpu")
-    gpus = gpus_of_replica([spec.engine for spec in config.models], 0.0)
-    resources = {"num_cpus": num_cpus, **({"num_gpus": gpus} if gpus else {})}
-    return application | {"deployments": [{"name": DEPLOYMENT, "ray_actor_options": resources}]}
+    options = {"num_cpus": num_cpus, **resources(gpus_of_replica(config, 0.0))}
+    return application | {"deployments": [{"name": DEPLOYMENT, "ray_actor_options": options}]}
 
 
 def _arguments(content: Mapping[str, Any]) -> dict[str, Any]:

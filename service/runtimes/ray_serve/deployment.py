@@ -44,7 +44,8 @@ from service.observability import logs
 from service.runtimes.assembly import base_url, build_app, build_models, listening, tune_garbage_collector
 from service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
 from service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
-from service.runtimes.ray_serve.replica_scaling import SATURATION, check_gpus, gpus_of_replica
+from service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
+from service.runtimes.ray_serve.replica_scaling import SATURATION
 from service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
 from service.sandbox import confinement
 from service.settings.serve_config import OnReady, Ready, Scaling, ServeConfig
@@ -74,6 +75,7 @@ class Replica:
             logs.adopt(Path(log))
         print_stacks_on_signal()
         logs.setup(config.settings.log_format, stream=os.fdopen(os.dup(2), "w", buffering=1))
+        config = _on_own_gpus(config)
         self._app = build_app(config, replicas=_Siblings(config))
         self._service = service_of(self._app)
 
@@ -183,6 +185,14 @@ def _result(answer: CommandResult | BaseException) -> CommandResult | None:
     return None if isinstance(answer, RayActorError) else CommandResult(error=error_fields(internal()))
 
 
+def _on_own_gpus(config: ServeConfig) -> ServeConfig:
+    """Hide all GPUs but those that Ray gave this replica, as Ray does not if it gave none. Raises `ConfigError`."""
+    context = ray.get_runtime_context()
+    gpu_ids = context.get_accelerator_ids().get("GPU", [])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)  # for the engine process
+    return with_own_gpus(config, gpu_ids, context.get_assigned_resources().get("GPU", 0.0))
+
+
 def _replica_id() -> str:
     return str(serve.get_replica_context().replica_id.unique_id)
 
@@ -283,7 +293,7 @@ def _drain(config: ServeConfig, handles: Sequence[DeploymentHandle[Any]]) -> boo
 
 def _deploy(config: ServeConfig, folder: Path) -> None:
     """Start Serve and the replicas of each application; raises a replica's `ConfigError` or `EngineDeadError`."""
-    check_gpus(sum(one.scaling.min_replicas * _gpus(one) for one in config.applications), _cluster_gpus())
+    check_gpus(config.applications, _cluster_gpus())
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     _start_serve(config, quiet)
     targets = [
@@ -322,11 +332,10 @@ def _deployment(config: ServeConfig) -> serve.Deployment:
     requests = sum(one.max_num_seqs + one.max_queued_requests for one in limits) + _SPARE_REQUESTS
     if config.settings.has_admin or config.settings.models.models_dir:
         requests += _LATER_REQUESTS
-    gpus = _gpus(config)
     decorate: Callable[[Any], serve.Deployment] = serve.deployment(
         name=DEPLOYMENT,
         **_scaling(config.scaling),
-        ray_actor_options={"num_cpus": 0, **({"num_gpus": gpus} if gpus else {})},
+        ray_actor_options={"num_cpus": 0, **resources(gpus_of_replica(config, _cluster_gpus()))},
         max_ongoing_requests=requests,
         max_queued_requests=_SPARE_REQUESTS,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=5),
@@ -337,11 +346,6 @@ def _deployment(config: ServeConfig) -> serve.Deployment:
         max_surge_percent=100 if config.scaling.surge else 0,
     )
     return decorate(Replica)
-
-
-def _gpus(config: ServeConfig) -> int:
-    """Return the number of GPUs of one replica."""
-    return gpus_of_replica([spec.engine for spec in config.models], _cluster_gpus())
 
 
 def _cluster_gpus() -> float:

@@ -1,0 +1,30 @@
+"""The device of a model: what its setting may name on this machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model.errors import ConfigError
+from model.system.devices import resolve_device
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, kind in ((0, "cpu"), (2, "cuda")):
+        with_gpus(monkeypatch, count)
+        assert resolve_device("auto") == torch.device(kind)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 2)
+    assert resolve_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match=r"device 'cuda:2' was asked for, but this process sees 2 GPUs, counted from"):
+        resolve_device("cuda:2")
+    with_gpus(monkeypatch, 0)
+    with pytest.raises(ConfigError, match="device 'cuda' was asked for, but this machine has no usable CUDA device"):
+        resolve_device("cuda")
