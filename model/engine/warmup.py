@@ -34,6 +34,7 @@ from model.network.fused_ops import release_compilers
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack
 from model.network.transformer import Transformer
+from model.sampling.random_sampling import LIKELIEST_PARTS, likeliest
 from model.sampling.sampler import SamplingRow, sample
 from model.system.background_work import Work
 
@@ -148,6 +149,8 @@ def compile_sampling(model: Transformer) -> None:
     for dtype, columns in dict.fromkeys(kinds):
         if columns:
             sample(torch.zeros(2, columns, dtype=dtype, device=device), rows)
+            for count in LIKELIEST_PARTS:
+                likeliest(torch.zeros(count, columns, dtype=dtype, device=device))
 
 
 def _bounds(

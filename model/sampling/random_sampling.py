@@ -12,7 +12,7 @@ Shapes: B rows, V tokens, H tokens of the head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -27,6 +27,9 @@ from model.system import fallbacks
 from model.system.devices import device_tensor
 
 HEADS = (64, 1024)  # sizes of the head, tried before the whole vocabulary is sorted
+# How many programs search a row for its largest logit on a GPU, by the first number of rows: few kinds of launch, since
+# each is compiled.
+LIKELIEST_PARTS = {1: 64, 5: 8, 33: 1}
 _BLOCK = 256  # weights summed together
 _GROUP = 32  # tokens compared at first by their maximum alone
 _FALLBACK = "tokens are drawn in many kernels"
@@ -45,13 +48,28 @@ def sample_into(
     if kernel is not None:
         covered = [i for i in remaining if kernel.covers(params[i])]
         if covered and _try_launch(
-            kernel, logits, tokens, *([v[i] for i in covered] for v in (rows, params, uniforms))
+            kernel.launch_sampling, logits, tokens, *([v[i] for i in covered] for v in (rows, params, uniforms))
         ):
             remaining = [i for i in remaining if not kernel.covers(params[i])]
     if remaining:
         at = device_tensor([rows[i] for i in remaining], logits.device, torch.int64)
         scores = logits if len(remaining) == len(logits) else logits[at]
         tokens[at] = sample_rows(scores.float(), [params[i] for i in remaining], [uniforms[i] for i in remaining])
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Return the first of the largest logits of each row `[B, V]`. On a CPU torch takes 20 times as long as numpy.
+
+    On a GPU torch searches a row in one program: 37 us for 128,256 tokens on an H200.
+    """
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
+    kernel = _kernel(logits.device)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    parts = LIKELIEST_PARTS[max(first for first in LIKELIEST_PARTS if first <= len(logits))] if len(logits) else 1
+    if kernel is None or not _try_launch(kernel.launch_greedy, logits, tokens, parts):
+        tokens = logits.argmax(dim=-1)
+    return tokens
 
 
 def _kernel(device: torch.device) -> ModuleType | None:
@@ -68,10 +86,10 @@ def _has_triton(device: torch.device) -> bool:
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _try_launch(kernel: ModuleType, *arguments: object) -> bool:
-    """Launch the kernel and return whether that worked; after a failure it is not launched again."""
+def _try_launch(launch: Callable[..., None], *arguments: object) -> bool:
+    """Launch a kernel and return whether that worked; after a failure none is launched again."""
     try:
-        kernel.launch_sampling(*arguments)
+        launch(*arguments)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A Triton kernel samples one token for each row: temperature, top-k, top-p, min-p, then inversion.
+"""Triton kernels choose one token for each row: the likeliest, or by temperature, top-k, top-p, min-p and inversion.
 
 The results are those of `model.sampling.random_sampling`, up to the rounding of probabilities: truncation keeps the
 tokens whose logit reaches a threshold, ties included, and the row's uniform number selects one of them in the
@@ -12,6 +12,7 @@ Shapes: B rows of logits, N of them sampled, V tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from model.system.held_kernels import held
 _BLOCK = 2048  # tokens of an iteration
 _WARPS = 8
 _STAGES = tl.constexpr(2)  # the next block is loaded during the work on this one; with 3, float32 spills registers
+_COUNTERS = 1024  # rows that may be searched in parts
 _SETTINGS = tl.constexpr(6)  # columns: row, temperature, top-k, top-p, min-p, uniform number
 _INFINITY = tl.constexpr(0x7F800000)  # the bits of infinity, the largest distance
 _COMPUTED = {"temperature", "top_k", "top_p", "min_p"}
@@ -181,6 +183,68 @@ def sampling_kernel(
     inside = tl.cumsum(kept.to(tl.float64))
     offset = tl.minimum(tl.sum((inside <= target).to(tl.int32)), tl.sum((inside < tl.max(inside)).to(tl.int32)))
     tl.store(tokens + row, (block * BLOCK + offset).to(tl.int64))
+
+
+@held
+@triton.jit
+def greedy_kernel(
+    logits,  # [B, V]
+    tokens,  # [B] int64, written
+    keys,  # [B, PARTS] int64, or None for one part
+    finished,  # [B] int32: parts that are done, zeros between launches; None for one part
+    row_stride,
+    vocabulary,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two
+):
+    """Find each row's largest logit, the first of equals; grid: [B, PARTS]. The last part of a row to finish joins."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += row * row_stride
+    lanes = tl.arange(0, BLOCK)
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    where = part * BLOCK + lanes
+    for begin in tl.range(part * BLOCK, vocabulary, PARTS * BLOCK, num_stages=_STAGES):
+        at = begin + lanes
+        x = tl.load(logits + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+        where = tl.where(x > highest, at, where)
+        highest = tl.maximum(highest, x)
+    peak = tl.max(highest)
+    first = tl.min(tl.where(highest == peak, where, vocabulary))
+    first = tl.minimum(first, vocabulary - 1)  # a row of NaN
+    if PARTS == 1:
+        tl.store(tokens + row, first.to(tl.int64))
+    else:  # a key orders by logit, then by how early the token is
+        bits = (peak + 0.0).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        tl.store(keys + row * PARTS + part, (ordered.to(tl.int64) << 32) + (0x7FFFFFFF - first))
+        tl.debug_barrier()
+        if tl.atomic_add(finished + row, 1, sem="acq_rel") == PARTS - 1:
+            best = tl.max(tl.load(keys + row * PARTS + tl.arange(0, PARTS), cache_modifier=".cg"))
+            tl.store(tokens + row, 0x7FFFFFFF - (best & 0xFFFFFFFF))
+            tl.store(finished + row, 0)
+
+
+def launch_greedy(logits: Tensor, tokens: Tensor, parts: int) -> None:
+    """Write the first of the largest logits of each row `[B, V]` (any float type, dense rows) to tokens `[B]` int64.
+
+    `parts` programs search a row, a power of two; more than one only for up to 1,024 rows.
+    """
+    rows, vocabulary = logits.shape
+    keys = finished = None
+    if parts > 1:
+        assert rows <= _COUNTERS
+        keys = torch.empty(rows * parts, dtype=torch.int64, device=logits.device)
+        finished = _counters(logits.device)
+    with torch.cuda.device_of(logits):
+        greedy_kernel[(rows, parts)](
+            logits, tokens, keys, finished, logits.stride(0), vocabulary, BLOCK=_BLOCK, PARTS=parts, num_warps=_WARPS
+        )
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Return zeros that launches count finished parts in, and leave as zeros; those of a device follow each other."""
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
 def covers(params: SamplingParams) -> bool:

@@ -109,7 +109,7 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
     kernels = [(backend, name) for name in ("attend", "combine", "write_pages")] + [
         (triton_heads, "prepare_heads"),
         *((triton_delta, name) for name in ("step_states", "solve_chunks", "scan_chunks", "gate_outputs")),
-        (triton_sampling, "sampling_kernel"),
+        *((triton_sampling, name) for name in ("sampling_kernel", "greedy_kernel")),
         (triton_fp8, "quantize"),
         (triton_fp8, "scaled_product"),
         (triton_experts, "experts_product"),
@@ -230,6 +230,7 @@ def main(capability: int) -> None:
         with compiling(capability) as found:
             logits, tokens = torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2, dtype=torch.int64)
             triton_sampling.launch_sampling(logits, tokens, [1], [SamplingParams(temperature=1.0, top_p=0.9)], [0.5])
+            triton_sampling.launch_greedy(logits, tokens, 64)
         for kernel in found:
             print(json.dumps({"case": f"draw {vocabulary} {dtype}", **kernel}), flush=True)
     for rows, block in product((1, 16, 40, 300), ((1, 0), (128, 128))) if capability >= 89 else ():

@@ -235,7 +235,7 @@ def test_a_steady_decode_waits_once_a_step(
         monkeypatch.setattr(module, name, Launches().kernel(name))
     monkeypatch.setattr(triton_sampling, "sampling_kernel", FirstTokens())
     monkeypatch.setattr(random_sampling, "_kernel", lambda device: triton_sampling)
-    monkeypatch.setattr(sampler, "row_argmax", lambda logits: logits.nan_to_num().argmax(dim=-1))  # as on a GPU
+    monkeypatch.setattr(sampler, "likeliest", lambda logits: logits.nan_to_num().argmax(dim=-1))  # as on a GPU
     model = loaded(kind, TritonBackend())
     assert model.decoder is not None
     pools = pools_for(model.decoder.config, 60)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.api.sampling_params import SamplingParams
 from model.sampling import random_sampling
-from model.sampling.random_sampling import sample_rows, sorted_top
+from model.sampling.random_sampling import LIKELIEST_PARTS, likeliest, sample_rows, sorted_top
 from model.sampling.sampler import SamplingRow, sample
 from model.system import fallbacks
 from tests.matrix import rest_is_slow
@@ -199,6 +199,25 @@ class TestKernel:
         launch_sampling(rows, tokens, [7, 2], params, [0.4, 0.9])
         expected = sample_rows(rows[[7, 2]], params, [0.4, 0.9])
         assert tokens.tolist() == [-1, -1, int(expected[1]), -1, -1, -1, -1, int(expected[0]), -1]
+
+    @pytest.mark.parametrize("rows", LIKELIEST_PARTS)
+    @pytest.mark.parametrize("vocabulary", [7, 5_000])
+    def test_it_finds_the_first_of_the_largest(self, rows: int, vocabulary: int) -> None:
+        from model.sampling.triton_sampling import launch_greedy
+
+        wide = scores(vocabulary + 3, 1.0, rows).bfloat16()[:, :vocabulary]  # with equal values, in longer rows
+        for logits in (wide, -wide.abs(), torch.full_like(wide, float("-inf")), torch.zeros_like(wide)):
+            tokens = torch.full((rows,), -1)
+            launch_greedy(logits, tokens, LIKELIEST_PARTS[rows])
+            assert tokens.tolist() == likeliest(logits).tolist()
+
+    def test_minus_zero_is_as_large_as_zero(self) -> None:
+        from model.sampling.triton_sampling import launch_greedy
+
+        logits, tokens = torch.full((1, 5_000), -0.0), torch.full((1,), -1)
+        logits[0, 3_000:] = 0.0
+        launch_greedy(logits, tokens, 64)
+        assert tokens.tolist() == [0]
 
 
 class Kernel:

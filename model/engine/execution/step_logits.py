@@ -21,12 +21,12 @@ from torch.nn.functional import pad
 from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.engine.scheduling.sequence import SequenceState
 from model.network.transformer import Transformer
+from model.sampling.random_sampling import likeliest
 from model.sampling.sampler import (
     SamplingRow,
     change_scores,
     choose,
     process_logits,
-    row_argmax,
     stable_top_k,
 )
 from model.system.devices import to_device
@@ -126,7 +126,7 @@ def step_logits(model: Transformer, hidden: Tensor, needed: bytes) -> StepLogits
         numbers.view(len(stacked), *one.shape).permute(1, 2, 0, 3).flatten(2)  # [2, rows, R * count]
         for numbers, one in zip(stacked.split([one.numel() for one in sent], dim=1), sent, strict=True)
     )
-    rank = row_argmax(best.view(torch.float32))[:, None]  # of ranks with equal values the first
+    rank = likeliest(best.view(torch.float32))[:, None]  # of ranks with equal values the first
     return StepLogits(whole, needed, tokens.gather(1, rank)[:, 0].long(), candidates.view(torch.float32), ids.long())
 
 
@@ -135,7 +135,7 @@ def _likeliest(part: Tensor, count: int, first: int) -> Tensor:
 
     The shape is `[2, rows, count]`. The ids of `part` begin at `first`. A rank with fewer tokens fills up with -inf.
     """
-    at = row_argmax(part)[:, None] if count == 1 else stable_top_k(part.float(), min(count, part.shape[1]))[1]
+    at = likeliest(part)[:, None] if count == 1 else stable_top_k(part.float(), min(count, part.shape[1]))[1]
     at = at.sort(dim=-1).values
     unused = (0, count - at.shape[1])
     values = pad(part.gather(1, at).float(), unused, value=-torch.inf)  # float32 has all digits of other dtypes
