@@ -23,7 +23,7 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_tanh"
     SILU = "silu"
     TANH = "tanh"
-    # Rare ones, which torch computes: `model.network.feed_forward` has their formulas.
+    # Rare ones: `model.network.activations` has their formulas.
     QUICK_GELU = "quick_gelu"
     CLIPPED_GELU = "clipped_gelu"
     MISH = "mish"

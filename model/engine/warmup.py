@@ -30,7 +30,6 @@ from model.engine.speculation.model_drafts import COMPUTED_AT_ONCE
 from model.linear.base import CompiledLinear, linears
 from model.linear.factory import ParallelLinear
 from model.linear.float import ExpertsLinear
-from model.network.fused_ops import release_compilers
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack
 from model.network.transformer import Transformer
@@ -69,7 +68,6 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
                 generate.step()
                 yield None
         generate.block_manager.forget()
-    release_compilers()
     logger.info("%s is warm after %.1f s, %d kinds of launches", encode.name, time.monotonic() - began, launched)
 
 

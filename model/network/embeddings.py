@@ -12,7 +12,7 @@ from model.config.sharding import Range
 from model.config.stack import ConvolutionConfig, PositionConfig
 from model.linear.base import Linear, LinearSpec, Part
 from model.linear.factory import Collective, LinearFactory
-from model.network.feed_forward import ACTIVATIONS
+from model.network.activations import ACTIVATIONS
 from model.network.inputs import StackInput
 from model.network.positions import inverse_frequencies
 from model.system.devices import to_device

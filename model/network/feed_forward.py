@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config.layer import Activation, ChoiceConfig, ExpertsConfig, MLPConfig, Norms
+from model.config.layer import ChoiceConfig, ExpertsConfig, MLPConfig, Norms
 from model.linear.base import LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
+from model.network.activations import ACTIVATIONS
 from model.network.fused_ops import clamped, gated, weighted_sums
 from model.network.inputs import StepContext
 from model.network.norms import SublayerNorms, build_norm
 
-# -- The feed-forward sublayer and its activations.
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.RELU: functional.relu,
-    Activation.RELU_SQUARED: lambda x: functional.relu(x).square(),
-    Activation.GELU: functional.gelu,
-    Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
-    Activation.SILU: functional.silu,
-    Activation.TANH: torch.tanh,
-    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),  # Hendrycks & Gimpel 2016, section 2
-    Activation.CLIPPED_GELU: lambda x: functional.gelu(x).clip(-10.0, 10.0),
-    Activation.MISH: functional.mish,
-    Activation.RELU6: functional.relu6,
-    Activation.LEAKY_RELU: functional.leaky_relu,
-    Activation.SIGMOID: torch.sigmoid,
-    Activation.HARD_SWISH: functional.hardswish,
-    Activation.LAPLACE: lambda x: 0.5 * (1.0 + torch.erf((x - 0.707107) / (0.282095 * 2**0.5))),  # Ma et al. 2022
-    Activation.SQRT_SOFTPLUS: lambda x: functional.softplus(x).sqrt(),
-    Activation.IDENTITY: lambda x: x,
-}
+# -- The feed-forward sublayer.
 
 
 class MLP(nn.Module):
@@ -78,8 +59,7 @@ def activated(config: MLPConfig, hidden: Tensor) -> Tensor:
     """What comes down, `[T, f]`, of what went up, `[T, f]` or gated `[T, 2 f]`."""
     if config.clamp is not None:
         return clamped(hidden, config.clamp.limit, config.clamp.gain)
-    activation = ACTIVATIONS[config.activation]
-    return gated(hidden, activation) if config.gated else activation(hidden)
+    return gated(hidden, config.activation) if config.gated else ACTIVATIONS[config.activation](hidden)
 
 
 # -- A mixture of experts as the feed-forward of a layer (Shazeer et al. 2017, Fedus et al. 2021). Rows are put in the

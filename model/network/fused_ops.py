@@ -1,21 +1,21 @@
-"""The small steps between products. On a GPU each is one kernel, made by torch's compiler; elsewhere as it stands here.
+"""The small steps between products. On a GPU each is one Triton kernel, elsewhere torch computes it as it stands here.
 
 A decode step on a GPU is hundreds of launches that each move little; what can be one of them should be.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from model.config.attention import RopeScaling, RotaryConfig
+from model.config.layer import Activation
+from model.network.activations import ACTIVATIONS
 from model.network.norms import OffsetRMSNorm
 from model.network.positions import rotary_frequencies, rotate, turns
 from model.system import fallbacks
@@ -23,72 +23,59 @@ from model.system import fallbacks
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What the compiler makes of one function: a variant for each width, dtype and epsilon, one more for a single row.
-# Beyond its own bound of 8, which three models reach, it runs functions as they are and only warns.
-_VARIANTS = 128
-
-_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # who sets it wants that many
+broken: set[str] = set()  # names of kernels that failed, which torch replaces in this process
 
 
-def _compiled(function: Callable[P, R]) -> Callable[P, R]:
-    import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor
+def fused(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Compute a function of rows by its kernel `name` of `model.network.fused_kernels` where its first argument is on
+    a GPU; go on with torch if that fails."""
 
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS)
-    if _THREADS not in os.environ:  # up to 32 processes otherwise, which stay, for four functions of a few lines
-        inductor.compile_threads = 1
-    return torch.compile(function, dynamic=True)
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if name in broken or not on_gpu(args[0]):
+                return function(*args, **kwargs)
+            try:
+                from model.network import fused_kernels
 
+                found = getattr(fused_kernels, name)(*args, **kwargs)
+            except Exception as error:  # Triton is missing; a compiler's own, OutOfResources, a full disk
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                broken.add(name)
+                fallbacks.note(f"{name} runs in several kernels, as its own does not work", error)
+                found = NotImplemented
+            return function(*args, **kwargs) if found is NotImplemented else found
 
-def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile `function` when it first meets a tensor on a GPU, its first argument; go on without if that fails."""
-    made: list[Callable[P, R]] = []  # loading the compiler takes seconds, which a CPU need not spend
+        return call
 
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0]
-        if not (isinstance(first, Tensor) and first.is_cuda):
-            return function(*args, **kwargs)
-        if not made:
-            made.append(_compiled(function))
-        try:
-            return made[0](*args, **kwargs)
-        except Exception as error:  # a compiler's own, Triton's OutOfResources, a missing C compiler, a full disk
-            if made[0] is function or isinstance(error, torch.OutOfMemoryError):
-                raise
-            fallbacks.note(f"{function.__name__} runs in several kernels, as it could not be compiled", error)
-            made[0] = function
-            return function(*args, **kwargs)
-
-    return call
+    return decorate
 
 
-def release_compilers() -> None:
-    """End the processes that torch's compiler has started, if any; a new variant starts them again."""
-    compiler = sys.modules.get("torch._inductor.async_compile")
-    if compiler is not None:
-        compiler.shutdown_compile_workers()
+def on_gpu(tensor: Any) -> bool:
+    """Return whether Triton's kernels compute for a tensor; none of them has gradients."""
+    return bool(tensor.is_cuda) and not tensor.requires_grad
 
 
-@fused
+@fused("add_rms")
 def _add_rms(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + y
     return total, functional.rms_norm(total, weight.shape, weight, eps)
 
 
-@fused
+@fused("add_layer")
 def _add_layer(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     total = x + y
     return total, functional.layer_norm(total, total.shape[-1:], weight, bias, eps)
 
 
-@fused
+@fused("add_offset_rms")
 def _add_offset_rms(x: Tensor, y: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + y
     return total, _rms(total, gain, eps)
 
 
-@fused
+@fused("norm_add_norm")
 def _norm_add_norm(
     x: Tensor, y: Tensor, output_gain: Tensor, output_eps: float, gain: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -117,20 +104,20 @@ def add_norm(x: Tensor, y: Tensor, norm: nn.Module, output: nn.Module | None = N
     return total, norm(total)
 
 
-@fused
-def gated(hidden: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+@fused("gated")
+def gated(hidden: Tensor, activation: Activation) -> Tensor:
     """`act(gate) * up` of `[gate; up]`: `[T, 2 f]` to `[T, f]`."""
     gate, up = hidden.chunk(2, dim=-1)
-    return activation(gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
-@fused
+@fused("sigmoid_gated")
 def sigmoid_gated(rows: Tensor, gate: Tensor) -> Tensor:
     """`rows * sigmoid(gate)`, `[T, n]` each."""
     return rows * gate.sigmoid()
 
 
-@fused
+@fused("clamped")
 def clamped(hidden: Tensor, limit: float, gain: float) -> Tensor:
     """`model.config.layer.GateClamp` of `[gate; up]`: `[T, 2 f]` to `[T, f]`."""
     gate, up = hidden.chunk(2, dim=-1)
@@ -138,7 +125,7 @@ def clamped(hidden: Tensor, limit: float, gain: float) -> Tensor:
     return (up.clamp(-limit, limit) + 1.0) * gate * torch.sigmoid(gain * gate)
 
 
-@fused
+@fused("weighted_sums")
 def weighted_sums(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """Each token's weighted sum `[T, d]` of its rows: of rows `[R, d]` those at `places` `[T, k]`, times weights.
 
@@ -150,13 +137,13 @@ def weighted_sums(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return total.to(rows.dtype)
 
 
-@fused
-def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+@fused("rotate_both")
+def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Queries and keys `[T, heads, D]` turned by their positions."""
     return rotate(q, (cos, sin), interleaved=interleaved), rotate(k, (cos, sin), interleaved=interleaved)
 
 
-_turns = fused(turns)
+_turns = fused("turns")(turns)
 
 
 def rotary_tables(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from model.config.model import ClassifierConfig, ClassifierInput, MaskedHeadConfig
 from model.linear.base import Linear, LinearSpec, Part, Split
 from model.linear.factory import LinearFactory
-from model.network.feed_forward import ACTIVATIONS
+from model.network.activations import ACTIVATIONS
 from model.network.norms import build_norm
 
 

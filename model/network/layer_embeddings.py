@@ -8,8 +8,8 @@ from model.config.layer import LayerEmbeddingConfig
 from model.config.model import EmbeddingConfig
 from model.linear.base import LinearSpec, Part
 from model.linear.factory import LinearFactory
+from model.network.activations import ACTIVATIONS
 from model.network.embeddings import token_table
-from model.network.feed_forward import ACTIVATIONS
 from model.network.norms import build_norm
 
 

@@ -15,7 +15,7 @@ from model.config.layer import Activation, ExpertsConfig, MLPConfig
 from model.errors import ConfigError
 from model.families.table.helpers import activation
 from model.native.library import ACTIVATIONS as IN_C
-from model.network.feed_forward import ACTIVATIONS
+from model.network.activations import ACTIVATIONS
 from model.network.native_coverage import unsupported_feed_forward
 from model.network.native_stack import NativeStack
 from tests.model.checkpoints import copied, load_native, native_backends, saved
