@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +20,7 @@ from model.network import fused_ops
 from model.network.norms import OffsetRMSNorm
 from model.system import fallbacks
 
+ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.float16)  # the interpreter cuts numbers off in bfloat16 that a GPU rounds
 
 
@@ -133,6 +139,28 @@ def test_kernels_compute_what_torch_does(kernels: Any, width: int, dtype: torch.
 @pytest.mark.parametrize("width", [8, 100, 1030, 4096, 14336])
 def test_a_gpu_computes_what_torch_does(kernels: Any, width: int, dtype: torch.dtype) -> None:
     check_all(width, dtype, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("capability", "widths"),
+    [(90, ("4096",)), *(pytest.param(one, (), marks=pytest.mark.slow) for one in (80, 89, 90, 100, 120))],
+)
+def test_kernels_read_and_write_128_bits_at_once(capability: int, widths: tuple[str, ...], tmp_path: Path) -> None:
+    """Compile for absent GPUs: widths are known, so nothing is divided by one, and rows are read in vectors."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.model.compiled_steps", str(capability), *widths]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == (8 if widths else 80)
+    for kernel in kernels:
+        allowed = {"ld 16", "st 16"}
+        if kernel["step"] == "sums":
+            allowed |= {"ld 8", "ld 4"}  # places and weights, one at a time
+        assert kernel["accesses"].keys() == allowed, kernel
+        assert kernel["divisions"] == 0, kernel
 
 
 def test_few_rows_have_the_numbers_of_many(kernels: Any) -> None:
