@@ -134,7 +134,7 @@ class SamplingParams:
     )
     seed: int = parameter(
         0,
-        "The same request and seed give the same tokens in any batch.",
+        "The same request and seed give the same tokens, on a CPU in any batch. On a GPU the batch may change them.",
         7,
         otherwise="random",
         least=0,
@@ -309,7 +309,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = parameter(
         None,
         "Draft up to this many tokens a step where the output repeats the prompt, the source or itself (n-gram "
-        "speculation); 0: off. The output is the same.",
+        "speculation); 0: off. The output is the same, on a GPU but for rounding.",
         8,
         otherwise="the server's setting",
         least=0,

@@ -105,7 +105,7 @@ class Sampling(Extended, Harmless, NotServed, OtherNames, Parameters):
     )
     n: int | None = Field(None, description="Number of choices for each prompt; default: 1.", examples=[1])
     stop: TextOrTexts | None = Field(None, description="Texts that end the output before them.", examples=["\n\n"])
-    seed: int | None = Field(None, description="The same seed and request give the same tokens.", examples=[7])
+    seed: int | None = Field(None, description="As in /generate.", examples=[7])
     top_k: int | None = Field(None, description="As in /generate; -1: off. Not OpenAI's.", examples=[40])
     include_stop_str_in_output: bool | None = Field(
         None, description="`include_stop` of /generate. Not OpenAI's.", examples=[False]

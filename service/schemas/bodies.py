@@ -134,7 +134,8 @@ class GenerateBody(Parameters):
     prediction: TextOrIds | None = Field(
         None,
         description="A text that the output is expected to repeat largely, such as the text to edit. Drafts are also "
-        "proposed from it, at most `num_speculative_tokens` a step (here 8 by default). The output is the same.",
+        "proposed from it, at most `num_speculative_tokens` a step (here 8 by default). The output is the same, on a "
+        "GPU but for rounding.",
         examples=["def add(a, b):\n    return a + b\n"],
     )
     echo: bool = Field(

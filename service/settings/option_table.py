@@ -224,7 +224,7 @@ OPTIONS: tuple[Option, ...] = (
         "batch_invariant",
         boolean,
         _ENGINE.batch_invariant,
-        "make outputs independent of the rest of the batch, bit for bit; refused where that is not possible",
+        "make outputs independent of the rest of the batch, bit for bit; refused where it is not possible, as on a GPU",
         "BOOL",
         "off",
         per_model=True,
@@ -322,7 +322,7 @@ OPTIONS: tuple[Option, ...] = (
         int,
         _ENGINE.num_speculative_tokens,
         "maximum drafts in a step (speculative decoding): proposed by n-grams where an output repeats its prompt or "
-        "itself; the output stays the same; a request may set its own number; 0: off",
+        "itself; the output stays the same, on a GPU but for rounding; a request may set its own number; 0: off",
         per_model=True,
     ),
     Option(

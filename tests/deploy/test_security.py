@@ -75,6 +75,15 @@ def test_the_image_has_the_torch_of_the_makefile() -> None:
     assert version(pin[1].partition("==")[2]) >= version("2.10")
 
 
+def test_no_torch_is_installed_that_was_not_tried() -> None:
+    """The newest that was tried is the Makefile's, and the bound ends after it: pip would take any newer one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (bounds,) = (one for one in project["dependencies"] if re.match(r"torch\b", one))
+    pin = re.search(r"^TORCH := torch==(\d+)\.(\d+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert pin is not None
+    assert bounds == f"torch>=2.11,<{pin[1]}.{int(pin[2]) + 1}"
+
+
 def test_the_dockerfile_ends_as_a_user_and_listens_to_signals() -> None:
     last = (ROOT / "Dockerfile").read_text().rpartition("\nFROM ")[2]
     assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", last, re.MULTILINE)
