@@ -20,6 +20,7 @@ from model.config.model import GenerationRules, ModelConfig
 from model.config.stack import StackConfig
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, num_recorded, recorded, recording
 from model.engine.execution.encoder_graphs import EncoderGraphs
+from model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts, num_mixed
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
@@ -97,7 +98,7 @@ def measure_pool(
             CudaMemory(device),
             [GpuMemory(*one) for one in model.gpu_memory] if isinstance(model, Rank0Transformer) else (),
             gpu_share=engine.gpu_share,
-            recorded_sizes=num_recorded(limits.max_num_seqs, max_model_len) if can_record(engine, model, device) else 0,
+            recorded_sizes=_num_recorded(model, limits, max_model_len) if can_record(engine, model, device) else 0,
         )
     return plan_pool(engine, available_memory())
 
@@ -136,14 +137,14 @@ def build_generate_engine(
     # A GPU encodes a whole source at once: that takes about as long as a step.
     parts = encoder.num_layers if encoder is not None and model.can_pause and not overlap else 1
     scheduler = Scheduler(block_manager, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens, parts)
-    graphs, stack = None, model.decoder.config if model.decoder is not None else None
+    graphs, mixed, stack = None, None, model.decoder.config if model.decoder is not None else None
     unrecorded = unrecordable(spec.engine, stack, model.backend, model.dtype, device)
     if can_record(spec.engine, model, device):
-        graphs, unrecorded = yield from _recorded(model, cache, plan.limits.max_num_seqs, plan.context.tokens)
+        graphs, mixed, unrecorded = yield from _recorded(model, cache, plan.limits.max_num_seqs, plan.context.tokens)
     draft_model = _draft_model(spec.engine, drafting.model, model, cache) if drafting is not None else None
     for empty in (cache, *([draft_model.cache] if draft_model is not None else [])):
         yield from in_thread(empty.commit, idle=True)
-    runner = ModelRunner(model, cache, block_manager, graphs, draft_model, unrecorded, encoder_graphs)
+    runner = ModelRunner(model, cache, block_manager, graphs, draft_model, unrecorded, encoder_graphs, mixed)
     return GenerateEngine(
         spec.name,
         runner,
@@ -168,15 +169,26 @@ def _draft_model(engine: EngineConfig, model: Transformer, served: Transformer, 
 
 def _recorded(
     model: Transformer, cache: KVCache, max_num_seqs: int, max_model_len: int
-) -> Work[tuple[DecodeGraphs | None, str]]:
-    """Record decode steps on all ranks at once; return them, or None and why a rank could not."""
+) -> Work[tuple[DecodeGraphs | None, MixedGraphs | None, str]]:
+    """Record decode steps, on all ranks at once, and steps with prompts; return them, or why a rank could not."""
     ranks = rank_processes_of(model)
     record = CudaRecorder(cache.device, collective=ranks is not None)
-    graphs = DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=record)
-    if ranks is None:
-        return (yield from recording(graphs))
-    reason = ranks.record(max_num_seqs, max_model_len, lambda: recorded(graphs)[1])
-    return (None if reason else graphs), reason
+    decodes = DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=record)
+    if ranks is not None:
+        reason = ranks.record(max_num_seqs, max_model_len, lambda: recorded(decodes)[1])
+        return (None if reason else decodes), None, reason
+    mixed = None
+    if can_record_prompts(model):  # first, because they need the most memory, which the others share
+        prompts = MixedGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=record)
+        mixed, _ = yield from recording(prompts, "steps with prompts")
+    graphs, reason = yield from recording(decodes)
+    return graphs, mixed if graphs is not None else None, reason
+
+
+def _num_recorded(model: Transformer, limits: BatchLimits, max_model_len: int) -> int:
+    """Return how many steps are recorded over the KV cache."""
+    mixed = num_mixed(model.config, limits.max_num_seqs) if can_record_prompts(model) else 0
+    return num_recorded(limits.max_num_seqs, max_model_len) + mixed
 
 
 def _cache(

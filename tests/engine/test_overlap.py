@@ -25,6 +25,7 @@ from model.config.attention import GatedDeltaConfig
 from model.config.cache import NO_STATE, StateSize
 from model.engine.execution import cuda_graphs
 from model.engine.execution.cuda_graphs import DecodeGraphs, num_recorded, sizes_up_to, uneven_sizes
+from model.engine.execution.mixed_graphs import MixedGraphs
 from model.engine.execution.model_runner import Launched, ModelRunner
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.generate_engine import GenerateEngine
@@ -109,7 +110,14 @@ class CountingRunner(ModelRunner):
 
 
 def outputs_of(
-    kind: str, requests: list[Request], *, overlap: bool = False, graphs: bool = False, num_blocks: int = 300
+    kind: str,
+    requests: list[Request],
+    *,
+    overlap: bool = False,
+    graphs: bool = False,
+    prompts: bool = False,
+    num_blocks: int = 300,
+    drafts: int = 0,
 ) -> tuple[dict[tuple[str, int], list[TokenOutput]], CountingRunner]:
     model = loaded(kind, LengthsBackend())
     decoder = model.config.decoder
@@ -119,14 +127,23 @@ def outputs_of(
     blocks = BlockManager(pools, 4, short_context=model.config.short_context, states=states)
     num_states = states.num_slots if states is not None else 0
     cache = KVCache(decoder, [pool.num_pages for pool in pools], 4, torch.float32, CPU, num_states)
-    decode = None
+    decode, mixed = None, None
     if graphs:
         decode = DecodeGraphs(model, cache, max_num_seqs=12, max_model_len=64, record=recorded)
         decode.record_all()
-    runner = CountingRunner(model, cache, blocks, decode)
+    if prompts:
+        mixed = MixedGraphs(model, cache, max_num_seqs=12, max_model_len=64, record=recorded)
+        mixed.record_all()
+    runner = CountingRunner(model, cache, blocks, decode, mixed_graphs=mixed)
     eos = model.config.eos_token_ids
     engine = GenerateEngine(
-        kind, runner, Scheduler(blocks, 12, 64), max_model_len=64, eos_token_ids=eos, overlap=overlap
+        kind,
+        runner,
+        Scheduler(blocks, 12, 64),
+        max_model_len=64,
+        eos_token_ids=eos,
+        overlap=overlap,
+        num_speculative_tokens=drafts,
     )
     found: dict[tuple[str, int], list[TokenOutput]] = {}
     waiting = list(requests)

@@ -24,6 +24,7 @@ from model.config.cache import PoolSize, StateSize
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
+from model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
@@ -91,6 +92,9 @@ def test_traffic_launches_only_warmed_variants(kind: str, kv: torch.dtype) -> No
     with noted() as seen:
         graphs = DecodeGraphs(model, cache, max_num_seqs=12, max_model_len=CONTEXT, record=recorded)
         graphs.record_all()
+        mixed = MixedGraphs(model, cache, max_num_seqs=12, max_model_len=CONTEXT, record=recorded)
+        if can_record_prompts(model):
+            mixed.record_all()
         for recording in (None, graphs):
             runner = ModelRunner(model, cache, blocks, recording)
             engine = GenerateEngine(kind, runner, Scheduler(blocks, 12, BUDGET), max_model_len=CONTEXT)

@@ -33,6 +33,7 @@ from lab.bench.gpu.machine import Bench
 from lab.bench.gpu.shapes import GPU_MODELS, tiny_shape
 from model.api.request import EncodeRequest, FinishReason, Pooling, Source, token_source
 from model.api.sampling_params import SamplingParams
+from model.engine.execution import mixed_graphs
 from model.engine.execution.model_runner import Launched, ModelRunner
 
 _DRAWN = replace(GREEDY, temperature=0.6)
@@ -71,6 +72,7 @@ def cases(bench: Bench) -> list[Case]:
         Case("bert-base, recorded or not", partial(_recorded_encodings, name="bert-base"), 40),
         Case("llama-1b, one stream", partial(_one_stream, name="llama-1b"), 40),
         Case("qwen3-0.6b, 256 clients, short requests", partial(_in_turn, name="qwen3-0.6b"), 40),
+        Case("qwen3-0.6b, 256 clients, prompts launched", partial(_in_turn, name="qwen3-0.6b", recorded=False), 40),
         *(more if not bench.tiny else []),  # which are like others there
     ]
 
@@ -206,16 +208,22 @@ def _arriving(bench: Bench, *, name: str) -> Figures:
     } | _setup(ready)
 
 
-def _in_turn(bench: Bench, *, name: str) -> Figures:
+def _in_turn(bench: Bench, *, name: str, recorded: bool = True) -> Figures:
     """Have 256 clients send 100 to 256 tokens and get as many, one request after the other, paced as in the service.
 
-    So prompts are in most steps, which are launched kernel by kernel. Returns the throughput, the share of these steps,
-    and how long the host takes to launch them and the others.
+    So prompts are in most steps. Returns the throughput, the share of these steps, and how long the host takes to
+    launch them and the others. `recorded`: whether steps with prompts are replayed where they can be.
     """
     clients, least, most = _scaled(bench, 256), _scaled(bench, 100), _scaled(bench, 256)
     rng = random.Random(0)
     lengths = [(rng.randint(least, most), rng.randint(least, most)) for _ in range(4 * clients)]
-    ready = load(bench, _raw(bench, name), seqs=clients, context=2 * most, name=name)
+    sizes = mixed_graphs.mixed_sizes
+    try:
+        if not recorded:
+            mixed_graphs.mixed_sizes = lambda *_: []
+        ready = load(bench, _raw(bench, name), seqs=clients, context=2 * most, name=name)
+    finally:
+        mixed_graphs.mixed_sizes = sizes
     warm(ready, most)
     left = list(enumerate(bench_requests(ready, lengths)))
 

@@ -1,13 +1,15 @@
 """Packs a step into one row of integers: filled on the host, copied to the device at once, read there as views.
 
 Shapes: T packed tokens of B segments, M blocks of the longest table, P pools of blocks. A CUDA graph has fixed shapes,
-so a step may be padded: each padding segment has one token, no keys, and no slot to write to.
+so a step may be padded: each padding segment has one token, no keys, and no slot to write to. A recorded step with
+prompts is padded twice: after the sequences with one token, and after the prompts, where all rows are one segment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ class BatchLayout:
     source_blocks: int = 0  # M of the tables of sources; 0: there is no encoder
     pools: int = 1  # P
     state_columns: int = 0  # 3: each segment is one token, which reads and writes a state
+    prompt_tokens: int = 0  # P: rows for prompts after those of sequences with one token, both padded; 0: not padded so
 
     @classmethod
     def of(cls, steps: Sequence[ScheduledSequence]) -> BatchLayout:
@@ -114,19 +117,26 @@ def pack(
     )
     slots[:] = rows[:] = NO_SLOT
     slots = slots.reshape(layout.pools, layout.tokens)
+    columns, groups = (ids, positions, contexts, slots, rows), [(0, steps)]  # groups by their first segments
     drafting = bool(steps) and steps[0].drafts  # a step that is recorded in advance has no sequences
-    if layout.tokens == count and not drafting:  # one token each, which is what nearly all steps are
-        _pack_single(steps, block_size, placeholders, (ids, positions, contexts, slots, rows))
+    if layout.prompt_tokens:
+        decodes = sum(step.num_tokens == 1 for step in steps)
+        groups = [(0, steps[:decodes]), (layout.tokens - layout.prompt_tokens, steps[decodes:])]
+        _pack_mixed(groups, block_size, placeholders, columns, cu_seqlens)
+    elif layout.tokens == count and not drafting:  # one token each, which is what nearly all steps are
+        _pack_single(steps, block_size, placeholders, columns)
         cu_seqlens[:] = np.arange(count + 1)
     else:
-        _pack_runs(steps, block_size, placeholders, (ids, positions, contexts, slots, rows))
+        _pack_runs(steps, block_size, placeholders, columns)
         cu_seqlens[1:] = np.cumsum([step.num_tokens for step in steps])
-    kv_lens[: len(steps)] = [step.start + step.num_tokens for step in steps]
+    for first, group in groups:
+        kv_lens[first : first + len(group)] = [step.start + step.num_tokens for step in group]
     if layout.state_columns:
         _fill_states(states.reshape(layout.state_columns, count), steps)
     tables = tables.reshape(layout.pools, -1)
-    for pool in range(layout.pools):
-        _fill_tables(tables[pool], layout.blocks, [step.sequence.tables[pool] for step in steps])
+    for pool, (first, group) in product(range(layout.pools), groups):
+        rows_of_group = tables[pool][first * layout.blocks :]
+        _fill_tables(rows_of_group, layout.blocks, [step.sequence.tables[pool] for step in group])
     if layout.source_blocks:
         source_lens[: len(steps)] = [step.sequence.source_length for step in steps]
         source_tables = source_tables.reshape(layout.pools, -1)
@@ -183,6 +193,26 @@ def _pack_single(
     slots[:, :count] += at % size
     if placeholders:
         rows[:count] = [placeholders.get(id(step.sequence), NO_SLOT) for step in steps]
+
+
+def _pack_mixed(
+    groups: Sequence[tuple[int, Sequence[ScheduledSequence]]],
+    size: int,
+    placeholders: Mapping[int, int],
+    columns: _Columns,
+    cu_seqlens: _Column,
+) -> None:
+    """Pack sequences with one token, and prompts, each in front of its padding."""
+    (_, decodes), (first, prompts) = groups
+    ids, positions, contexts, slots, rows = columns
+    _pack_single(decodes, size, placeholders, columns)
+    of_prompts = (ids[first:], positions[first:], contexts[first:], slots[:, first:], rows[first:])
+    _pack_runs(prompts, size, placeholders, of_prompts)
+    end = first + len(prompts)
+    cu_seqlens[: first + 1] = np.arange(first + 1)
+    cu_seqlens[first + 1 : end + 1] = first + np.cumsum([step.num_tokens for step in prompts])
+    cu_seqlens[end + 1 :] = cu_seqlens[end]
+    cu_seqlens[-1] = len(ids)
 
 
 def _pack_runs(

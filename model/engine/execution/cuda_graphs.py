@@ -118,23 +118,12 @@ class DecodeGraphs:
 
         `tokens` are those that the previous step sampled; None if this step needs none of them.
         """
-        step = self._fill(self._layouts[layout.segments], layout, to_device(row, self._cache.device))
+        step = fill_static(self._row, self._layouts[layout.segments], layout, to_device(row, self._cache.device))
         if tokens is not None:
             fill_placeholders(step, tokens)
         hidden, replay = self._recorded[layout.segments, uneven]
         replay()
         return hidden[:num_segments]
-
-    def _fill(self, layout: BatchLayout, used: BatchLayout, packed: Tensor) -> StepBatch:
-        """Copy a step with shorter tables to the recorded `layout`; the rest of each table is never read."""
-        row = self._row[: sum(layout.sizes)]
-        step, new = layout.split(row), used.split(packed)
-        row[: layout.before_tables].copy_(packed[: layout.before_tables])
-        step.tables[..., : used.blocks].copy_(new.tables)
-        if layout.source_blocks:
-            step.source_lens.copy_(new.source_lens)
-            step.source_tables[..., : used.source_blocks].copy_(new.source_tables)
-        return step
 
     @torch.inference_mode()
     def _recording(self, size: int, *, uneven: bool) -> tuple[Tensor, Callable[[], object]]:
@@ -204,6 +193,18 @@ def recording(graphs: SomeGraphs, what: str = "decode steps") -> Work[tuple[Some
         logger.warning("%s could not be recorded, so their kernels are launched one by one", what, exc_info=True)
         return None, summary(error)
     return graphs, ""
+
+
+def fill_static(static: Tensor, layout: BatchLayout, used: BatchLayout, packed: Tensor) -> StepBatch:
+    """Copy a step with shorter tables to the recorded `layout` of a static row; the rest of a table is never read."""
+    row = static[: sum(layout.sizes)]
+    step, new = layout.split(row), used.split(packed)
+    row[: layout.before_tables].copy_(packed[: layout.before_tables])
+    step.tables[..., : used.blocks].copy_(new.tables)
+    if layout.source_blocks:
+        step.source_lens.copy_(new.source_lens)
+        step.source_tables[..., : used.source_blocks].copy_(new.source_tables)
+    return step
 
 
 def fill_placeholders(step: StepBatch, tokens: Tensor) -> None:

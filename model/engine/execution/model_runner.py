@@ -24,6 +24,7 @@ from model.config.model import GenerationRules
 from model.engine.execution.batch import BatchLayout, pack
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.encoder_graphs import EncoderGraphs
+from model.engine.execution.mixed_graphs import MixedGraphs
 from model.engine.execution.sources import align, blank_source, keep_queries, kept_layers, source_input
 from model.engine.execution.step_logits import StepLogits, needed_rows
 from model.engine.execution.step_program import StepPlan, StepProgram
@@ -119,16 +120,18 @@ class ModelRunner:
         draft_model: Drafter | None = None,
         unrecorded: str = "",
         encoder_graphs: EncoderGraphs | None = None,
+        mixed_graphs: MixedGraphs | None = None,
     ) -> None:
         """`unrecorded` says why there are no CUDA graphs although they were wanted."""
         self.model = model
         self.cache = cache
         self.block_manager = block_manager
         self.graphs = graphs
+        self.mixed_graphs = mixed_graphs
         self.draft_model = draft_model
         self._ranks = model.rank_processes if isinstance(model, Rank0Transformer) else None
         group = self._ranks.group if self._ranks is not None else None
-        self._program = StepProgram(model, cache, graphs, group, encoder_graphs)
+        self._program = StepProgram(model, cache, graphs, group, encoder_graphs, mixed_graphs)
         self._ruled = model.config.generation != _NO_RULES
         self.unrecorded = unrecorded
         self.device = cache.device
@@ -211,6 +214,10 @@ class ModelRunner:
         if self.graphs is not None and replayed:
             uneven = uneven and bool(self.graphs.uneven_sizes)
             layout = self.graphs.layout(layout, uneven=uneven)
+        mixed = None
+        if self.mixed_graphs is not None and not (replayed or layers or uneven):
+            mixed = self.mixed_graphs.fitted(steps)
+            layout = self.mixed_graphs.layout(mixed, layout) if mixed is not None else layout
         row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
         num_known = len(before.tokens) if before is not None and placeholders else 0
         new = [step.sequence for step in steps if step.encode_source]
@@ -230,6 +237,7 @@ class ModelRunner:
             states=tuple(state_spans(steps)) if self.cache.states and not replayed else (),
             needed=needed_rows(steps, len(probed)) if self._ranks is not None and not self._ruled else b"",
             kept_layers=layers,
+            mixed=mixed,
         )
         return plan, slices, probed
 

@@ -24,6 +24,7 @@ from model.cache.kv_cache import KVCache, StateSpan
 from model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch
 from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
 from model.engine.execution.encoder_graphs import EncoderGraphs
+from model.engine.execution.mixed_graphs import MixedGraphs, MixedStep
 from model.engine.execution.sources import source_input
 from model.engine.execution.step_logits import StepLogits, step_logits
 from model.network.inputs import CrossInput, StackInput
@@ -55,6 +56,7 @@ class StepPlan:
     states: tuple[tuple[int, int, int, int], ...] = ()  # the fields of each `StateSpan` of recurrent layers
     needed: bytes = b""  # what the sampler needs of each row of logits (`step_logits`)
     kept_layers: tuple[int, ...] = ()  # whose queries of cross attention are kept; on one rank only
+    mixed: MixedStep | None = None  # the recorded step with prompts to replay; on one rank only
 
     def message(self, row: Place | bytes) -> Step:
         """Return the plan as a message for the other ranks, which find its integers at `row`."""
@@ -116,8 +118,10 @@ class StepProgram:
         graphs: DecodeGraphs | None = None,
         group: Group | None = None,
         encoder_graphs: EncoderGraphs | None = None,
+        mixed_graphs: MixedGraphs | None = None,
     ) -> None:
         self.graphs = graphs
+        self._mixed_graphs = mixed_graphs
         self._encoder_graphs = encoder_graphs
         self._model = model
         self._cache = cache
@@ -146,10 +150,13 @@ class StepProgram:
             if tokens is None:
                 tokens = torch.empty(plan.num_known, dtype=torch.int64, device=self._cache.device)
             tokens = self._group.broadcast(tokens)
+        known = tokens if plan.num_known else None
         if plan.replayed:
             assert self.graphs is not None
-            known = tokens if plan.num_known else None
             hidden = self.graphs.run(plan.layout, plan.row, plan.num_segments, known, uneven=plan.uneven)
+        elif plan.mixed is not None:
+            assert self._mixed_graphs is not None
+            hidden = self._mixed_graphs.run(plan.mixed, plan.layout, plan.row, known)
         else:
             hidden = self._launch(plan, tokens)
         rows = hidden if plan.logit_rows is None else hidden[self._tensor(plan.logit_rows)]
