@@ -29,7 +29,7 @@ from model.engine.generate_engine import GenerateEngine
 from model.engine.speculation.model_drafts import COMPUTED_AT_ONCE
 from model.linear.base import CompiledLinear, linears
 from model.linear.factory import ParallelLinear
-from model.linear.float import ExpertsLinear
+from model.linear.float import ExpertsLinear, row_kernel_kind
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import Stack
 from model.network.transformer import Transformer
@@ -117,7 +117,7 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
 def compile_products(model: Transformer) -> Work[int]:
     """Multiply by one projection of each kind, in each kind of launch; return the number of launches.
 
-    The kinds are fp8, integers and experts; projections of a kind share compiled kernels.
+    The kinds are fp8, integers, experts and floats of one row; projections of a kind share compiled kernels.
     """
     products = (linear.product if isinstance(linear, ParallelLinear) else linear for linear in linears(model))
     kinds = {one.compiled_for: one for one in products if isinstance(one, CompiledLinear)}
@@ -134,8 +134,13 @@ def compile_products(model: Transformer) -> Work[int]:
                 rows_of_all = torch.zeros(rows, experts.spec.inputs, dtype=model.dtype, device=experts.device)
                 experts.of_experts(rows_of_all, starts)
         yield None
+    floats = {kind: one for one in linears(model) if (kind := row_kernel_kind(one)) is not None}
+    for one in floats.values():
+        with torch.inference_mode():
+            one(torch.zeros(1, one.spec.inputs, dtype=model.dtype, device=one.device))
+        yield None
     launched = [linear.tiled_rows for linear in kinds.values()] + [one.tiled_rows for one in of_experts.values()]
-    return sum(map(len, launched))
+    return sum(map(len, launched)) + len(floats)
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -13,6 +14,73 @@ from torch.nn import functional
 from model.config.formats import Storage
 from model.linear.base import Linear, LinearSpec, TensorShape, softcapped
 from model.linear.scales import DequantizedWhileRead
+from model.system import fallbacks
+
+# -- Products of floats: by torch, and on a GPU in the way that is fastest for the number of rows and of outputs.
+
+_MIN_ROW_WORK = 1 << 20  # numbers of a matrix from which a kernel for one row is worth its compilation
+_MIN_UNALIGNED = 4096  # outputs
+_ALIGNED = 64  # outputs that are multiplied together: 16 bytes is what the fast kernels of cuBLAS need
+_ROW_KERNEL = "products of one row are cuBLAS's"
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x W^T + b` of rows x `[T, K]` and a matrix W `[N, K]`."""
+    if x.is_cuda and x.dim() == 2 and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled():
+        if has_row_kernel(x, weight):
+            return _row_product(x, weight, bias)
+        if len(weight) % 8 and len(weight) >= _MIN_UNALIGNED:
+            return unaligned_product(x, weight, bias)
+    return functional.linear(x, weight, bias)
+
+
+def has_row_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product has one row and a matrix that is large enough for the kernel of one row."""
+    return len(x) == 1 and weight.numel() >= _MIN_ROW_WORK and weight.dtype is x.dtype and _has_triton(x.device)
+
+
+def row_kernel_kind(linear: Linear) -> Hashable | None:
+    """Return what the kernel of one row is compiled for by a projection; None if it may not be used."""
+    spec = linear.spec
+    if not isinstance(linear, FloatLinear | TiedLinear) or isinstance(linear, ExpertsLinear):
+        return None
+    if linear.device.type != "cuda" or spec.num_outputs * spec.inputs < _MIN_ROW_WORK:
+        return None
+    return spec.bias, spec.num_outputs % 16 == 0, spec.inputs % 16 == 0
+
+
+@cache
+def _has_triton(device: torch.device) -> bool:
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not fallbacks.noted(_ROW_KERNEL):
+        from model.linear import triton_floats
+
+        try:
+            with torch.cuda.device_of(x):
+                return triton_floats.multiply_row(x.contiguous(), weight.contiguous(), bias)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a compiler
+            fallbacks.note(_ROW_KERNEL, error)
+    return functional.linear(x, weight, bias)
+
+
+def unaligned_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x W^T + b` for a number of outputs that is no multiple of 8, as of GPT-2's vocabulary of 50,257.
+
+    cuBLAS has only slow kernels for it: 167 us instead of 33 for 128 rows of BART's head on an H200. Most outputs are
+    multiplied by a fast one, the last few apart. Rows of the result are longer than N.
+    """
+    count = len(weight)
+    even = count // _ALIGNED * _ALIGNED
+    out = x.new_empty(len(x), even + _ALIGNED)[:, :count]
+    torch.mm(x, weight[:even].t(), out=out[:, :even])
+    torch.mm(x, weight[even:].t(), out=out[:, even:])
+    return out if bias is None else out.add_(bias)
+
 
 # -- Projections by torch, with weights as floats in the network's dtype.
 
@@ -26,7 +94,7 @@ class FloatLinear(Linear):
         self.bias = nn.Parameter(torch.empty(spec.num_outputs)) if spec.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return softcapped(functional.linear(x, self.weight, self.bias), self.spec.softcap)
+        return softcapped(product(x, self.weight, self.bias), self.spec.softcap)
 
 
 class DequantizedLinear(DequantizedWhileRead, FloatLinear):
@@ -51,7 +119,7 @@ class TiedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.tied().to(x.dtype)  # a table may be kept in fewer bits than the network computes in
-        return softcapped(functional.linear(x, weight, self.bias), self.spec.softcap)
+        return softcapped(product(x, weight, self.bias), self.spec.softcap)
 
 
 # -- Projections with the matrices of several experts, as floats: by Triton on a GPU, elsewhere by torch.

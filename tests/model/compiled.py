@@ -31,7 +31,7 @@ from model.attention.layer_backends import Recurrence
 from model.cache.kv_cache import LayerCache, StateCache, StateSpan, StateTables
 from model.config.attention import GatedDeltaConfig
 from model.config.cache import NO_STATE
-from model.linear import triton_experts, triton_fp8, triton_integers
+from model.linear import triton_experts, triton_floats, triton_fp8, triton_integers
 from model.sampling import triton_sampling
 from tests.model.attention_cases import Case, problem
 
@@ -109,6 +109,7 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
     kernels = [(backend, name) for name in ("attend", "combine", "write_pages")] + [
         (triton_heads, "prepare_heads"),
         *((triton_delta, name) for name in ("step_states", "solve_chunks", "scan_chunks", "gate_outputs")),
+        (triton_floats, "one_row"),
         *((triton_sampling, name) for name in ("sampling_kernel", "greedy_kernel")),
         (triton_fp8, "quantize"),
         (triton_fp8, "scaled_product"),
@@ -233,6 +234,12 @@ def main(capability: int) -> None:
             triton_sampling.launch_greedy(logits, tokens, 64)
         for kernel in found:
             print(json.dumps({"case": f"draw {vocabulary} {dtype}", **kernel}), flush=True)
+    for dtype, bias in product((torch.bfloat16, torch.float16), (True, False)):
+        with compiling(capability) as found:
+            weight = torch.zeros(4096, 4096, dtype=dtype)
+            triton_floats.multiply_row(weight[:1], weight, weight[0] if bias else None)
+        for kernel in found:
+            print(json.dumps({"case": f"one row {dtype}, bias {bias}", **kernel}), flush=True)
     for rows, block in product((1, 16, 40, 300), ((1, 0), (128, 128))) if capability >= 89 else ():
         with compiling(capability) as found:
             outputs, width = 256, 1024
