@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config.layer import Activation
+from model.kernel_check.step_problems import compare_steps, step_problems
 from model.network import fused_ops
 from model.network.norms import OffsetRMSNorm
 from model.system import fallbacks
@@ -76,56 +77,9 @@ def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2).to(dtype)
 
 
-def steps(rows: int, width: int, dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Each fused operation with its arguments, for rows of `width`."""
-    x, y = (values(rows, width + at, dtype=dtype)[:, :width] for at in (0, 1))  # y's rows are not dense
-    gain, bias, wide = values(width, dtype=dtype), values(width + 1, dtype=dtype)[:width], values(width).abs()
-    places = torch.randperm(3 * rows, generator=torch.Generator().manual_seed(0)).view(rows, 3)
-    q, k = (values(rows, heads, 16, dtype=dtype) for heads in (4, 2))
-    turned = fused_ops._turns.__wrapped__(torch.arange(rows), torch.rand(4), 1.0, dtype, False)  # type: ignore[attr-defined]
-    found: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-        "rms": (fused_ops._add_rms, (x, y, gain, 1e-5)),
-        "layer": (fused_ops._add_layer, (x, y, gain, bias, 1e-5)),
-        "layer without bias": (fused_ops._add_layer, (x, y, gain, None, 1e-2)),
-        "layer without gain": (fused_ops._add_layer, (x, y, None, None, 1e-5)),
-        "offset rms": (fused_ops._add_offset_rms, (x, y, wide, 1e-6)),
-        "two norms": (fused_ops._norm_add_norm, (x, y, wide, 1e-6, wide + 1, 1e-5)),
-        "sigmoid": (fused_ops.sigmoid_gated, (x, y)),
-        "clamped": (fused_ops.clamped, (values(rows, 2 * width, dtype=dtype) * 4, 7.0, 1.702)),
-        "sums": (fused_ops.weighted_sums, (values(3 * rows, width, dtype=dtype), places, values(rows, 3))),
-        "rotation": (fused_ops.rotate_both, (q, k, *turned, False)),
-        "turns": (fused_ops._turns, (torch.arange(rows) * 777, torch.rand(width), 1.5, dtype, False)),
-        "own turns": (fused_ops._turns, (torch.arange(rows), torch.rand(rows, width), 1.0, dtype, True)),
-    }
-    hidden = values(rows, 2 * width, dtype=dtype) * 2
-    return found | {str(one): (fused_ops.gated, (hidden, one)) for one in Activation}
-
-
-def pair(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
-
-
-def widened(one: Any) -> Any:
-    if isinstance(one, torch.dtype):
-        return torch.float32
-    return one.float() if isinstance(one, Tensor) and one.is_floating_point() else one
-
-
 def check_all(width: int, dtype: torch.dtype, device: str) -> None:
-    """Compare every kernel with torch: bits in 16 of them are equal but for the last of a few."""
-    digit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
-    for name, (step, arguments) in steps(3, width, dtype).items():
-        given = [one.to(device) if isinstance(one, Tensor) else one for one in arguments]
-        found, plain = pair(step(*given)), step.__wrapped__  # type: ignore[attr-defined]
-        if name == "rotation":  # it rounds once, torch after each of its operations
-            expected = tuple(one.to(dtype) for one in pair(plain(*map(widened, given))))
-        else:
-            expected = pair(plain(*given))
-        for one, other in zip(found, expected, strict=True):
-            assert (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device), name
-            error = (one.float() - other.float()).abs()
-            assert (error <= digit * other.float().abs() + min(digit, 1e-5)).all(), (name, error.max())
-            assert dtype is torch.float32 or (one != other).float().mean() < 0.05, name
+    wrong = {name: error for name, error in compare_steps(3, width, dtype, torch.device(device)).items() if error > 1}
+    assert not wrong
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,12 +118,13 @@ def test_kernels_read_and_write_128_bits_at_once(capability: int, widths: tuple[
 
 
 def test_few_rows_have_the_numbers_of_many(kernels: Any) -> None:
-    for name, (step, arguments) in steps(5, 40, torch.bfloat16).items():
-        if name in ("sums", "rotation"):
+    for problem in step_problems(5, 40, torch.float16, torch.device("cpu")):
+        if problem.name in ("weighted sums", "rotation"):
             continue  # their rows are not the first dimension of all arguments
-        alone = [one[3:4] if isinstance(one, Tensor) and len(one) == 5 else one for one in arguments]
-        for one, other in zip(pair(step(*alone)), pair(step(*arguments)), strict=True):
-            assert torch.equal(one, other[3:4]), name
+        alone = [one[3:4] if isinstance(one, Tensor) and len(one) == 5 else one for one in problem.arguments]
+        found = problem.function(*alone)
+        for one, other in zip(found if isinstance(found, tuple) else (found,), problem.by_kernel(), strict=True):
+            assert torch.equal(one, other[3:4]), problem.name
 
 
 def test_floats_do_not_go_stale(kernels: Any) -> None:
