@@ -1,11 +1,11 @@
-"""The folder of kernels that Triton and torch compile for a GPU, so that the next start compiles nothing.
+"""The folder of kernels that Triton compiles for a GPU, so that the next start compiles nothing.
 
-What lies there is loaded and run, so only this user may write there. torch's own default is a folder in /tmp with a
-name that every user knows and can make first. Stdlib only.
+What lies there is loaded and run, so only this user may write there. Stdlib only.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
@@ -17,21 +17,18 @@ from model.errors import ConfigError
 from model.system.cache_folders import untrusted, user_cache
 
 VARIABLE = "TRIPTYCH_KERNEL_CACHE"
-# The compilers' own variables, and the sub-folder that each gets.
-COMPILERS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+TRITONS = "TRITON_CACHE_DIR"
 
 logger = logging.getLogger(__name__)
 
 
 def use_kernel_cache() -> Path:
-    """Make the compilers of this process and its children keep their kernels in `kernel_cache`, and return it.
+    """Make Triton, in this process and its children, keep its kernels in `kernel_cache`, and return that.
 
-    A compiler's variable that is set already stays. Call it before the first kernel is compiled.
+    Triton's own variable stays, if it is set. Call it before the first kernel is compiled.
     """
     folder = kernel_cache()
-    for variable, name in COMPILERS.items():
-        found = os.environ.setdefault(variable, str(folder / name))
-        _check_named(variable, Path(found))
+    _check_tritons(Path(os.environ.setdefault(TRITONS, str(folder / "triton"))))
     return folder
 
 
@@ -59,22 +56,16 @@ def kernel_cache() -> Path:
 def _temporary(reason: str) -> Path:
     logger.warning("compiled kernels are not kept for the next start: %s; set %s to a folder", reason, VARIABLE)
     folder = Path(tempfile.mkdtemp(prefix="triptych-kernels-"))  # private to this user
-    _remove_at_exit(folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
-def _remove_at_exit(folder: Path) -> None:
-    import atexit
-
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-
-
-def _check_named(variable: str, folder: Path) -> None:
+def _check_tritons(folder: Path) -> None:
     """Make the folder for this user alone, if it is missing, and warn if others can write there."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = untrusted(folder.stat())
     except OSError:
-        return  # the compiler reports it
+        return  # Triton reports it
     if reason:
-        logger.warning("%s %s: it %s, who could put code there", variable, folder, reason)
+        logger.warning("%s %s: it %s, who could put code there", TRITONS, folder, reason)
