@@ -30,7 +30,7 @@ class Collective(Protocol):
         """Which rank this is, of how many."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over all ranks, in place; the same bits on each."""
+        """Add up a tensor over all ranks, in place or in a new one; the same bits on each."""
 
     def concatenate(self, part: Tensor, ranges: Sequence[Range]) -> Tensor:
         """Join the columns `[N, last - first]` of every rank to `[N, V]`."""

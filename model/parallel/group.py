@@ -1,5 +1,7 @@
 """Collective operations of tensor parallel ranks by torch.distributed: Gloo on CPUs, NCCL on GPUs.
 
+Sums on GPUs that share memory are NCCL's only if they are large (`model.parallel.symmetric_sums`).
+
 A group is an object, not torch's default group, since a process may hold ranks of several models. The rendezvous is a
 file in memory whose descriptor only the ranks' processes have. Gloo and NCCL listen on the loopback interface alone.
 """
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from model.config.sharding import Range, Shard
+from model.parallel.symmetric_sums import SymmetricSums, prepare
 
 _c10d: Any = torch.distributed  # untyped: its annotations lack most of the backends' interface
 TIMEOUT_SECONDS = 60.0  # for a rank that hangs; one that ends is detected at once
@@ -32,27 +35,45 @@ class Group:
         self.shard = shard
         self.device = device
         self._backend: Any = None
+        self._symmetric: SymmetricSums | None = None
 
     def connect(self, rendezvous: int) -> None:
         """Connect all ranks; each must call this. `rendezvous` is the descriptor of a file that they share."""
         store = _c10d.FileStore(f"/proc/self/fd/{rendezvous}", self.shard.size)
         self._backend = (_nccl if self.device.type == "cuda" else _gloo)(store, self.shard)
         self.sum(torch.zeros(1, device=self.device))  # the first call creates connections and buffers
+        if self.device.type == "cuda":
+            name = f"triptych-{os.fstat(rendezvous).st_ino}"  # the same on every rank, another for each group
+            self._symmetric = prepare(name, store, self._backend, self.shard, self.device, self.agree)
 
     def abort(self) -> None:
-        """Abort operations that wait for a rank that has ended: Gloo's raise by themselves, NCCL's would hang."""
+        """Abort operations that wait for a rank that has ended: Gloo's raise by themselves, a GPU's would hang."""
+        if self._symmetric is not None:
+            self._symmetric.release()
         if self._backend is not None and self.device.type == "cuda":
             self._backend.abort()
 
     def close(self) -> None:
         """Leave the group; idempotent. Without it the backend may abort the interpreter when that exits."""
-        self.abort()
-        self._backend = None
+        if self._symmetric is not None:
+            self._symmetric.close()
+        if self._backend is not None and self.device.type == "cuda":
+            self._backend.abort()
+        self._backend = self._symmetric = None
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum the tensor over all ranks in place (all-reduce); the result's bits are the same on each rank."""
+        """Return the sum over all ranks (all-reduce), in the tensor or in a new one; its bits are the same on each."""
+        summed = self._symmetric.sum(tensor) if self._symmetric is not None else None
+        if summed is not None:
+            return summed
         self._connected.allreduce(tensor).wait()
         return tensor
+
+    def agree(self, so: bool) -> bool:
+        """Return whether `so` is true on every rank; waits for the device."""
+        flags = torch.tensor([1.0 if so else 0.0], device=self.device)
+        self._connected.allreduce(flags).wait()
+        return int(flags.item()) == self.shard.size
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Copy rank 0's tensor into those of the other ranks."""
