@@ -8,13 +8,20 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
 from model.api.engine_config import EngineConfig
+from model.api.request import token_source
 from model.api.sampling_params import SamplingParams
 from model.attention.triton import TritonBackend
 from model.attention.triton_kernels import INTERPRETED
 from model.engine import network_plan
+from model.engine.execution import encoder_graphs, mixed_graphs
+from model.engine.execution.encoder_graphs import BatchSize, EncoderGraphs
+from model.engine.execution.mixed_graphs import MixedSize
+from model.engine.execution.sources import source_input
 from model.llm import LLM
+from tests.engine import test_overlap
 from tests.engine.support import add_all, request, running
-from tests.model.checkpoints import DECODERS, loaded, prompt, saved
+from tests.engine.test_overlap import recorded
+from tests.model.checkpoints import CPU, DECODERS, loaded, prompt, saved
 from tests.model.parity import difference, hidden_states
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
@@ -70,6 +77,28 @@ def test_encoders(kind: str) -> None:
     theirs, _ = hidden_states(loaded(kind))
     assert difference(torch.cat(ours), torch.cat(theirs)) < 1e-4
     assert backend.launched == {"bert": 2, "modernbert": 5, "xlnet": 0}[kind]
+
+
+@pytest.mark.parametrize("kind", ["bert", pytest.param("t5-encoder", marks=pytest.mark.slow)])
+def test_texts_of_a_recorded_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that kernels leave padding out: rows after the texts, and texts that are not there."""
+    monkeypatch.setattr(encoder_graphs, "batch_sizes", lambda *_: [BatchSize(16, 3)])
+    model, sources = loaded(kind, TritonBackend()), [token_source(prompt(length, length)) for length in (7, 2)]
+    graphs = EncoderGraphs(model, max_num_seqs=3, max_num_tokens=16, record=recorded)
+    graphs.record_all()
+    with torch.inference_mode():
+        expected = model.encode(source_input(sources, CPU))
+        assert difference(graphs.run(BatchSize(16, 3), sources), expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_prompts_of_a_recorded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_overlap, "LengthsBackend", TritonBackend)
+    monkeypatch.setattr(mixed_graphs, "mixed_sizes", lambda *_: [MixedSize(0, 16), MixedSize(2, 16)])
+    requests = [request("llama-gqa", f"r{i}", length, i, max_tokens=4) for i, length in enumerate((9, 5, 11, 3))]
+    plain, _ = test_overlap.outputs_of("llama-gqa", requests)
+    found, _ = test_overlap.outputs_of("llama-gqa", requests, prompts=True)
+    assert test_overlap.tokens_of(found) == test_overlap.tokens_of(plain)
 
 
 @pytest.mark.parametrize(
