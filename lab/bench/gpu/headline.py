@@ -5,7 +5,9 @@ Uses only the standard library at import: `check_in_parallel` runs in the superv
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.bench.gpu import caches
-from lab.bench.gpu.supervisor import RESULTS, Task
+from lab.bench.gpu.supervisor import RESULTS, Task, read
 
 if TYPE_CHECKING:
     from lab.bench.gpu.cases import Case
@@ -58,12 +60,15 @@ def check_in_parallel(task: Task) -> Task:
     for folder in (*task.before, task.folder):
         caches.unpack(folder, task.cache_folder)
     minutes = task.minutes * _MOST_CHECKING
-    work = task.folder / "parts"
+    work, known = task.folder / "parts", task.folder / "known"
+    known.mkdir(parents=True, exist_ok=True)  # results that are not checked again, without compiled kernels
+    rows = read([*task.before, task.folder]) if task.resume else []
+    (known / RESULTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     running = []
     for which in range(count):
         part = work / str(which)
         part.mkdir(parents=True, exist_ok=True)
-        running.append(_start(task, part, (which, count), minutes))
+        running.append(_start(task, known, part, (which, count), minutes))
     lock = threading.Lock()
     readers = [threading.Thread(target=_relay, args=(process, lock)) for process in running]
     for reader in readers:
@@ -76,11 +81,12 @@ def check_in_parallel(task: Task) -> Task:
             process.terminate()
     for reader in readers:
         reader.join()
+    shutil.rmtree(known)
     _merge(work, task.folder)
-    return replace(task, before=[], resume=True, minutes=task.minutes - (time.monotonic() - began) / 60)
+    return replace(task, resume=True, minutes=task.minutes - (time.monotonic() - began) / 60)
 
 
-def _start(task: Task, folder: Path, part: tuple[int, int], minutes: float) -> subprocess.Popen[str]:
+def _start(task: Task, known: Path, folder: Path, part: tuple[int, int], minutes: float) -> subprocess.Popen[str]:
     command = [
         sys.executable,
         "-m",
@@ -92,6 +98,7 @@ def _start(task: Task, folder: Path, part: tuple[int, int], minutes: float) -> s
         f"{minutes:.2f}",
     ]
     command += ["--cache-dir", str(task.cache_folder), "--part", f"{part[0]}/{part[1]}", "--only", task.only]
+    command += ["--resume", "--before", str(known)]
     if task.tiny:
         command.append("--tiny")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
