@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata, ScoreBias, SlopedBias, distance_table, given, refuse_gradients
+from model.attention.base import AttentionMetadata, ScoreBias, distance_table, given, refuse_gradients, slopes
 from model.cache.kv_cache import LayerCache
 from model.config.attention import AttentionConfig, XLNetRelativeConfig
 from model.config.cache import PagedSpec
@@ -61,8 +61,7 @@ class NativeBackend:
             pages = KVPages(Kind.F32, key.data_ptr(), value.data_ptr(), None, None, stride, stride)
         out = torch.empty(query.shape, dtype=torch.float32)
         table, described = None, None
-        if isinstance(bias, SlopedBias):
-            table = bias.slopes(query.device)
+        if bias is not None and (table := slopes(bias, query.device)) is not None:
             described = BiasTable(slopes=table.data_ptr())
         elif bias is not None:
             table = _bias_table(bias, max(metadata.kv_lens))

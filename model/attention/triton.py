@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton import language as tl
 
@@ -20,10 +19,10 @@ from model.attention.base import (
     Preparation,
     PreparingBackend,
     ScoreBias,
-    SlopedBias,
     distance_table,
     given,
     refuse_gradients,
+    slopes,
 )
 from model.attention.layer_backends import Recurrence
 from model.attention.triton_heads import prepare
@@ -32,6 +31,7 @@ from model.cache.kv_cache import LayerCache, StateCache, StateTables
 from model.config.attention import AttentionConfig, DisentangledConfig, GatedDeltaConfig, XLNetRelativeConfig
 from model.config.cache import SCALED_KINDS, PagedSpec
 from model.system.devices import processors
+from model.system.held_kernels import cdiv, next_power_of_2
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers
@@ -93,13 +93,12 @@ class TritonBackend(PreparingBackend):
         table = _table(bias, query.device)
         if len(query) == 0:
             return query
-        with torch.cuda.device_of(query):  # Triton launches on the current device; nothing happens for a CPU's tensor
-            if cache is not None and metadata.slot_mapping is not None:
-                _write(cache, metadata.slot_mapping, given(key), given(value))
-            if cache is not None and metadata.block_tables is not None:
-                return self._attend(query, cache, metadata.block_tables, metadata, config, table, sinks)
-            packed = LayerCache(_rows(given(key)), _rows(given(value)))
-            return self._attend(query, packed, None, metadata, config, table, sinks)
+        if cache is not None and metadata.slot_mapping is not None:
+            _write(cache, metadata.slot_mapping, given(key), given(value))
+        if cache is not None and metadata.block_tables is not None:
+            return self._attend(query, cache, metadata.block_tables, metadata, config, table, sinks)
+        packed = LayerCache(_rows(given(key)), _rows(given(value)))
+        return self._attend(query, packed, None, metadata, config, table, sinks)
 
     def forward_unprepared(
         self,
@@ -119,12 +118,11 @@ class TritonBackend(PreparingBackend):
             return query
         query, key, value = _rows(query), _rows(key), _rows(value)
         tables, slots = metadata.block_tables, metadata.slot_mapping
-        with torch.cuda.device_of(query):
-            if cache is None or tables is None or slots is None:
-                query, key = prepare(query, key, value, preparation, None, None)
-                return self.forward(query, key, value, cache, metadata, config, bias, sinks)
-            query, _ = prepare(query, key, value, preparation, cache, slots)
-            return self._attend(query, cache, tables, metadata, config, _table(bias, query.device), sinks)
+        if cache is None or tables is None or slots is None:
+            query, key = prepare(query, key, value, preparation, None, None)
+            return self.forward(query, key, value, cache, metadata, config, bias, sinks)
+        query, _ = prepare(query, key, value, preparation, cache, slots)
+        return self._attend(query, cache, tables, metadata, config, _table(bias, query.device), sinks)
 
     def unsupported_recurrence(self, config: GatedDeltaConfig, dtype: torch.dtype) -> str | None:
         if dtype not in _TYPES:
@@ -136,8 +134,7 @@ class TritonBackend(PreparingBackend):
     ) -> Tensor:
         """As `RecurrentBackend` has it: one launch for single tokens, three for prompts."""
         refuse_gradients(self, inputs)
-        with torch.cuda.device_of(inputs):
-            return triton_delta.compute(layer, inputs, gates, tables, states)
+        return triton_delta.compute(layer, inputs, gates, tables, states)
 
     def tiles(self, rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
         """For segments of up to `rows` queries times heads of a group."""
@@ -196,7 +193,7 @@ class TritonBackend(PreparingBackend):
         if not count:
             self._launch(query, memory, tables, lengths, metadata.causal, config, bias, sinks, out, 0)
             return out
-        decodes, prompts = lengths.apart()
+        decodes, prompts = lengths.apart
         assert tables is not None
         self._launch(query, memory, tables[:count], decodes, metadata.causal, config, bias, sinks, out[:count], 0)
         self._launch(query, memory, tables[count:], prompts, metadata.causal, config, bias, sinks, out, count)
@@ -303,10 +300,11 @@ def choose_tiles(rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, 
 def _table(bias: ScoreBias | None, device: torch.device) -> Tensor | None:
     """What a bias adds by distance, `[H, 2 R + 1]`, or its slopes `[H]`; raises `ValueError` for one that depends on
     more."""
-    if isinstance(bias, SlopedBias):
-        return bias.slopes(device)
-    table = None if bias is None else distance_table(bias)
-    if bias is not None and table is None:
+    if bias is None:
+        return None
+    table = slopes(bias, device)
+    table = distance_table(bias) if table is None else table
+    if table is None:
         raise ValueError("the Triton kernels add no bias that depends on more than the distance")
     return table
 
@@ -315,9 +313,9 @@ def _write(cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor) -> None
     """Key and value `[T, K, D]` into the pages in one launch; rows whose slot is -1 go nowhere."""
     key, value = _rows(key), _rows(value)
     num_heads, dim = key.shape[1:]
-    block_dim = triton.next_power_of_2(dim)
-    block_heads = min(triton.next_power_of_2(num_heads), max(1, _WRITTEN // block_dim))
-    write_pages[(len(slots), triton.cdiv(num_heads, block_heads))](
+    block_dim = next_power_of_2(dim)
+    block_heads = min(next_power_of_2(num_heads), max(1, _WRITTEN // block_dim))
+    write_pages[(len(slots), cdiv(num_heads, block_heads))](
         key,
         value,
         slots,
@@ -346,4 +344,4 @@ def _packed_starts(lengths: DeviceLengths) -> Tensor:
 
 
 def _block_dim(config: AttentionConfig) -> int:
-    return max(16, triton.next_power_of_2(config.head_dim))  # a product's inner dimension is at least 16
+    return max(16, next_power_of_2(config.head_dim))  # a product's inner dimension is at least 16

@@ -8,7 +8,6 @@ each segment; norms and gates. Imported only where Triton is.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from model.attention.layer_backends import Recurrence
@@ -16,6 +15,7 @@ from model.attention.triton_delta_kernels import gate_outputs, scan_chunks, solv
 from model.attention.triton_kernels import INTERPRETED
 from model.cache.kv_cache import StateCache, StateTables
 from model.config.attention import GatedDeltaConfig
+from model.system.held_kernels import cdiv, next_power_of_2
 
 CHUNK = 32  # tokens that are solved for together
 _MOST = 128 * 128  # elements of a head's state, which a program has in registers
@@ -45,7 +45,7 @@ def compute(layer: Recurrence, inputs: Tensor, gates: Tensor, tables: StateTable
 
 
 def _padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def _step(
@@ -132,7 +132,7 @@ def _prompts(
         num_stages=1,
     )
     values = min(block_v, _SCAN_VALUES)
-    scan_chunks[(segments.shape[1], heads, triton.cdiv(value_dim, values))](
+    scan_chunks[(segments.shape[1], heads, cdiv(value_dim, values))](
         segments,
         chunks,
         recurrent,

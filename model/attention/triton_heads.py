@@ -13,7 +13,7 @@ from triton import language as tl
 from model.attention.base import HeadNorm, Preparation
 from model.attention.triton_kernels import quantized
 from model.cache.kv_cache import LayerCache
-from model.system.held_kernels import held
+from model.system.held_kernels import cdiv, held, next_power_of_2
 
 _ELEMENTS = 2048  # of a program
 _RMS, _LAYER = tl.constexpr(1), tl.constexpr(2)  # values of NORM; 0: there is none
@@ -195,10 +195,10 @@ def prepare(
     keys = pages.keys if pages is not None else key.new_empty(key.shape)
     cos, sin = preparation.rotary or (None, None)
     query_norm, key_norm = preparation.query_norm, preparation.key_norm
-    block_dim = triton.next_power_of_2(dim)
+    block_dim = next_power_of_2(dim)
     most = max(1, _ELEMENTS // block_dim)
-    block_q, block_k = (min(triton.next_power_of_2(count), most) for count in (num_heads, num_kv_heads))
-    blocks = triton.cdiv(num_heads, block_q) + triton.cdiv(num_kv_heads, block_k)
+    block_q, block_k = (min(next_power_of_2(count), most) for count in (num_heads, num_kv_heads))
+    blocks = cdiv(num_heads, block_q) + cdiv(num_kv_heads, block_k)
     prepare_heads[(num_rows, blocks)](
         query,
         key,

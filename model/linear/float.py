@@ -59,8 +59,7 @@ def _row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         from model.linear import triton_floats
 
         try:
-            with torch.cuda.device_of(x):
-                return triton_floats.multiply_row(x.contiguous(), weight.contiguous(), bias)
+            return triton_floats.multiply_row(x.contiguous(), weight.contiguous(), bias)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a compiler
@@ -153,8 +152,7 @@ class ExpertsLinear(FloatLinear):
         if self.kernels:
             from model.linear import triton_experts
 
-            with torch.cuda.device_of(x):
-                return triton_experts.multiply(x, weights, biases, starts)
+            return triton_experts.multiply(x, weights, biases, starts)
         y = x.new_empty(len(x), self.spec.outputs_of_expert)
         for expert, (first, last) in enumerate(pairwise(starts.tolist())):
             if first < last:

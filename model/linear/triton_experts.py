@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import language as tl
 
 from model.linear.base import FEW, SEVERAL, Tiles
-from model.system.held_kernels import held
+from model.system.held_kernels import cdiv, held
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, til
     (rows, width), (experts, outputs, _) = x.shape, weight.shape
     tiles = tiles or choose_tiles(rows, experts, x.dtype)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    experts_product[(triton.cdiv(outputs, tiles.outputs), rows // tiles.rows + experts)](
+    experts_product[(cdiv(outputs, tiles.outputs), rows // tiles.rows + experts)](
         x,
         weight,
         bias,

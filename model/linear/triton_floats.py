@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from model.system.held_kernels import held
+from model.system.held_kernels import cdiv, held
 
 # Two outputs and 1,024 inputs at a time were the fastest of eight on an H200 for ten matrices of models with 0.6 to 8
 # billion parameters: 0.7 to 0.95 of cuBLAS's time.
@@ -49,7 +49,7 @@ def multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x W^T + b` of one row x `[1, K]`, which is dense; W `[N, K]` has dense rows. Returns `[1, N]`."""
     outputs, inputs = weight.shape
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
-    one_row[(triton.cdiv(outputs, _OUTPUTS),)](
+    one_row[(cdiv(outputs, _OUTPUTS),)](
         x, weight, bias, out, outputs, inputs, BLOCK_N=_OUTPUTS, BLOCK_K=_INPUTS, num_warps=_WARPS
     )
     return out

@@ -13,7 +13,7 @@ from triton import language as tl
 
 from model.linear.base import FEW, SEVERAL, Tiles
 from model.system.float8_kernels import to_float8
-from model.system.held_kernels import held
+from model.system.held_kernels import cdiv, held, next_power_of_2
 
 _GROUPS = 16  # groups that a program quantises
 _MOST = tl.constexpr(448.0)  # of float8_e4m3fn
@@ -122,8 +122,8 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     groups = -(-width // group) if group else 1
     numbers = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
-    block = min(triton.next_power_of_2(groups), _GROUPS)
-    quantize[(rows, triton.cdiv(groups, block))](
+    block = min(next_power_of_2(groups), _GROUPS)
+    quantize[(rows, cdiv(groups, block))](
         x,
         numbers,
         scales,
@@ -132,7 +132,7 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         x.stride(0),
         GROUP=group,
         BLOCK_GROUPS=block,
-        WIDTH=triton.next_power_of_2(group or width),
+        WIDTH=next_power_of_2(group or width),
         num_warps=4 if (group or width) * block <= 4096 else 8,
         enable_fp_fusion=False,  # a product and the sum that rounds it are two operations
     )
@@ -154,7 +154,7 @@ def multiply(
     outputs = weight.shape[0]
     tiles = tiles or choose_tiles(rows, block[1])
     out = torch.empty(rows, outputs, dtype=dtype, device=numbers.device)
-    scaled_product[(triton.cdiv(outputs, tiles.outputs), triton.cdiv(rows, tiles.rows))](
+    scaled_product[(cdiv(outputs, tiles.outputs), cdiv(rows, tiles.rows))](
         numbers,
         scales,
         weight,

@@ -17,7 +17,7 @@ from triton import language as tl
 
 from model.linear.base import FEW, SEVERAL
 from model.system.devices import processors
-from model.system.held_kernels import held
+from model.system.held_kernels import cdiv, held
 
 _COUNTERS = 1 << 14  # tiles of a launch whose inputs are divided, at most
 _MOST_PARTS = 8
@@ -289,7 +289,7 @@ def choose_tiles(rows: int, outputs: int, spans: int, device: torch.device) -> T
 
 
 def _parts(outputs: int, width: int, spans: int, wanted: int) -> int:
-    most = min(wanted // triton.cdiv(outputs, width), spans // _LEAST_SPANS, _MOST_PARTS)
+    most = min(wanted // cdiv(outputs, width), spans // _LEAST_SPANS, _MOST_PARTS)
     return 1 << (most.bit_length() - 1) if most > 1 else 1
 
 
@@ -317,10 +317,10 @@ def multiply(
     x = x if x.stride(-1) == 1 else x.contiguous()
     (rows, width), outputs = x.shape, weight.shape[0]
     half = half_span(group)
-    spans = triton.cdiv(width, 2 * half)
+    spans = cdiv(width, 2 * half)
     tiles = tiles or choose_tiles(rows, outputs, spans, x.device)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(outputs, tiles.outputs), triton.cdiv(rows, tiles.rows), tiles.parts)
+    grid = (cdiv(outputs, tiles.outputs), cdiv(rows, tiles.rows), tiles.parts)
     sums = finished = None
     if tiles.parts > 1:
         assert grid[0] * grid[1] <= _COUNTERS
@@ -341,7 +341,7 @@ def multiply(
         x.stride(0),
         weight.stride(0),
         spans,
-        triton.cdiv(spans, tiles.parts),
+        cdiv(spans, tiles.parts),
         BITS=bits,
         GROUP=group,
         HALF=half,
@@ -362,7 +362,7 @@ def dequantized(
     """W as floats, `[N, K]` of `width` inputs."""
     outputs, half = weight.shape[0], half_span(group)
     out = torch.empty(outputs, width, dtype=dtype, device=weight.device)
-    dequantize[(triton.cdiv(outputs, 32), triton.cdiv(width, 2 * half))](
+    dequantize[(cdiv(outputs, 32), cdiv(width, 2 * half))](
         weight,
         scales,
         offsets,

@@ -16,7 +16,7 @@ from triton import language as tl
 
 from model.attention.base import Preparation
 from model.config.layer import Activation
-from model.system.held_kernels import held
+from model.system.held_kernels import cdiv, held, next_power_of_2
 
 Pair = tuple[Tensor, Tensor]
 
@@ -230,7 +230,7 @@ def _sum_and_norm(
     if x.dim() != 2 or y.dtype is not dtype or dtype not in _DTYPES or width > _WIDEST:
         return NotImplemented
     total, normed = (torch.empty((rows, width), dtype=dtype, device=x.device) for _ in range(2))
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     sum_and_norm[(rows,)](
         x.contiguous(),
         y.contiguous(),
@@ -275,8 +275,8 @@ def _gate(
         return NotImplemented
     out = torch.empty((rows, width), dtype=dtype, device=gate.device)
     gate, up = (one if one.stride(1) == 1 else one.contiguous() for one in (gate, up))
-    block = min(triton.next_power_of_2(width), _BLOCK)
-    gate_rows[(rows * triton.cdiv(width, block),)](
+    block = min(next_power_of_2(width), _BLOCK)
+    gate_rows[(rows * cdiv(width, block),)](
         gate,
         up,
         out,
@@ -299,8 +299,8 @@ def weighted_sums(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor | Not
     if rows.dtype not in _DTYPES or weights.dtype is not torch.float32:
         return NotImplemented
     out = torch.empty((tokens, width), dtype=rows.dtype, device=rows.device)
-    block = min(triton.next_power_of_2(width), _BLOCK)
-    add_weighted_rows[(tokens * triton.cdiv(width, block),)](
+    block = min(next_power_of_2(width), _BLOCK)
+    add_weighted_rows[(tokens * cdiv(width, block),)](
         rows.contiguous(),
         places.contiguous(),
         weights.contiguous(),
@@ -328,7 +328,7 @@ def turns(
         sin,
         float(factor),
         HALF=half,
-        BLOCK=triton.next_power_of_2(2 * half),
+        BLOCK=next_power_of_2(2 * half),
         INTERLEAVED=interleaved,
         OWN=frequencies.dim() == 2,
         num_warps=1,

@@ -22,7 +22,7 @@ from triton import language as tl
 
 from model.api.sampling_params import SAMPLING, SamplingParams
 from model.system.devices import to_device
-from model.system.held_kernels import held
+from model.system.held_kernels import cdiv, held, next_power_of_2
 
 _BLOCK = 2048  # tokens of an iteration
 _WARPS = 8
@@ -235,10 +235,9 @@ def launch_greedy(logits: Tensor, tokens: Tensor, parts: int) -> None:
         assert rows <= _COUNTERS
         keys = torch.empty(rows * parts, dtype=torch.int64, device=logits.device)
         finished = _counters(logits.device)
-    with torch.cuda.device_of(logits):
-        greedy_kernel[(rows, parts)](
-            logits, tokens, keys, finished, logits.stride(0), vocabulary, BLOCK=_BLOCK, PARTS=parts, num_warps=_WARPS
-        )
+    greedy_kernel[(rows, parts)](
+        logits, tokens, keys, finished, logits.stride(0), vocabulary, BLOCK=_BLOCK, PARTS=parts, num_warps=_WARPS
+    )
 
 
 @cache
@@ -268,14 +267,13 @@ def launch_sampling(
     )
     vocabulary = logits.shape[1]
     settings = to_device(torch.from_numpy(table), logits.device)
-    with torch.cuda.device_of(logits):
-        sampling_kernel[(len(rows),)](
-            logits,
-            tokens,
-            settings,
-            logits.stride(0),
-            vocabulary,
-            BLOCK=_BLOCK,
-            BLOCKS=triton.next_power_of_2(triton.cdiv(vocabulary, _BLOCK)),
-            num_warps=_WARPS,
-        )
+    sampling_kernel[(len(rows),)](
+        logits,
+        tokens,
+        settings,
+        logits.stride(0),
+        vocabulary,
+        BLOCK=_BLOCK,
+        BLOCKS=next_power_of_2(cdiv(vocabulary, _BLOCK)),
+        num_warps=_WARPS,
+    )

@@ -56,9 +56,19 @@ def _launch(grid, {names}, num_warps=_unset, num_stages=_unset, enable_fp_fusion
 """
 
 
+def cdiv(number: int, size: int) -> int:
+    """Return `number / size`, rounded up. Triton's own function takes 5 us."""
+    return -(-number // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the least power of two that is not less than `number`. Triton's own function takes 5 us."""
+    return 1 << (number - 1).bit_length()
+
+
 def held(kernel: Any) -> Any:
     """Hold the variants of a `triton.jit` kernel; a kernel of the interpreter is returned as it is."""
-    if type(kernel) is not triton.JITFunction or _VERSION not in _CALLS:
+    if type(kernel) is not triton.JITFunction:
         return kernel
     return HeldKernel(
         kernel.fn,
@@ -106,7 +116,7 @@ class HeldKernel(triton.JITFunction):  # type: ignore[misc]
         for parameter, value in zip(self.params, values, strict=True):
             if not parameter.is_constexpr and kinds[parameter.name] is None:
                 kinds[parameter.name] = _kind(value)
-        if kinds != self._kinds and Tensor in kinds.values():
+        if kinds != self._kinds and Tensor in kinds.values() and _VERSION in _CALLS:
             self._kinds, self.variants = kinds, {}
             active = driver.active
             names = {

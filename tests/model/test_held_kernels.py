@@ -173,10 +173,14 @@ def test_hooks_of_a_profiler_are_called_by_triton_s_path(monkeypatch: pytest.Mon
 
 
 def test_other_versions_of_triton_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = triton.JITFunction(kernel, **SETTINGS)
-    assert type(held(made)) is HeldKernel
+    own, x = held(triton.JITFunction(kernel, **SETTINGS)), torch.zeros(64)
+    assert type(own) is HeldKernel
     monkeypatch.setattr(held_kernels, "_VERSION", "3.8")
-    assert held(made) is made
+    by_triton = counted(monkeypatch)
+    for _ in range(3):
+        own[(1,)](x, None, x, 64, 1, 1.0, 16, BLOCK=16, KIND=0)
+    assert len(by_triton) == 3
+    assert not own.variants
 
 
 def test_what_an_unknown_launcher_launches_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:

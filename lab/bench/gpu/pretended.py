@@ -77,6 +77,19 @@ class _Utils:
         return 0, 0, 0, 0, 1024
 
 
+class _Launcher:
+    """Launches nothing. It has what `model.system.held_kernels` reads of Triton's launcher, so variants are held."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+    arg_annotations: tuple[object, ...] = ()
+    kernel_signature = b""
+
+    def __call__(self, *arguments: object) -> None: ...
+
+    def launch(self, *arguments: object) -> None: ...
+
+
 class PretendedDriver(DriverBase):  # type: ignore[misc]
     """Triton's driver of a GPU of one compute capability."""
 
@@ -88,8 +101,8 @@ class PretendedDriver(DriverBase):  # type: ignore[misc]
     def is_active() -> bool:
         return True
 
-    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
-        return lambda *arguments, **named: None
+    def launcher_cls(self, source: object, metadata: object) -> _Launcher:
+        return _Launcher()
 
     def map_python_to_cpp_type(self, name: str) -> str:
         return name
