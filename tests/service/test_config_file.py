@@ -68,6 +68,20 @@ def test_ranks_that_go_where_the_cluster_has_gpus_leave_their_resources_to_the_a
     assert serve_config(file, 2)["applications"][1]["deployments"][0]["ray_actor_options"] == {"num_cpus": 2}
 
 
+def test_the_gpus_of_replicas_are_written_with_their_cpus(tmp_path: Path) -> None:
+    """`device: auto` is a GPU only if the file says how many a replica has: the cluster is not there yet."""
+    path = tmp_path / "x.yaml"
+    for text, gpus in (
+        ("models: {a: /a}", None),
+        ("{gpus_per_replica: 0.5, models: {a: /a}}", 0.5),
+        ("{device: cuda, models: {a: /a, b: /b}}", 1),
+    ):
+        path.write_text(text)
+        (application,) = serve_config(path, 2)["applications"]
+        assert application["deployments"][0]["ray_actor_options"].get("num_gpus") == gpus
+        assert config_of_application(application["args"]).scaling.gpus_per_replica == (gpus if gpus == 0.5 else None)
+
+
 def test_an_application_serves_what_the_same_file_serves_without_a_cluster(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from model.attention.base import UNEVEN_KEYS, UNEVEN_TIMES, AttentionMetadata, DeviceLengths
 from model.cache.kv_cache import KVCache
 from model.engine.execution.batch import BatchLayout, StepBatch, pack
+from model.engine.execution.static_row import fill_row
 from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
@@ -118,9 +119,7 @@ class DecodeGraphs:
 
         `tokens` are those that the previous step sampled; None if this step needs none of them.
         """
-        step = fill_static(self._row, self._layouts[layout.segments], layout, to_device(row, self._cache.device))
-        if tokens is not None:
-            fill_placeholders(step, tokens)
+        fill_row(self._row, self._layouts[layout.segments], to_device(row, self._cache.device), layout, tokens)
         hidden, replay = self._recorded[layout.segments, uneven]
         replay()
         return hidden[:num_segments]
@@ -193,24 +192,6 @@ def recording(graphs: SomeGraphs, what: str = "decode steps") -> Work[tuple[Some
         logger.warning("%s could not be recorded, so their kernels are launched one by one", what, exc_info=True)
         return None, summary(error)
     return graphs, ""
-
-
-def fill_static(static: Tensor, layout: BatchLayout, used: BatchLayout, packed: Tensor) -> StepBatch:
-    """Copy a step with shorter tables to the recorded `layout` of a static row; the rest of a table is never read."""
-    row = static[: sum(layout.sizes)]
-    step, new = layout.split(row), used.split(packed)
-    row[: layout.before_tables].copy_(packed[: layout.before_tables])
-    step.tables[..., : used.blocks].copy_(new.tables)
-    if layout.source_blocks:
-        step.source_lens.copy_(new.source_lens)
-        step.source_tables[..., : used.source_blocks].copy_(new.source_tables)
-    return step
-
-
-def fill_placeholders(step: StepBatch, tokens: Tensor) -> None:
-    """Replace placeholders by the tokens that the previous step sampled, on the device."""
-    known = step.placeholders < 0
-    step.ids.copy_(torch.where(known, step.ids, tokens[step.placeholders.clamp(min=0)]))
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -21,8 +21,9 @@ from model.attention.base import AttentionMetadata, DeviceLengths
 from model.cache.kv_cache import KVCache
 from model.config.model import ModelConfig
 from model.engine.execution.batch import BatchLayout, pack
-from model.engine.execution.cuda_graphs import Recorder, fill_placeholders, fill_static
+from model.engine.execution.cuda_graphs import Recorder
 from model.engine.execution.encoder_graphs import most_tokens
+from model.engine.execution.static_row import fill_row
 from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.network.inputs import StackInput
 from model.network.transformer import Transformer
@@ -118,9 +119,7 @@ class MixedGraphs:
         They are valid until the next run. `tokens` are those that the previous step sampled; None if this step needs
         none of them.
         """
-        batch = fill_static(self._row, self._layouts[step.size], layout, to_device(row, self._cache.device))
-        if tokens is not None:
-            fill_placeholders(batch, tokens)
+        fill_row(self._row, self._layouts[step.size], to_device(row, self._cache.device), layout, tokens)
         hidden, replay = self._recorded[step.size]
         replay()
         prompts = hidden[step.size.decodes :][: step.tokens]

@@ -22,10 +22,11 @@ from model.api.request import Source
 from model.attention.base import AttentionMetadata, DeviceLengths
 from model.cache.kv_cache import KVCache, StateSpan
 from model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch
-from model.engine.execution.cuda_graphs import DecodeGraphs, fill_placeholders
+from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.encoder_graphs import EncoderGraphs
 from model.engine.execution.mixed_graphs import MixedGraphs, MixedStep
 from model.engine.execution.sources import source_input
+from model.engine.execution.static_row import fill_placeholders
 from model.engine.execution.step_logits import StepLogits, step_logits
 from model.network.inputs import CrossInput, StackInput
 from model.network.stack import StackPass
