@@ -21,9 +21,14 @@ from service.settings.parsers import boolean
 _FEW = 12  # names that an error lists
 _NAMES_FOR_REPLICAS = ("data_parallel", "data_parallel_size", "dp_size", "dp")  # in other services
 _REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts")
-# Each is read by one module: `cli.main`, `network.activation_dump`, `system.child_process`, `system.kernel_cache`.
-OTHER_VARIABLES = frozenset(
-    {"TRIPTYCH_CONFIG", "TRIPTYCH_DUMP_ACTIVATIONS", "TRIPTYCH_ENGINE_MODULE", "TRIPTYCH_KERNEL_CACHE"}
+OTHER_VARIABLES = frozenset(  # each is read by one module
+    {
+        "TRIPTYCH_CONFIG",  # service.cli.main
+        "TRIPTYCH_DUMP_ACTIVATIONS",  # model.network.activation_dump
+        "TRIPTYCH_ENGINE_MODULE",  # model.system.child_process
+        "TRIPTYCH_KERNEL_CACHE",  # model.system.kernel_cache
+        "TRIPTYCH_SYMMETRIC_SUMS",  # model.parallel.symmetric_sums
+    }
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from service.settings import option_table, sources
 from service.settings.parsers import byte_size
 from service.settings.resolve import resolve_config
 from service.settings.service_settings import ServiceSettings
+from tests.service.processes import ROOT
 from tests.service.support import info
 
 
@@ -227,6 +229,15 @@ def test_options_that_are_on_have_a_flag_to_switch_them_off() -> None:
     assert sources.from_environment({"TRIPTYCH_PREFIX_CACHING": "off"}) == {"prefix_caching": False}
     with pytest.raises(ConfigError, match="expected true or false"):
         sources.from_environment({"TRIPTYCH_PREFIX_CACHING": "maybe"})
+
+
+def test_every_variable_that_the_code_or_a_page_names_may_be_set() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = [path.read_text() for path in (*pages, *(ROOT / "model").rglob("*.py"))]
+    named = {name for text in texts for name in re.findall(r"TRIPTYCH_[A-Z_]*[A-Z]", text)}
+    of_clients = {"TRIPTYCH_API_KEY", "TRIPTYCH_ADMIN_KEY"}  # read by commands that send requests
+    known = {option.variable for option in option_table.OPTIONS} | sources.OTHER_VARIABLES | of_clients
+    assert {"TRIPTYCH_KERNEL_CACHE", "TRIPTYCH_PORT"} <= named <= known
 
 
 def test_names_that_other_services_have_for_replicas_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
