@@ -27,6 +27,7 @@ from model.checkpoint.folder import read_checkpoint
 from model.config.sharding import Shard
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, recorded
 from model.engine.execution.step_program import StepPlan, StepProgram
+from model.engine.warmup import compile_own_kernels
 from model.linear.factory import LinearFactory
 from model.network.transformer import Transformer
 from model.network.weights import load_model
@@ -44,6 +45,7 @@ from model.parallel.messages import (
     unpack_arguments,
 )
 from model.parallel.step_ring import RingReader
+from model.system.background_work import finish
 from model.system.child_process import FrameSocket, ignore_signals
 from model.system.stacks import print_stacks_on_signal
 
@@ -101,6 +103,8 @@ class RankWorker:
         )
         self._model = load_model(checkpoint, selection.backend, linear)
         self._group = group
+        if device.type == "cuda":
+            finish(compile_own_kernels(self._model))
         self._answer()
         group.connect(self._rendezvous)
         self._answer(*(torch.cuda.mem_get_info(device) if device.type == "cuda" else ()))

@@ -48,7 +48,7 @@ def warm_up(encode: EncodeEngine, generate: GenerateEngine | None, max_model_len
     cache = generate.runner.cache if generate is not None and isinstance(generate.runner, ModelRunner) else None
     most_queries = min(max_model_len, encode.max_num_batched_tokens)
     launched = yield from compile_attention(encode.model, cache, most_queries, max_model_len)
-    launched += yield from compile_products(encode.model)
+    launched += yield from compile_own_kernels(encode.model)
     if generate is not None:
         launched += yield from _compile_draft_model(generate)
         compile_sampling(encode.model)
@@ -112,6 +112,21 @@ def compile_attention(model: Transformer, cache: KVCache | None, most_queries: i
             launches += 1
             yield None
     return launches
+
+
+def compile_own_kernels(model: Transformer) -> Work[int]:
+    """Compile what a rank launches without the others: products, and the reduction of its part of the logits.
+
+    Other ranks than the first do this when they load; rank 0's warm-up reaches only what they compute together.
+    """
+    launched = yield from compile_products(model)
+    if model.linear.collective is not None and model.head is not None:
+        first, last = model.vocabulary[model.linear.shard.rank]
+        for count in LIKELIEST_PARTS:
+            likeliest(torch.zeros(count, last - first, dtype=model.dtype, device=next(model.parameters()).device))
+            launched += 1
+            yield None
+    return launched
 
 
 def compile_products(model: Transformer) -> Work[int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.api.sampling_params import SamplingParams
 from model.config.sharding import Shard
+from model.engine import warmup
 from model.engine.execution.step_logits import (
     BEST,
     CANDIDATES,
@@ -24,9 +25,12 @@ from model.engine.execution.step_logits import (
 from model.engine.scheduling.scheduled_step import ScheduledSequence
 from model.engine.scheduling.sequence import SequenceState
 from model.parallel.group import Group
+from model.sampling.random_sampling import LIKELIEST_PARTS
 from model.sampling.sampler import SamplingRow, sample
+from model.system.background_work import finish
 from tests.engine.support import request
-from tests.parallel.ranks import on_ranks
+from tests.model.checkpoints import loaded
+from tests.parallel.ranks import load_rank, on_ranks
 
 VOCABULARY = 1531  # no multiple of a number of ranks
 
@@ -149,3 +153,12 @@ def test_beams_and_prompts_that_go_on() -> None:
     assert needed_rows([step_of({}), searching], 0) == bytes([BEST, WHOLE])
     unfinished = ScheduledSequence(step_of({}).sequence, 0, 2, encode_source=False)
     assert needed_rows([unfinished], 1) == b""
+
+
+def test_each_rank_compiles_the_reduction_of_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: set[tuple[int, int]] = set()
+    monkeypatch.setattr(warmup, "likeliest", lambda logits: shapes.add(tuple(logits.shape)))
+    assert finish(warmup.compile_own_kernels(loaded("llama-gqa"))) == 0
+    launched = on_ranks(2, lambda group: finish(warmup.compile_own_kernels(load_rank("llama-gqa", group))))
+    assert shapes == {(rows, columns) for rows in LIKELIEST_PARTS for columns in (48, 49)}
+    assert launched == [len(LIKELIEST_PARTS)] * 2

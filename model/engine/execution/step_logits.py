@@ -126,7 +126,7 @@ def step_logits(model: Transformer, hidden: Tensor, needed: bytes) -> StepLogits
         numbers.view(len(stacked), *one.shape).permute(1, 2, 0, 3).flatten(2)  # [2, rows, R * count]
         for numbers, one in zip(stacked.split([one.numel() for one in sent], dim=1), sent, strict=True)
     )
-    rank = likeliest(best.view(torch.float32))[:, None]  # of ranks with equal values the first
+    rank = best.view(torch.float32).argmax(dim=-1, keepdim=True)  # of ranks with equal values the first
     return StepLogits(whole, needed, tokens.gather(1, rank)[:, 0].long(), candidates.view(torch.float32), ids.long())
 
 
