@@ -11,14 +11,13 @@ collected after that.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.api.request import (
     EncodeOutput,
@@ -29,11 +28,11 @@ from model.api.request import (
 from model.api.stats import StepStats
 from model.attention.base import AttentionMetadata
 from model.checkpoint.sentence_transformers import SentenceSettings
-from model.config.model import ClassifierInput
 from model.engine.encode_results import ArrivingResults, LaunchedBatch
 from model.engine.execution.encoder_graphs import EncoderGraphs
 from model.engine.execution.sources import blank_source, source_input
 from model.engine.fault_isolation import run_isolated
+from model.engine.label_head import LabelHead
 from model.engine.output_heads import EncodeResult, SentenceHead, VocabularyHead
 from model.engine.scheduling.scheduled_step import (
     UNLIMITED,
@@ -84,7 +83,7 @@ class EncodeEngine:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._head = SentenceHead(model, sentences, device)
         self._vocabulary = VocabularyHead(model, sentences, device)
-        self._activation = _activation(model)
+        self._labels = LabelHead(model, device)
         self._images = images
         self._adapters = adapters
         self._graphs = graphs
@@ -320,9 +319,7 @@ class EncodeEngine:
         return hidden
 
     def _reads_decoder(self, request: EncodeRequest) -> bool:
-        classifier = self.model.config.classifier
-        of_end = classifier is not None and classifier.input is ClassifierInput.EOS
-        return of_end and request.task in _OF_LABELS
+        return self._labels.reads_decoder and request.task in _OF_LABELS
 
     def _decoder_input(
         self, requests: Sequence[EncodeRequest], hidden: Sequence[Tensor]
@@ -356,38 +353,19 @@ class EncodeEngine:
         Products with the vocabulary are those of all inputs together.
         """
         results: dict[int, EncodeResult] = {}
-        for task, compute in (
-            (EncodeTask.FILL_MASK, self._vocabulary.fill),
-            (EncodeTask.SPARSE, self._vocabulary.sparse),
+        for tasks, compute in (
+            ((EncodeTask.FILL_MASK,), self._vocabulary.fill),
+            ((EncodeTask.SPARSE,), self._vocabulary.sparse),
+            (_OF_LABELS, self._labels),
         ):
-            at = [index for index, request in enumerate(batch) if request.task is task]
+            at = [index for index, request in enumerate(batch) if request.task in tasks]
             if at:
                 found = compute([batch[index] for index in at], [hidden[index] for index in at])
                 results |= zip(at, found, strict=True)
         return [
-            results[index] if index in results else EncodeResult(self._postprocess(request, hidden[index]))
+            results[index] if index in results else EncodeResult(self._head(request, hidden[index].float()))
             for index, request in enumerate(batch)
         ]
-
-    def _postprocess(self, request: EncodeRequest, hidden: Tensor) -> Tensor:
-        """Turn one input's hidden states `[L, d]` into vectors or scores."""
-        if request.task in _OF_LABELS:
-            if self._reads_decoder(request):
-                hidden = hidden[: _behind_end(request.source.token_ids, self.model.config.eos_token_ids)]
-            scores = self.model.classify(hidden).float()
-            if request.task is EncodeTask.SCORES:
-                scores = self._activation(scores)
-            return scores if self.model.config.classifies_tokens else scores[0]
-        return self._head(request, hidden.float())
-
-
-def _activation(model: Transformer) -> nn.Module:
-    """Return what makes scores `[..., labels]` of a classifier's logits."""
-    head = model.config.classifier
-    kind = getattr(nn, "Identity" if head is None else head.activation)
-    over_labels = {"dim": -1} if "dim" in inspect.signature(kind).parameters else {}
-    found: nn.Module = kind(**over_labels)
-    return found
 
 
 _PLAIN = (False, False)  # the path of an input without unread tokens and adapter
@@ -396,8 +374,3 @@ _PLAIN = (False, False)  # the path of an input without unread tokens and adapte
 def _path(request: EncodeRequest) -> tuple[bool, bool]:
     """Return what decides how layers are computed: inputs that differ in it are computed as if they were alone."""
     return request.unread > 0, request.adapter is not None
-
-
-def _behind_end(ids: Sequence[int], ends: Sequence[int]) -> int:
-    """Return the index after the last end-of-sequence token; without one, that after the last token."""
-    return next((at for at in range(len(ids), 0, -1) if ids[at - 1] in ends), len(ids))

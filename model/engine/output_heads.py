@@ -8,6 +8,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,6 +19,7 @@ from model.checkpoint.sentence_transformers import SentenceSettings
 from model.checkpoint.tensor_files import TensorReader, read_headers
 from model.errors import CheckpointError
 from model.network.transformer import Transformer
+from model.system.devices import to_device
 
 # -- From an input's hidden states to its vector: pooling, the modules after it, truncation.
 
@@ -31,6 +33,7 @@ class SentenceHead:
     def __init__(self, model: Transformer, settings: SentenceSettings, device: torch.device) -> None:
         """Load the modules after the pooling; raises `CheckpointError` if their tensors do not fit."""
         self.settings = settings
+        self.together = device.type != "cpu"
         self._model = model
         self._steps = [load_step(step, device) for step in settings.steps]
         late = settings.late.dense if settings.late is not None else ()
@@ -62,13 +65,17 @@ class SentenceHead:
     def pool_together(self, requests: Sequence[EncodeRequest], hidden: Tensor) -> Tensor:
         """Return the vectors `[n, D]` of the packed hidden states `[T, d]` of inputs that `can_pool_together`.
 
-        Neighbours of equal length are pooled by one operation; the bits are those of each alone.
+        On a CPU neighbours of equal length are pooled by one operation; the bits are those of each alone. On a GPU all
+        inputs are pooled by a few operations.
         """
         pooled, at = [], 0
+        skipped = 0 if requests[0].pooling is not None else requests[0].prompt_tokens
+        if self.together:
+            lengths = [request.source.num_positions for request in requests]
+            return self._finished(requests[0], _pool_packed(hidden, lengths, skipped, self._modes(requests[0])))
         for length, run in groupby(request.source.num_positions for request in requests):
             count = len(list(run))
             rows = hidden[at : at + count * length].view(count, length, -1)
-            skipped = 0 if requests[0].pooling is not None else requests[0].prompt_tokens
             pooled.append(torch.cat([_pool_rows(rows[:, skipped:], mode) for mode in self._modes(requests[0])], dim=-1))
             at += count * length
         return self._finished(requests[0], torch.cat(pooled))
@@ -124,6 +131,26 @@ def _pool_rows(rows: Tensor, mode: Pooling) -> Tensor:
     if mode is Pooling.MAX:
         return rows.amax(dim=1)
     return rows.sum(dim=1) / rows.shape[1] ** 0.5
+
+
+def _pool_packed(hidden: Tensor, lengths: Sequence[int], skipped: int, modes: Sequence[Pooling]) -> Tensor:
+    """Combine the tokens of packed inputs of any lengths, `[T, d]`, but the first `skipped` of each, to `[n, D]`."""
+    counts = np.array(lengths) - skipped
+    rows = np.arange(len(hidden))
+    if skipped:
+        rows = np.concatenate([rows[end - count : end] for count, end in zip(counts, np.cumsum(lengths), strict=True)])
+    ends = np.cumsum(counts)
+    numbers = to_device(torch.from_numpy(np.concatenate((rows, ends - counts, ends - 1, counts))), hidden.device)
+    rows_read, first, last, count = numbers.split([len(rows), *[len(lengths)] * 3])
+
+    def pooled(mode: Pooling) -> Tensor:
+        if mode in (Pooling.CLS, Pooling.LAST):
+            return hidden[rows_read[first if mode is Pooling.CLS else last]]
+        how = "max" if mode is Pooling.MAX else "mean"
+        vectors = functional.embedding_bag(rows_read, hidden, first, mode=how)
+        return vectors * count[:, None].float().sqrt() if mode is Pooling.MEAN_SQRT_LEN else vectors
+
+    return torch.cat([pooled(mode) for mode in modes], dim=-1)
 
 
 def _stepped(vectors: Tensor, steps: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:

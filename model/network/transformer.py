@@ -214,5 +214,19 @@ class Transformer(nn.Module):
             assert self.config.image is not None
             patches = hidden[self.config.image.first_tokens :].mean(dim=0, keepdim=True)
             return self.classifier(torch.cat((hidden[:1], patches), dim=1))
-        vector = hidden[-1:] if source in (ClassifierInput.LAST, ClassifierInput.EOS) else hidden[:1]
-        return self.classifier(self.pool(vector) if source is ClassifierInput.POOLER else vector)
+        assert self.classified_row is not None
+        return self.classify_rows(hidden[self.classified_row][None])
+
+    @property
+    def classified_row(self) -> int | None:
+        """The row of a segment's hidden states that the classifier reads; None: there is none, or it reads more."""
+        source = self.config.classifier.input if self.config.classifier is not None else None
+        if source in (ClassifierInput.LAST, ClassifierInput.EOS):
+            return -1
+        return 0 if source in (ClassifierInput.FIRST, ClassifierInput.POOLER) else None
+
+    def classify_rows(self, rows: Tensor) -> Tensor:
+        """Scores over the labels `[N, labels]` of each segment's `classified_row`, `[N, d]`."""
+        assert self.classifier is not None and self.config.classifier is not None
+        rows = rows.to(self.dtype)
+        return self.classifier(self.pool(rows) if self.config.classifier.input is ClassifierInput.POOLER else rows)

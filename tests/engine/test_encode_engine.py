@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
@@ -440,3 +442,73 @@ def test_an_input_that_breaks_fails_alone_when_batches_overlap(monkeypatch: pyte
     while made.has_work:
         found |= {output.request_id: output.finish_reason for output in made.step()[0]}
     assert found == {"0": FinishReason.STOP, "1": FinishReason.ERROR, "2": FinishReason.STOP, "3": FinishReason.STOP}
+
+
+POOLED = (
+    {},
+    {"pooling": Pooling.CLS},
+    {"pooling": Pooling.LAST},
+    {"pooling": Pooling.MAX},
+    {"pooling": Pooling.MEAN_SQRT_LEN, "normalize": False},
+    {"dimensions": 8, "normalize": True},
+)
+
+
+@pytest.mark.parametrize("prompt_tokens", [0, 2])
+@pytest.mark.parametrize("settings", POOLED, ids=str)
+def test_a_gpu_pools_all_inputs_by_few_operations(settings: dict[str, Any], prompt_tokens: int) -> None:
+    lengths = (5, 30, 3, 12, 5, 22)
+    texts = [token_source(prompt(length, number)) for number, length in enumerate(lengths)]
+    requests = [
+        EncodeRequest(str(i), "m", text, prompt_tokens=prompt_tokens, **settings) for i, text in enumerate(texts)
+    ]
+    made = engine(budget=200)
+    alone = encoded(made, requests)
+    made._head.together = True
+    for vector, expected in zip(encoded(made, requests), alone, strict=True):
+        np.testing.assert_allclose(vector, expected, atol=1e-6, rtol=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """Notes torch's operations while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_a_gpu_launches_for_a_batch_does_not_depend_on_its_lengths() -> None:
+    head, counts = engine()._head, []
+    head.together = True
+    for lengths in ((9,), tuple(range(1, 30))):
+        requests = [EncodeRequest("r", "m", token_source(prompt(length))) for length in lengths]
+        with Operations() as seen:
+            head.pool_together(requests, torch.ones(sum(lengths), 32))
+        counts.append(len(seen.names))
+    assert counts[0] == counts[1] <= 12, counts
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["bert-sequence", "roberta-sequence", "modernbert-sequence-mean", "llama-sequence", "bart-nli", "bert-token"],
+)
+def test_a_gpu_classifies_all_inputs_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = (EncodeTask.LOGITS, EncodeTask.SCORES, EncodeTask.SCORES, EncodeTask.EMBEDDING, EncodeTask.LOGITS)
+    requests = [
+        EncodeRequest(str(number), "m", token_source(prompt(4 + 3 * number, number)), task)
+        for number, task in enumerate(tasks)
+    ]
+    made = engine(kind, budget=200)
+    alone = encoded(made, requests)
+    made._labels.together, calls = True, []
+    real = type(made.model).classify_rows
+    monkeypatch.setattr(
+        type(made.model), "classify_rows", lambda model, rows: calls.append(len(rows)) or real(model, rows)
+    )
+    for found, expected in zip(encoded(made, requests), alone, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-4)
+    assert calls == ([] if kind in ("modernbert-sequence-mean", "bert-token") else [4])

@@ -1,0 +1,65 @@
+"""Turns hidden states into scores over labels, by the classifier of a model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from model.api.request import EncodeRequest, EncodeTask
+from model.config.model import ClassifierInput
+from model.engine.output_heads import EncodeResult
+from model.network.transformer import Transformer
+
+
+class LabelHead:
+    """Computes one model's scores of inputs.
+
+    On a CPU each input is computed alone, so that its bits do not depend on the others. On a GPU, where every operation
+    is a launch, inputs with one row each for the classifier are computed together.
+    """
+
+    def __init__(self, model: Transformer, device: torch.device) -> None:
+        self._model = model
+        self._activation = _activation(model)
+        self.together = device.type != "cpu"
+
+    @property
+    def reads_decoder(self) -> bool:
+        """Whether the classifier reads the decoder's states."""
+        classifier = self._model.config.classifier
+        return classifier is not None and classifier.input is ClassifierInput.EOS
+
+    def __call__(self, requests: Sequence[EncodeRequest], hidden: Sequence[Tensor]) -> list[EncodeResult]:
+        """Return the logits or scores `[labels]` of each input, or `[L, labels]` of its tokens."""
+        if self.reads_decoder:
+            ends = self._model.config.eos_token_ids
+            pairs = zip(requests, hidden, strict=True)
+            hidden = [rows[: _behind_end(request.source.token_ids, ends)] for request, rows in pairs]
+        row = self._model.classified_row if self.together else None
+        if row is None:
+            logits = [self._model.classify(rows).float() for rows in hidden]
+        else:
+            logits = list(self._model.classify_rows(torch.stack([rows[row] for rows in hidden])).float()[:, None])
+        of_tokens = self._model.config.classifies_tokens
+        results = []
+        for request, found in zip(requests, logits, strict=True):
+            scores = self._activation(found) if request.task is EncodeTask.SCORES else found
+            results.append(EncodeResult(scores if of_tokens else scores[0]))
+        return results
+
+
+def _activation(model: Transformer) -> nn.Module:
+    """Return what makes scores `[..., labels]` of a classifier's logits."""
+    head = model.config.classifier
+    kind = getattr(nn, "Identity" if head is None else head.activation)
+    over_labels = {"dim": -1} if "dim" in inspect.signature(kind).parameters else {}
+    found: nn.Module = kind(**over_labels)
+    return found
+
+
+def _behind_end(ids: Sequence[int], ends: Sequence[int]) -> int:
+    """Return the index after the last end-of-sequence token; without one, that after the last token."""
+    return next((at for at in range(len(ids), 0, -1) if ids[at - 1] in ends), len(ids))
