@@ -296,6 +296,8 @@ class Preparation:
 class PreparingBackend:
     """A base class of backends that prepare queries and keys and write them into their pages at once."""
 
+    prepares = True  # not, where the kernel for it is broken
+
     def forward_unprepared(
         self,
         query: Tensor,  # [T, H, D]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
 import torch
@@ -18,7 +18,9 @@ from model.config.cache import PagedSpec
 from model.config.model import ModelConfig
 from model.errors import ConfigError
 from model.native.library import Library, native
+from model.system import kernel_faults
 from model.system.fallbacks import summary
+from model.system.kernel_faults import Faults
 
 _AMPERE = (8, 0)  # the first with bfloat16 and asynchronous copies
 
@@ -29,9 +31,15 @@ class Selection:
     reason: str
     library: Library | None = None  # what runs whole stacks in C
     preferred: str = ""  # the backend that computes what it can, by the name that `select_backend` takes
+    faults: Mapping[str, str] = field(default_factory=dict)  # kernels that are broken here, which torch replaces
 
 
-def select_layers(found: Selection, config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> Selection:
+def select_layers(
+    found: Selection,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+) -> Selection:
     """For each layer of a model the backend that was found, or torch's where that cannot compute it.
 
     `config` is of what this rank holds, `dtype` the network's, `cache_dtype` that of the decoder's pages.
@@ -40,6 +48,9 @@ def select_layers(found: Selection, config: ModelConfig, dtype: torch.dtype, cac
     others: dict[str, list[str]] = {}  # reason to the layers that it is of
     for stack, index, layer in _attentions(config):
         reason = _unsupported(preferred, layer, dtype, cache_dtype if stack == "decoder" else None)
+        broken = found.faults.get(kernel_faults.attention_part(layer))
+        if reason is None and broken is not None:
+            reason = f"the kernels of {preferred.name} failed their check here: {broken}"
         chosen[layer] = preferred if reason is None else SdpaBackend()
         if reason is not None:
             others.setdefault(reason, []).append(f"{stack} {index}")
@@ -81,10 +92,13 @@ def _layers(places: Sequence[str]) -> str:
     return " and ".join(f"{stack} layer{'s' * (len(found) > 1)} {', '.join(found)}" for stack, found in stacks.items())
 
 
-def select_backend(device: torch.device, dtype: torch.dtype = torch.float32, wanted: str = "auto") -> Selection:
+def select_backend(
+    device: torch.device, dtype: torch.dtype = torch.float32, wanted: str = "auto", faults: Faults | None = None
+) -> Selection:
     """The fastest backend that this device has; the reference backend is never selected, it is the tests' oracle.
 
-    `wanted` is auto, native, triton or sdpa; raises `ConfigError` where native or triton cannot be had.
+    `wanted` is auto, native, triton or sdpa; raises `ConfigError` where native or triton cannot be had. `faults` are
+    kernels that are known to be broken; None: nothing is known, and the smallest kernel is tried here.
     """
     found = _native(device, dtype) if wanted in ("auto", "native") else "asked for"
     if isinstance(found, Library):
@@ -92,9 +106,9 @@ def select_backend(device: torch.device, dtype: torch.dtype = torch.float32, wan
     if wanted == "native":
         raise ConfigError(f"the native backend cannot be had: {found}")
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
-        missing = _without_triton(device, dtype)
+        missing = _without_triton(device, dtype, faults)
         if missing is None:
-            return _triton()
+            return _triton(faults or {})
         if wanted == "triton":
             raise ConfigError(f"the triton backend cannot be had: {missing}")
         found = missing
@@ -109,17 +123,19 @@ def _native(device: torch.device, dtype: torch.dtype) -> Library | str:
     return native()
 
 
-def _without_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+def _without_triton(device: torch.device, dtype: torch.dtype, faults: Faults | None) -> str | None:
     """Why Triton's kernels cannot run here; None: they can."""
     if find_spec("triton") is None:
         return "triton is not installed (it comes with PyTorch's CUDA build)"
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) < _AMPERE:
             return "the GPU is older than compute capability 8.0"
-        return _tried(device, dtype)
-    if device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
+    elif device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1":
         return f"there are no Triton kernels for {device.type} (tests run them there with TRITON_INTERPRET=1)"
-    return None
+    if faults is None:
+        return _tried(device, dtype) if device.type == "cuda" else None
+    broken = faults.get(kernel_faults.TRITON)
+    return None if broken is None else f"triton does not work here: {broken}"
 
 
 def _tried(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -134,10 +150,10 @@ def _tried(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _triton() -> Selection:
+def _triton(faults: Faults) -> Selection:
     # Imported where it is used: a CPU's installation has no Triton.
     import triton
 
     from model.attention.triton import TritonBackend
 
-    return Selection(TritonBackend(), f"triton {triton.__version__}: pages read in place")
+    return Selection(TritonBackend(faults), f"triton {triton.__version__}: pages read in place", faults=faults)

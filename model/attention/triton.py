@@ -30,8 +30,10 @@ from model.attention.triton_kernels import INTERPRETED, SLOPES, TABLE, attend, c
 from model.cache.kv_cache import LayerCache, StateCache, StateTables
 from model.config.attention import AttentionConfig, DisentangledConfig, GatedDeltaConfig, XLNetRelativeConfig
 from model.config.cache import SCALED_KINDS, PagedSpec
+from model.system import kernel_faults
 from model.system.devices import processors
 from model.system.held_kernels import cdiv, next_power_of_2
+from model.system.kernel_faults import Faults
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers
@@ -63,6 +65,13 @@ class TritonBackend(PreparingBackend):
     graph_safe = True
     gathers_pages = False
     chunk = triton_delta.CHUNK
+    _broken_recurrence: str | None = None
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        """`faults` are kernels that are broken on this GPU."""
+        if faults is not None:
+            self.prepares = kernel_faults.PREPARATION not in faults
+            self._broken_recurrence = faults.get(kernel_faults.RECURRENCE)
 
     def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
         group, name = layer.num_heads // layer.num_kv_heads, str(dtype).removeprefix("torch.")
@@ -127,7 +136,7 @@ class TritonBackend(PreparingBackend):
     def unsupported_recurrence(self, config: GatedDeltaConfig, dtype: torch.dtype) -> str | None:
         if dtype not in _TYPES:
             return f"the Triton kernels do not compute in {str(dtype).removeprefix('torch.')}"
-        return triton_delta.unsupported(config)
+        return triton_delta.unsupported(config) or self._broken_recurrence
 
     def recur(
         self, layer: Recurrence, inputs: Tensor, gates: Tensor, tables: StateTables, states: StateCache | None

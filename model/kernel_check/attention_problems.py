@@ -10,8 +10,8 @@ from torch import Tensor
 
 from model.attention.base import AttentionBackend, AttentionMetadata, DeviceLengths
 from model.cache.kv_cache import LayerCache
-from model.config.attention import AttentionConfig, BucketBiasConfig
-from model.network.positions import BucketBias
+from model.config.attention import AlibiConfig, AttentionConfig, BucketBiasConfig
+from model.network.positions import AlibiBias, BucketBias
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class Problem:
     int8: bool = False
     fp8: bool = False
     biased: bool = False  # T5's bias by distance
+    slopes: tuple[float, ...] = ()  # ALiBi's, one for each head
+    sinks: bool = False
     block_size: int = 16
 
     @property
@@ -61,12 +63,12 @@ class ProblemTensors:
     value: Tensor | None
     cache: LayerCache | None
     metadata: AttentionMetadata
-    bias: BucketBias | None
+    bias: BucketBias | AlibiBias | None
+    sinks: Tensor | None = None  # [H]
 
     def forward(self, backend: AttentionBackend) -> Tensor:
-        return backend.forward(
-            self.query, self.key, self.value, self.cache, self.metadata, self.problem.config, self.bias
-        )
+        rows = (self.query, self.key, self.value)
+        return backend.forward(*rows, self.cache, self.metadata, self.problem.config, self.bias, self.sinks)
 
     def copied(self, dtype: torch.dtype) -> ProblemTensors:
         """Return a copy, so that backends do not read each other's writes."""
@@ -76,10 +78,11 @@ class ProblemTensors:
             pages = [x.clone() if scales else x.to(dtype, copy=True) for x in (cache.keys, cache.values)]
             cache = LayerCache(pages[0], pages[1], scales)
         bias = self.bias
-        if bias is not None:
+        if isinstance(bias, BucketBias):
+            weight = bias.weight
             bias = BucketBias(_BUCKETS, self.problem.heads, bidirectional=not self.problem.causal)
             bias = bias.requires_grad_(False).to(self.query.device, dtype)
-            bias.weight.copy_(self.bias.weight)  # type: ignore[union-attr]
+            bias.weight.copy_(weight)
         query, key, value = (None if x is None else x.to(dtype) for x in (self.query, self.key, self.value))
         assert query is not None
         return replace(self, query=query, key=key, value=value, cache=cache, bias=bias)
@@ -99,11 +102,12 @@ def make_tensors(problem: Problem, device: torch.device, dtype: torch.dtype, see
     total, cache, tables, slots = sum(q_lens), None, None, None
     if problem.paged:
         cache, tables, slots = _pages(problem, device, dtype, generator)
-    bias = None
+    bias: BucketBias | AlibiBias | None = AlibiBias(AlibiConfig(problem.slopes)) if problem.slopes else None
     if problem.biased:
         bias = BucketBias(_BUCKETS, problem.heads, bidirectional=not problem.causal).requires_grad_(False)
         bias = bias.to(device, dtype)
         bias.weight.normal_(generator=generator)
+    sinks = torch.randn(problem.heads, device=device, generator=generator).to(dtype) if problem.sinks else None
     own = problem.writes or not problem.paged
     key, value = (rows(total, problem.kv_heads) if own else None for _ in range(2))
     metadata = AttentionMetadata(
@@ -123,7 +127,7 @@ def make_tensors(problem: Problem, device: torch.device, dtype: torch.dtype, see
             singles=singles,
             max_single_kv_len=max(kv_lens[:singles], default=0),
         )
-    return ProblemTensors(problem, rows(total, problem.heads), key, value, cache, metadata, bias)
+    return ProblemTensors(problem, rows(total, problem.heads), key, value, cache, metadata, bias, sinks)
 
 
 def _pages(

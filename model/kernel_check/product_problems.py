@@ -32,6 +32,8 @@ class IntegerShape:
     bits: int
     group: int
     zeros: bool = False
+    whole: bool = True  # zero points are whole numbers
+    bias: bool = False
 
     def __str__(self) -> str:
         scaled = f"groups of {self.group}" if self.group else "rows"
@@ -50,14 +52,16 @@ def integer_projection(shape: IntegerShape, device: torch.device, dtype: torch.d
     group, rows = shape.group or shape.inputs, (slice(0, shape.outputs),)
     storage = replace(integers_in_groups(shape.bits, group, offsets=shape.zeros), block=(1, shape.group))
     with torch.device("meta"):
-        made = IntegerLinear(
-            LinearSpec("m", shape.inputs, (Part(shape.outputs),), bias=False), dtype, device, kept, storage
-        )
+        spec = LinearSpec("m", shape.inputs, (Part(shape.outputs),), bias=shape.bias)
+        made = IntegerLinear(spec, dtype, device, kept, storage)
     factors, most = (shape.outputs, -(-shape.inputs // group)), 1 << (shape.bits - 1)
     scales = (torch.rand(factors, device=device) + 0.5).to(dtype)
     made.fill("m.weight_scale", rows, scales)
     if shape.zeros:
-        made.fill("m.weight_offset", rows, scales.float() * torch.randint(-8, 8, factors, device=device))
+        points = torch.randint(-8, 8, factors, device=device) + (0 if shape.whole else torch.rand(1, device=device))
+        made.fill("m.weight_offset", rows, (scales.float() * points).to(torch.float32 if shape.whole else dtype))
+    if shape.bias:
+        made.fill("m.bias", rows, torch.randn(shape.outputs, device=device))
     numbers = torch.randint(-most, most, (shape.outputs, shape.inputs), dtype=torch.int8, device=device)
     made.fill("m.weight", rows, numbers)
     made.finish()
@@ -71,6 +75,7 @@ class Fp8Shape:
     outputs: int
     inputs: int
     block: tuple[int, int] | None = None
+    bias: bool = False
 
     def __str__(self) -> str:
         scaled = "rows" if self.block is None else f"blocks of {self.block[0]} x {self.block[1]}"
@@ -85,11 +90,10 @@ def empty_fp8(
         return Fp8Linear(spec, dtype, device, FLOAT if block is None else fp8_storage(block))
 
 
-def fp8_projection(
-    outputs: int, inputs: int, block: tuple[int, int] | None, device: torch.device, dtype: torch.dtype
-) -> Fp8Linear:
+def fp8_projection(shape: Fp8Shape, device: torch.device, dtype: torch.dtype) -> Fp8Linear:
     """Return a projection of random weights with a scale for each output, or for each block."""
-    linear = empty_fp8(LinearSpec("m", inputs, (Part(outputs),), bias=False), dtype, device, block)
+    outputs, inputs, block = shape.outputs, shape.inputs, shape.block
+    linear = empty_fp8(LinearSpec("m", inputs, (Part(outputs),), bias=shape.bias), dtype, device, block)
     rows = (slice(0, outputs),)
     weight = torch.randn(outputs, inputs, device=device)
     if block is not None:
@@ -97,6 +101,8 @@ def fp8_projection(
         linear.fill("m.weight_scale", rows, scales.repeat_interleave(block[0], 0)[:outputs])
         weight = weight.to(torch.float8_e4m3fn)
     linear.fill("m.weight", rows, weight)
+    if shape.bias:
+        linear.fill("m.bias", rows, torch.randn(outputs, device=device))
     linear.finish()
     return linear
 

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from model.config.formats import FLOAT, NumberFormat, NumberKind, Storage, kept_as_stored, nearest_kept
 from model.config.sharding import WHOLE, Index, Range, Shard
-from model.linear.base import Linear, LinearSpec, Split, TensorShape
+from model.linear.base import CompiledLinear, Linear, LinearSpec, Split, TensorShape
 from model.linear.float import DequantizedExpertsLinear, DequantizedLinear, ExpertsLinear, FloatLinear, TiedLinear
 from model.linear.fp8 import Fp8Linear, keeps
 from model.linear.integers import integer_linear
 from model.linear.native import native_linear
 from model.native.library import Library
+from model.system import kernel_faults
+from model.system.kernel_faults import Faults
 
 # -- Projections in which each rank multiplies some of the inputs.
 
@@ -93,6 +95,7 @@ class LinearFactory:
     # The same of what torch keeps in integers, and how, with activations as they are.
     integers: tuple[tuple[str, NumberFormat], ...] | None = None
     collective: Collective | None = None  # the ranks that share the network; None: there is one
+    faults: Faults = field(default_factory=dict)  # kernels that are broken here: torch multiplies instead
     prefix: str = ""  # of the names in the specs that it is given
 
     def __call__(self, spec: LinearSpec, tied: Callable[[], Tensor] | None = None) -> Linear:
@@ -112,20 +115,27 @@ class LinearFactory:
                 kept = replace(_EXACT, stored_as=stored_as) if spec.exact else self._kept(number_format, stored_as)
                 return native_linear(kept, spec, self.dtype, self.library)
         if spec.experts > 1:  # in floats: who asks for less is refused before (`engine.integer_settings`)
+            kind = kernel_faults.EXPERTS
             if stored_as.scale is None:
-                return ExpertsLinear(spec, self.dtype, self.device)
-            return DequantizedExpertsLinear(spec, self.dtype, self.device, stored_as)
+                return self._checked(ExpertsLinear(spec, self.dtype, self.device), kind)
+            return self._checked(DequantizedExpertsLinear(spec, self.dtype, self.device, stored_as), kind)
         as_integers = self._in_integers(spec, stored_as)
         if as_integers is not None:
-            return integer_linear(spec, self.dtype, self.device, as_integers, stored_as)
+            made = integer_linear(spec, self.dtype, self.device, as_integers, stored_as)
+            return self._checked(made, kernel_faults.INTEGERS)
         if spec.tied_to is not None:
             assert tied is not None
             return TiedLinear(spec, self.dtype, self.device, tied)
         if self._in_fp8(spec, stored_as):
-            return Fp8Linear(spec, self.dtype, self.device, stored_as)
+            return self._checked(Fp8Linear(spec, self.dtype, self.device, stored_as), kernel_faults.FP8)
         if stored_as.scale is None:
             return FloatLinear(spec, self.dtype, self.device)
         return DequantizedLinear(spec, self.dtype, self.device, stored_as)
+
+    def _checked(self, made: CompiledLinear | ExpertsLinear, kind: str) -> Linear:
+        """The projection, multiplied by torch if the kernels of its kind are broken here."""
+        made.kernels = made.kernels and kind not in self.faults
+        return made
 
     def _kept(self, number_format: NumberFormat, stored_as: Storage) -> NumberFormat:
         """What C keeps: as it is stored if it can be, else what is asked for, else what is nearest."""

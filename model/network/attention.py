@@ -17,6 +17,13 @@ from model.network.norms import build_heads_norm, head_norm
 from model.network.positions import rotate
 
 
+def prepares_heads(config: AttentionConfig) -> bool:
+    """Whether a backend may norm and turn a layer's queries and keys: there is one of both, and nothing else."""
+    norms = config.qk_norm is not None and config.qk_norm_span is NormSpan.HEAD
+    turns = isinstance(config.position, RotaryConfig)
+    return (turns or norms) and not (config.query_offset or config.turns_first or config.keys_of is not None)
+
+
 class SelfAttention(nn.Module):
     """Multi-head attention of a sequence to itself; q, k and v are of one matrix `[q; k; v]`, or `[q; gate; k; v]`.
 
@@ -42,6 +49,7 @@ class SelfAttention(nn.Module):
             self.v_norm = nn.RMSNorm(config.head_dim, eps=config.value_norm.eps, elementwise_affine=False)
         # Norms of each head with the same gains are what a backend can do itself.
         self.norms_first = config.qk_norm is not None and config.qk_norm_span is not NormSpan.HEAD
+        self.prepares = prepares_heads(config)
 
     def forward(
         self,
@@ -66,9 +74,11 @@ class SelfAttention(nn.Module):
         if isinstance(config.position, RotaryConfig) and config.position.growth:
             q = q * step.query_growth(config.position)[:, None, None].to(q.dtype)
         backend, metadata = backend_of(step.backend, config), step.inputs.metadata_of(cache)
-        if isinstance(backend, PreparingBackend) and (preparation := self._preparation(step, cache)) is not None:
-            mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias, self.sinks)
-            return step.project(self.out, self._gated(mixed.flatten(1), gate))
+        if isinstance(backend, PreparingBackend) and backend.prepares:
+            preparation = self._preparation(step, cache)
+            if preparation is not None:
+                mixed = backend.forward_unprepared(q, k, v, preparation, cache, metadata, config, bias, self.sinks)
+                return step.project(self.out, self._gated(mixed.flatten(1), gate))
         if config.qk_norm is not None and not self.norms_first and not config.turns_first:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.offset is not None:
@@ -103,17 +113,13 @@ class SelfAttention(nn.Module):
     def _preparation(self, step: StepContext, cache: LayerCache | None) -> Preparation | None:
         """The norms and the rotation of heads as data; None: there is neither, or more than these."""
         config, position = self.config, self.config.position
-        turns = isinstance(position, RotaryConfig)
-        norms = config.qk_norm is not None and not self.norms_first
-        if self.offset is not None or step.inputs.read_rows is not None or not (turns or norms):
-            return None
-        if config.turns_first:
+        if step.inputs.read_rows is not None or not self.prepares:
             return None
         if cache is None and step.layer in step.key_owners:  # later layers want these keys as they are read
             return None
         rotary = step.rotary(position) if isinstance(position, RotaryConfig) else None
         interleaved = isinstance(position, RotaryConfig) and position.interleaved
-        if not norms:
+        if config.qk_norm is None or self.norms_first:
             return Preparation(rotary=rotary, interleaved=interleaved)
         return Preparation(head_norm(self.q_norm), head_norm(self.k_norm), rotary, interleaved)
 

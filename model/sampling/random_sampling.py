@@ -72,6 +72,12 @@ def likeliest(logits: Tensor) -> Tensor:
     return tokens
 
 
+def use_torch(error: Exception) -> None:
+    """Sample by torch from now on, as the kernel is broken."""
+    if not fallbacks.noted(_FALLBACK):
+        fallbacks.note(_FALLBACK, error)
+
+
 def _kernel(device: torch.device) -> ModuleType | None:
     """Return the module of the Triton kernel; None on a CPU and after a failed launch."""
     if device.type != "cuda" or fallbacks.noted(_FALLBACK) or not _has_triton(device):

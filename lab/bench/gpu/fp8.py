@@ -59,7 +59,7 @@ def _check(bench: Bench, *, shape: Fp8Shape, dtype: torch.dtype) -> Figures:
     """Compare products of several numbers of rows with torch's of the same factors, also captured and replayed."""
     need_triton(bench)
     need_fp8(bench)
-    linear = fp8_projection(shape.outputs, shape.inputs, shape.block, bench.device, dtype)
+    linear = fp8_projection(shape, bench.device, dtype)
     errors: dict[str, float] = {}
     same = True
     for rows in _CHECKED_ROWS[:4] if bench.tiny else _CHECKED_ROWS:
@@ -96,9 +96,7 @@ def _measure(bench: Bench, *, shape: Fp8Shape) -> Figures:
     need_triton(bench)
     need_fp8(bench)
     count = 1 if bench.tiny else max(1, -(-_BEYOND_CACHE // (shape.outputs * shape.inputs)))
-    linears: list[Linear] = [
-        fp8_projection(shape.outputs, shape.inputs, shape.block, bench.device, bench.dtype) for _ in range(count)
-    ]
+    linears: list[Linear] = [fp8_projection(shape, bench.device, bench.dtype) for _ in range(count)]
     table = []
     for rows in _MEASURED_ROWS[:3] if bench.tiny else _MEASURED_ROWS:
         x = torch.randn(rows, shape.inputs, device=bench.device).to(bench.dtype)

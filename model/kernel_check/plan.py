@@ -1,0 +1,118 @@
+"""Which kernels a model launches on a GPU, as checks. Nothing is launched and no weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from model.attention.base import AttentionBackend
+from model.attention.layer_backends import backend_of, recurrent_backend
+from model.config.attention import AttentionConfig
+from model.config.model import ModelConfig
+from model.kernel_check.attention_checks import AttentionCheck, LaunchCheck, PreparationCheck, RecurrenceCheck
+from model.kernel_check.check import Check
+from model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
+from model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
+from model.linear.base import Linear, linears
+from model.linear.factory import LinearFactory, ParallelLinear
+from model.linear.float import ExpertsLinear
+from model.linear.fp8 import Fp8Linear
+from model.linear.integers import IntegerLinear
+from model.network.attention import prepares_heads
+from model.network.build import build_model
+
+_WIDE = 1 << 15  # outputs from which on a product has other tiles, on every card
+_MATRIX = 1 << 23  # weights of a checked product, at most some times this number
+
+
+def planned_checks(
+    config: ModelConfig,
+    backend: AttentionBackend,
+    linear: LinearFactory,
+    *,
+    pages: torch.dtype,
+    block_size: int,
+    most_queries: int,
+    most_keys: int,
+) -> tuple[Check, ...]:
+    """Return the checks of all kernels that a model launches, the one of any launch first; none without kernels.
+
+    `config` is the whole model's. `pages` is the dtype of the KV cache, `most_queries` the longest piece of a prompt,
+    `most_keys` the context.
+    """
+    own = linear.shard.config(config)
+    sizes = (block_size, most_queries, most_keys)
+    found: list[Check] = [
+        *_attention(own, backend, linear.dtype, pages, sizes),
+        *_recurrences(own, backend, linear.dtype),
+        *_products(config, backend, linear),
+    ]
+    if config.can_generate and linear.device.type == "cuda":
+        types = dict.fromkeys((linear.dtype, torch.float32))  # penalties and grammars give float32
+        found += [SamplingCheck(config.embedding.vocab_size, dtype) for dtype in types]
+    return (LaunchCheck(linear.dtype), *dict.fromkeys(found)) if found else ()
+
+
+def _attention(
+    config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype, pages: torch.dtype, sizes: tuple[int, int, int]
+) -> Iterator[Check]:
+    """Yield the checks of all layers whose attention Triton computes."""
+    block_size, most_queries, most_keys = sizes
+    for name, stack in config.stacks.items():
+        kinds: list[tuple[torch.dtype | None, int]] = []  # dtype of pages, most keys
+        if name == "encoder" or config.encoder is None:
+            kinds.append((None, most_queries))
+        if name == "decoder" and config.can_generate:
+            kinds.append((pages, most_keys))
+        for layer in stack.layers:
+            if isinstance(layer.mixer, AttentionConfig) and _is_triton(backend, layer.mixer):
+                for kept, keys in kinds:
+                    yield AttentionCheck(layer.mixer, dtype, kept, stack.causal, False, block_size, most_queries, keys)
+                    if prepares_heads(layer.mixer):
+                        yield PreparationCheck(layer.mixer, dtype, kept, stack.causal, block_size)
+            if layer.cross is not None and config.can_generate and _is_triton(backend, layer.cross):
+                yield AttentionCheck(layer.cross, dtype, pages, False, True, block_size, most_queries, most_keys)
+
+
+def _is_triton(backend: AttentionBackend, layer: AttentionConfig) -> bool:
+    return backend_of(backend, layer).name == "triton"
+
+
+def _recurrences(config: ModelConfig, backend: AttentionBackend, dtype: torch.dtype) -> Iterator[Check]:
+    for stack in config.stacks.values():
+        for recurrence in stack.recurrences.values():
+            if recurrent_backend(backend, recurrence, dtype) is not None:
+                yield RecurrenceCheck(recurrence, dtype)
+
+
+def _products(config: ModelConfig, backend: AttentionBackend, linear: LinearFactory) -> Iterator[Check]:
+    """Yield a check of each kind of projection that Triton multiplies."""
+    for one in linears(build_model(config, backend, linear)):
+        product = one.product if isinstance(one, ParallelLinear) else one
+        check = _product(product, linear.dtype)
+        if check is not None:
+            yield check
+
+
+def _product(linear: Linear, dtype: torch.dtype) -> Check | None:
+    """Return the check of a projection, of a smaller matrix with the same remainders; None: torch multiplies it."""
+    spec = linear.spec
+    outputs, bias = _cut(spec.outputs_of_expert, _WIDE), linear._parameters.get("bias") is not None
+    inputs = _cut(spec.inputs, max(256, 1 << (_MATRIX // outputs).bit_length()))
+    if isinstance(linear, IntegerLinear) and linear.kernels:
+        zeros = linear.weight_offset is not None
+        return IntegersCheck(IntegerShape(outputs, inputs, linear.bits, linear.group, zeros, bias=bias), dtype)
+    if isinstance(linear, Fp8Linear) and linear.kernels:
+        block = linear.storage.block if linear.storage.block[1] else None
+        return Fp8Check(Fp8Shape(outputs, inputs, block, bias), dtype)
+    if isinstance(linear, ExpertsLinear) and linear.kernels:
+        experts = _cut(spec.experts, 16)
+        shape = ExpertsShape(experts, _cut(outputs, 256), _cut(spec.inputs, 1024), bias)
+        return ExpertsCheck(shape, dtype)
+    return None
+
+
+def _cut(size: int, most: int) -> int:
+    """Return a number below twice `most`, a power of two, with the same remainder by it."""
+    return size if size < 2 * most else most + size % most

@@ -1,0 +1,119 @@
+"""Checks of products with packed weights and with the matrices of experts, and of sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from model.api.sampling_params import SamplingParams
+from model.kernel_check.check import BOUNDS, WrongNumbersError, compare
+from model.kernel_check.product_problems import (
+    ExpertsShape,
+    Fp8Shape,
+    IntegerShape,
+    experts_projection,
+    experts_reference,
+    fp8_projection,
+    integer_projection,
+    routes_of,
+)
+from model.linear.base import CompiledLinear
+from model.sampling.random_sampling import sample_rows
+from model.system import kernel_faults
+
+
+@dataclass(frozen=True, slots=True)
+class IntegersCheck:
+    """A projection with weights in integers."""
+
+    shape: IntegerShape
+    dtype: torch.dtype
+
+    @property
+    def part(self) -> str:
+        return kernel_faults.INTEGERS
+
+    def run(self, device: torch.device) -> None:
+        _check_product(integer_projection(self.shape, device, self.dtype), f"a product of {self.shape}", self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Check:
+    """A projection with weights in fp8."""
+
+    shape: Fp8Shape
+    dtype: torch.dtype
+
+    @property
+    def part(self) -> str:
+        return kernel_faults.FP8
+
+    def run(self, device: torch.device) -> None:
+        _check_product(fp8_projection(self.shape, device, self.dtype), f"an fp8 product of {self.shape}", self.dtype)
+
+
+def _check_product(linear: CompiledLinear, what: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator(linear.device).manual_seed(0)
+    for rows in (*linear.tiled_rows, 7):
+        x = torch.randn(rows, linear.spec.inputs, device=linear.device, generator=generator).to(dtype)
+        compare(f"{what} with {rows} rows", linear.by_kernels(x), linear.reference(x).float(), BOUNDS[dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsCheck:
+    """The matrices of experts, by which rows are multiplied in the order of their experts."""
+
+    shape: ExpertsShape
+    dtype: torch.dtype
+
+    @property
+    def part(self) -> str:
+        return kernel_faults.EXPERTS
+
+    def run(self, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        linear = experts_projection(self.shape, device, self.dtype)
+        for rows in (*linear.tiled_rows, 7):
+            x = torch.randn(rows, self.shape.inputs, device=device, generator=generator).to(self.dtype)
+            experts = torch.randint(self.shape.experts, (rows,), device=device, generator=generator)
+            starts = routes_of(experts, self.shape.experts)
+            expected = experts_reference(linear, x, starts)
+            compare(f"{self.shape} with {rows} rows", linear.of_experts(x, starts), expected, BOUNDS[self.dtype])
+
+
+# -- Sampling.
+
+_SAMPLED = (
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.0, top_k=20),
+    SamplingParams(temperature=1.2, top_p=0.8),
+    SamplingParams(temperature=0.9, min_p=0.05, top_k=50, top_p=0.95),
+)
+_TIMES = 4  # rows for each
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingCheck:
+    """The kernel that samples a token for each row of logits."""
+
+    vocabulary: int
+    dtype: torch.dtype
+
+    @property
+    def part(self) -> str:
+        return kernel_faults.SAMPLING
+
+    def run(self, device: torch.device) -> None:
+        from model.sampling import triton_sampling
+
+        params = list(_SAMPLED) * _TIMES
+        generator = torch.Generator().manual_seed(0)
+        logits = (4 * torch.randn(len(params), self.vocabulary, generator=generator)).to(device, self.dtype)
+        uniforms = torch.rand(len(params), generator=generator).tolist()
+        found = torch.zeros(len(params), dtype=torch.int64, device=device)
+        triton_sampling.launch_sampling(logits, found, range(len(params)), params, uniforms)
+        expected = sample_rows(logits.float(), params, uniforms)
+        wrong = int((found != expected).sum())
+        if wrong > 1:  # one may be at a boundary that rounding moves
+            raise WrongNumbersError(f"{wrong} of {len(params)} sampled tokens are not those of torch")
