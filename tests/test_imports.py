@@ -52,8 +52,8 @@ MODEL = """
     engine/speculation  : errors config api text checkpoint linear cache attention sampling network engine/planning
                           engine/scheduling engine/execution
     engine              : errors config api system text media native checkpoint families families/table linear cache
-                          attention sampling network parallel engine/planning engine/scheduling engine/execution
-                          engine/speculation
+                          attention sampling network kernel_check parallel engine/planning engine/scheduling
+                          engine/execution engine/speculation
     pack                : errors api checkpoint system network engine
     client              : errors api system text
     llm_speech          : errors api text checkpoint speech engine

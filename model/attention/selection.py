@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
@@ -20,7 +20,7 @@ from model.errors import ConfigError
 from model.native.library import Library, native
 from model.system import kernel_faults
 from model.system.fallbacks import summary
-from model.system.kernel_faults import Faults
+from model.system.kernel_faults import NO_FAULTS, Faults
 
 _AMPERE = (8, 0)  # the first with bfloat16 and asynchronous copies
 
@@ -31,15 +31,10 @@ class Selection:
     reason: str
     library: Library | None = None  # what runs whole stacks in C
     preferred: str = ""  # the backend that computes what it can, by the name that `select_backend` takes
-    faults: Mapping[str, str] = field(default_factory=dict)  # kernels that are broken here, which torch replaces
+    faults: Faults = field(default_factory=dict)  # kernels that are broken here, which torch replaces
 
 
-def select_layers(
-    found: Selection,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-) -> Selection:
+def select_layers(found: Selection, config: ModelConfig, dtype: torch.dtype, cache_dtype: torch.dtype) -> Selection:
     """For each layer of a model the backend that was found, or torch's where that cannot compute it.
 
     `config` is of what this rank holds, `dtype` the network's, `cache_dtype` that of the decoder's pages.
@@ -108,7 +103,7 @@ def select_backend(
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda"):
         missing = _without_triton(device, dtype, faults)
         if missing is None:
-            return _triton(faults or {})
+            return _triton(faults or NO_FAULTS)
         if wanted == "triton":
             raise ConfigError(f"the triton backend cannot be had: {missing}")
         found = missing

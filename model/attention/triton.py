@@ -33,7 +33,7 @@ from model.config.cache import SCALED_KINDS, PagedSpec
 from model.system import kernel_faults
 from model.system.devices import processors
 from model.system.held_kernels import cdiv, next_power_of_2
-from model.system.kernel_faults import Faults
+from model.system.kernel_faults import NO_FAULTS, Faults
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers
@@ -67,11 +67,10 @@ class TritonBackend(PreparingBackend):
     chunk = triton_delta.CHUNK
     _broken_recurrence: str | None = None
 
-    def __init__(self, faults: Faults | None = None) -> None:
+    def __init__(self, faults: Faults = NO_FAULTS) -> None:
         """`faults` are kernels that are broken on this GPU."""
-        if faults is not None:
-            self.prepares = kernel_faults.PREPARATION not in faults
-            self._broken_recurrence = faults.get(kernel_faults.RECURRENCE)
+        self.prepares = kernel_faults.PREPARATION not in faults
+        self._broken_recurrence = faults.get(kernel_faults.RECURRENCE)
 
     def unsupported(self, layer: AttentionConfig, dtype: torch.dtype, cache: PagedSpec | None) -> str | None:
         group, name = layer.num_heads // layer.num_kv_heads, str(dtype).removeprefix("torch.")

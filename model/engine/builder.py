@@ -28,6 +28,7 @@ from model.engine.generate_builder import (
     unrecordable,
 )
 from model.engine.generate_engine import GenerateEngine
+from model.engine.kernel_checks import checked
 from model.engine.model_info import describe_model, weight_bytes
 from model.engine.network_plan import NetworkPlan, batch_limits, plan_network
 from model.engine.packing import Part, load_packed, packed_weights, weights_cache_use
@@ -45,7 +46,7 @@ from model.network.packed_weights import PackedWeights
 from model.network.transformer import Transformer
 from model.network.weights import load_model
 from model.parallel.rank0 import load_rank0, rank_processes_of
-from model.system import fallbacks
+from model.system import fallbacks, kernel_faults
 from model.system.background_work import Work, finish, in_thread
 from model.system.fault_limit import FaultLimit
 from model.system.host_memory import available_memory
@@ -53,6 +54,14 @@ from model.system.host_memory import available_memory
 if TYPE_CHECKING:
     from model.parallel.rank_processes import RankProcesses
 
+# What is told of parts of a model that torch computes because their kernels are broken.
+_REPLACED = {
+    kernel_faults.PREPARATION: "queries and keys are prepared in several kernels",
+    kernel_faults.RECURRENCE: "recurrent layers are torch's",
+    kernel_faults.EXPERTS: "experts are multiplied by torch, one after the other",
+    kernel_faults.INTEGERS: "products of integers are torch's, in float32",
+    kernel_faults.FP8: "products of fp8 are torch's, in float32",
+}
 MAX_FAULTS = 3  # of one model within `FAULT_SECONDS`
 FAULT_SECONDS = 60.0
 
@@ -104,10 +113,12 @@ def loading(spec: ModelSpec, *, idle: bool = False) -> Work[LoadedModel]:
 
 def _loading(asked: ModelSpec, idle: bool) -> Work[LoadedModel]:
     began = time.monotonic()
-    plan = plan_network(asked)
+    plan = yield from checked(plan_network(asked))
     yield None
     spec, checkpoint, device, selection, draft = plan.spec, plan.checkpoint, plan.device, plan.selection, plan.draft
-    unrecorded = unrecordable(spec.engine, checkpoint.config.decoder, selection.backend, plan.linear.dtype, device)
+    unrecorded = unrecordable(
+        spec.engine, checkpoint.config.decoder, selection.backend, plan.linear.dtype, device, plan.linear.faults
+    )
     _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, unrecorded, device))  # before a weight is read
     for warning in (*checkpoint.warnings, *conversions(checkpoint.config, plan.linear)):
         logger.warning("%s: %s", spec.name, warning)
@@ -224,10 +235,11 @@ def slow_ways(
     `unrecorded` and `unrecorded_batches` say why decode steps and batches of texts are not CUDA graphs, if they should
     be.
     """
-    if device.type != "cuda":
-        return ()
-    slow = list(fallbacks.found())
-    if engine.attention_backend == "auto" and not selection.backend.graph_safe:
+    cuda = device.type == "cuda"
+    slow = [*fallbacks.found()] if cuda else []
+    slow += [f"{told}: {selection.faults[part]}" for part, told in _REPLACED.items() if part in selection.faults]
+    broken = any(map(kernel_faults.is_attention, selection.faults))
+    if ((cuda and engine.attention_backend == "auto") or broken) and not selection.backend.graph_safe:
         slow.append(f"attention is not Triton's: {selection.reason}")
     if unrecorded:
         slow.append(f"decode steps are launched kernel by kernel: {unrecorded}")

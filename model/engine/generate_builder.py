@@ -16,6 +16,7 @@ from model.attention.layer_backends import recurrent_backend
 from model.cache.kv_cache import KVCache
 from model.checkpoint.folder import Checkpoint
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
+from model.config.layer import ExpertsConfig
 from model.config.model import GenerationRules, ModelConfig
 from model.config.stack import StackConfig
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, num_recorded, recorded, recording
@@ -35,6 +36,7 @@ from model.network.transformer import Transformer
 from model.parallel.rank0 import Rank0Transformer, rank_processes_of
 from model.system.background_work import Work, in_thread
 from model.system.host_memory import available_memory
+from model.system.kernel_faults import EXPERTS, NO_FAULTS, Faults
 from model.text.grammar_matcher import Grammars
 from model.text.token_bytes import TokenBytes, token_bytes
 from model.text.tokenizer import Tokenizer
@@ -138,7 +140,7 @@ def build_generate_engine(
     parts = encoder.num_layers if encoder is not None and model.can_pause and not overlap else 1
     scheduler = Scheduler(block_manager, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens, parts)
     graphs, mixed, stack = None, None, model.decoder.config if model.decoder is not None else None
-    unrecorded = unrecordable(spec.engine, stack, model.backend, model.dtype, device)
+    unrecorded = unrecordable(spec.engine, stack, model.backend, model.dtype, device, model.linear.faults)
     if can_record(spec.engine, model, device):
         graphs, mixed, unrecorded = yield from _recorded(model, cache, plan.limits.max_num_seqs, plan.context.tokens)
     draft_model = _draft_model(spec.engine, drafting.model, model, cache) if drafting is not None else None
@@ -211,7 +213,8 @@ def _overlaps(config: ModelConfig, device: torch.device) -> bool:
 def can_record(engine: EngineConfig, model: Transformer, device: torch.device) -> bool:
     """Whether decode steps run from CUDA graphs; every layer's attention and recurrence must allow it."""
     decoder = model.decoder.config if model.decoder is not None else None
-    fit = model.backend.graph_safe and not unrecordable(engine, decoder, model.backend, model.dtype, device)
+    reason = unrecordable(engine, decoder, model.backend, model.dtype, device, model.linear.faults)
+    fit = model.backend.graph_safe and not reason
     return device.type == "cuda" and engine.cuda_graphs and fit
 
 
@@ -221,6 +224,7 @@ def unrecordable(
     backend: AttentionBackend,
     dtype: torch.dtype,
     device: torch.device,
+    faults: Faults = NO_FAULTS,
 ) -> str:
     """Return why decode steps cannot be CUDA graphs, if that is known before weights are read.
 
@@ -230,6 +234,8 @@ def unrecordable(
         return ""
     if dump_folder() is not None:
         return f"{VARIABLE} is set"
+    if EXPERTS in faults and any(isinstance(layer.feed_forward, ExpertsConfig) for layer in decoder.layers):
+        return "experts are torch's"  # which waits for their numbers of rows
     torchs = any(recurrent_backend(backend, one, dtype) is None for one in decoder.recurrences.values())
     return "recurrent layers are torch's" if torchs else ""  # its launches depend on the step's lengths
 

@@ -91,7 +91,7 @@ class RankWorker:
         else:
             torch.set_num_threads(max(1, torch.get_num_threads() // self._shard.size))
         group = Group(self._shard, device)
-        found = select_backend(device, dtype, load.attention_backend)
+        found = select_backend(device, dtype, load.attention_backend, load.faults)
         selection = select_layers(found, self._shard.config(checkpoint.config), dtype, dtype)
         linear = LinearFactory(
             dtype,
@@ -100,6 +100,7 @@ class RankWorker:
             fp8=load.fp8,
             integers=load.integers,
             collective=group,
+            faults=load.faults,
         )
         self._model = load_model(checkpoint, selection.backend, linear)
         self._group = group

@@ -6,12 +6,17 @@ the check fails (`model.system.kernel_faults`).
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from model.kernel_check.product_problems import difference
+from model.system.kernel_faults import TRITON
+
+Result = TypeVar("Result")
 
 # The largest error relative to the largest value: twice what rounding makes of outputs, or more.
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
@@ -32,9 +37,30 @@ class Check(Protocol):
         """Compare the kernel with torch; raises `WrongNumbersError`, and what compiling and launching raise."""
 
 
+def repeated(launch: Callable[[], Result], device: torch.device) -> Iterator[Result]:
+    """Yield the results of launches: on a GPU of three, as the first two are Triton's and later ones are held."""
+    for _ in range(3 if device.type == "cuda" else 1):
+        yield launch()
+
+
 def compare(what: str, found: Tensor, expected: Tensor, bound: float) -> None:
     """Raise `WrongNumbersError` if an error is above `bound` times the largest expected value, or not a number."""
     worst = difference(found, expected)
     if not worst <= bound:
         off = "are not numbers" if worst == float("inf") else f"are off by {worst:.2g} of the largest"
         raise WrongNumbersError(f"the numbers of {what} {off}, at most {bound:.2g} is rounding")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCheck:
+    """Compiles and launches the smallest kernel. If this fails, no other kernel is tried."""
+
+    @property
+    def part(self) -> str:
+        return TRITON
+
+    def run(self, device: torch.device) -> None:
+        from model.kernel_check.triton_launch import try_launch
+
+        if not try_launch(device):
+            raise WrongNumbersError("the smallest kernel computes wrong numbers")

@@ -21,8 +21,8 @@ from model.config.attention import (
     RopeScaling,
     RotaryConfig,
 )
-from model.kernel_check.attention_checks import AttentionCheck, LaunchCheck, PreparationCheck, RecurrenceCheck
-from model.kernel_check.check import Check
+from model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
+from model.kernel_check.check import Check, LaunchCheck
 from model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
 from model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
 

@@ -10,8 +10,8 @@ from model.attention.base import AttentionBackend
 from model.attention.layer_backends import backend_of, recurrent_backend
 from model.config.attention import AttentionConfig
 from model.config.model import ModelConfig
-from model.kernel_check.attention_checks import AttentionCheck, LaunchCheck, PreparationCheck, RecurrenceCheck
-from model.kernel_check.check import Check
+from model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
+from model.kernel_check.check import Check, LaunchCheck
 from model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
 from model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
 from model.linear.base import Linear, linears
@@ -51,7 +51,7 @@ def planned_checks(
     if config.can_generate and linear.device.type == "cuda":
         types = dict.fromkeys((linear.dtype, torch.float32))  # penalties and grammars give float32
         found += [SamplingCheck(config.embedding.vocab_size, dtype) for dtype in types]
-    return (LaunchCheck(linear.dtype), *dict.fromkeys(found)) if found else ()
+    return (LaunchCheck(), *dict.fromkeys(found)) if found else ()
 
 
 def _attention(
@@ -70,7 +70,7 @@ def _attention(
                 for kept, keys in kinds:
                     yield AttentionCheck(layer.mixer, dtype, kept, stack.causal, False, block_size, most_queries, keys)
                     if prepares_heads(layer.mixer):
-                        yield PreparationCheck(layer.mixer, dtype, kept, stack.causal, block_size)
+                        yield PreparationCheck(layer.mixer, dtype, kept, block_size)
             if layer.cross is not None and config.can_generate and _is_triton(backend, layer.cross):
                 yield AttentionCheck(layer.cross, dtype, pages, False, True, block_size, most_queries, most_keys)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from model.api.sampling_params import SamplingParams
-from model.kernel_check.check import BOUNDS, WrongNumbersError, compare
+from model.kernel_check.check import BOUNDS, WrongNumbersError, compare, repeated
 from model.kernel_check.product_problems import (
     ExpertsShape,
     Fp8Shape,
@@ -57,7 +58,9 @@ def _check_product(linear: CompiledLinear, what: str, dtype: torch.dtype) -> Non
     generator = torch.Generator(linear.device).manual_seed(0)
     for rows in (*linear.tiled_rows, 7):
         x = torch.randn(rows, linear.spec.inputs, device=linear.device, generator=generator).to(dtype)
-        compare(f"{what} with {rows} rows", linear.by_kernels(x), linear.reference(x).float(), BOUNDS[dtype])
+        expected = linear.reference(x).float()
+        for found in repeated(partial(linear.by_kernels, x), linear.device):
+            compare(f"{what} with {rows} rows", found, expected, BOUNDS[dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,8 @@ class ExpertsCheck:
             experts = torch.randint(self.shape.experts, (rows,), device=device, generator=generator)
             starts = routes_of(experts, self.shape.experts)
             expected = experts_reference(linear, x, starts)
-            compare(f"{self.shape} with {rows} rows", linear.of_experts(x, starts), expected, BOUNDS[self.dtype])
+            for found in repeated(partial(linear.of_experts, x, starts), device):
+                compare(f"{self.shape} with {rows} rows", found, expected, BOUNDS[self.dtype])
 
 
 # -- Sampling.

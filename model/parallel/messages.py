@@ -41,6 +41,7 @@ class Load(msgspec.Struct, tag=True):
     fp8: tuple[str, ...] | None  # as `LinearFactory` has it
     integers: tuple[tuple[str, NumberFormat], ...] | None  # likewise
     quantization: str
+    faults: dict[str, str] = {}  # kernels that are broken on these GPUs
 
 
 class Pools(msgspec.Struct, tag=True):

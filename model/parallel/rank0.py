@@ -93,7 +93,18 @@ def load_rank0(
     group, path, dtype = linear.collective, str(checkpoint.path), dtype_name(linear.dtype)
     assert isinstance(group, Group)
     loads = [
-        Load(path, pickle, max_model_len, dtype, device, preferred, linear.fp8, linear.integers, linear.quantization)
+        Load(
+            path,
+            pickle,
+            max_model_len,
+            dtype,
+            device,
+            preferred,
+            linear.fp8,
+            linear.integers,
+            linear.quantization,
+            dict(linear.faults),
+        )
         for device in (str(rank_device(group.device, rank)) for rank in range(1, group.shard.size))
     ]
     rank_processes = RankProcesses(name, group, loads)

@@ -6,8 +6,10 @@ The self-check (`model.kernel_check`) compares kernels with torch. What is wrong
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 Faults = Mapping[str, str]
+NO_FAULTS: Faults = MappingProxyType({})
 
 TRITON = "triton"  # nothing can be compiled or launched
 PREPARATION = "preparation of heads"  # norms and rotation of queries and keys in one launch

@@ -117,6 +117,7 @@ class Metrics:
         self._replicas.labels(info.name).set(1)
         self._load_seconds.labels(info.name).set(info.load_seconds)
         self._memory.labels(info.name).set(info.memory_bytes)
+        self._fallbacks.labels(info.name).set(len(info.fallbacks))
         self._build_info.labels(info.name, version, info.form, info.dtype, info.attention_backend).set(1)
         self._seen[info.name, "restarts"] = restarts
         self._initialize_counters(info.name, tasks)
@@ -358,6 +359,11 @@ class Metrics:
         self._load_seconds = self._gauge("model_load_seconds", "Seconds that loading took.", over_replicas="max")
         self._cache_bytes = self._gauge("embed_cache_bytes", "Bytes of cached results of /encode.")
         self._memory = self._gauge("model_memory_bytes", "Bytes of a model's weights and KV cache.")
+        self._fallbacks = self._gauge(
+            "slow_fallbacks",
+            "Parts of a model that run slower on this GPU than they could, as in /info.",
+            over_replicas="max",
+        )
         labels = ("version", "form", "dtype", "attention")
         self._build_info = self._gauge(
             "build_info", "Version and configuration of a model, in labels; always 1.", *labels, over_replicas="max"

@@ -277,7 +277,7 @@ OPTIONS: tuple[Option, ...] = (
         "slow_fallbacks",
         one_of(*SLOW_FALLBACKS),
         _ENGINE.slow_fallbacks,
-        "if Triton, CUDA graphs or fused kernels do not work on a GPU: warn and run slower, or refuse to start",
+        "if kernels fail their check on a GPU, or CUDA graphs do not work: warn and run slower, or refuse to start",
         "|".join(SLOW_FALLBACKS),
         per_model=True,
     ),

@@ -307,6 +307,7 @@ def test_metrics_add_up() -> None:
         "encode_batch_tokens",
         "kv_blocks",
         "build_info",
+        "slow_fallbacks",
         "tokenize_seconds",
     ):
         assert f"triptych_{name}" in text

@@ -19,6 +19,7 @@ from model.linear.integers import unsupported
 from model.network.native_stack import NativeStack, native_linears
 from model.parallel.group import Group
 from model.system.devices import has_fast_bf16
+from model.system.kernel_faults import NO_FAULTS, Faults
 
 # -- Integer weights on a GPU, multiplied by Triton.
 
@@ -49,10 +50,12 @@ def integer_projections(
 # is a `ConfigError`, before a weight is read.
 
 
-def select_kernels(engine: EngineConfig, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Selection:
-    """Return the attention backend of each layer; C stacks cannot be split over ranks."""
+def select_kernels(
+    engine: EngineConfig, config: ModelConfig, device: torch.device, dtype: torch.dtype, faults: Faults = NO_FAULTS
+) -> Selection:
+    """Return the attention backend of each layer, without broken kernels; C stacks cannot be split over ranks."""
     if engine.tensor_parallel_size == 1 or device.type != "cpu":
-        found = select_backend(device, dtype, engine.attention_backend)
+        found = select_backend(device, dtype, engine.attention_backend, faults)
         own = Shard(0, engine.tensor_parallel_size).config(config)
         return select_layers(found, own, dtype, kv_dtype(engine, dtype))
     reason = f"the native stacks run on one rank, tensor_parallel_size is {engine.tensor_parallel_size}"

@@ -1,0 +1,86 @@
+"""Has the kernels of a model checked before its weights are read; torch computes what is broken on this GPU."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from model.attention.selection import Selection
+from model.config.model import ModelConfig
+from model.engine.network_plan import NetworkPlan
+from model.engine.planning.cache_budget import kv_dtype
+from model.engine.planning.kernels import select_kernels
+from model.kernel_check.check import Check
+from model.kernel_check.memory import Memory, identity_of
+from model.kernel_check.plan import planned_checks
+from model.kernel_check.processes import Checker
+from model.linear.factory import LinearFactory
+from model.sampling import random_sampling
+from model.system.background_work import Work, in_thread
+from model.system.kernel_faults import SAMPLING, Faults
+
+logger = logging.getLogger(__name__)
+
+
+def checked(plan: NetworkPlan) -> Work[NetworkPlan]:
+    """Have a model's kernels checked in another process, and plan torch in the place of those that are broken."""
+    if not are_checked(plan.device):
+        return plan
+    checker = Checker(plan.device)
+    faults = yield from in_thread(lambda: find_faults(plan, checker), checker.stop)
+    return without(plan, faults) if faults else plan
+
+
+def are_checked(device: torch.device) -> bool:
+    """Whether the kernels of a device are checked: those of a CPU are held by the tests."""
+    return device.type == "cuda"
+
+
+def find_faults(plan: NetworkPlan, checker: Checker) -> Faults:
+    """Return which kernels of a model are broken, with the reasons; what has passed before is not checked again."""
+    checks = checks_of(plan)
+    if not checks:
+        return {}
+    memory = Memory(identity_of(plan.device))
+    outcome = checker.run(memory.unknown(checks))
+    memory.add(outcome.passed)
+    if outcome.unchecked:
+        logger.warning("%s: some kernels were not checked: %s", plan.spec.name, outcome.unchecked)
+    faults: dict[str, str] = {}
+    for check, reason in outcome.failed.items():
+        faults.setdefault(check.part, reason)
+    return faults
+
+
+def checks_of(plan: NetworkPlan) -> tuple[Check, ...]:
+    """Return the checks of the kernels of a model and of its draft model."""
+    networks = [(plan.checkpoint.config, plan.selection, plan.linear)]
+    if plan.draft is not None:
+        networks.append((plan.draft.checkpoint.config, plan.draft.selection, plan.draft.linear))
+    return tuple(dict.fromkeys(check for network in networks for check in _checks(plan, *network)))
+
+
+def _checks(plan: NetworkPlan, config: ModelConfig, selection: Selection, linear: LinearFactory) -> tuple[Check, ...]:
+    return planned_checks(
+        config,
+        selection.backend,
+        linear,
+        pages=kv_dtype(plan.spec.engine, linear.dtype),
+        block_size=plan.spec.engine.block_size,
+        most_queries=min(plan.context, plan.limits.max_num_batched_tokens),
+        most_keys=plan.context,
+    )
+
+
+def without(plan: NetworkPlan, faults: Faults) -> NetworkPlan:
+    """Return the plan with torch in the place of broken kernels; sampling is torch's in this whole process."""
+    if SAMPLING in faults:
+        random_sampling.use_torch(RuntimeError(faults[SAMPLING]))
+    engine, device, draft = plan.spec.engine, plan.device, plan.draft
+    if draft is not None:
+        selection = select_kernels(engine, draft.checkpoint.config, device, draft.linear.dtype, faults)
+        draft = replace(draft, selection=selection, linear=replace(draft.linear, faults=faults))
+    selection = select_kernels(engine, plan.checkpoint.config, device, plan.linear.dtype, faults)
+    return replace(plan, selection=selection, linear=replace(plan.linear, faults=faults), draft=draft)
