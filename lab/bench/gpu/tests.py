@@ -13,7 +13,7 @@ from lab.bench.gpu.figures import Figures, Skip
 from lab.bench.gpu.machine import Bench
 
 _TESTS = Path(__file__).parents[3] / "tests"
-_MARKS = ("mark.gpu", "DEVICES")  # one of them is in every file that has a test for a GPU
+_MARKS = re.compile(r"mark\.gpu|\bDEVICES\b")  # one of them is in every file that has a test for a GPU
 
 
 def cases(bench: Bench) -> list[Case]:
@@ -41,4 +41,4 @@ def _pytest(bench: Bench) -> Figures:
 def _files() -> list[str]:
     """Return the files that have tests for a GPU; others import what a bare GPU machine has not."""
     files = sorted(_TESTS.glob("*/test_*.py"))
-    return [str(path) for path in files if any(mark in path.read_text() for mark in _MARKS)]
+    return [str(path) for path in files if _MARKS.search(path.read_text())]
