@@ -9,11 +9,12 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from model.attention.base import HeadNorm, Preparation
 from model.attention.triton_kernels import quantized
 from model.cache.kv_cache import LayerCache
-from model.system.held_kernels import cdiv, held, next_power_of_2
+from model.system.held_kernels import cdiv, held, next_power_of_2, overlap
 
 _ELEMENTS = 2048  # of a program
 _RMS, _LAYER = tl.constexpr(1), tl.constexpr(2)  # values of NORM; 0: there is none
@@ -161,8 +162,12 @@ def prepare_heads(
     NORM: tl.constexpr,
     PAGED: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    OVERLAP: tl.constexpr,  # as `model.system.held_kernels.overlap`
 ):
     """Grid: tokens, blocks of query heads then of key heads."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     QUERY_BLOCKS: tl.constexpr = (HEADS + BLOCK_Q - 1) // BLOCK_Q
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if block < QUERY_BLOCKS:
@@ -228,6 +233,7 @@ def prepare(
         NORM=_kind(query_norm),
         PAGED=pages is not None,
         QUANTIZED=pages is not None and pages.scales is not None,
+        **overlap(),
         enable_fp_fusion=False,  # as in `write_pages`
     )
     return prepared, keys

@@ -6,8 +6,9 @@ import torch
 import triton
 from torch import Tensor
 from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from model.system.held_kernels import cdiv, held
+from model.system.held_kernels import cdiv, held, overlap
 
 # Two outputs and 1,024 inputs at a time were the fastest of eight on an H200 for ten matrices of models with 0.6 to 8
 # billion parameters: 0.7 to 0.95 of cuBLAS's time.
@@ -27,18 +28,28 @@ def one_row(
     K,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,  # as `model.system.held_kernels.overlap`
 ):
-    """`out = weight @ x + bias`, summed in float32. Grid: blocks of outputs."""
+    """`out = weight @ x + bias`, summed in float32. Grid: blocks of outputs.
+
+    The first numbers of the matrix are read before the kernel that makes x has ended.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     there = n < N
     rows = weight + n.to(tl.int64)[:, None] * K + k[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    numbers = tl.load(rows, mask=there[:, None] & (k < K)[None, :], other=0.0)
+    if OVERLAP:
+        gdc_wait()
     for begin in range(0, K, BLOCK_K):
-        inside = begin + k < K
-        factors = tl.load(x + begin + k, mask=inside, other=0.0).to(tl.float32)
-        numbers = tl.load(rows + begin, mask=there[:, None] & inside[None, :], other=0.0)
+        factors = tl.load(x + begin + k, mask=begin + k < K, other=0.0).to(tl.float32)
+        later = begin + BLOCK_K
+        following = tl.load(rows + later, mask=there[:, None] & (later + k < K)[None, :], other=0.0)
         total += numbers.to(tl.float32) * factors[None, :]
+        numbers = following
     sums = tl.sum(total, axis=1)
     if bias is not None:
         sums += tl.load(bias + n, mask=there, other=0.0).to(tl.float32)
@@ -50,6 +61,6 @@ def multiply_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     outputs, inputs = weight.shape
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     one_row[(cdiv(outputs, _OUTPUTS),)](
-        x, weight, bias, out, outputs, inputs, BLOCK_N=_OUTPUTS, BLOCK_K=_INPUTS, num_warps=_WARPS
+        x, weight, bias, out, outputs, inputs, BLOCK_N=_OUTPUTS, BLOCK_K=_INPUTS, num_warps=_WARPS, **overlap()
     )
     return out

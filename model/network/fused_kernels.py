@@ -13,10 +13,11 @@ import torch
 import triton
 from torch import Tensor
 from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from model.attention.base import Preparation
 from model.config.layer import Activation
-from model.system.held_kernels import cdiv, held, next_power_of_2
+from model.system.held_kernels import cdiv, held, next_power_of_2, overlap
 
 Pair = tuple[Tensor, Tensor]
 
@@ -66,8 +67,12 @@ def sum_and_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # a power of two, at least WIDTH
     CENTRED: tl.constexpr,  # the norm takes the mean off
+    OVERLAP: tl.constexpr,  # as `model.system.held_kernels.overlap`
 ):
     """Grid: rows."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     begin = tl.program_id(0).to(tl.int64) * WIDTH
     at = tl.arange(0, BLOCK)
     added = _read(y + begin, at, WIDTH, BLOCK)
@@ -131,8 +136,12 @@ def gate_rows(
     UP_BEGIN: tl.constexpr,  # the first column of up
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """`out = act(gate) * up`. Grid: blocks of columns of all rows."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -244,6 +253,7 @@ def _sum_and_norm(
         WIDTH=width,
         BLOCK=block,
         CENTRED=centred,
+        **overlap(),
         num_warps=min(max(block // 512, 1), 16),
         enable_fp_fusion=False,  # a product and the sum that rounds it are two operations
     )
@@ -288,6 +298,7 @@ def _gate(
         UP_BEGIN=begin,
         BLOCK=block,
         ACTIVATION=activation,
+        **overlap(),
         num_warps=4,
         enable_fp_fusion=False,
     )

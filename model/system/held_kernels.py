@@ -11,7 +11,8 @@ Triton makes code that binds arguments. Floats and the values of integers are pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -64,6 +65,36 @@ def cdiv(number: int, size: int) -> int:
 def next_power_of_2(number: int) -> int:
     """Return the least power of two that is not less than `number`. Triton's own function takes 5 us."""
     return 1 << (number - 1).bit_length()
+
+
+_ALONE = {"OVERLAP": False}
+_OVERLAPPED = {"OVERLAP": True, "launch_pdl": True}
+_begins_early = False
+
+
+def overlap() -> Mapping[str, bool]:
+    """Return how to launch a kernel that may begin before the one before it has ended (`overlapping`).
+
+    OVERLAP is a constant of the kernel. If it is true, the kernel lets the next one begin at once, and waits for the
+    one before it before it reads what that one wrote, and before it writes anything.
+    """
+    return _OVERLAPPED if _begins_early else _ALONE
+
+
+@contextmanager
+def overlapping(device: torch.device) -> Iterator[None]:
+    """Let kernels that are launched inside begin early, where the device can: from Hopper on.
+
+    It saves a microsecond or two of each of the hundreds of kernels of a decode step (programmatic dependent launch,
+    CUDA C++ programming guide). Steps are recorded inside: such kernels are launched by Triton's own path.
+    """
+    global _begins_early
+    before = _begins_early
+    _begins_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    try:
+        yield
+    finally:
+        _begins_early = before
 
 
 def held(kernel: Any) -> Any:

@@ -71,6 +71,9 @@ class Gpus:
     def CUDAGraph(self) -> Any:
         return SimpleNamespace(replay=lambda: None)
 
+    def get_device_capability(self, device: torch.device) -> tuple[int, int]:
+        return (9, 0) if device == SECOND else (8, 0)
+
     def Event(self) -> Any:
         def record(stream: Stream | None = None) -> None:
             self.recorded.append((stream or self.current_stream()).device)
@@ -81,7 +84,8 @@ class Gpus:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     gpus = Gpus()
-    for name in ("device", "Stream", "current_stream", "stream", "graph", "graph_pool_handle", "CUDAGraph", "Event"):
+    names = ("device", "Stream", "current_stream", "stream", "graph", "graph_pool_handle", "CUDAGraph", "Event")
+    for name in (*names, "get_device_capability"):
         monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))
     return gpus
 
@@ -101,6 +105,17 @@ def test_steps_are_recorded_on_their_models_device_and_one_stream(gpus: Gpus) ->
     assert len(gpus.made) == 1  # each of 20 streams would keep 32 MiB for cuBLAS
     assert gpus.capturing == 3 * gpus.made
     assert ran[::2] == 3 * gpus.made  # the warm-up run before each capture
+
+
+def test_recorded_kernels_begin_early_from_hopper_on(gpus: Gpus) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from model.system.held_kernels import overlap
+
+    seen = []
+    for device in (torch.device("cuda", 0), SECOND):
+        CudaRecorder(device)(lambda: seen.append(overlap()["OVERLAP"]) or torch.zeros(1))
+    assert seen == [False, False, True, True]  # of a run before each capture, and of the capture
+    assert not overlap()["OVERLAP"]
 
 
 def test_other_threads_do_not_end_the_recording_of_sums_over_ranks(gpus: Gpus) -> None:

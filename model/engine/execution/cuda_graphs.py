@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Protocol, TypeVar
 
 import torch
@@ -50,7 +52,7 @@ class CudaRecorder:
             self._side = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-        with torch.cuda.device(self._device):  # streams are the current device's
+        with torch.cuda.device(self._device), _overlapping(self._device):  # streams are the current device's
             here = torch.cuda.current_stream()
             self._side.wait_stream(here)
             with torch.cuda.stream(self._side):  # kernels are compiled and handles made before anything is recorded
@@ -60,6 +62,14 @@ class CudaRecorder:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode=self._mode):
                 result = run()
         return result, graph.replay
+
+
+def _overlapping(device: torch.device) -> AbstractContextManager[None]:
+    if find_spec("triton") is None:
+        return nullcontext()
+    from model.system.held_kernels import overlapping
+
+    return overlapping(device)
 
 
 class DecodeGraphs:
