@@ -7,10 +7,12 @@ launched depends on shapes and upper bounds alone: a step over static buffers ca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from triton import language as tl
+from triton.runtime import driver
 
 from model.attention import triton_delta
 from model.attention.base import (
@@ -42,6 +44,7 @@ _MIN_PART = 256  # keys that are worth a program of their own
 _MAX_PARTS = 64
 _MOST_PARTIAL = 2048  # segments times parts of uneven steps; each has a row of partial sums
 _TILE_ROWS = (16, 64)  # at which `choose_tiles` changes its mind
+_WARP_GROUPS = 227 << 10  # bytes of shared memory of GPUs whose groups of warps multiply what lies there: 9.0, 10.0
 _WRITTEN = 2048  # elements that a program puts into the pages
 
 
@@ -144,9 +147,20 @@ class TritonBackend(PreparingBackend):
         refuse_gradients(self, inputs)
         return triton_delta.compute(layer, inputs, gates, tables, states)
 
-    def tiles(self, rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
-        """For segments of up to `rows` queries times heads of a group."""
-        return choose_tiles(rows, head_dim, dtype, biased=biased, paged=paged)
+    def tiles(
+        self,
+        rows: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        biased: bool,
+        paged: bool,
+        quantized: bool = False,
+    ) -> Tiles:
+        """As `choose_tiles`. Pages of 8 bits change the number of keys, and not at which rows there are other tiles."""
+        shared = shared_memory(device)
+        return choose_tiles(rows, head_dim, dtype, biased=biased, paged=paged, quantized=quantized, shared=shared)
 
     def parts(self, programs: int, max_kv_len: int, device: torch.device) -> int:
         """Into how many parts keys are split, a power of two: two programs for each processor, if keys suffice."""
@@ -173,7 +187,7 @@ class TritonBackend(PreparingBackend):
         cuts = {1, 2, *(rows // group + 1 for rows in _TILE_ROWS if rows >= group)}
         begins = sorted(length for length in cuts if length <= most_queries)
         for queries, beyond in zip(begins, [*begins[1:], most_queries + 1], strict=True):
-            tiles = self.tiles(group * queries, config.head_dim, dtype, biased=biased, paged=paged)
+            tiles = self.tiles(group * queries, config.head_dim, dtype, device, biased=biased, paged=paged)
             keys, most = 1, most_keys if paged else beyond - 1  # of packed rows there are as many keys as queries
             while keys <= most:
                 parts = self.parts(config.num_kv_heads, keys, device)
@@ -224,7 +238,10 @@ class TritonBackend(PreparingBackend):
         group, dim, paged = config.num_heads // config.num_kv_heads, config.head_dim, tables is not None
         by_table = bias is not None and bias.dim() == 2
         biased = 0 if bias is None else TABLE.value if by_table else SLOPES.value
-        tiles = self.tiles(group * lengths.max_q_len, dim, query.dtype, biased=by_table, paged=paged)
+        tiles = self.tiles(
+            group * lengths.max_q_len, dim, query.dtype, query.device,
+            biased=by_table, paged=paged, quantized=memory.scales is not None,
+        )  # fmt: skip
         num_segments, single = len(lengths.kv_lens), lengths.max_q_len == 1
         num_tiles = num_segments if single else (len(out) - begin) // (tiles.rows // group) + num_segments
         parts = self._parts_of(lengths, num_tiles, config, query.device)
@@ -283,26 +300,52 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
         raise RuntimeError("attention to a single key is not its value")
 
 
-def choose_tiles(rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
-    """By hand, not by measuring on somebody's first request: as large as registers and 99 KiB of shared memory allow,
-    which is what the smaller GPUs since Ampere have.
+def choose_tiles(
+    rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool, quantized: bool, shared: int
+) -> Tiles:
+    """Return tiles for segments of up to `rows` queries times heads of a group, on a GPU with `shared` bytes of shared
+    memory a block. They are chosen by hand, so that no request waits for a measurement.
 
-    Tensor cores multiply 16 rows (decoding: the heads of a group), a warp group of Hopper 64. float32 is multiplied
-    without them, where the values of a tile are held in registers several times over. Keys and values are fetched one
-    step of the walk ahead, and the numbers of pages one step before them.
+    Tensor cores multiply 16 rows (decoding: the heads of a group), a warp group of Hopper 64. A GPU with less shared
+    memory has no warp groups: its warps hold queries and scores in registers, and get half the keys. Numbers of 8 bits
+    take registers while they become floats. float32 is multiplied without tensor cores, where a tile's values are held
+    in registers several times over.
+
+    One block of keys and values is fetched while another one is multiplied. Rows of pages come after the numbers of
+    their pages, so Triton fetches them (stages - 1) // 2 blocks ahead: five stages. Packed rows need three.
     """
     wide = head_dim > 128
     if dtype is torch.float32:
         if rows <= 16:
             return Tiles(16, 16 if wide else 32, 8, 2)
         return Tiles(32, 16 if wide or biased else 32, 8, 1)
-    stages = 3 if paged else 2
+    stages, small = 5 if paged else 3, shared < _WARP_GROUPS
     if rows <= 16:
-        return Tiles(16, 32 if wide else 64, 4, stages)
-    keys = 32 if wide or (biased and head_dim > 64) else 64  # a bias takes the registers of as many pointers
-    if rows <= 64 or wide:
-        return Tiles(64, keys, 4, stages)
-    return Tiles(128, keys, 8, stages)
+        return Tiles(16, (32 if wide else 64) // (2 if small or quantized else 1), 4, stages)
+    if wide:
+        if rows <= 64 or small or quantized:
+            return Tiles(64, 16 if small else 32, 8, stages)
+        return Tiles(128, 32, 8, stages)
+    if quantized and small and head_dim > 64:
+        return Tiles(64, 32, 8, stages)
+    if rows <= 64:
+        return Tiles(64, 32, 4, stages)
+    # A bias takes the registers of as many pointers.
+    few = (quantized and small) or (head_dim > 64 and (biased or small))
+    return Tiles(128, 32 if few else 64, 8, stages)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a block may use; Triton's interpreter plays a Hopper."""
+    if INTERPRETED:
+        return _WARP_GROUPS
+    return _shared_memory(driver.active, device.index or 0)
+
+
+@cache
+def _shared_memory(active: object, device: int) -> int:
+    known: int = active.utils.get_device_properties(device)["max_shared_mem"]  # type: ignore[attr-defined]
+    return known
 
 
 def _table(bias: ScoreBias | None, device: torch.device) -> Tensor | None:

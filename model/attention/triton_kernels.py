@@ -15,6 +15,7 @@ from model.system.held_kernels import held
 
 TABLE, SLOPES = tl.constexpr(1), tl.constexpr(2)  # values of BIASED; 0: nothing is added to scores
 LOG2E = tl.constexpr(1.4426950408889634)  # exponentials are powers of two, as the hardware has them
+_LEVELS = tl.constexpr(128.0)  # times the worth of 1 in a page of 8 bits it is not too small for float16
 _TO_NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it and taken off again is a whole number
 
 
@@ -116,7 +117,7 @@ def _walk(
     key_head,
     value_row,
     value_head,
-    kept: tl.constexpr,  # what quantised values become
+    kept: tl.constexpr,  # what probabilities are rounded to
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -134,6 +135,8 @@ def _walk(
     """A tile's queries over the keys from `low` to `high`."""
     dims = tl.arange(0, BLOCK_D)
     wide = dims < DIM
+    if not PAGED:
+        origin = tl.load(cu_seqlens_k + segment)
     for begin in range(low, high, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
         within = n < high
@@ -142,7 +145,7 @@ def _walk(
             page = tl.load(at_page, mask=within, other=0) if MASKED else tl.load(at_page)
             slot = page.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
         else:
-            slot = (tl.load(cu_seqlens_k + segment) + n).to(tl.int64)
+            slot = (origin + n).to(tl.int64)
         k_at = keys + slot[None, :] * key_row + kv_head * key_head + dims[:, None]
         if MASKED:
             k = tl.load(k_at, mask=within[None, :] & wide[:, None], other=0.0)  # [D, N]
@@ -150,12 +153,10 @@ def _walk(
             k = tl.load(k_at)
         else:
             k = tl.load(k_at, mask=wide[:, None], other=0.0)
-        if QUANTIZED:
-            k = k.to(tl.float32)  # whole numbers up to 127, and float8: exact in every type
         unit = scale * LOG2E
         if SOFTCAP > 0.0:
             unit = scale
-        scores = tl.dot(q, k.to(kept).to(FACTOR), input_precision="ieee") * unit  # [M, N]
+        scores = tl.dot(q, k.to(FACTOR), input_precision="ieee") * unit  # [M, N]
         if QUANTIZED:
             scores *= tl.load(key_scales + slot * KV_HEADS + kv_head, mask=within, other=0.0)[None, :]
         if SOFTCAP > 0.0:  # tanh x = 1 - 2 / (exp(2 x) + 1)
@@ -182,6 +183,9 @@ def _walk(
         p = tl.exp2(scores - safe[:, None])
         shrink = tl.exp2(peak - safe)
         total = total * shrink + tl.sum(p, axis=1)
+        if QUANTIZED:  # V stays as it is stored: its numbers are exact in every type, and only p is rounded
+            worth = tl.load(value_scales + slot * KV_HEADS + kv_head, mask=within, other=0.0)
+            p *= (worth * _LEVELS)[None, :]
         v_at = values + slot[:, None] * value_row + kv_head * value_head + dims[None, :]
         if MASKED:
             v = tl.load(v_at, mask=within[:, None] & wide[None, :], other=0.0)  # [N, D]
@@ -189,11 +193,7 @@ def _walk(
             v = tl.load(v_at)
         else:
             v = tl.load(v_at, mask=wide[None, :], other=0.0)
-        if QUANTIZED:
-            worth = tl.load(value_scales + slot * KV_HEADS + kv_head, mask=within, other=0.0)
-            v = v.to(tl.float32) * worth[:, None]
-        v = v.to(kept).to(FACTOR)
-        mixed = tl.dot(p.to(kept).to(FACTOR), v, mixed * shrink[:, None], input_precision="ieee")
+        mixed = tl.dot(p.to(kept).to(FACTOR), v.to(FACTOR), mixed * shrink[:, None], input_precision="ieee")
         peak = higher
     return peak, total, mixed
 
@@ -319,6 +319,8 @@ def attend(
     )  # fmt: skip
 
     mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]  # a row that sees nothing is zeros
+    if QUANTIZED:
+        mixed *= 1.0 / _LEVELS
     to = token * HEADS + head
     stored = live[:, None] & wide[None, :]
     if SPLIT:

@@ -182,6 +182,17 @@ def test_real_sizes(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_small_values_in_8_bits_keep_their_digits_in_float16(device: torch.device) -> None:
+    """A probability times the worth of 1 in a page would be below the normal numbers of float16."""
+    case = Case(((1, 60), (3, 40)), int8=True, causal=False, writes=False, dtype=torch.float16)
+    given = problem(case, device)
+    assert given.cache is not None and given.cache.scales is not None
+    given.cache.scales[1].mul_(1e-3)
+    found = run(Cut(SMALL), given)
+    assert_finite_and_close(1e3 * found.float(), given.expected, tolerance(case))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_pages_of_8_bits_are_what_the_cache_itself_would_write(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -38,8 +40,8 @@ class Cut(TritonBackend):
     def __init__(self, tiles: Tiles | None = None, parts: int | None = None) -> None:
         self.cut, self.split = tiles, parts
 
-    def tiles(self, rows: int, head_dim: int, dtype: torch.dtype, *, biased: bool, paged: bool) -> Tiles:
-        return self.cut or super().tiles(rows, head_dim, dtype, biased=biased, paged=paged)
+    def tiles(self, *arguments: Any, **named: Any) -> Tiles:
+        return self.cut or super().tiles(*arguments, **named)
 
     def parts(self, programs: int, max_kv_len: int, device: torch.device) -> int:
         return self.split or super().parts(programs, max_kv_len, device)
