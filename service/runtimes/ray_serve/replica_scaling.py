@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-# The policy runs in Ray Serve's controller. Each replica reports its saturation:
-# running and waiting work over its capacity, in sequences or in tokens of KV cache, whichever is higher
-# (`AsyncEngine.demand`). The sum over replicas is the load in units of full replicas.
+# The policy runs in Ray Serve's controller. Each replica reports its saturation: running and waiting work over its
+# capacity, in sequences or in tokens of KV cache, whichever is higher (`AsyncEngine.demand`). The sum over replicas is
+# the load in units of full replicas.
 
 SATURATION = "saturation"
 
