@@ -96,7 +96,7 @@ class ModelInfo:
     draft_model: str = ""  # the name of its folder; empty: there is none
     tensor_parallel_size: int = 1
     recorded_sizes: int = 0  # number of batch sizes with a CUDA graph of the decode step
-    recorded_batches: int = 0  # number of sizes of batches of texts that are encoded by a CUDA graph
+    recorded_batches: int = 0  # number of batch sizes that are encoded by a CUDA graph
     fallbacks: tuple[str, ...] = ()  # features that fell back to a slower path, with the reason
     versions: dict[str, str] = field(default_factory=dict)
     state_slots: int = 0  # for the states of recurrent layers: two of each sequence, others for snapshots

@@ -38,6 +38,7 @@ from model.engine.planning.stored_weights import conversions
 from model.engine.speculation.plan import DraftPlan
 from model.engine.warmup import warm_up
 from model.errors import ConfigError
+from model.media.images import ImageProcessing
 from model.network.activation_dump import VARIABLE, dump_folder
 from model.network.adapters import load_adapters
 from model.network.native_scratch import planned_scratch
@@ -168,7 +169,7 @@ def assembling(
     context = max_context(spec.engine, checkpoint.config, limits)
     attach_native_stacks(model)
     # Before the memory of the KV pool is measured, so that it leaves out what these graphs hold.
-    batches, unrecorded_batches = yield from _recorded_batches(spec.engine, model, limits, device)
+    batches, unrecorded_batches = yield from _recorded_batches(spec.engine, model, limits, device, checkpoint.images)
     encode = EncodeEngine(
         spec.name,
         model,
@@ -213,18 +214,26 @@ def assembling(
 
 
 def _recorded_batches(
-    engine: EngineConfig, model: Transformer, limits: BatchLimits, device: torch.device
+    engine: EngineConfig,
+    model: Transformer,
+    limits: BatchLimits,
+    device: torch.device,
+    images: ImageProcessing | None = None,
 ) -> Work[tuple[EncoderGraphs | None, str]]:
-    """Record batches of texts; return them, or None and why they could not be recorded, if they should be."""
+    """Record batches to encode; return them, or None and why they could not be recorded, if they should be."""
     wanted = device.type == "cuda" and engine.cuda_graphs and rank_processes_of(model) is None
     if not wanted or not can_record_batches(model):
         return None, ""
     if dump_folder() is not None:
         return None, f"{VARIABLE} is set"
-    tokens = limits.max_num_batched_tokens
-    record = CudaRecorder(device)
-    graphs = EncoderGraphs(model, max_num_seqs=limits.max_num_seqs, max_num_tokens=tokens, record=record)
-    return (yield from recording(graphs, "batches of texts"))
+    graphs = EncoderGraphs(
+        model,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_tokens=limits.max_num_batched_tokens,
+        record=CudaRecorder(device),
+        images=images,
+    )
+    return (yield from recording(graphs, "batches to encode"))
 
 
 def slow_ways(
@@ -232,7 +241,7 @@ def slow_ways(
 ) -> tuple[str, ...]:
     """Return what runs slower on this GPU than it could, with the reason; choices of the settings do not count.
 
-    `unrecorded` and `unrecorded_batches` say why decode steps and batches of texts are not CUDA graphs, if they should
+    `unrecorded` and `unrecorded_batches` say why decode steps and batches to encode are not CUDA graphs, if they should
     be.
     """
     cuda = device.type == "cuda"
@@ -244,7 +253,7 @@ def slow_ways(
     if unrecorded:
         slow.append(f"decode steps are launched kernel by kernel: {unrecorded}")
     if unrecorded_batches:
-        slow.append(f"batches of texts are launched kernel by kernel: {unrecorded_batches}")
+        slow.append(f"batches to encode are launched kernel by kernel: {unrecorded_batches}")
     return tuple(slow)
 
 

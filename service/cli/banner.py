@@ -69,7 +69,7 @@ def _model_lines(info: ModelInfo) -> list[str]:
     if info.recorded_sizes:
         lines.append(f"  {'':<10} decode steps replayed as CUDA graphs, {info.recorded_sizes} batch sizes")
     if info.recorded_batches:
-        lines.append(f"  {'':<10} texts encoded by CUDA graphs, {info.recorded_batches} batch sizes")
+        lines.append(f"  {'':<10} inputs encoded by CUDA graphs, {info.recorded_batches} batch sizes")
     queue = f"queue {info.max_queued_requests} requests, {info.max_queued_tokens} tokens"
     context = f"context {info.max_model_len} ({info.max_model_len_reason})"
     return [*lines, f"  {'':<10} {context}, {limits}, {queue}"]

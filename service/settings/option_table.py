@@ -268,7 +268,7 @@ OPTIONS: tuple[Option, ...] = (
         "cuda_graphs",
         boolean,
         _ENGINE.cuda_graphs,
-        "on a GPU: record neither decode steps nor batches of texts as CUDA graphs; the start is faster, steps slower",
+        "on a GPU: record neither decode steps nor batches to encode as CUDA graphs; the start is faster, steps slower",
         "BOOL",
         "CUDA graphs are used",
         per_model=True,

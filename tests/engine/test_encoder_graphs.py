@@ -1,4 +1,4 @@
-"""Recorded batches of texts give the results of launched ones, and read nothing but their static row.
+"""Recorded batches give the results of launched ones, and read nothing but their static row.
 
 As in test_overlap, a replay calls the recorded function again: it has the same buffers, and lengths of the recording.
 """
@@ -19,10 +19,11 @@ from lab.bench.gpu.shapes import GPU_MODELS
 from lab.bench.models import config_of
 from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, EncodeTask, Pooling, token_source
+from model.api.request import EncodeRequest, EncodeTask, Pooling, Source, token_source
 from model.attention.base import AttentionMetadata
 from model.attention.selection import Selection
 from model.cache.kv_cache import KVCache
+from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.sentence_transformers import SentenceSettings
 from model.engine import builder
 from model.engine.encode_engine import EncodeEngine
@@ -36,6 +37,7 @@ from model.engine.execution.encoder_graphs import (
     pack_texts,
 )
 from model.engine.execution.model_runner import ModelRunner
+from model.engine.execution.sources import blank_source, source_input
 from model.engine.generate_engine import GenerateEngine
 from model.engine.planning import kernels
 from model.engine.scheduling.block_manager import BlockManager
@@ -178,6 +180,30 @@ def test_a_broken_input_fails_alone_in_a_recorded_batch(monkeypatch: pytest.Monk
     assert reasons == {"0": "stop", "1": "error", "2": "stop"}
 
 
+@pytest.mark.parametrize("kind", ["vit", "whisper"])
+def test_images_and_windows_of_sound(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(kind, TextsBackend())
+    blank, rng = blank_source(model.config), np.random.default_rng(0)
+    monkeypatch.setattr(encoder_graphs, "most_tokens", lambda config: 4 * blank.num_positions)
+    images = read_checkpoint(saved(kind).path).images
+    graphs = Replays(model, max_num_seqs=SEQS, max_num_tokens=4096, images=images)
+    assert graphs.sizes == [BatchSize(count * blank.num_positions, count) for count in (1, 2, 4)]
+
+    def source() -> Source:
+        if kind == "vit":
+            return replace(blank, features=rng.bytes(len(blank.features)))
+        return replace(blank, features=rng.normal(size=len(blank.features) // 4).astype("<f4").tobytes())
+
+    for count in (4, 1, 3, 2):
+        sources = [source() for _ in range(count)]
+        size = graphs.size_of(sources)
+        assert size is not None
+        with torch.inference_mode():
+            expected = model.encode(source_input(sources, CPU, images=images))
+            torch.testing.assert_close(graphs.run(size, sources), expected, atol=2e-5, rtol=1e-4)
+    assert graphs.size_of([blank] * 5) is None
+
+
 @pytest.mark.parametrize("kind", ["bart", "t5-relu", "marian"])
 def test_sources_of_a_recorded_batch_give_the_same_tokens(kind: str) -> None:
     graphs, model = graphs_of(kind), loaded(kind, TextsBackend())
@@ -203,9 +229,9 @@ def test_sources_of_a_recorded_batch_give_the_same_tokens(kind: str) -> None:
     assert graphs.ran
 
 
-def test_only_encoders_of_texts_are_recorded() -> None:
+def test_which_encoders_are_recorded() -> None:
     backend = TextsBackend()
-    for kind, fit in (("bert", True), ("bart", True), ("llama-gqa", False), ("vit", False), ("whisper", False)):
+    for kind, fit in (("bert", True), ("bart", True), ("llama-gqa", False), ("vit", True), ("whisper", True)):
         assert can_record_batches(loaded(kind, backend)) == fit, kind
     assert not can_record_batches(
         loaded("deberta-v2-convolution", backend)
@@ -252,7 +278,7 @@ def test_a_loaded_model_records_before_its_cache_is_measured(monkeypatch: pytest
     done: list[str] = []
     real: Callable[..., Any] = builder._recorded_batches
 
-    def recording(engine: EngineConfig, model: Transformer, limits: BatchLimits, device: torch.device) -> Any:
+    def recording(engine: EngineConfig, model: Transformer, limits: BatchLimits, *_: Any) -> Any:
         done.append("records")
         return real(engine, model, limits, torch.device("cuda"))
 
@@ -279,4 +305,4 @@ def test_a_failed_recording_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, why = finish(builder._recorded_batches(EngineConfig(), model, limits, torch.device("cuda")))
     assert (graphs, why) == (None, "operation not permitted when stream is capturing")
     slow = builder.slow_ways(EngineConfig(), Selection(TextsBackend(), ""), "", torch.device("cuda"), why)
-    assert slow == (f"batches of texts are launched kernel by kernel: {why}",)
+    assert slow == (f"batches to encode are launched kernel by kernel: {why}",)

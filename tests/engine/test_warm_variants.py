@@ -151,7 +151,9 @@ def test_encoders_too(kind: str) -> None:
             while encode.has_work:
                 encode.step()
         if can_record_batches(model):
-            EncoderGraphs(model, max_num_seqs=8, max_num_tokens=4096, record=recorded).record_all()
+            EncoderGraphs(
+                model, max_num_seqs=8, max_num_tokens=4096, record=recorded, images=encode._images
+            ).record_all()
     assert variants(seen) == variants(warmed)
 
 

@@ -66,7 +66,7 @@ def test_slow_fallbacks_are_shown(app: App) -> None:
     lines = banner._model_lines(slow)
     assert sum("SLOWER THAN IT COULD BE: attention is not Triton's: no compiler" in line for line in lines) == 1
     assert sum("CUDA graphs, 20 batch sizes" in line for line in lines) == 1
-    assert sum("texts encoded by CUDA graphs, 9 batch sizes" in line for line in lines) == 1
+    assert sum("inputs encoded by CUDA graphs, 9 batch sizes" in line for line in lines) == 1
     quiet = banner._model_lines(info("gen", "decoder-only"))
     assert len(quiet) == len(lines) - 3
     (shown, *_) = InfoReply.model_validate_json(ask(app, "GET", "/info").content).models

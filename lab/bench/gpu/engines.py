@@ -28,7 +28,6 @@ from model.checkpoint.folder import Checkpoint
 from model.checkpoint.sentence_transformers import SentenceSettings
 from model.engine import builder, generate_builder
 from model.engine.builder import LoadedModel
-from model.engine.execution.encoder_graphs import can_record_batches
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, StepPacer, StepWork
@@ -154,12 +153,13 @@ def build_engines(name: str, model: Transformer, selection: Selection, config: E
 
 
 def require_graphs(ready: BenchModel) -> None:
-    """Raise `NotRecorded` if attention is not Triton's, or decode steps or batches of texts are not CUDA graphs."""
+    """Raise `NotRecorded` if attention is not Triton's, or decode steps or batches to encode are not CUDA graphs."""
     info = ready.loaded.info
     if info.attention_backend != "triton":
         raise NotRecorded(f"attention is not Triton's: {info.attention_reason}")
-    if can_record_batches(ready.model) and not info.recorded_batches:
-        raise NotRecorded(f"batches of texts of {info.name} were not recorded as CUDA graphs: {info.fallbacks}")
+    for way in info.fallbacks:
+        if way.startswith("batches to encode"):
+            raise NotRecorded(f"{info.name}: {way}")
     if ready.loaded.generate is not None and ready.runner.graphs is None:
         why = ready.runner.unrecorded or "no reason is given"
         raise NotRecorded(f"decode steps of {info.name} were not recorded as CUDA graphs: {why}")

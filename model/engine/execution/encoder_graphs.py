@@ -1,12 +1,13 @@
-"""Records batches of texts to encode as CUDA graphs and replays them.
+"""Records batches to encode as CUDA graphs and replays them.
 
 Batches with equally many rows run the same kernels whatever the texts are, so a batch is recorded for some numbers of
-tokens and of texts (`BatchSize`). To encode a batch, its integers go to a fixed address in one copy, and the smallest
-size that holds it is replayed. The rows after the last text are a segment without keys: nothing reads them. As in
-`model.engine.execution.cuda_graphs`, kernels read lengths on the device.
+tokens and of texts (`BatchSize`), or of images or windows of sound, which all have as many rows. To encode a batch, its
+integers go to a fixed address in one copy, and the smallest size that holds it is replayed. The rows after the last
+input are a segment without keys: nothing reads them. As in `model.engine.execution.cuda_graphs`, kernels read lengths
+on the device.
 
 Only batches whose launches cost more than their computation are recorded (`most_tokens`). Larger ones, and inputs with
-adapters, unread tokens, pixels or frames, are launched kernel by kernel.
+adapters or unread tokens, are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from model.api.request import Source
 from model.attention.base import AttentionMetadata, DeviceLengths
 from model.config.model import ModelConfig
 from model.engine.execution.cuda_graphs import Recorder
+from model.engine.execution.sources import blank_source, features_of
+from model.media.images import ImageProcessing
 from model.network.inputs import StackInput
 from model.network.parameter_counts import parameters_by_part
 from model.network.transformer import Transformer
@@ -73,14 +76,29 @@ class BatchFields:
 class EncoderGraphs:
     """The recorded batches of one model's encoder, or of a decoder that embeds."""
 
-    def __init__(self, model: Transformer, *, max_num_seqs: int, max_num_tokens: int, record: Recorder) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        record: Recorder,
+        images: ImageProcessing | None = None,
+    ) -> None:
+        """`images` says how pixels are scaled."""
         self._model = model
         self._device = next(model.parameters()).device
         self._record = record
-        self.sizes = batch_sizes(min(most_tokens(model.config), max_num_tokens), max_num_seqs)
+        self._images = images
+        tokens, rows = min(most_tokens(model.config), max_num_tokens), model.config.source_positions
+        self.sizes = batch_sizes(tokens, max_num_seqs) if rows is None else source_sizes(tokens, max_num_seqs, rows)
         most = max((size.integers for size in self.sizes), default=0)
         # One row for all sizes: they never run at the same time.
         self._row = torch.zeros(most, dtype=torch.int64, device=self._device)
+        self._features: Tensor | None = None  # pixels or frames of the largest size
+        if rows is not None and self.sizes:
+            blank = [blank_source(model.config)] * self.sizes[-1].segments
+            self._features = features_of(blank, self._device, images)
         self._recorded: dict[BatchSize, tuple[Tensor, Callable[[], object]]] = {}
 
     def record_all(self) -> None:
@@ -93,7 +111,7 @@ class EncoderGraphs:
         for size in reversed(self.sizes):
             self._recorded[size] = self._recording(size)
             yield None
-        logger.info("recorded %d batches of texts in %.1f s", len(self._recorded), time.monotonic() - began)
+        logger.info("recorded %d batches to encode in %.1f s", len(self._recorded), time.monotonic() - began)
 
     def size_of(self, sources: Sequence[Source]) -> BatchSize | None:
         """Return the smallest recorded size that holds these texts; None: there is none."""
@@ -104,6 +122,8 @@ class EncoderGraphs:
         """Return the hidden states `[tokens, d]` of texts that fit into `size`; they are valid until the next run."""
         row = pack_texts(size, sources, pinned=self._device.type == "cuda")
         self._row[: size.integers].copy_(row, non_blocking=True)
+        if self._features is not None:
+            self._features[: len(sources)].copy_(features_of(sources, self._device, self._images))
         hidden, replay = self._recorded[size]
         replay()
         return hidden[: sum(source.num_positions for source in sources)]
@@ -120,7 +140,7 @@ class EncoderGraphs:
 
     def _inputs(self, size: BatchSize, row: Tensor) -> StackInput:
         fields, config = size.split(row), self._model.config
-        longest = min(size.tokens, config.max_positions or size.tokens)
+        longest = config.source_positions or min(size.tokens, config.max_positions or size.tokens)
         metadata = AttentionMetadata(
             q_lens=(size.tokens,),
             kv_lens=(size.tokens,),
@@ -128,12 +148,15 @@ class EncoderGraphs:
             device=self._device,
             device_lengths=DeviceLengths(fields.starts, fields.lengths, longest, longest, cu_seqlens_k=fields.starts),
         )
+        features = None if self._features is None else self._features[: size.segments]
         has_types = next(iter(config.stacks.values())).token_types > 0
         return StackInput(
             fields.ids,
             fields.positions,
             metadata,
             token_types=fields.types if has_types else None,
+            pixels=features if config.image is not None else None,
+            frames=features if config.audio is not None else None,
             contexts=fields.contexts,
         )
 
@@ -148,7 +171,8 @@ def pack_texts(size: BatchSize, sources: Sequence[Source], *, pinned: bool = Fal
     total = int(starts[count])
     starts[count + 1 : -1] = total
     starts[-1] = size.tokens
-    fields.ids.numpy()[:total] = np.fromiter(chain.from_iterable(one.token_ids for one in sources), np.int64, total)
+    ids = np.fromiter(chain.from_iterable(one.token_ids for one in sources), np.int64)
+    fields.ids.numpy()[: len(ids)] = ids  # of images and sound there are none
     fields.contexts.numpy()[:total] = np.repeat(lengths[:count], lengths[:count])
     fields.positions.numpy()[:total] = np.arange(total) - np.repeat(starts[:count], lengths[:count])
     types = fields.types.numpy()
@@ -159,14 +183,14 @@ def pack_texts(size: BatchSize, sources: Sequence[Source], *, pinned: bool = Fal
 
 
 def can_record_batches(model: Transformer) -> bool:
-    """Whether a model encodes texts, and no launch of its encoder depends on lengths that the host knows.
+    """Whether a model encodes, and no launch of its encoder depends on lengths that the host knows.
 
     A decoder that generates is left out: it embeds rarely, and recording takes time and memory.
     """
     config = model.config
     stack = next(iter(config.stacks.values()))
-    encodes_texts = config.source_positions is None and (config.encoder is not None or not config.can_generate)
-    return encodes_texts and model.backend.graph_safe and not stack.recurrences and stack.convolution is None
+    encodes = config.encoder is not None or not config.can_generate
+    return encodes and model.backend.graph_safe and not stack.recurrences and stack.convolution is None
 
 
 def most_tokens(config: ModelConfig) -> int:
@@ -189,3 +213,9 @@ def batch_sizes(most: int, max_num_seqs: int) -> list[BatchSize]:
             several = {max(8, tokens // 128), max(8, tokens // 16)}
             sizes |= {BatchSize(tokens, min(segments, max_num_seqs)) for segments in several}
     return sorted(sizes)
+
+
+def source_sizes(most: int, max_num_seqs: int, rows: int) -> list[BatchSize]:
+    """Return the sizes to record of images or windows of sound of `rows` rows each."""
+    counts = sorted({min(1 << bit, max_num_seqs) for bit in range(6)})
+    return [BatchSize(rows * count, count) for count in counts if rows * count <= most]

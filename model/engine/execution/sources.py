@@ -33,10 +33,10 @@ def source_input(
     if sources[0].kind is SourceKind.IMAGE:
         assert images is not None
         inputs = packed_input([range(source.num_positions) for source in sources], device, causal=causal)
-        return replace(inputs, pixels=_pixels(sources, device, images))
+        return replace(inputs, pixels=features_of(sources, device, images))
     if sources[0].kind is SourceKind.AUDIO:
         inputs = packed_input([range(source.num_positions) for source in sources], device, causal=causal)
-        return replace(inputs, frames=_frames(sources, device))
+        return replace(inputs, frames=features_of(sources, device))
     types = None
     if any(any(source.token_type_ids) for source in sources):
         types = [source.token_type_ids or (0,) * source.num_positions for source in sources]
@@ -54,8 +54,11 @@ def blank_source(config: ModelConfig, tokens: int = 1) -> Source:
     return token_source((0,) * tokens)
 
 
-def _frames(sources: Sequence[Source], device: torch.device) -> Tensor:
-    """Return log-mel energies `[B, mel bins, frames]`."""
+def features_of(sources: Sequence[Source], device: torch.device, images: ImageProcessing | None = None) -> Tensor:
+    """Return normalised images `[B, C, S, S]`, or log-mel energies `[B, mel bins, frames]`."""
+    if sources[0].kind is SourceKind.IMAGE:
+        assert images is not None
+        return _pixels(sources, device, images)
     raw = torch.frombuffer(bytearray(b"".join(source.features for source in sources)), dtype=torch.float32)
     return to_device(raw, device).view(len(sources), *sources[0].shape)
 
