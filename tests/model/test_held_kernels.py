@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ from model.system.held_kernels import HeldKernel, held
 
 pytestmark = pytest.mark.skipif(held_kernels._VERSION not in held_kernels._CALLS, reason="Triton's path is taken")
 
+ROOT = Path(__file__).parents[2]
 SETTINGS = {"do_not_specialize": ["rows"], "do_not_specialize_on_alignment": ["gain"]}
 launches: list[tuple[Any, ...]] = []
 
@@ -191,3 +194,23 @@ def test_what_an_unknown_launcher_launches_is_not_held(monkeypatch: pytest.Monke
         own[(1,)](x, None, x, 64, 1, 1.0, 16, BLOCK=16, KIND=0)
     assert len(by_triton) == 3
     assert not own.variants
+
+
+def test_every_kernel_that_is_launched_is_held() -> None:
+    """Read the source: `name[grid](...)` launches the kernel `name`."""
+    trees = [ast.parse(file.read_text()) for file in sorted((ROOT / "model").rglob("*.py"))]
+    launched = {
+        node.func.value.id
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
+    }
+    decorated = {
+        node.name: [ast.unparse(one) for one in node.decorator_list]
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    kernels = {name: found for name, found in decorated.items() if any("triton.jit" in one for one in found)}
+    assert len(launched & kernels.keys()) > 15
+    assert [name for name in launched & kernels.keys() if kernels[name][0] != "held"] == []
