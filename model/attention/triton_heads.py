@@ -6,6 +6,9 @@ float32 and rounded once. Imported only where Triton is.
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 from torch import Tensor
 from triton import language as tl
@@ -196,14 +199,11 @@ def prepare(
     What comes back as keys with pages are the pages.
     """
     (num_rows, num_heads, dim), num_kv_heads = query.shape, key.shape[1]
-    prepared = query.new_empty(query.shape)
-    keys = pages.keys if pages is not None else key.new_empty(key.shape)
+    prepared = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    keys = pages.keys if pages is not None else torch.empty(key.shape, dtype=key.dtype, device=key.device)
     cos, sin = preparation.rotary or (None, None)
     query_norm, key_norm = preparation.query_norm, preparation.key_norm
-    block_dim = next_power_of_2(dim)
-    most = max(1, _ELEMENTS // block_dim)
-    block_q, block_k = (min(next_power_of_2(count), most) for count in (num_heads, num_kv_heads))
-    blocks = cdiv(num_heads, block_q) + cdiv(num_kv_heads, block_k)
+    block_dim, block_q, block_k, blocks = _blocks(num_heads, num_kv_heads, dim)
     prepare_heads[(num_rows, blocks)](
         query,
         key,
@@ -237,6 +237,15 @@ def prepare(
         enable_fp_fusion=False,  # as in `write_pages`
     )
     return prepared, keys
+
+
+@cache
+def _blocks(num_heads: int, num_kv_heads: int, dim: int) -> tuple[int, int, int, int]:
+    """Return the columns, query heads and key heads of a program, and the number of programs of a token."""
+    block_dim = next_power_of_2(dim)
+    most = max(1, _ELEMENTS // block_dim)
+    block_q, block_k = (min(next_power_of_2(count), most) for count in (num_heads, num_kv_heads))
+    return block_dim, block_q, block_k, cdiv(num_heads, block_q) + cdiv(num_kv_heads, block_k)
 
 
 def _weights(norm: HeadNorm | None) -> tuple[Tensor | None, Tensor | None]:

@@ -235,10 +235,12 @@ def _sum_and_norm(
     *,
     centred: bool = False,
 ) -> Pair | NotImplementedType:
-    rows, width, dtype = x.shape[0], x.shape[-1], x.dtype
-    if x.dim() != 2 or y.dtype is not dtype or dtype not in _DTYPES or width > _WIDEST:
+    shape, dtype, device = x.shape, x.dtype, x.device
+    if len(shape) != 2 or y.dtype is not dtype or dtype not in _DTYPES or shape[1] > _WIDEST:
         return NotImplemented
-    total, normed = (torch.empty((rows, width), dtype=dtype, device=x.device) for _ in range(2))
+    rows, width = shape
+    total = torch.empty(shape, dtype=dtype, device=device)
+    normed = torch.empty(shape, dtype=dtype, device=device)
     block = next_power_of_2(width)
     sum_and_norm[(rows,)](
         x.contiguous(),

@@ -6,7 +6,8 @@ A decode step on a GPU is hundreds of launches that each move little; what can b
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -36,9 +37,7 @@ def fused(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if name in broken or not on_gpu(args[0]):
                 return function(*args, **kwargs)
             try:
-                from model.network import fused_kernels
-
-                found = getattr(fused_kernels, name)(*args, **kwargs)
+                found = getattr(_kernels(), name)(*args, **kwargs)
             except Exception as error:  # Triton is missing; a compiler's own, OutOfResources, a full disk
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -50,6 +49,13 @@ def fused(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return call
 
     return decorate
+
+
+@cache
+def _kernels() -> ModuleType:
+    from model.network import fused_kernels  # which imports Triton
+
+    return fused_kernels
 
 
 def on_gpu(tensor: Any) -> bool:
