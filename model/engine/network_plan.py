@@ -19,7 +19,7 @@ from model.engine.planning.kernels import check_kernels, choose_dtype, linears_o
 from model.engine.speculation.plan import DraftPlan, plan_draft
 from model.errors import ConfigError
 from model.linear.factory import LinearFactory
-from model.system.devices import resolve_device
+from model.system.devices import add_in_float32, resolve_device
 from model.system.kernel_cache import use_kernel_cache
 
 
@@ -44,6 +44,7 @@ def plan_network(spec: ModelSpec) -> NetworkPlan:
     device = resolve_device(asked.device)
     if device.type == "cuda":
         use_kernel_cache()
+        add_in_float32()
     dtype = choose_dtype(asked.dtype, checkpoint.config, device).dtype
     _check_ranks(asked, checkpoint.config, device)
     check_kv_dtype(asked, device)

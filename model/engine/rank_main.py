@@ -47,6 +47,7 @@ from model.parallel.messages import (
 from model.parallel.step_ring import RingReader
 from model.system.background_work import finish
 from model.system.child_process import FrameSocket, ignore_signals
+from model.system.devices import add_in_float32
 from model.system.stacks import print_stacks_on_signal
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class RankWorker:
         device, dtype = torch.device(load.device), dtype_of(load.dtype)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            add_in_float32()
         else:
             torch.set_num_threads(max(1, torch.get_num_threads() // self._shard.size))
         group = Group(self._shard, device)

@@ -32,6 +32,16 @@ def has_fast_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def add_in_float32() -> None:
+    """Let a GPU's products of 16 bits add up in float32 everywhere in this process.
+
+    By default cuBLAS may divide the inputs of a product over several programs and add their sums in 16 bits. It does so
+    for some numbers of rows, so a token's numbers would depend on the other rows of a step.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 @cache
 def processors(device: torch.device) -> int:
     """Return the number of a GPU's streaming multiprocessors; 132 for a CPU, which plays an H200 in tests."""

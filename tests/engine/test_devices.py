@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
+from model.engine import network_plan
 from model.errors import ConfigError
 from model.system.devices import resolve_device
 
@@ -28,3 +31,26 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with_gpus(monkeypatch, 0)
     with pytest.raises(ConfigError, match="device 'cuda' was asked for, but this machine has no usable CUDA device"):
         resolve_device("cuda")
+
+
+def test_products_of_16_bits_add_up_in_float32_where_a_model_is_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = [getattr(products, name) for name in names]
+
+    def found(device: str) -> list[bool]:
+        for name in names:
+            setattr(products, name, True)
+        monkeypatch.setattr(network_plan, "resolve_device", lambda name: torch.device(name))
+        monkeypatch.setattr(network_plan, "read_checkpoint", lambda *_, **__: None)
+        monkeypatch.setattr(network_plan, "use_kernel_cache", lambda: None)
+        with pytest.raises(AttributeError):  # goes on with the folder, which is none
+            network_plan.plan_network(ModelSpec("m", "m", EngineConfig(device=device)))
+        return [bool(getattr(products, name)) for name in names]
+
+    try:
+        assert found("cuda") == [False, False]
+        assert found("cpu") == [True, True]
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(products, name, value)
