@@ -34,7 +34,7 @@ from model.config.attention import AttentionConfig, DisentangledConfig, GatedDel
 from model.config.cache import SCALED_KINDS, PagedSpec
 from model.system import kernel_faults
 from model.system.devices import processors
-from model.system.held_kernels import cdiv, next_power_of_2
+from model.system.held_kernels import cdiv, next_power_of_2, overlap
 from model.system.kernel_faults import NO_FAULTS, Faults
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -262,7 +262,7 @@ class TritonBackend(PreparingBackend):
             BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_D=_block_dim(config),
             WINDOW=config.window or 0, SOFTCAP=config.softcap or 0.0, CAUSAL=causal,
             PAGED=paged, QUANTIZED=memory.scales is not None, BIASED=biased, SINGLE=single, SPLIT=parts > 1,
-            FACTOR=tl.float32 if INTERPRETED else _TYPES[query.dtype],
+            FACTOR=tl.float32 if INTERPRETED else _TYPES[query.dtype], **overlap(),
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         if weight is not None:
@@ -287,6 +287,7 @@ def _combine(mixed: Tensor, weight: Tensor, out: Tensor, config: AttentionConfig
         DIM=config.head_dim,
         BLOCK_D=_block_dim(config),
         SPLITS=parts,
+        **overlap(),
         num_warps=8 if parts * config.head_dim > 4096 else 4,
     )
 
@@ -380,6 +381,7 @@ def _write(cache: LayerCache, slots: Tensor, key: Tensor, value: Tensor) -> None
         BLOCK_HEADS=block_heads,
         BLOCK_D=block_dim,
         QUANTIZED=cache.scales is not None,
+        **overlap(),
         enable_fp_fusion=False,  # a product and the sum that rounds it are two operations, as in `LayerCache.write`
     )
 

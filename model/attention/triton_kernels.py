@@ -9,6 +9,7 @@ is.
 
 import triton
 from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from model.system.float8_kernels import to_float8
 from model.system.held_kernels import held
@@ -38,8 +39,12 @@ def write_pages(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    OVERLAP: tl.constexpr,  # as `model.system.held_kernels.overlap`
 ):
     """Grid: tokens, blocks of heads."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
@@ -244,8 +249,11 @@ def attend(
     SINGLE: tl.constexpr,  # every segment has one query
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,  # the type of a product's factors: the query's, float32 in the interpreter
+    OVERLAP: tl.constexpr,
 ):
     """Grid: tiles, key heads, parts of the keys."""
+    if OVERLAP:
+        gdc_launch_dependents()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE_Q: tl.constexpr = 1 if SINGLE else BLOCK_M // GROUP
     tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -263,6 +271,9 @@ def attend(
         if first >= q_len:
             return
     kv_len = tl.load(kv_lens + segment).to(tl.int32)  # wide ones would take twice the registers, [M, N] of them
+
+    if OVERLAP:
+        gdc_wait()  # lengths do not come from the kernel before, queries and keys do
 
     # Which keys any query of the tile sees.
     first_position = kv_len - q_len + first
@@ -342,8 +353,12 @@ def combine(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One row and head a program: the parts of its keys, each with its share (Dao et al. 2023, flash decoding)."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     logs = tl.load(weight + row * SPLITS + splits)

@@ -81,16 +81,20 @@ def overlap() -> Mapping[str, bool]:
     return _OVERLAPPED if _begins_early else _ALONE
 
 
+def can_overlap(device: torch.device) -> bool:
+    """Return whether a device lets kernels begin early: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @contextmanager
-def overlapping(device: torch.device) -> Iterator[None]:
-    """Let kernels that are launched inside begin early, where the device can: from Hopper on.
+def overlapping(wanted: bool) -> Iterator[None]:
+    """Let kernels that are launched inside begin early, if `wanted`.
 
     It saves a microsecond or two of each of the hundreds of kernels of a decode step (programmatic dependent launch,
     CUDA C++ programming guide). Steps are recorded inside: such kernels are launched by Triton's own path.
     """
     global _begins_early
-    before = _begins_early
-    _begins_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    before, _begins_early = _begins_early, wanted
     try:
         yield
     finally:

@@ -43,7 +43,7 @@ TYPES |= {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 CPU = torch.device("cpu")
 
 

@@ -136,13 +136,17 @@ def _cache(model: Transformer, pages: torch.dtype) -> KVCache | None:
 
 def record(model: Transformer, cache: KVCache, most_keys: int) -> None:
     """Run each decode step that would be recorded."""
+    from triton.runtime import driver
+
+    from model.system.held_kernels import overlapping
 
     def run_once(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
         return run(), lambda: None
 
     for one in (_MOST_SEQUENCES, 1):
         graphs = DecodeGraphs(model, cache, max_num_seqs=one, max_model_len=most_keys, record=run_once)
-        graphs.record_all()
+        with overlapping(driver.active.get_current_target().arch >= 90):
+            graphs.record_all()
 
 
 def _run(model: Transformer, cache: KVCache, step: tuple[tuple[int, int], ...]) -> None:

@@ -67,9 +67,9 @@ class CudaRecorder:
 def _overlapping(device: torch.device) -> AbstractContextManager[None]:
     if find_spec("triton") is None:
         return nullcontext()
-    from model.system.held_kernels import overlapping
+    from model.system.held_kernels import can_overlap, overlapping
 
-    return overlapping(device)
+    return overlapping(can_overlap(device))
 
 
 class DecodeGraphs:
