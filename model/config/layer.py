@@ -56,6 +56,7 @@ class MLPConfig:
     down_bias: bool | None = None  # of the last projection; None: as `bias` (GTE: it alone has one)
     clamp: GateClamp | None = None  # of a gated SiLU
     xielu: bool = False  # the activation is xIELU, which has learned numbers (Huang & Schlag 2024; Apertus)
+    block: int = 1  # columns that ranks do not part: as many of the stored weights share a scale
 
     def __post_init__(self) -> None:
         require_positive(intermediate_size=self.intermediate_size)
@@ -109,6 +110,7 @@ class ExpertsConfig:
     # SparseMixer's tolerance (Liu et al. 2024): an expert's score is its softmax over the logits that are left and at
     # most twice this share below it. None: scores are not found so.
     mixer_tolerance: float | None = None
+    held: tuple[int, int] | None = None  # the first and the end of the experts that this rank has; None: some of each
 
     def __post_init__(self) -> None:
         require_positive(per_token=self.per_token)

@@ -11,6 +11,7 @@ A rank's network is the same network of a smaller configuration (`Shard.config`)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -59,11 +60,12 @@ class Shard:
 
     def check(self, config: ModelConfig) -> None:
         """Raise `ConfigError` for a model that cannot be split so."""
+        block = _block_of(config)
         for name, stack in config.stacks.items() if self.size > 1 else ():
             for layer in stack.distinct_layers:
-                self._check_layer(name, layer)
+                self._check_layer(name, layer, block)
 
-    def _check_layer(self, name: str, layer: LayerConfig) -> None:
+    def _check_layer(self, name: str, layer: LayerConfig, block: int) -> None:
         if isinstance(layer.mixer, GatedDeltaConfig) and layer.mixer.num_key_heads % self.size:
             heads = layer.mixer.num_key_heads
             raise ConfigError(f"tensor_parallel_size {self.size} must divide the {heads} recurrent heads of the {name}")
@@ -79,28 +81,58 @@ class Shard:
                     "or be a multiple of them"
                 )
         mlps = layer.feed_forward
-        for mlp in (mlps.mlp, mlps.shared) if isinstance(mlps, ExpertsConfig) else (mlps,):
-            if mlp is not None and mlp.intermediate_size < self.size:
-                raise ConfigError(f"tensor_parallel_size {self.size} is more than the columns of the {name}'s MLP")
+        if isinstance(mlps, ExpertsConfig):
+            divided = self.held_experts(mlps.count, mlps.mlp.intermediate_size, block) is None
+            found = [*([mlps.mlp] if divided else []), *([mlps.shared] if mlps.shared is not None else [])]
+        else:
+            found = [mlps]
+        for mlp in found:
+            columns, together = mlp.intermediate_size, _together(mlp.intermediate_size, block)
+            if columns // together < self.size:
+                blocks = f" in blocks of {together} that share a scale" if together > 1 else ""
+                raise ConfigError(
+                    f"tensor_parallel_size {self.size} is more than the columns of the {name}'s MLP: {columns}{blocks}"
+                )
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The network that this rank holds."""
+        block = _block_of(whole)
+
+        def own(layer: LayerConfig) -> LayerConfig:
+            return self._layer(layer, block)
+
         return replace(
             whole,
             embedding=self._embedding(whole.embedding),
             source_embedding=whole.source_embedding and self._embedding(whole.source_embedding),
-            encoder=whole.encoder and whole.encoder.with_layers(self._layer),
-            decoder=whole.decoder and whole.decoder.with_layers(self._layer),
+            encoder=whole.encoder and whole.encoder.with_layers(own),
+            decoder=whole.decoder and whole.decoder.with_layers(own),
         )
 
     def _embedding(self, whole: EmbeddingConfig) -> EmbeddingConfig:
         first, last = self.shard_range(whole.vocab_size)
         return replace(whole, vocab_size=last - first)
 
-    def shard_range(self, count: int) -> Range:
-        """This rank's of `count` things, as even as they come; fewer than ranks are held by several ranks each."""
-        first, last = self.rank * count // self.size, (self.rank + 1) * count // self.size
-        return (first, max(last, first + 1)) if count else (0, 0)
+    def shard_range(self, count: int, block: int = 1) -> Range:
+        """This rank's of `count` things, in whole blocks, as even as they come.
+
+        If there are fewer blocks than ranks several ranks hold each.
+        """
+        blocks = count // block
+        first, last = self.rank * blocks // self.size, (self.rank + 1) * blocks // self.size
+        return (first * block, max(last, first + 1) * block) if count else (0, 0)
+
+    def held_experts(self, count: int, columns: int, block: int) -> Range | None:
+        """The experts of `count` that this rank has whole, or None if it has some columns of each.
+
+        Columns are better divided: ranks have equal work whatever the routes. Experts are, if they can be, where whole
+        blocks of columns would leave a rank with a tenth more than its part.
+        """
+        blocks = columns // _together(columns, block)
+        most = -(-blocks // self.size) * self.size  # blocks, if all ranks had as many as the one with the most
+        if 10 * most <= 11 * blocks or count % self.size or count < 2 * self.size:
+            return None
+        return self.shard_range(count)
 
     def shard_slice(self, config: ModelConfig, name: str) -> ShardSlice | None:
         """Of the parameter `name`, which is no projection's; None: all of it."""
@@ -120,22 +152,24 @@ class Shard:
         heads = mixer.num_kv_heads if things == "normed key heads" else mixer.num_heads
         return ShardSlice(dim, (self.shard_range(heads),))
 
-    def _layer(self, layer: LayerConfig) -> LayerConfig:
+    def _layer(self, layer: LayerConfig, block: int) -> LayerConfig:
         mlp = layer.feed_forward
         return replace(
             layer,
             mixer=self._mixer(layer.mixer),
             cross=layer.cross and self._attention(layer.cross),
-            feed_forward=self._experts(mlp) if isinstance(mlp, ExpertsConfig) else self._mlp(mlp),
+            feed_forward=self._experts(mlp, block) if isinstance(mlp, ExpertsConfig) else self._mlp(mlp, block),
         )
 
-    def _experts(self, experts: ExpertsConfig) -> ExpertsConfig:
-        """Every rank has some columns of every expert."""
-        return replace(experts, mlp=self._mlp(experts.mlp), shared=experts.shared and self._mlp(experts.shared))
+    def _experts(self, experts: ExpertsConfig, block: int) -> ExpertsConfig:
+        held = self.held_experts(experts.count, experts.mlp.intermediate_size, block)
+        each = (self if held is None else WHOLE)._mlp(experts.mlp, block)
+        return replace(experts, mlp=each, shared=experts.shared and self._mlp(experts.shared, block), held=held)
 
-    def _mlp(self, mlp: MLPConfig) -> MLPConfig:
-        first, last = self.shard_range(mlp.intermediate_size)
-        return replace(mlp, intermediate_size=last - first)
+    def _mlp(self, mlp: MLPConfig, block: int) -> MLPConfig:
+        block = _together(mlp.intermediate_size, block)
+        first, last = self.shard_range(mlp.intermediate_size, block)
+        return replace(mlp, intermediate_size=last - first, block=block)
 
     def _mixer(self, mixer: AttentionConfig | GatedDeltaConfig) -> AttentionConfig | GatedDeltaConfig:
         if isinstance(mixer, AttentionConfig):
@@ -162,6 +196,16 @@ class Shard:
 
 
 WHOLE = Shard()
+
+
+def _block_of(config: ModelConfig) -> int:
+    """How many inputs of the MLPs' last projections share a stored scale."""
+    return math.lcm(*(one.block[1] or 1 for name, one in config.stored_as.items() if name.endswith(".down")))
+
+
+def _together(columns: int, block: int) -> int:
+    """How many of an MLP's columns are not parted. With a part of a block at the end ranks part them anywhere."""
+    return block if columns % block == 0 else 1
 
 
 def local_shape(shape: Shape, shard_slice: ShardSlice | None) -> Shape:

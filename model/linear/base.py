@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from model.config.sharding import Index, Shape, Shard, ShardSlice
+from model.config.sharding import Index, Range, Shape, Shard, ShardSlice
 from model.errors import ConfigError
 
 # -- Projections of a network: a `LinearSpec` says what is wanted, a `Linear` computes it. `LinearFactory` makes each
@@ -26,6 +26,7 @@ class Split(Enum):
     WHOLE = "whole"  # every rank has all of it
     OUTPUTS = "outputs"  # a rank computes some of the outputs of every part
     INPUTS = "inputs"  # a rank reads some of the inputs; the sum over ranks is the output
+    EXPERTS = "experts"  # a rank has some of the experts, whole; the sum over ranks is the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class LinearSpec:
     softcap: float | None = None
     experts: int = 1
     exact: bool = False
+    block: int = 1  # inputs that ranks do not part
 
     def __post_init__(self) -> None:
         if self.softcap is not None and self.split is Split.INPUTS:
@@ -85,14 +87,27 @@ class LinearSpec:
         """What `shard` keeps of a tensor of this projection, whose sizes are the whole model's; None: all of it."""
         if shard.size == 1:
             return None
+        held = self._held_experts(shard)
+        if held is not None:
+            rows = self.outputs_of_expert
+            return None if tensor.outputs is None else ShardSlice(tensor.outputs, ((held[0] * rows, held[1] * rows),))
         if self.split is Split.OUTPUTS and tensor.outputs is not None:
             return ShardSlice(tensor.outputs, tuple(self._output_ranges(shard)))
         if self.split is Split.INPUTS and tensor.inputs is not None:
             return ShardSlice(tensor.inputs, (self._input_range(shard, tensor.block),))
         return None
 
-    def _input_range(self, shard: Shard, block: int) -> tuple[int, int]:
-        first, last = shard.shard_range(self.inputs)
+    def _held_experts(self, shard: Shard) -> Range | None:
+        """The experts that `shard` has whole, or None if it has some columns of each or this is no mixture."""
+        if self.experts == 1:
+            return None
+        columns, block = self.inputs, self.block
+        if self.split is Split.OUTPUTS:
+            columns, block = self.outputs[0].outputs, self.outputs[0].width
+        return shard.held_experts(self.experts, columns, block)
+
+    def _input_range(self, shard: Shard, block: int) -> Range:
+        first, last = shard.shard_range(self.inputs, self.block)
         if first % block or (last % block and last != self.inputs):
             raise ConfigError(f"{self.name}: {shard.size} ranks cannot divide {self.inputs} inputs, {block} to a scale")
         return first // block, -(-last // block)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.config.formats import Storage
-from model.linear.base import Linear, LinearSpec, TensorShape, softcapped
+from model.linear.base import Linear, LinearSpec, Split, TensorShape, softcapped
 from model.linear.scales import DequantizedWhileRead
 from model.system import fallbacks
 
@@ -152,13 +152,18 @@ class ExpertsLinear(FloatLinear):
         if self.kernels:
             from model.linear import triton_experts
 
-            return triton_experts.multiply(x, weights, biases, starts)
-        y = x.new_empty(len(x), self.spec.outputs_of_expert)
+            return triton_experts.multiply(x, weights, biases, starts, out=self._out(x))
+        y = self._out(x)
         for expert, (first, last) in enumerate(pairwise(starts.tolist())):
             if first < last:
                 bias = None if biases is None else biases[expert]
                 y[first:last] = functional.linear(x[first:last], weights[expert], bias)
         return y
+
+    def _out(self, x: Tensor) -> Tensor:
+        """Return memory for the products of rows x; zeros where some rows are of experts that another rank has."""
+        fill = x.new_zeros if self.spec.split is Split.EXPERTS else x.new_empty
+        return fill(len(x), self.spec.outputs_of_expert)
 
 
 class DequantizedExpertsLinear(DequantizedWhileRead, ExpertsLinear):

@@ -89,12 +89,22 @@ def choose_tiles(rows: int, experts: int, dtype: torch.dtype) -> Tiles:
     return Tiles(128, 64, 64, 8, 3)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, tiles: Tiles | None = None) -> Tensor:
-    """Rows `[R, N]` of rows `[R, K]`, which `starts` `[E + 1]` parts among the matrices `[E, N, K]`."""
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    starts: Tensor,
+    tiles: Tiles | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rows `[R, N]` of rows `[R, K]`, which `starts` `[E + 1]` parts among the matrices `[E, N, K]`.
+
+    Rows after the last expert's stay as they are in `out`.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     (rows, width), (experts, outputs, _) = x.shape, weight.shape
     tiles = tiles or choose_tiles(rows, experts, x.dtype)
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if out is None else out
     experts_product[(cdiv(outputs, tiles.outputs), rows // tiles.rows + experts)](
         x,
         weight,

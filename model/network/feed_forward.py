@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,12 @@ class MLP(nn.Module):
 
 def projections(config: MLPConfig, hidden_size: int, experts: int = 1) -> tuple[LinearSpec, LinearSpec]:
     """Return the specs of the up projection (with the gate) and of the down projection, for `experts` MLPs."""
-    columns = (Part(config.intermediate_size),) * (2 if config.gated else 1)
+    columns = (Part(config.intermediate_size // config.block, config.block),) * (2 if config.gated else 1)
     up = LinearSpec("up", hidden_size, columns, config.bias, Split.OUTPUTS, experts=experts)
     bias = config.bias if config.down_bias is None else config.down_bias
     size = (Part(hidden_size),)
-    return up, LinearSpec("down", config.intermediate_size, size, bias, Split.INPUTS, experts=experts)
+    width, block = config.intermediate_size, config.block
+    return up, LinearSpec("down", width, size, bias, Split.INPUTS, experts=experts, block=block)
 
 
 def xielu(x: Tensor, learned: Tensor) -> Tensor:
@@ -76,13 +77,14 @@ class Routes:
     weights: Tensor  # [T, k] float32, what each expert's result counts, in the order of the choice
     tokens: Tensor  # [T k] whose row each is, in the order of the experts
     places: Tensor  # [T, k] where in that order a token's rows are
-    starts: Tensor  # [E + 1] int32, where in it each expert's rows begin
+    starts: Tensor  # [E + 1] int32, where in it each expert's rows begin; on a rank with some experts, of these
 
 
 def routes(config: ExpertsConfig, logits: Tensor, scales: Tensor | None = None, biases: Tensor | None = None) -> Routes:
     """Choose the experts of tokens by the logits `[T, E]` of their router.
 
-    `scales` `[E]` are learned factors, `biases` `[E]` of a `ChoiceConfig`.
+    `scales` `[E]` are learned factors, `biases` `[E]` of a `ChoiceConfig`. On a rank with some of the experts their
+    rows come first, and what others compute counts nothing.
     """
     logits = logits.float()
     if config.choice is not None:
@@ -98,10 +100,14 @@ def routes(config: ExpertsConfig, logits: Tensor, scales: Tensor | None = None, 
             weights = torch.exp(chosen - logits.logsumexp(dim=-1, keepdim=True))
     if scales is not None:
         weights = weights * scales.float()[experts]
+    first, end = config.held or (0, config.count)
     flat = experts.flatten()
+    if config.held is not None:
+        weights = weights.masked_fill((experts < first) | (experts >= end), 0.0)
+        flat = (flat - first) % config.count
     order = torch.argsort(flat, stable=True)  # [T k]
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    bounds = torch.arange(config.count + 1, device=order.device)
+    bounds = torch.arange(end - first + 1, device=order.device)
     starts = torch.searchsorted(flat[order], bounds).int()
     return Routes(weights, order // config.per_token, places.view_as(experts), starts)
 
@@ -152,8 +158,7 @@ class Experts(nn.Module):
         self.config = config
         self.collective = linear.collective
         self.router = linear(LinearSpec("router", hidden_size, (Part(config.count),), config.router_bias, exact=True))
-        up, down = projections(config.mlp, hidden_size, config.count)
-        self.up, self.down = linear(up), linear(down)
+        self.up, self.down = (linear(spec) for spec in _of_experts(config, hidden_size))
         self.shared = MLP(config.shared, hidden_size, linear.within("shared")) if config.shared is not None else None
         self.shared_gate = None
         if config.shared_gate:
@@ -177,6 +182,14 @@ class Experts(nn.Module):
             return y
         shared = self.shared_norms.output(self.shared(self.shared_norms.pre(x), step))
         return y + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+
+
+def _of_experts(config: ExpertsConfig, hidden_size: int) -> tuple[LinearSpec, LinearSpec]:
+    """Return the specs of the projections of all experts, or of those that this rank has."""
+    if config.held is None:
+        return projections(config.mlp, hidden_size, config.count)
+    up, down = projections(config.mlp, hidden_size, config.held[1] - config.held[0])
+    return replace(up, split=Split.EXPERTS), replace(down, split=Split.EXPERTS)
 
 
 def build_feed_forward(config: MLPConfig | ExpertsConfig, hidden_size: int, linear: LinearFactory) -> MLP | Experts:

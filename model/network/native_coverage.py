@@ -38,7 +38,7 @@ _READ: dict[type, str] = {  # by class, the fields that C reads, or that torch t
     GatedDeltaConfig: "num_key_heads num_value_heads key_dim value_dim kernel eps",
     NormConfig: "kind eps unit_offset bias gain",
     Norms: "pre output post",
-    MLPConfig: "intermediate_size activation gated bias down_bias clamp",
+    MLPConfig: "intermediate_size activation gated bias down_bias clamp block",
     GateClamp: "limit gain",
     ExpertsConfig: "count per_token mlp renormalised router_bias shared shared_gate own_norms router_scale "
     "expert_scales",

@@ -18,14 +18,19 @@ from model.attention.sdpa import SdpaBackend
 from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.stored_formats import quantization_of
 from model.config.formats import integers_in_groups
+from model.config.sharding import Shard
 from model.errors import CheckpointError, ConfigError
 from model.linear.base import linears
+from model.linear.factory import LinearFactory
 from model.linear.native import NativeLinear
 from model.llm import LLM
 from model.native.library import Kind
 from model.network.weights import load_model
+from model.parallel.group import Group
 from tests.model.checkpoints import copied, load_native, native_backends
 from tests.model.decoder_rows import LLAMA
+from tests.model.parity import decoder_logits, decoder_prompts
+from tests.parallel.ranks import on_ranks
 
 # Quantiles of a normal distribution (QLoRA, appendix E), and 4-bit floats by their codes, scaled so that 12 is 1.
 NF4 = (
@@ -338,17 +343,15 @@ def test_other_settings_are_refused_by_name(settings: dict[str, Any], message: s
         quantization_of(settings, ["model.layers.0.mlp.up_proj.weight_packed"])
 
 
-def test_the_experts_of_gpt_oss_are_those_that_are_meant(tmp_path: Path) -> None:
-    """Blocks and scales of all experts of a layer give the numbers that `transformers` computes."""
+def gpt_oss_in_mxfp4(folder: Path, **sizes: int) -> dict[str, Tensor]:
+    """Write a gpt-oss whose experts are in MXFP4; return the numbers that `transformers` computes of them."""
     from transformers import GptOssConfig, GptOssForCausalLM
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    sizes = dict(num_local_experts=3, num_experts_per_tok=2, head_dim=12, hidden_size=64, intermediate_size=96)
-    config = GptOssConfig(**{**LLAMA, **sizes})
+    config = GptOssConfig(**{**LLAMA, "num_experts_per_tok": 2, "head_dim": 12, "hidden_size": 64, **sizes})
     torch.manual_seed(0)
-    GptOssForCausalLM(config).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    name, expected = "model.layers.1.mlp.experts", {}
+    GptOssForCausalLM(config).save_pretrained(folder)
+    tensors, expected = load_file(folder / "model.safetensors"), {}
     for layer in (0, 1):
         for projection in ("gate_up_proj", "down_proj"):
             stem = f"model.layers.{layer}.mlp.experts.{projection}"
@@ -357,8 +360,54 @@ def test_the_experts_of_gpt_oss_are_those_that_are_meant(tmp_path: Path) -> None
             scales = torch.randint(115, 130, (experts, outputs, inputs // 32), dtype=torch.uint8)
             tensors |= {f"{stem}_blocks": blocks, f"{stem}_scales": scales}
             expected[stem] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    save_file(tensors, tmp_path / "model.safetensors")
-    describe(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
+    save_file(tensors, folder / "model.safetensors")
+    describe(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("experts", "columns", "size", "held"),
+    [
+        (4, 128, 2, [(4, 64)] * 2),  # columns of each
+        (3, 96, 2, [(3, 32), (3, 64)]),  # of three blocks of 32
+        (4, 96, 2, [(2, 96)] * 2),  # whole experts, which are more even than blocks
+        (4, 32, 2, [(2, 32)] * 2),
+        (8, 96, 4, [(2, 96)] * 4),
+        (4, 320, 4, [(4, 64), (4, 96)] * 2),  # one expert a rank would be no matrices of experts
+    ],
+)
+@torch.inference_mode()
+def test_ranks_divide_experts_without_parting_blocks(
+    experts: int, columns: int, size: int, held: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    gpt_oss_in_mxfp4(tmp_path, num_local_experts=experts, intermediate_size=columns)
+    checkpoint = read_checkpoint(tmp_path)
+
+    @torch.inference_mode()
+    def work(group: Group) -> tuple[tuple[int, int], Tensor]:
+        model = load_model(checkpoint, SdpaBackend(), LinearFactory(collective=group))
+        (down,) = [linear for linear in linears(model) if linear.spec.name == "decoder.layers.1.mlp.down"]
+        assert down.weight.shape == (down.spec.experts * 64, down.spec.inputs)
+        return (down.spec.experts, down.spec.inputs), decoder_logits(model, decoder_prompts())
+
+    found = on_ranks(size, work)
+    expected = decoder_logits(load_model(checkpoint, SdpaBackend()), decoder_prompts())
+    assert [shape for shape, _ in found] == held
+    for _, ours in found:
+        assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert torch.equal(ours, found[0][1])
+
+
+def test_more_ranks_than_blocks_of_columns_are_refused(tmp_path: Path) -> None:
+    gpt_oss_in_mxfp4(tmp_path, num_local_experts=3, intermediate_size=32)
+    with pytest.raises(ConfigError, match="2 is more than the columns of the decoder's MLP: 32 in blocks of 32 that"):
+        Shard(0, 2).check(read_checkpoint(tmp_path).config)
+
+
+def test_the_experts_of_gpt_oss_are_those_that_are_meant(tmp_path: Path) -> None:
+    """Blocks and scales of all experts of a layer give the numbers that `transformers` computes."""
+    name = "model.layers.1.mlp.experts"
+    expected = gpt_oss_in_mxfp4(tmp_path, num_local_experts=3, intermediate_size=96)
     checkpoint = read_checkpoint(tmp_path)
     assert checkpoint.config.stored_as["decoder.layers.1.mlp.up"] == integers_in_groups(8, 32, offsets=False)
     loaded = dict(load_model(checkpoint, SdpaBackend()).named_parameters())

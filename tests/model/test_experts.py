@@ -142,6 +142,9 @@ def test_the_kernel_multiplies_each_row_by_its_expert(dtype: torch.dtype, device
             found = triton_experts.multiply(x, weight, bias, starts, tiles)
             atol = 2e-5 if dtype is torch.float32 else 0.13  # half a rounding step of numbers up to 32
             torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+        some = torch.tensor([min(bound, 31) for bound in bounds], dtype=torch.int32, device=device)
+        rest = triton_experts.multiply(x, weight, bias, some, Tiles(16, 32, 32, 4, 2), out=torch.zeros_like(found))
+        assert torch.equal(rest[:31], found[:31]) and not rest[31:].any()  # of experts that another rank has
         alone = torch.tensor([int(bound > 40) for bound in bounds], dtype=torch.int32, device=device)
         one = triton_experts.multiply(x[40:41], weight, bias, alone, Tiles(16, 32, 32, 4, 2))
         assert torch.equal(one[0], found[40])

@@ -146,7 +146,7 @@ def test_the_weights_cache_knows_how_they_were_packed(tmp_path: Path, monkeypatc
 
 @torch.inference_mode()
 def test_ranks_cut_between_groups(tmp_path: Path) -> None:
-    """Half of 192 columns is three groups of 32, and one and a half of 64."""
+    """Half of 192 columns is three groups of 32; of three groups of 64 one rank has two."""
 
     def logits(folder: Path) -> Any:
         checkpoint = read_checkpoint(folder)
@@ -161,8 +161,10 @@ def test_ranks_cut_between_groups(tmp_path: Path) -> None:
     for ours, theirs in zip(logits(stored), logits(plain), strict=True):
         assert torch.equal(ours, theirs)
     (tmp_path / "wide").mkdir()
-    with pytest.raises(ConfigError, match=r"mlp\.down: 2 ranks cannot divide 192 inputs, 64 to a scale"):
-        logits(folders(CASES["awq"], tmp_path / "wide")[0])
+    stored, plain = folders(CASES["awq"], tmp_path / "wide")
+    expected = decoder_logits(load_model(read_checkpoint(plain), SdpaBackend()), PROMPTS)
+    for ours in logits(stored):
+        assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def describe(folder: Path, settings: Any) -> None:
