@@ -96,6 +96,7 @@ class ModelInfo:
     draft_model: str = ""  # the name of its folder; empty: there is none
     tensor_parallel_size: int = 1
     recorded_sizes: int = 0  # number of batch sizes with a CUDA graph of the decode step
+    recorded_prompts: int = 0  # number of sizes of steps with prompts that have one
     recorded_batches: int = 0  # number of batch sizes that are encoded by a CUDA graph
     fallbacks: tuple[str, ...] = ()  # features that fell back to a slower path, with the reason
     versions: dict[str, str] = field(default_factory=dict)

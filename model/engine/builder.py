@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from model.api.stats import CachePool, ModelInfo
 from model.attention.selection import Selection
 from model.checkpoint.folder import Checkpoint, errors_about
 from model.engine.encode_engine import EncodeEngine
-from model.engine.execution.cuda_graphs import CudaRecorder, recording
+from model.engine.execution.cuda_graphs import BATCHES, DECODE_STEPS, CudaRecorder, recording
 from model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.first_token import compute_first_token
@@ -120,7 +120,8 @@ def _loading(asked: ModelSpec, idle: bool) -> Work[LoadedModel]:
     unrecorded = unrecordable(
         spec.engine, checkpoint.config.decoder, selection.backend, plan.linear.dtype, device, plan.linear.faults
     )
-    _check_fallbacks(spec.engine, slow_ways(spec.engine, selection, unrecorded, device))  # before a weight is read
+    early = slow_ways(spec.engine, selection, {DECODE_STEPS: unrecorded}, device)
+    _check_fallbacks(spec.engine, early)  # before a weight is read
     for warning in (*checkpoint.warnings, *conversions(checkpoint.config, plan.linear)):
         logger.warning("%s: %s", spec.name, warning)
     packed = packed_weights(plan, Part.MODEL)
@@ -169,7 +170,8 @@ def assembling(
     context = max_context(spec.engine, checkpoint.config, limits)
     attach_native_stacks(model)
     # Before the memory of the KV pool is measured, so that it leaves out what these graphs hold.
-    batches, unrecorded_batches = yield from _recorded_batches(spec.engine, model, limits, device, checkpoint.images)
+    batches, why = yield from _recorded_batches(spec.engine, model, limits, device, checkpoint.images)
+    unrecorded = {BATCHES: why}
     encode = EncodeEngine(
         spec.name,
         model,
@@ -200,8 +202,9 @@ def assembling(
     if device.type == "cuda":
         yield from warm_up(encode, generate, context.tokens)
     yield from compute_first_token(encode, generate)
-    unrecorded = generate.runner.unrecorded if generate is not None and isinstance(generate.runner, ModelRunner) else ""
-    slow = slow_ways(spec.engine, selection, unrecorded, device, unrecorded_batches)
+    if generate is not None and isinstance(generate.runner, ModelRunner):
+        unrecorded |= generate.runner.unrecorded
+    slow = slow_ways(spec.engine, selection, unrecorded, device)
     for way in slow:
         logger.warning("%s is slower than it could be: %s", spec.name, way)
     _check_fallbacks(spec.engine, slow)
@@ -233,16 +236,15 @@ def _recorded_batches(
         record=CudaRecorder(device),
         images=images,
     )
-    return (yield from recording(graphs, "batches to encode"))
+    return (yield from recording(graphs, BATCHES))
 
 
 def slow_ways(
-    engine: EngineConfig, selection: Selection, unrecorded: str, device: torch.device, unrecorded_batches: str = ""
+    engine: EngineConfig, selection: Selection, unrecorded: Mapping[str, str], device: torch.device
 ) -> tuple[str, ...]:
     """Return what runs slower on this GPU than it could, with the reason; choices of the settings do not count.
 
-    `unrecorded` and `unrecorded_batches` say why decode steps and batches to encode are not CUDA graphs, if they should
-    be.
+    `unrecorded` says of what should be CUDA graphs why it is not; empty: it is, or it need not be.
     """
     cuda = device.type == "cuda"
     slow = [*fallbacks.found()] if cuda else []
@@ -250,10 +252,7 @@ def slow_ways(
     broken = any(map(kernel_faults.is_attention, selection.faults))
     if ((cuda and engine.attention_backend == "auto") or broken) and not selection.backend.graph_safe:
         slow.append(f"attention is not Triton's: {selection.reason}")
-    if unrecorded:
-        slow.append(f"decode steps are launched kernel by kernel: {unrecorded}")
-    if unrecorded_batches:
-        slow.append(f"batches to encode are launched kernel by kernel: {unrecorded_batches}")
+    slow += [f"{what} are launched kernel by kernel: {why}" for what, why in unrecorded.items() if why]
     return tuple(slow)
 
 

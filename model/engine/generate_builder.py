@@ -19,7 +19,15 @@ from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from model.config.layer import ExpertsConfig
 from model.config.model import GenerationRules, ModelConfig
 from model.config.stack import StackConfig
-from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, num_recorded, recorded, recording
+from model.engine.execution.cuda_graphs import (
+    DECODE_STEPS,
+    PROMPT_STEPS,
+    CudaRecorder,
+    DecodeGraphs,
+    num_recorded,
+    recorded,
+    recording,
+)
 from model.engine.execution.encoder_graphs import EncoderGraphs
 from model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts, num_mixed
 from model.engine.execution.model_runner import ModelRunner
@@ -140,7 +148,8 @@ def build_generate_engine(
     parts = encoder.num_layers if encoder is not None and model.can_pause and not overlap else 1
     scheduler = Scheduler(block_manager, plan.limits.max_num_seqs, plan.limits.max_num_batched_tokens, parts)
     graphs, mixed, stack = None, None, model.decoder.config if model.decoder is not None else None
-    unrecorded = unrecordable(spec.engine, stack, model.backend, model.dtype, device, model.linear.faults)
+    why = unrecordable(spec.engine, stack, model.backend, model.dtype, device, model.linear.faults)
+    unrecorded = {DECODE_STEPS: why}
     if can_record(spec.engine, model, device):
         graphs, mixed, unrecorded = yield from _recorded(model, cache, plan.limits.max_num_seqs, plan.context.tokens)
     draft_model = _draft_model(spec.engine, drafting.model, model, cache) if drafting is not None else None
@@ -171,20 +180,20 @@ def _draft_model(engine: EngineConfig, model: Transformer, served: Transformer, 
 
 def _recorded(
     model: Transformer, cache: KVCache, max_num_seqs: int, max_model_len: int
-) -> Work[tuple[DecodeGraphs | None, MixedGraphs | None, str]]:
+) -> Work[tuple[DecodeGraphs | None, MixedGraphs | None, dict[str, str]]]:
     """Record decode steps, on all ranks at once, and steps with prompts; return them, or why a rank could not."""
     ranks = rank_processes_of(model)
     record = CudaRecorder(cache.device, collective=ranks is not None)
     decodes = DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=record)
     if ranks is not None:
         reason = ranks.record(max_num_seqs, max_model_len, lambda: recorded(decodes)[1])
-        return (None if reason else decodes), None, reason
-    mixed = None
+        return (None if reason else decodes), None, {DECODE_STEPS: reason}
+    mixed, unrecorded = None, dict[str, str]()
     if can_record_prompts(model):  # first, because they need the most memory, which the others share
         prompts = MixedGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=record)
-        mixed, _ = yield from recording(prompts, "steps with prompts")
-    graphs, reason = yield from recording(decodes)
-    return graphs, mixed if graphs is not None else None, reason
+        mixed, unrecorded[PROMPT_STEPS] = yield from recording(prompts, PROMPT_STEPS)
+    graphs, unrecorded[DECODE_STEPS] = yield from recording(decodes)
+    return graphs, mixed if graphs is not None else None, unrecorded
 
 
 def _num_recorded(model: Transformer, limits: BatchLimits, max_model_len: int) -> int:

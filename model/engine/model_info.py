@@ -88,7 +88,8 @@ def describe_model(
         load_seconds=0.0,
         tensor_parallel_size=spec.engine.tensor_parallel_size,
         draft_model=_draft_model(spec.engine, generate),
-        recorded_sizes=_recorded_sizes(generate),
+        recorded_sizes=_recorded(generate)[0],
+        recorded_prompts=_recorded(generate)[1],
         memory_bytes=_memory_bytes(spec.engine, model, generate),
         versions={"torch": str(torch.__version__), "python": platform.python_version()},
     )
@@ -121,6 +122,9 @@ def _draft_model(engine: EngineConfig, generate: GenerateEngine | None) -> str:
     return Path(engine.draft_model).name if drafts and engine.draft_model is not None else ""
 
 
-def _recorded_sizes(generate: GenerateEngine | None) -> int:
-    graphs = generate.runner.graphs if generate is not None and isinstance(generate.runner, ModelRunner) else None
-    return len(graphs.sizes) if graphs is not None else 0
+def _recorded(generate: GenerateEngine | None) -> tuple[int, int]:
+    """Return the numbers of recorded sizes of decode steps and of steps with prompts."""
+    if generate is None or not isinstance(generate.runner, ModelRunner):
+        return 0, 0
+    decodes, prompts = generate.runner.graphs, generate.runner.mixed_graphs
+    return len(decodes.sizes) if decodes is not None else 0, len(prompts.sizes) if prompts is not None else 0

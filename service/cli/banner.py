@@ -67,7 +67,8 @@ def _model_lines(info: ModelInfo) -> list[str]:
     if info.num_blocks:
         lines += _cache_lines(info)
     if info.recorded_sizes:
-        lines.append(f"  {'':<10} decode steps replayed as CUDA graphs, {info.recorded_sizes} batch sizes")
+        prompts = f", with prompts {info.recorded_prompts}" if info.recorded_prompts else ""
+        lines.append(f"  {'':<10} decode steps replayed as CUDA graphs, {info.recorded_sizes} batch sizes{prompts}")
     if info.recorded_batches:
         lines.append(f"  {'':<10} inputs encoded by CUDA graphs, {info.recorded_batches} batch sizes")
     queue = f"queue {info.max_queued_requests} requests, {info.max_queued_tokens} tokens"

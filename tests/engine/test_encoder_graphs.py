@@ -304,5 +304,7 @@ def test_a_failed_recording_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     limits, model = BatchLimits(4, 128, 8, 256), loaded("bert", TextsBackend())
     graphs, why = finish(builder._recorded_batches(EngineConfig(), model, limits, torch.device("cuda")))
     assert (graphs, why) == (None, "operation not permitted when stream is capturing")
-    slow = builder.slow_ways(EngineConfig(), Selection(TextsBackend(), ""), "", torch.device("cuda"), why)
+    slow = builder.slow_ways(
+        EngineConfig(), Selection(TextsBackend(), ""), {"batches to encode": why}, torch.device("cuda")
+    )
     assert slow == (f"batches to encode are launched kernel by kernel: {why}",)

@@ -33,9 +33,9 @@ def nothing_noted() -> Iterator[None]:
 
 
 def test_no_fallback_is_reported_if_all_works_or_was_set() -> None:
-    assert slow_ways(EngineConfig(), TRITON, "", GPU) == ()
-    assert slow_ways(EngineConfig(attention_backend="sdpa"), TORCH, "", GPU) == ()
-    assert slow_ways(EngineConfig(), TORCH, "", CPU) == ()
+    assert slow_ways(EngineConfig(), TRITON, {}, GPU) == ()
+    assert slow_ways(EngineConfig(attention_backend="sdpa"), TORCH, {"decode steps": ""}, GPU) == ()
+    assert slow_ways(EngineConfig(), TORCH, {}, CPU) == ()
 
 
 def test_every_fallback_is_reported_with_its_reason() -> None:
@@ -43,7 +43,7 @@ def test_every_fallback_is_reported_with_its_reason() -> None:
         raise RuntimeError("no space\nleft")
     except RuntimeError as error:
         fallbacks.note("gated runs in several kernels", error)
-    assert slow_ways(EngineConfig(), TORCH, "stream is capturing", GPU) == (
+    assert slow_ways(EngineConfig(), TORCH, {"decode steps": "stream is capturing"}, GPU) == (
         "gated runs in several kernels: no space",
         f"attention is not Triton's: {TORCH.reason}",
         "decode steps are launched kernel by kernel: stream is capturing",
@@ -80,7 +80,9 @@ def test_fallbacks_can_be_refused(at_once: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loading, "load_packed", lambda *given, **named: read.append(True) or real(*given, **named))
     monkeypatch.setattr(loading, "unrecordable", lambda *_: "x" if at_once else "")
     monkeypatch.setattr(
-        loading, "slow_ways", lambda engine, selection, unrecorded, *_: ("x",) if unrecorded or read else ()
+        loading,
+        "slow_ways",
+        lambda engine, selection, unrecorded, _: ("x",) if any(unrecorded.values()) or read else (),
     )
     settings = EngineConfig(device="cpu", dtype="float32", slow_fallbacks="refuse", max_model_len=16)
     with pytest.raises(ConfigError, match="slow_fallbacks is refuse, and x"):

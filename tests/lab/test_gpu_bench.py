@@ -275,7 +275,7 @@ def test_steps_that_are_not_recorded_fail(bench: Bench) -> None:
     with pytest.raises(NotRecorded, match="batches to encode are launched kernel by kernel: no memory"):
         engines.require_graphs(ready)
     ready.loaded.info.fallbacks = ()
-    ready.runner.unrecorded = "out of luck"
+    ready.runner.unrecorded = {"decode steps": "out of luck"}
     with pytest.raises(NotRecorded, match="were not recorded as CUDA graphs: out of luck"):
         engines.require_graphs(ready)
 

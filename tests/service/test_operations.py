@@ -61,11 +61,12 @@ def test_slow_fallbacks_are_shown(app: App) -> None:
         "decoder-only",
         fallbacks=("attention is not Triton's: no compiler",),
         recorded_sizes=20,
+        recorded_prompts=5,
         recorded_batches=9,
     )
     lines = banner._model_lines(slow)
     assert sum("SLOWER THAN IT COULD BE: attention is not Triton's: no compiler" in line for line in lines) == 1
-    assert sum("CUDA graphs, 20 batch sizes" in line for line in lines) == 1
+    assert sum("CUDA graphs, 20 batch sizes, with prompts 5" in line for line in lines) == 1
     assert sum("inputs encoded by CUDA graphs, 9 batch sizes" in line for line in lines) == 1
     quiet = banner._model_lines(info("gen", "decoder-only"))
     assert len(quiet) == len(lines) - 3

@@ -28,6 +28,7 @@ from model.checkpoint.folder import Checkpoint
 from model.checkpoint.sentence_transformers import SentenceSettings
 from model.engine import builder, generate_builder
 from model.engine.builder import LoadedModel
+from model.engine.execution.cuda_graphs import DECODE_STEPS
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, StepPacer, StepWork
@@ -161,7 +162,7 @@ def require_graphs(ready: BenchModel) -> None:
         if way.startswith("batches to encode"):
             raise NotRecorded(f"{info.name}: {way}")
     if ready.loaded.generate is not None and ready.runner.graphs is None:
-        why = ready.runner.unrecorded or "no reason is given"
+        why = ready.runner.unrecorded.get(DECODE_STEPS) or "no reason is given"
         raise NotRecorded(f"decode steps of {info.name} were not recorded as CUDA graphs: {why}")
 
 

@@ -30,6 +30,8 @@ from model.system.background_work import Work, finish
 from model.system.devices import to_device
 from model.system.fallbacks import summary
 
+# What is recorded, in words.
+DECODE_STEPS, PROMPT_STEPS, BATCHES = "decode steps", "steps with prompts", "batches to encode"
 SMALL = (1, 2, 4, 8)  # recorded sizes below the regular ones
 REGULAR = 16
 
@@ -192,7 +194,7 @@ def recorded(graphs: SomeGraphs) -> tuple[SomeGraphs | None, str]:
     return finish(recording(graphs))
 
 
-def recording(graphs: SomeGraphs, what: str = "decode steps") -> Work[tuple[SomeGraphs | None, str]]:
+def recording(graphs: SomeGraphs, what: str = DECODE_STEPS) -> Work[tuple[SomeGraphs | None, str]]:
     """Record all sizes. Where that fails return None and the reason: kernels are then launched one by one."""
     try:
         yield from graphs.record_each()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from model.api.request import Source
 from model.attention.base import AttentionMetadata, DeviceLengths
+from model.config.layer import ExpertsConfig
 from model.config.model import ModelConfig
 from model.engine.execution.cuda_graphs import Recorder
 from model.engine.execution.sources import blank_source, features_of
@@ -32,6 +33,7 @@ from model.network.inputs import StackInput
 from model.network.parameter_counts import parameters_by_part
 from model.network.transformer import Transformer
 from model.system.background_work import Work, finish
+from model.system.kernel_faults import EXPERTS
 
 MOST_TOKENS = 4096
 SINGLE = (16, 32, 64, 128, 256, 512)  # tokens of the batches with one text
@@ -190,7 +192,9 @@ def can_record_batches(model: Transformer) -> bool:
     config = model.config
     stack = next(iter(config.stacks.values()))
     encodes = config.encoder is not None or not config.can_generate
-    return encodes and model.backend.graph_safe and not stack.recurrences and stack.convolution is None
+    experts = any(isinstance(layer.feed_forward, ExpertsConfig) for layer in stack.layers)
+    waits = bool(stack.recurrences) or stack.convolution is not None or (experts and EXPERTS in model.linear.faults)
+    return encodes and model.backend.graph_safe and not waits
 
 
 def most_tokens(config: ModelConfig) -> int:

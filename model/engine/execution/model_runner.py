@@ -8,7 +8,7 @@ previous step on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -118,11 +118,11 @@ class ModelRunner:
         block_manager: BlockManager,
         graphs: DecodeGraphs | None = None,
         draft_model: Drafter | None = None,
-        unrecorded: str = "",
+        unrecorded: Mapping[str, str] | None = None,
         encoder_graphs: EncoderGraphs | None = None,
         mixed_graphs: MixedGraphs | None = None,
     ) -> None:
-        """`unrecorded` says why there are no CUDA graphs although they were wanted."""
+        """`unrecorded` says of what should be CUDA graphs why it is not; empty: it is, or it need not be."""
         self.model = model
         self.cache = cache
         self.block_manager = block_manager
@@ -133,7 +133,7 @@ class ModelRunner:
         group = self._ranks.group if self._ranks is not None else None
         self._program = StepProgram(model, cache, graphs, group, encoder_graphs, mixed_graphs)
         self._ruled = model.config.generation != _NO_RULES
-        self.unrecorded = unrecorded
+        self.unrecorded = dict(unrecorded or {})
         self.device = cache.device
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
