@@ -125,7 +125,7 @@ class TritonBackend(PreparingBackend):
     ) -> Tensor:
         """As `PreparingBackend`; a step that writes no pages gets its keys prepared as packed rows."""
         refuse_gradients(self, query)
-        if len(query) == 0:
+        if query.shape[0] == 0:
             return query
         query, key, value = _rows(query), _rows(key), _rows(value)
         tables, slots = metadata.block_tables, metadata.slot_mapping
@@ -242,8 +242,8 @@ class TritonBackend(PreparingBackend):
             group * lengths.max_q_len, dim, query.dtype, query.device,
             biased=by_table, paged=paged, quantized=memory.scales is not None,
         )  # fmt: skip
-        num_segments, single = len(lengths.kv_lens), lengths.max_q_len == 1
-        num_tiles = num_segments if single else (len(out) - begin) // (tiles.rows // group) + num_segments
+        num_segments, single = lengths.kv_lens.shape[0], lengths.max_q_len == 1
+        num_tiles = num_segments if single else (out.shape[0] - begin) // (tiles.rows // group) + num_segments
         parts = self._parts_of(lengths, num_tiles, config, query.device)
         mixed, weight = out, None
         if parts > 1:

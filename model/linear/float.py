@@ -29,14 +29,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.is_cuda and x.dim() == 2 and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled():
         if has_row_kernel(x, weight):
             return _row_product(x, weight, bias)
-        if len(weight) % 8 and len(weight) >= _MIN_UNALIGNED:
+        if weight.shape[0] % 8 and weight.shape[0] >= _MIN_UNALIGNED:
             return unaligned_product(x, weight, bias)
     return functional.linear(x, weight, bias)
 
 
 def has_row_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether a product has one row and a matrix that is large enough for the kernel of one row."""
-    return len(x) == 1 and weight.numel() >= _MIN_ROW_WORK and weight.dtype is x.dtype and _has_triton(x.device)
+    return x.shape[0] == 1 and weight.numel() >= _MIN_ROW_WORK and weight.dtype is x.dtype and _has_triton(x.device)
 
 
 def row_kernel_kind(linear: Linear) -> Hashable | None:

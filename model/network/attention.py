@@ -34,7 +34,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.config = config
         queries, keys = Part(config.num_heads, config.head_dim), Part(config.num_kv_heads, config.head_dim)
-        parts = [queries if at < 2 else keys for at, size in enumerate(config.projected_sizes) if size]
+        self.sizes = config.projected_sizes
+        parts = [queries if at < 2 else keys for at, size in enumerate(self.sizes) if size]
         self.qkv = linear(LinearSpec("qkv", hidden_size, tuple(parts), config.qkv_bias, Split.OUTPUTS))
         self.out = linear(_output(config, hidden_size))
         self.offset = nn.Parameter(torch.empty(config.num_heads, config.head_dim)) if config.query_offset else None
@@ -59,7 +60,7 @@ class SelfAttention(nn.Module):
         bias: ScoreBias | None,
     ) -> Tensor:
         config = self.config
-        q, gate, k, v = step.project(self.qkv, x).split(config.projected_sizes, dim=-1)
+        q, gate, k, v = step.project(self.qkv, x).split_with_sizes(self.sizes, dim=-1)
         q = q.unflatten(-1, (config.num_heads, config.head_dim))
         if config.keys_of is not None:
             return step.project(self.out, self._gated(self._read(q, config.keys_of, step, cache).flatten(1), gate))

@@ -103,10 +103,12 @@ def build_norm(config: NormConfig | None, size: int) -> nn.Module:
 
 def head_norm(norm: nn.Module) -> HeadNorm:
     """A norm of heads as data."""
-    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm | OffsetRMSNorm) and norm.eps is not None
+    if isinstance(norm, OffsetRMSNorm):
+        return HeadNorm(norm.gain, None, norm.eps, centred=False)
     if isinstance(norm, nn.LayerNorm):
         return HeadNorm(norm.weight, norm.bias, norm.eps, centred=True)
-    return HeadNorm(norm.gain if isinstance(norm, OffsetRMSNorm) else norm.weight, None, norm.eps, centred=False)
+    assert isinstance(norm, nn.RMSNorm) and norm.eps is not None
+    return HeadNorm(norm.weight, None, norm.eps, centred=False)
 
 
 class SublayerNorms(nn.Module):
