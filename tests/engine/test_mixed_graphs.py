@@ -152,8 +152,8 @@ def test_a_row_pads_decodes_and_prompts_apart() -> None:
     assert [step.num_tokens for step in steps] == [1, 5, 3]
     layout = BatchLayout(tokens=3 + 12, segments=3 + PROMPTS + 1, blocks=2, prompt_tokens=12)
     step = layout.split(pack(layout, steps, 4, {id(steps[0].sequence): 7}))
-    assert step.cu_seqlens.tolist() == [0, 1, 2, 3, 8, 11, 11, 11, 15]
-    assert step.kv_lens.tolist() == [7, 0, 0, 5, 3, 0, 0, 0]
+    assert step.cu_seqlens.tolist() == [0, 1, 2, 3, 8, *[11] * (PROMPTS - 1), 15]
+    assert step.kv_lens.tolist() == [7, 0, 0, 5, 3, *[0] * (PROMPTS - 1)]
     assert step.positions.tolist() == [6, 0, 0, 0, 1, 2, 3, 4, 0, 1, 2, 0, 0, 0, 0]
     assert step.placeholders.tolist() == [7] + [NO_SLOT] * 14
     prompts = [one.sequence for one in steps[1:]]
@@ -166,7 +166,7 @@ def test_a_row_pads_decodes_and_prompts_apart() -> None:
 def test_small_models_record_all_sizes_and_large_ones_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     counts = {name: num_mixed(config_of(GPU_MODELS[name]), 256) for name in ("qwen3-0.6b", "llama-8b")}
-    assert counts["qwen3-0.6b"] == 30
+    assert counts["qwen3-0.6b"] == 36
     assert 0 < counts["llama-8b"] < 15
     sizes = mixed_sizes(4096, 20)
     assert {size.decodes for size in sizes} == {0, 8, 20}

@@ -31,9 +31,9 @@ from model.parallel.rank0 import Rank0Transformer
 from model.system.background_work import Work, finish
 from model.system.devices import to_device
 
-PROMPTS = 4
+PROMPTS = 8
 _DECODES = (0, 8, 32, 64, 128, 256)
-_TOKENS = (16, 64, 128, 256, 512)  # the first for sequences with drafts
+_TOKENS = (16, 64, 128, 256, 512, 1024)  # the first for sequences with drafts
 
 logger = logging.getLogger(__name__)
 
