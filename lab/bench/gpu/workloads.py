@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from lab.bench.gpu import profile
 from lab.bench.gpu.cases import Case
@@ -29,7 +30,7 @@ from lab.bench.gpu.engines import (
     warm,
 )
 from lab.bench.gpu.figures import Figures
-from lab.bench.gpu.machine import Bench
+from lab.bench.gpu.machine import Bench, release
 from lab.bench.gpu.shapes import GPU_MODELS, tiny_shape
 from model.api.request import EncodeRequest, FinishReason, Pooling, Source, token_source
 from model.api.sampling_params import SamplingParams
@@ -221,9 +222,11 @@ def _in_turn(bench: Bench, *, name: str, recorded: bool = True) -> Figures:
     try:
         if not recorded:
             mixed_graphs.mixed_sizes = lambda *_: []
-        ready = load(bench, _raw(bench, name), seqs=clients, context=2 * most, name=name)
+        used, pool = _used_gb(bench), 4 << 30 if bench.cuda else None
+        ready = load(bench, _raw(bench, name), seqs=clients, context=2 * most, name=name, kv_cache_memory=pool)
     finally:
         mixed_graphs.mixed_sizes = sizes
+    held = _used_gb(bench) - used  # the difference of recorded and not recorded are the graphs
     warm(ready, most)
     left = list(enumerate(bench_requests(ready, lengths)))
 
@@ -241,7 +244,15 @@ def _in_turn(bench: Bench, *, name: str, recorded: bool = True) -> Figures:
         "steps_with_prompts": len(prompts) / (len(prompts) + len(decodes)),
         "launch_ms_with_prompts": 1e3 * statistics.median(prompts),
         "launch_ms_of_decodes": 1e3 * statistics.median(decodes),
+        "held_gb": held,
     } | _setup(ready)
+
+
+def _used_gb(bench: Bench) -> float:
+    """Return the memory of the device that is in use, after unused memory is given back."""
+    release(bench.device)
+    free, total = torch.cuda.mem_get_info(bench.device) if bench.cuda else (0, 0)
+    return (total - free) / 1e9
 
 
 @contextmanager
@@ -309,8 +320,10 @@ def _recorded_encodings(bench: Bench, *, name: str) -> Figures:
     found: Figures = {}
     vectors: dict[str, list[np.ndarray[Any, np.dtype[np.float32]]]] = {}
     for label, graphs in (("recorded", True), ("launched", False)):
+        used = _used_gb(bench)
         ready = load(bench, _raw(bench, name), seqs=256, context=512, tokens=8192, name=name, cuda_graphs=graphs)
         found[f"{label}_sizes"] = ready.loaded.info.recorded_batches
+        found[f"{label}_held_gb"] = _used_gb(bench) - used
         for title, lengths in batches.items():
             drawn = random.Random(title)
             texts = [
@@ -324,6 +337,7 @@ def _recorded_encodings(bench: Bench, *, name: str) -> Figures:
             found[f"{label}_ms, {title}"] = 1e3 * statistics.median(seconds)
             vectors.setdefault(title, []).append(np.concatenate(outputs))
         found |= {f"{label}_{key}": value for key, value in ready.seconds.items()}
+        del ready
     found["within"] = max(float(np.abs(one - other).max()) for one, other in vectors.values())
     return found
 
