@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -59,14 +60,15 @@ class SymmetricSums:
         if tensor.dtype not in _DTYPES or num_bytes % _ALIGNMENT or not 0 < num_bytes <= self._most:
             return None
         shared = self._buffer[:num_bytes].view(tensor.dtype).view(tensor.shape)
-        if num_bytes > ONE_SHOT_BYTES[self._shard.size]:
-            shared.copy_(tensor)
-            return tensor.copy_(self._ops.multimem_all_reduce_(shared, "sum", self._name))
-        tensor = tensor.contiguous()
-        if tensor.storage_offset() * tensor.itemsize % _ALIGNMENT:
-            tensor = tensor.clone()
-        summed: Tensor = self._ops.one_shot_all_reduce_copy(shared, tensor, "sum", self._name)
-        return summed
+        with _current(self._device):
+            if num_bytes > ONE_SHOT_BYTES[self._shard.size]:
+                shared.copy_(tensor)
+                return tensor.copy_(self._ops.multimem_all_reduce_(shared, "sum", self._name))
+            tensor = tensor.contiguous()
+            if tensor.storage_offset() * tensor.itemsize % _ALIGNMENT:
+                tensor = tensor.clone()
+            summed: Tensor = self._ops.one_shot_all_reduce_copy(shared, tensor, "sum", self._name)
+            return summed
 
     @property
     def _most(self) -> int:
@@ -149,6 +151,13 @@ def prepare(
     Each rank calls this. Either all of them get it or none does. GPUs that cannot do it are no fallback; one is noted
     if they can and it fails.
     """
+    with _current(device):
+        return _prepared(name, store, backend, shard, device, agree)
+
+
+def _prepared(
+    name: str, store: Any, backend: Any, shard: Shard, device: torch.device, agree: Agree
+) -> SymmetricSums | None:
     reason = _unavailable(shard, device)
     if not agree(not reason):
         logger.info("NCCL computes all sums over ranks: %s", reason or "another rank cannot do otherwise")
@@ -175,6 +184,13 @@ def prepare(
         sums.close()
     fallbacks.note(FALLBACK, error or RuntimeError("another rank could not set symmetric memory up"))
     return None
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one: torch's kernels of symmetric memory are launched on that, whatever holds tensors."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _unavailable(shard: Shard, device: torch.device) -> str:

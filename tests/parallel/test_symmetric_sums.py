@@ -6,6 +6,7 @@ torch's kernels need GPUs: on a CPU, Gloo plays them. `test_two_processes_on_one
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -261,6 +262,17 @@ def test_a_kernel_that_waits_for_a_rank_that_ended_goes_on(own: int) -> None:
             break
     kernel.join(10.0)
     assert not kernel.is_alive()
+
+
+def test_kernels_are_launched_on_the_groups_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check for a process whose current GPU is another one, as rank 0's is with several models."""
+    entered: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    for device in (torch.device("cuda", 0), torch.device("cuda", 2), torch.device("cpu")):
+        with symmetric_sums._current(device):
+            pass
+    assert entered == [torch.device("cuda", 2)]
 
 
 @pytest.mark.gpu
