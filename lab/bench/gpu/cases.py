@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 COMMANDS = {  # name: what it measures; the module of that name has a function `cases(bench)`
     "check": "versions, one launch for each dtype, kernels, the engine against the CPU, memcheck",
     "sweep": "matrix products and attention tiles: the chosen ones against others",
+    "quick_tiles": "attention tiles: the chosen ones against those before, in 25 s",
     "workloads": "whole workloads, each with a profile of its steps",
     "headline": "everything that check does in parallel processes, then the main workloads: five minutes",
     "prepare": "compile what the workloads launch",

@@ -13,7 +13,7 @@ from lab.bench.gpu.supervisor import Supervisor, Task
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the commands, or write the page, and exit."""
-    told = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
+    told = "\n".join(f"  {name:12} {what}" for name, what in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m lab.bench.gpu",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -4,7 +4,7 @@
     python -m lab.bench.gpu check --before out/compiled --out out/gpu
 
 A cached kernel is used if Triton is the same build on both machines and so are the kernels' sources. `--key` prints
-what must be equal. What torch's own compiler makes is not compiled here.
+what must be equal.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,18 @@ from model.config.cache import paged_specs, pools_of
 from model.config.formats import QUANTIZED_LAYERS
 from model.engine import warmup
 from model.engine.execution.cuda_graphs import DecodeGraphs
+from model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
+from model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts
+from model.kernel_check.attention_problems import make_tensors
 from model.linear.base import CompiledLinear, linears
 from model.linear.factory import LinearFactory
 from model.linear.float import ExpertsLinear
 from model.network.build import build_model
 from model.network.inputs import CrossInput, StackInput
 from model.network.transformer import Transformer
+from model.sampling.random_sampling import LIKELIEST_PARTS
 from model.system.background_work import finish
+from model.system.held_kernels import overlapping
 
 META = torch.device("meta")
 PAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -57,7 +63,8 @@ _STEPS = (
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lab.bench.gpu.precompile", description=__doc__.split("\n")[0])
     parser.add_argument("capability", type=int, nargs="?", help="the GPU's compute capability, such as 90")
-    told = "names of the benchmark's models, with :int8 or :fp8 for pages of 8 bits, :w-fp8 or :w-int4 for weights"
+    told = "names of the benchmark's models, with :int8 or :fp8 for pages of 8 bits, :w-fp8 or :w-int4 for weights; or"
+    told += " tiles, what `quick_tiles` launches"
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{told}: {', '.join(GPU_MODELS)}")
     parser.add_argument("--cache", type=Path, default=Path("build/gpu-caches"), help="folder of compiler caches")
     parser.add_argument("--out", type=Path, help="folder for archives of that cache, to be given to --before")
@@ -68,13 +75,17 @@ def main() -> None:
         print(key())
     if options.capability is None:
         return
-    from lab.bench.gpu.pretended import compiled, pretend
+    from lab.bench.gpu.pretended import compiled, pretend, take_meta_for_gpu
 
     pretend(options.capability)
+    take_meta_for_gpu(options.capability)
     for name in options.models:
         began = time.monotonic()
         with compiled() as found:
-            launch_model(name)
+            if name == "tiles":
+                launch_tiles()
+            else:
+                launch_model(name)
         made = sum(not one.from_cache for one in found)
         print(f"{name}: {len(found)} variants, {made} compiled, {time.monotonic() - began:.0f} s", flush=True)
     if options.out is not None:
@@ -106,11 +117,26 @@ def launch_model(described: str) -> None:
         most = min(_MOST_KEYS, model.config.max_positions or _MOST_KEYS)
         finish(warmup.compile_attention(model, cache, min(most, _MOST_TOKENS), most))
         finish(warmup.compile_products(model))
+        if can_record_batches(model):
+            EncoderGraphs(model, max_num_seqs=_MOST_SEQUENCES, max_num_tokens=_MOST_TOKENS, record=_record).record_all()
         if cache is not None:
-            record(model, cache, most)
+            for count in (_MOST_SEQUENCES, 1):
+                sizes: dict[str, Any] = {"max_num_seqs": count, "max_model_len": most, "record": _record}
+                DecodeGraphs(model, cache, **sizes).record_all()
+                if can_record_prompts(model):
+                    MixedGraphs(model, cache, **sizes).record_all()
             for step in _STEPS:
                 _run(model, cache, step)
             _sample(model.config.embedding.vocab_size)
+
+
+def launch_tiles() -> None:
+    """Launch what the command `quick_tiles` launches, over small problems on the CPU."""
+    from lab.bench.gpu.quick_tiles import launches
+    from lab.bench.gpu.tiled_backend import TiledBackend
+
+    for problem, tiles, parts in launches():
+        make_tensors(problem, torch.device("cpu"), torch.bfloat16).forward(TiledBackend(tiles, parts))
 
 
 def _model(name: str, quantizations: list[str]) -> Transformer:
@@ -134,19 +160,12 @@ def _cache(model: Transformer, pages: torch.dtype) -> KVCache | None:
     return KVCache(decoder, [_BLOCKS] * len(pools), _BLOCK_SIZE, pages, META, _STATES if decoder.recurrences else 0)
 
 
-def record(model: Transformer, cache: KVCache, most_keys: int) -> None:
-    """Run each decode step that would be recorded."""
+def _record(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+    """Run a step as `CudaRecorder` does, in which kernels begin early on some GPUs."""
     from triton.runtime import driver
 
-    from model.system.held_kernels import overlapping
-
-    def run_once(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
+    with overlapping(driver.active.get_current_target().arch >= 90):
         return run(), lambda: None
-
-    for one in (_MOST_SEQUENCES, 1):
-        graphs = DecodeGraphs(model, cache, max_num_seqs=one, max_model_len=most_keys, record=run_once)
-        with overlapping(driver.active.get_current_target().arch >= 90):
-            graphs.record_all()
 
 
 def _run(model: Transformer, cache: KVCache, step: tuple[tuple[int, int], ...]) -> None:
@@ -169,13 +188,15 @@ def _run(model: Transformer, cache: KVCache, step: tuple[tuple[int, int], ...]) 
 
 
 def _sample(vocabulary: int) -> None:
-    from model.sampling.triton_sampling import launch_sampling
+    from model.sampling.triton_sampling import launch_greedy, launch_sampling
 
     params = SamplingParams(temperature=1.0, top_p=0.9)
     for dtype, count in product((torch.bfloat16, torch.float32), (1, 2)):
         logits = torch.zeros(count, vocabulary, dtype=dtype, device=META)
         tokens = torch.zeros(count, dtype=torch.int64, device=META)
         launch_sampling(logits, tokens, range(count), [params] * count, [0.5] * count)
+        for parts in LIKELIEST_PARTS.values():
+            launch_greedy(logits, tokens, parts)
 
 
 if __name__ == "__main__":

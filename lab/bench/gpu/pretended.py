@@ -141,6 +141,12 @@ def pretend(capability: int) -> None:
     driver.set_active(PretendedDriver(capability))
 
 
+def take_meta_for_gpu(capability: int) -> None:
+    """Let this process's meta tensors pass for a GPU's where a network asks a tensor, so that it launches kernels."""
+    torch.Tensor.is_cuda = property(lambda tensor: tensor.is_meta)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+
+
 @contextmanager
 def compiled() -> Iterator[list[Compiled]]:
     """Yield a list that gets each variant that is compiled in the block, or read from Triton's cache."""

@@ -67,9 +67,9 @@ def prompts(bench: Bench) -> dict[str, Problem]:
 
 
 def decode_tiles(chosen: Tiles, bench: Bench) -> Iterator[Tiles]:
-    """Return tiles for single queries, the chosen one first. More than three stages make the same code as three."""
+    """Return tiles for single queries, the chosen one first. Pages are fetched (stages - 1) // 2 blocks ahead."""
     yield chosen
-    keys, warps, stages = ((16,), (4,), (1,)) if bench.tiny else ((32, 64, 128), (2, 4, 8), (2, 3))
+    keys, warps, stages = ((16,), (4,), (1,)) if bench.tiny else ((32, 64, 128), (2, 4, 8), (3, 5, 7))
     for k, w, s in product(keys, warps, stages):
         if (tiles := replace(chosen, keys=k, warps=w, stages=s)) != chosen:
             yield tiles
@@ -80,12 +80,12 @@ def prompt_tiles(chosen: Tiles, bench: Bench) -> Iterator[Tiles]:
     yield chosen
     if bench.tiny:
         return
-    for (rows, warps), keys, stages in product(((64, 4), (64, 8), (128, 8)), (32, 64, 128), (2, 3)):
+    for (rows, warps), keys, stages in product(((64, 4), (64, 8), (128, 8)), (32, 64, 128), (2, 3, 4, 5)):
         if (tiles := replace(chosen, rows=rows, keys=keys, warps=warps, stages=stages)) != chosen:
             yield tiles
 
 
-def _chosen(problem: Problem, bench: Bench) -> tuple[Tiles, int]:
+def chosen_for(problem: Problem, device: torch.device, dtype: torch.dtype) -> tuple[Tiles, int]:
     """Return the tiles and parts that the backend chooses, recorded at its call."""
     from lab.bench.gpu.tiled_backend import TiledBackend
 
@@ -101,7 +101,7 @@ def _chosen(problem: Problem, bench: Bench) -> tuple[Tiles, int]:
             parts.append(super().parts(*arguments, **named))
             return parts[-1]
 
-    make_tensors(problem, bench.device, bench.dtype).forward(Seeing())
+    make_tensors(problem, device, dtype).forward(Seeing())
     return seen[-1], parts[-1]
 
 
@@ -115,12 +115,12 @@ def _decode(bench: Bench, *, heads: tuple[int, int, int], context: int, count: i
 
     need_triton(bench)
     problem = _decode_problem(heads, context, count)
-    copies = 1 if bench.tiny else min(10, -(-_BEYOND_CACHE // problem.kv_bytes))
+    copies = beyond_cache(problem, bench)
     given = [make_tensors(problem, bench.device, bench.dtype, seed) for seed in range(copies)]
-    chosen, parts = _chosen(problem, bench)
+    chosen, parts = chosen_for(problem, bench.device, bench.dtype)
     timed = _all(bench, given, list(decode_tiles(chosen, bench)))
     others = [1 << power for power in range(7) if (1 << power) <= context // _MIN_PART]
-    by_parts = {n: 1e6 * bench.device_seconds(_in_turn(given, TiledBackend(chosen, n)), rounds=3) for n in others}
+    by_parts = {n: 1e6 * bench.device_seconds(in_turn(given, TiledBackend(chosen, n)), rounds=3) for n in others}
     read = problem.kv_bytes / bench.ceilings.bytes_per_second
     found = _found(timed) | {"of_bandwidth": read / timed[0][0], "best_of_bandwidth": read / min(timed)[0]}
     best = min(by_parts, key=by_parts.__getitem__, default=parts)
@@ -131,7 +131,7 @@ def _prompts(bench: Bench, *, problem: Problem) -> Figures:
     """Compare prompts without a past, or texts, with torch's kernels over packed rows."""
     need_triton(bench)
     given = make_tensors(problem, bench.device, bench.dtype)
-    timed = _all(bench, [given], list(prompt_tiles(_chosen(problem, bench)[0], bench)))
+    timed = _all(bench, [given], list(prompt_tiles(chosen_for(problem, bench.device, bench.dtype)[0], bench)))
     found = _found(timed) | {"tflops": problem.flops / timed[0][0] / 1e12}
     packed = make_tensors(replace(problem, paged=False), bench.device, bench.dtype)
     for name, work in (("sdpa", _sdpa), ("varlen", _varlen)):
@@ -142,7 +142,12 @@ def _prompts(bench: Bench, *, problem: Problem) -> Figures:
     return found
 
 
-def _in_turn(given: list[ProblemTensors], backend: AttentionBackend) -> Callable[[], object]:
+def beyond_cache(problem: Problem, bench: Bench) -> int:
+    """Return how many copies of a problem's pages do not fit into the device's cache."""
+    return 1 if bench.tiny else min(10, -(-_BEYOND_CACHE // problem.kv_bytes))
+
+
+def in_turn(given: list[ProblemTensors], backend: AttentionBackend) -> Callable[[], object]:
     """Return calls over several copies in turn, so that pages are read from memory and not from the cache."""
     turn = cycle(given)
     return lambda: next(turn).forward(backend)
@@ -155,13 +160,13 @@ def _all(bench: Bench, given: list[ProblemTensors], tiles: list[Tiles]) -> list[
     timed: list[tuple[float, str]] = []
     for one in tiles:
         try:
-            seconds = bench.device_seconds(_in_turn(given, TiledBackend(one)), rounds=3)
+            seconds = bench.device_seconds(in_turn(given, TiledBackend(one)), rounds=3)
         except Exception as error:
             if not timed:  # the chosen one must work
                 raise
-            bench.warnings.append(f"{_named(one)}: {type(error).__name__}"[:200])
+            bench.warnings.append(f"{named(one)}: {type(error).__name__}"[:200])
             continue
-        timed.append((seconds, _named(one)))
+        timed.append((seconds, named(one)))
     return timed
 
 
@@ -172,7 +177,7 @@ def _found(timed: list[tuple[float, str]]) -> Figures:
     return {**figures, "could_be": best[0] / timed[0][0], "table": rows}
 
 
-def _named(tiles: Tiles) -> str:
+def named(tiles: Tiles) -> str:
     return f"{tiles.rows}x{tiles.keys}, {tiles.warps} warps, {tiles.stages} stages"
 
 
@@ -211,11 +216,11 @@ def _compile(bench: Bench) -> Figures:
     jobs: list[Job] = []
     for heads in HEADS.values():
         single = _decode_problem(heads, 600, 1)
-        for tiles in decode_tiles(_chosen(single, bench)[0], bench):
+        for tiles in decode_tiles(chosen_for(single, bench.device, bench.dtype)[0], bench):
             jobs += [(single, tiles, 1), (single, tiles, 2)]
     # One short prompt compiles the same variant as many long ones.
     for short in {replace(problem, segments=((300, 300),)) for problem in prompts(bench).values()}:
-        jobs += [(short, tiles, 1) for tiles in prompt_tiles(_chosen(short, bench)[0], bench)]
+        jobs += [(short, tiles, 1) for tiles in prompt_tiles(chosen_for(short, bench.device, bench.dtype)[0], bench)]
     return in_parallel(bench, compile_one, jobs)
 
 
