@@ -197,6 +197,27 @@ def test_two_ranks_accept_the_drafts_that_one_accepts(overlap: bool, threads: li
         model.close()
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "gemma3", "t5-relu"])
+def test_two_ranks_choose_one_ranks_tokens_of_reduced_and_whole_rows(kind: str, threads: list[RankThread]) -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "top_k": 4, "seed": 1},
+        {"temperature": 1.1, "top_k": 20, "top_p": 0.7, "seed": 2, "n": 2},
+        {"temperature": 0.8, "seed": 3},
+        {"logprobs": 2},
+        {"presence_penalty": 0.5},
+        {"num_beams": 2},
+    ]
+    requests = [request(kind, f"r{at}", 3 + at, at, max_tokens=8, **one) for at, one in enumerate(settings)]
+    model = loaded(kind, 2)
+    try:
+        assert outputs(model, requests) == outputs(loaded(kind, 1), requests)
+        steps = [one for one in threads[0].frames.messages if isinstance(one, Step)]
+        assert {needed for step in steps for needed in step.needed} == {WHOLE, BEST, CANDIDATES}
+    finally:
+        model.close()
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "ahead"])
 def test_a_step_is_one_message(overlap: bool, threads: list[RankThread], monkeypatch: pytest.MonkeyPatch) -> None:
     """Check for one more broadcast if the step is launched before the last tokens are known."""
