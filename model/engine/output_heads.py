@@ -65,15 +65,15 @@ class SentenceHead:
     def pool_together(self, requests: Sequence[EncodeRequest], hidden: Tensor) -> Tensor:
         """Return the vectors `[n, D]` of the packed hidden states `[T, d]` of inputs that `can_pool_together`.
 
-        On a CPU neighbours of equal length are pooled by one operation; the bits are those of each alone. On a GPU all
-        inputs are pooled by a few operations.
+        Neighbours of equal length are pooled by one operation; the bits are those of each alone. On a GPU inputs of
+        different lengths are pooled by a few operations.
         """
         pooled, at = [], 0
         skipped = 0 if requests[0].pooling is not None else requests[0].prompt_tokens
-        if self.together:
-            lengths = [request.source.num_positions for request in requests]
+        lengths = [request.source.num_positions for request in requests]
+        if self.together and len(set(lengths)) > 1:
             return self._finished(requests[0], _pool_packed(hidden, lengths, skipped, self._modes(requests[0])))
-        for length, run in groupby(request.source.num_positions for request in requests):
+        for length, run in groupby(lengths):
             count = len(list(run))
             rows = hidden[at : at + count * length].view(count, length, -1)
             pooled.append(torch.cat([_pool_rows(rows[:, skipped:], mode) for mode in self._modes(requests[0])], dim=-1))

@@ -484,12 +484,12 @@ class Operations(TorchDispatchMode):
 def test_what_a_gpu_launches_for_a_batch_does_not_depend_on_its_lengths() -> None:
     head, counts = engine()._head, []
     head.together = True
-    for lengths in ((9,), tuple(range(1, 30))):
+    for lengths in ((9,), (7, 9), tuple(range(1, 30))):
         requests = [EncodeRequest("r", "m", token_source(prompt(length))) for length in lengths]
         with Operations() as seen:
             head.pool_together(requests, torch.ones(sum(lengths), 32))
         counts.append(len(seen.names))
-    assert counts[0] == counts[1] <= 12, counts
+    assert max(counts) <= 12 and counts[1] == counts[2], counts
 
 
 @pytest.mark.parametrize(

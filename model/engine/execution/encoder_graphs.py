@@ -166,18 +166,21 @@ class EncoderGraphs:
 def pack_texts(size: BatchSize, sources: Sequence[Source], *, pinned: bool = False) -> Tensor:
     """Pack texts that fit into `size` into a row of integers on the host; `pinned`: a device copies from it."""
     row = torch.zeros(size.integers, dtype=torch.int64, pin_memory=pinned)
-    fields, count = size.split(row), len(sources)
-    starts, lengths = fields.starts.numpy(), fields.lengths.numpy()
-    lengths[:count] = [source.num_positions for source in sources]
-    starts[1 : count + 1] = np.cumsum(lengths[:count])
+    flat, tokens, count = row.numpy(), size.tokens, len(sources)
+    # As `BatchSize.split`, without a dozen views of torch, which take most of the time of a short text.
+    ids, positions, types, contexts = flat[: 4 * tokens].reshape(4, tokens)
+    of_segments = flat[4 * tokens :].view(np.int32)
+    starts, lengths = of_segments[: size.segments + 2], of_segments[size.segments + 2 : -1]
+    counts = np.array([source.num_positions for source in sources], dtype=np.int32)
+    lengths[:count] = counts
+    starts[1 : count + 1] = counts.cumsum()
     total = int(starts[count])
     starts[count + 1 : -1] = total
-    starts[-1] = size.tokens
-    ids = np.fromiter(chain.from_iterable(one.token_ids for one in sources), np.int64)
-    fields.ids.numpy()[: len(ids)] = ids  # of images and sound there are none
-    fields.contexts.numpy()[:total] = np.repeat(lengths[:count], lengths[:count])
-    fields.positions.numpy()[:total] = np.arange(total) - np.repeat(starts[:count], lengths[:count])
-    types = fields.types.numpy()
+    starts[-1] = tokens
+    read = np.fromiter(chain.from_iterable(one.token_ids for one in sources), np.int64)
+    ids[: len(read)] = read  # of images and sound there are none
+    contexts[:total] = counts.repeat(counts)
+    positions[:total] = np.arange(total) - starts[:count].repeat(counts)
     for source, start in zip(sources, starts.tolist(), strict=False):
         if source.token_type_ids:
             types[start : start + len(source.token_type_ids)] = source.token_type_ids
