@@ -41,7 +41,6 @@ MODEL = """
     network             : errors config system native checkpoint families families/table linear cache attention
     parallel            : errors config api system native checkpoint families families/table linear cache attention
                           network
-    kernel_check        : errors config api system checkpoint linear cache attention sampling network
     inspection          : errors config api system text native checkpoint families families/table linear cache attention
                           network parallel
     engine/planning     : errors config api system checkpoint linear attention network parallel
@@ -49,6 +48,8 @@ MODEL = """
     engine/speculation/model_drafts
     engine/scheduling   : errors config api text engine/speculation/ngrams engine/speculation/model_drafts
     engine/execution    : errors config api system media cache attention sampling network parallel engine/scheduling
+    kernel_check        : errors config api system checkpoint linear cache attention sampling network
+                          engine/execution
     engine/speculation  : errors config api text checkpoint linear cache attention sampling network engine/planning
                           engine/scheduling engine/execution
     engine              : errors config api system text media native checkpoint families families/table linear cache

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 
 from model.attention.selection import Selection
 from model.config.model import ModelConfig
+from model.engine.execution import static_row
 from model.engine.network_plan import NetworkPlan
 from model.engine.planning.cache_budget import kv_dtype
 from model.engine.planning.kernels import select_kernels
@@ -17,9 +19,11 @@ from model.kernel_check.memory import Memory, identity_of
 from model.kernel_check.plan import planned_checks
 from model.kernel_check.processes import Checker
 from model.linear.factory import LinearFactory
+from model.linear.float import use_cublas
+from model.network import fused_ops
 from model.sampling import random_sampling
 from model.system.background_work import Work, in_thread
-from model.system.kernel_faults import SAMPLING, Faults
+from model.system.kernel_faults import ROW_PRODUCT, SAMPLING, STATIC_ROW, Faults, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +38,8 @@ def checked(plan: NetworkPlan) -> Work[NetworkPlan]:
 
 
 def are_checked(device: torch.device) -> bool:
-    """Whether the kernels of a device are checked: those of a CPU are held by the tests."""
-    return device.type == "cuda"
+    """Whether the kernels of a device are checked: a GPU has some if there is Triton, a CPU's are held by the tests."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def find_faults(plan: NetworkPlan, checker: Checker) -> Faults:
@@ -74,10 +78,20 @@ def _checks(plan: NetworkPlan, config: ModelConfig, selection: Selection, linear
     )
 
 
+def use_torch(faults: Faults) -> None:
+    """Have torch compute in this whole process what every model shares and is broken on this GPU."""
+    shared = {ROW_PRODUCT: use_cublas, SAMPLING: random_sampling.use_torch, STATIC_ROW: static_row.use_torch}
+    for part, reason in faults.items():
+        error, step = RuntimeError(reason), step_of(part)
+        if part in shared:
+            shared[part](error)
+        elif step is not None:
+            fused_ops.use_torch(step, error)
+
+
 def without(plan: NetworkPlan, faults: Faults) -> NetworkPlan:
-    """Return the plan with torch in the place of broken kernels; sampling is torch's in this whole process."""
-    if SAMPLING in faults:
-        random_sampling.use_torch(RuntimeError(faults[SAMPLING]))
+    """Return the plan with torch in the place of broken kernels; what models share is torch's in this whole process."""
+    use_torch(faults)
     engine, device, draft = plan.spec.engine, plan.device, plan.draft
     if draft is not None:
         selection = select_kernels(engine, draft.checkpoint.config, device, draft.linear.dtype, faults)

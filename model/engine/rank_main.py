@@ -27,6 +27,7 @@ from model.checkpoint.folder import read_checkpoint
 from model.config.sharding import Shard
 from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, recorded
 from model.engine.execution.step_program import StepPlan, StepProgram
+from model.engine.kernel_checks import use_torch
 from model.engine.warmup import compile_own_kernels
 from model.linear.factory import LinearFactory
 from model.network.transformer import Transformer
@@ -93,6 +94,7 @@ class RankWorker:
         else:
             torch.set_num_threads(max(1, torch.get_num_threads() // self._shard.size))
         group = Group(self._shard, device)
+        use_torch(load.faults)
         found = select_backend(device, dtype, load.attention_backend, load.faults)
         selection = select_layers(found, self._shard.config(checkpoint.config), dtype, dtype)
         linear = LinearFactory(

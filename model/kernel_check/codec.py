@@ -21,16 +21,19 @@ from model.config.attention import (
     RopeScaling,
     RotaryConfig,
 )
+from model.config.layer import Activation
 from model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
 from model.kernel_check.check import Check, LaunchCheck
 from model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
 from model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
+from model.kernel_check.step_checks import RowProductCheck, StaticRowCheck, StepCheck
 
 _TYPES: dict[str, type[Any]] = {
     one.__name__: one
     for one in (
         *(LaunchCheck, AttentionCheck, PreparationCheck, RecurrenceCheck),
         *(IntegersCheck, Fp8Check, ExpertsCheck, SamplingCheck),
+        *(StepCheck, RowProductCheck, StaticRowCheck, Activation),
         *(IntegerShape, Fp8Shape, ExpertsShape),
         *(AttentionConfig, GatedDeltaConfig, RotaryConfig, AlibiConfig, BucketBiasConfig, NormConfig),
         *(NormKind, NormSpan, RopeScaling),

@@ -14,6 +14,7 @@ from model.kernel_check.attention_checks import AttentionCheck, PreparationCheck
 from model.kernel_check.check import Check, LaunchCheck
 from model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
 from model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
+from model.kernel_check.step_plan import planned_steps, row_product
 from model.linear.base import Linear, linears
 from model.linear.factory import LinearFactory, ParallelLinear
 from model.linear.float import ExpertsLinear
@@ -48,6 +49,8 @@ def planned_checks(
         *_recurrences(own, backend, linear.dtype),
         *_products(config, backend, linear),
     ]
+    if linear.device.type == "cuda":
+        found += planned_steps(own, linear.dtype)
     if config.can_generate and linear.device.type == "cuda":
         types = dict.fromkeys((linear.dtype, torch.float32))  # penalties and grammars give float32
         found += [SamplingCheck(config.embedding.vocab_size, dtype) for dtype in types]
@@ -110,7 +113,7 @@ def _product(linear: Linear, dtype: torch.dtype) -> Check | None:
         experts = _cut(spec.experts, 16)
         shape = ExpertsShape(experts, _cut(outputs, 256), _cut(spec.inputs, 1024), bias)
         return ExpertsCheck(shape, dtype)
-    return None
+    return row_product(linear, dtype)
 
 
 def _cut(size: int, most: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,7 @@ class Outcome:
 
     passed: list[Check] = field(default_factory=list)
     failed: dict[Check, str] = field(default_factory=dict)  # with the reason
+    seconds: dict[Check, float] = field(default_factory=dict)  # that each took
     unchecked: str = ""  # why other kernels were not checked; they are used as they are
 
 
@@ -91,8 +93,9 @@ class Checker:
                 return []
             child.connection.settimeout(self._check_seconds)
             for at, check in enumerate(checks):
+                began = time.monotonic()
                 answer = self._answer(child)
-                reason = answer["reason"]
+                reason, outcome.seconds[check] = answer["reason"], time.monotonic() - began
                 if reason == MEMORY:
                     outcome.unchecked = reason
                     return []

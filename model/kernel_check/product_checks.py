@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from model.api.sampling_params import SamplingParams
 from model.kernel_check.check import BOUNDS, WrongNumbersError, compare, repeated
@@ -20,7 +22,7 @@ from model.kernel_check.product_problems import (
     routes_of,
 )
 from model.linear.base import CompiledLinear
-from model.sampling.random_sampling import sample_rows
+from model.sampling.random_sampling import LIKELIEST_PARTS, likeliest, sample_rows
 from model.system import kernel_faults
 
 
@@ -116,8 +118,23 @@ class SamplingCheck:
         logits = (4 * torch.randn(len(params), self.vocabulary, generator=generator)).to(device, self.dtype)
         uniforms = torch.rand(len(params), generator=generator).tolist()
         found = torch.zeros(len(params), dtype=torch.int64, device=device)
-        triton_sampling.launch_sampling(logits, found, range(len(params)), params, uniforms)
+        launch = partial(triton_sampling.launch_sampling, logits, found, range(len(params)), params, uniforms)
+        deque(repeated(launch, device), maxlen=0)
+        self._check_greedy(logits)
         expected = sample_rows(logits.float(), params, uniforms)
         wrong = int((found != expected).sum())
         if wrong > 1:  # one may be at a boundary that rounding moves
             raise WrongNumbersError(f"{wrong} of {len(params)} sampled tokens are not those of torch")
+
+    @staticmethod
+    def _check_greedy(logits: Tensor) -> None:
+        """Compare the first of the largest logits, for each division of a row over programs."""
+        from model.sampling import triton_sampling
+
+        for least, parts in LIKELIEST_PARTS.items():
+            rows = logits[torch.arange(least, device=logits.device) % len(logits)]
+            found = torch.zeros(least, dtype=torch.int64, device=logits.device)
+            for _ in repeated(partial(triton_sampling.launch_greedy, rows, found, parts), logits.device):
+                wrong = int((found.cpu() != likeliest(rows.cpu())).sum())
+                if wrong:
+                    raise WrongNumbersError(f"{wrong} of {least} largest logits are not those of torch")

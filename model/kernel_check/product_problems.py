@@ -19,7 +19,7 @@ from model.linear.integers import IntegerLinear
 
 def difference(found: Tensor, expected: Tensor) -> float:
     """Return the largest error relative to the largest expected value; infinity for nan."""
-    worst = ((found.float() - expected).abs().max() / expected.abs().max()).item()
+    worst = ((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
     return worst if worst == worst else float("inf")
 
 

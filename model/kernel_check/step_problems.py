@@ -33,6 +33,13 @@ class StepProblem:
         return tuple(one.to(dtype) for one in _results(plain(*wide)))
 
     @property
+    def kernel(self) -> str:
+        """The kernel's name in `model.network.fused_kernels`."""
+        plain = self.function.__wrapped__  # type: ignore[attr-defined]
+        name: str = plain.__name__.removeprefix("_")
+        return name
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are read and written at least."""
         given = [one for one in self.arguments if isinstance(one, Tensor)]

@@ -54,6 +54,12 @@ def _has_triton(device: torch.device) -> bool:
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def use_cublas(error: Exception) -> None:
+    """Multiply one row as any other number of rows from now on, as the kernel for it is broken."""
+    if not fallbacks.noted(_ROW_KERNEL):
+        fallbacks.note(_ROW_KERNEL, error)
+
+
 def _row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not fallbacks.noted(_ROW_KERNEL):
         from model.linear import triton_floats

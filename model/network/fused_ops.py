@@ -24,12 +24,15 @@ from model.system import fallbacks
 P = ParamSpec("P")
 R = TypeVar("R")
 
+STEPS: set[str] = set()  # names of all kernels
 broken: set[str] = set()  # names of kernels that failed, which torch replaces in this process
 
 
 def fused(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Compute a function of rows by its kernel `name` of `model.network.fused_kernels` where its first argument is on
     a GPU; go on with torch if that fails."""
+
+    STEPS.add(name)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -41,8 +44,7 @@ def fused(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             except Exception as error:  # Triton is missing; a compiler's own, OutOfResources, a full disk
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
-                broken.add(name)
-                fallbacks.note(f"{name} runs in several kernels, as its own does not work", error)
+                use_torch(name, error)
                 found = NotImplemented
             return function(*args, **kwargs) if found is NotImplemented else found
 
@@ -56,6 +58,13 @@ def _kernels() -> ModuleType:
     from model.network import fused_kernels  # which imports Triton
 
     return fused_kernels
+
+
+def use_torch(name: str, error: Exception) -> None:
+    """Compute a step by torch from now on, as its kernel is broken."""
+    if name not in broken:
+        broken.add(name)
+        fallbacks.note(f"{name} runs in several kernels, as its own does not work", error)
 
 
 def on_gpu(tensor: Any) -> bool:

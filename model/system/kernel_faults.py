@@ -17,9 +17,11 @@ RECURRENCE = "recurrent layers"
 EXPERTS = "products of experts"
 INTEGERS = "products of integers"
 FP8 = "products of fp8"
+ROW_PRODUCT = "products of one row"
 SAMPLING = "sampling"
+STATIC_ROW = "rows of recorded steps"
 _ATTENTION = "attention of "
-_FUSED = "fused "
+_STEP = "step "
 
 
 def attention_part(layer: object) -> str:
@@ -27,9 +29,14 @@ def attention_part(layer: object) -> str:
     return f"{_ATTENTION}{layer!r}"
 
 
-def fused_part(function: str) -> str:
+def step_part(function: str) -> str:
     """Return the name of a function of `model.network.fused_ops`."""
-    return f"{_FUSED}{function}"
+    return f"{_STEP}{function}"
+
+
+def step_of(part: str) -> str | None:
+    """Return the function that `step_part` was given; None: the part is another one."""
+    return part.removeprefix(_STEP) if part.startswith(_STEP) else None
 
 
 def is_attention(part: str) -> bool:

@@ -31,6 +31,7 @@ from model.linear.base import CompiledLinear, linears
 from model.linear.factory import LinearFactory
 from model.linear.float import ExpertsLinear
 from model.llm import LLM
+from model.network import fused_ops
 from model.network.build import FLOAT32, build_model
 from model.sampling import random_sampling
 from model.system import fallbacks, kernel_faults
@@ -152,7 +153,10 @@ def test_checks_are_of_what_a_model_launches() -> None:
     assert planned("xlnet") == []
     assert planned("qwen3-next")[-1] == "RecurrenceCheck"
     on_gpu = LinearFactory(torch.bfloat16, GPU)
-    assert planned("mixtral", on_gpu)[-4:] == ["ExpertsCheck"] * 2 + ["SamplingCheck"] * 2
+    found = planned("mixtral", on_gpu)
+    assert found.count("ExpertsCheck") == found.count("SamplingCheck") == 2
+    # Norms, two of positions, gates, sums over experts.
+    assert (found.count("StepCheck"), found.count("StaticRowCheck")) == (5, 1)
     assert planned("llama-gqa", LinearFactory(torch.bfloat16, GPU, fp8=("*",))).count("Fp8Check") >= 3
 
 
@@ -195,6 +199,19 @@ def test_sampling_by_torch_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> Non
         random_sampling.use_torch(RuntimeError("13 of 16 sampled tokens are not those of torch"))
     assert random_sampling._kernel(GPU) is None
     assert fallbacks.found() == ("tokens are drawn in many kernels: 13 of 16 sampled tokens are not those of torch",)
+
+
+def test_what_models_share_is_torchs_in_the_whole_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_ops, "broken", set())
+    parts = (kernel_faults.ROW_PRODUCT, kernel_faults.STATIC_ROW, kernel_faults.step_part("add_rms"), "other")
+    for _ in range(2):
+        kernel_checks.use_torch(dict.fromkeys(parts, "wrong"))
+    assert fused_ops.broken == {"add_rms"}
+    assert fallbacks.found() == (
+        "products of one row are cuBLAS's: wrong",
+        "the row of a recorded step is filled in several kernels: wrong",
+        "add_rms runs in several kernels, as its own does not work: wrong",
+    )
 
 
 def test_triton_that_cannot_launch_is_not_selected(monkeypatch: pytest.MonkeyPatch) -> None:

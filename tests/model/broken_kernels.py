@@ -22,6 +22,12 @@ KERNELS = {  # name: module that launches it, its name there, the argument that 
     "grouped_product": ("model.linear.triton_integers", "grouped_product", "out"),
     "dequantize": ("model.linear.triton_integers", "dequantize", "out"),
     "scaled_product": ("model.linear.triton_fp8", "scaled_product", "out"),
+    "one_row": ("model.linear.triton_floats", "one_row", "out"),
+    "fill_kernel": ("model.engine.execution.triton_static_row", "fill_kernel", "row"),
+    "sum_and_norm": ("model.network.fused_kernels", "sum_and_norm", "normed"),
+    "gate_rows": ("model.network.fused_kernels", "gate_rows", "out"),
+    "turn_positions": ("model.network.fused_kernels", "turn_positions", "cos"),
+    "greedy_kernel": ("model.sampling.triton_sampling", "greedy_kernel", "tokens"),
     "sampling_kernel": ("model.sampling.triton_sampling", "sampling_kernel", "tokens"),
 }
 WAYS = ("wrong", "nan", "raise", "crash", "hang")

@@ -21,6 +21,7 @@ from model.config.attention import (
     NormKind,
     RotaryConfig,
 )
+from model.config.layer import Activation
 from model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
 from model.kernel_check.check import Check, LaunchCheck
 from model.kernel_check.child import run_check
@@ -29,6 +30,9 @@ from model.kernel_check.memory import Memory, identity_of
 from model.kernel_check.processes import Checker, Outcome
 from model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
 from model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
+from model.kernel_check.step_checks import RowProductCheck, StaticRowCheck, StepCheck
+from model.kernel_check.step_problems import step_problems
+from model.network.fused_ops import STEPS
 from tests.model.broken_kernels import broken
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
@@ -61,6 +65,11 @@ CHECKS: dict[str, Check] = {
     "fp8 blocks": Fp8Check(Fp8Shape(64, 96, (32, 32)), F32),
     "experts": ExpertsCheck(ExpertsShape(3, 40, 70, bias=True), F32),
     "sampling": SamplingCheck(300, F32),
+    "one row": RowProductCheck(37, 69, bias=True, dtype=F32),
+    "recorded row": StaticRowCheck(2, has_sources=True),
+    "norms": StepCheck("norm_add_norm", 40, F32),
+    "gates": StepCheck("gated", 40, F32, Activation.SILU),
+    "turns": StepCheck("turns", 40, F32),
 }
 BREAKS = [  # the kernel, the check that finds it, how it is broken, what the reason says
     ("attend", "pages", "raise", "RuntimeError: ptxas fatal: not for this card"),
@@ -76,8 +85,22 @@ BREAKS = [  # the kernel, the check that finds it, how it is broken, what the re
     ("dequantize", "int4", "nan", "are not numbers"),
     ("scaled_product", "fp8", "raise", "ptxas fatal"),
     ("experts_product", "experts", "wrong", "are off by"),
+    ("one_row", "one row", "wrong", "are off by"),
+    ("fill_kernel", "recorded row", "wrong", "the row of a recorded step is wrong"),
+    ("sum_and_norm", "norms", "nan", "are not numbers"),
+    ("gate_rows", "gates", "wrong", "are off by"),
+    ("turn_positions", "turns", "wrong", "are off by"),
+    ("greedy_kernel", "sampling", "wrong", "largest logits are not those of torch"),
     ("sampling_kernel", "sampling", "wrong", "of 16 sampled tokens are not those of torch"),
 ]
+
+
+def test_every_small_step_has_a_check() -> None:
+    """Check that no kernel of small steps is without one, and that each is compared at least once."""
+    kernels = {problem.kernel for problem in step_problems(2, 16, F32, CPU)}
+    assert kernels == set(STEPS)
+    for kernel in kernels:
+        assert any(StepCheck(kernel, 16, F32)._is_of(problem) for problem in step_problems(2, 16, F32, CPU))
 
 
 @pytest.mark.parametrize("name", CHECKS)

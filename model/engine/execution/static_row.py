@@ -50,6 +50,12 @@ def _filled_by_kernel(
     return True
 
 
+def use_torch(error: Exception) -> None:
+    """Fill rows by torch from now on, as the kernel is broken."""
+    if not fallbacks.noted(_KERNEL):
+        fallbacks.note(_KERNEL, error)
+
+
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
