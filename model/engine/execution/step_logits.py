@@ -68,6 +68,8 @@ class StepLogits:
             return choose(processed, rows), processed
         tokens, processed = torch.empty(len(rows), dtype=torch.int64, device=self.whole.device), self.whole
         whole, best, candidates = (_rows(self.needed, kind) for kind in (WHOLE, BEST, CANDIDATES))
+        if len(best) == len(rows):
+            return self.best, processed
         if len(whole):
             some = [rows[row] for row in whole]
             processed = process_logits(self.whole, some)
@@ -114,20 +116,29 @@ def step_logits(model: Transformer, hidden: Tensor, needed: bytes) -> StepLogits
     if collective is None or not needed:
         return StepLogits(Transformer.logits(model, hidden))  # which sends nothing to other ranks
     part, (first, _) = model.partial_logits(hidden), model.vocabulary[collective.shard.rank]
-    whole, *reduced = (_select(part, _rows(needed, kind)) for kind in (WHOLE, BEST, CANDIDATES))
+    whole = _select(part, _rows(needed, WHOLE))
     if len(whole):
         whole = collective.concatenate(whole, model.vocabulary)
-    counts = (1, _num_candidates(model))
-    sent = [_likeliest(rows, count, first) for rows, count in zip(reduced, counts, strict=True)]  # [2, rows, count]
-    stacked = collective.stack(torch.cat([numbers.flatten() for numbers in sent]))  # [R, numbers]
+    sent: dict[int, Tensor] = {}  # [2, rows, count] of each kind of row that there is
+    for kind, count in ((BEST, 1), (CANDIDATES, _num_candidates(model))):
+        rows = _rows(needed, kind)
+        if len(rows):
+            sent[kind] = _likeliest(_select(part, rows), count, first)
+    stacked = collective.stack(torch.cat([numbers.flatten() for numbers in sent.values()]))  # [R, numbers]
     if collective.shard.rank:
         return StepLogits(whole, needed)
-    (best, tokens), (candidates, ids) = (
-        numbers.view(len(stacked), *one.shape).permute(1, 2, 0, 3).flatten(2)  # [2, rows, R * count]
-        for numbers, one in zip(stacked.split([one.numel() for one in sent], dim=1), sent, strict=True)
-    )
-    rank = best.view(torch.float32).argmax(dim=-1, keepdim=True)  # of ranks with equal values the first
-    return StepLogits(whole, needed, tokens.gather(1, rank)[:, 0].long(), candidates.view(torch.float32), ids.long())
+    found = StepLogits(whole, needed)
+    for (kind, own), numbers in zip(
+        sent.items(), stacked.split([one.numel() for one in sent.values()], 1), strict=True
+    ):
+        bits, tokens = numbers.view(len(stacked), *own.shape).permute(1, 2, 0, 3).flatten(2)  # [2, rows, R * count]
+        values = bits.view(torch.float32)
+        if kind == BEST:
+            rank = values.argmax(dim=-1, keepdim=True)  # of ranks with equal values the first
+            found = replace(found, best=tokens.gather(1, rank)[:, 0].long())
+        else:
+            found = replace(found, candidates=values, candidate_ids=tokens.long())
+    return found
 
 
 def _likeliest(part: Tensor, count: int, first: int) -> Tensor:
@@ -135,11 +146,14 @@ def _likeliest(part: Tensor, count: int, first: int) -> Tensor:
 
     The shape is `[2, rows, count]`. The ids of `part` begin at `first`. A rank with fewer tokens fills up with -inf.
     """
-    at = likeliest(part)[:, None] if count == 1 else stable_top_k(part.float(), min(count, part.shape[1]))[1]
-    at = at.sort(dim=-1).values
-    unused = (0, count - at.shape[1])
-    values = pad(part.gather(1, at).float(), unused, value=-torch.inf)  # float32 has all digits of other dtypes
-    return torch.stack((values.view(torch.int32), pad(at + first, unused).int()))
+    if count == 1:
+        at = likeliest(part)[:, None]
+    else:
+        at = stable_top_k(part.float(), min(count, part.shape[1]))[1].sort(dim=-1).values
+    values, ids = part.gather(1, at).float(), at + first  # float32 has all digits of other dtypes
+    if (unused := count - at.shape[1]) > 0:
+        values, ids = pad(values, (0, unused), value=-torch.inf), pad(ids, (0, unused))
+    return torch.stack((values.view(torch.int32), ids.int()))
 
 
 def candidate_columns(model: Transformer) -> int:
@@ -157,4 +171,6 @@ def _rows(needed: bytes, kind: int) -> NDArray[np.int64]:
 
 
 def _select(part: Tensor, rows: NDArray[np.int64]) -> Tensor:
-    return part if len(rows) == len(part) else part[to_device(torch.from_numpy(rows), part.device)]
+    if len(rows) in (0, len(part)):
+        return part[: len(rows)]
+    return part[to_device(torch.from_numpy(rows), part.device)]
