@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import random
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,8 +201,9 @@ def test_what_an_unknown_launcher_launches_is_not_held(monkeypatch: pytest.Monke
 
 
 def test_every_kernel_that_is_launched_is_held() -> None:
-    """Read the source: `name[grid](...)` launches the kernel `name`."""
-    trees = [ast.parse(file.read_text()) for file in sorted((ROOT / "model").rglob("*.py"))]
+    """Read the source: `name[grid](...)` launches the kernel `name`. The self-check launches a kernel of its own once."""
+    files = [file for file in sorted((ROOT / "model").rglob("*.py")) if file.parent.name != "kernel_check"]
+    trees = [ast.parse(file.read_text()) for file in files]
     launched = {
         node.func.value.id
         for tree in trees
@@ -214,3 +219,22 @@ def test_every_kernel_that_is_launched_is_held() -> None:
     kernels = {name: found for name, found in decorated.items() if any("triton.jit" in one for one in found)}
     assert len(launched & kernels.keys()) > 15
     assert [name for name in launched & kernels.keys() if kernels[name][0] != "held"] == []
+
+
+@pytest.mark.slow  # it compiles Triton's driver and some ten kernels
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no GCC here")
+def test_triton_s_launcher_in_c_takes_held_launches(tmp_path: Path) -> None:
+    """Run Triton's own launcher over a stand-in for libcuda: each argument arrives as by Triton's path."""
+    library = tmp_path / "libcuda.so.1"
+    source = ROOT / "tests/model/libcuda_stub.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+    (tmp_path / "libcuda.so").symlink_to(library)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_LIBCUDA_PATH": str(tmp_path)}
+    environment["LD_LIBRARY_PATH"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.model.launched", str(library)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    launches, variants, keys = map(int, done.stdout.split())
+    assert launches > 3 * keys  # most launches were held
+    assert 20 < variants <= keys
