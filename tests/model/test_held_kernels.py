@@ -201,7 +201,7 @@ def test_what_an_unknown_launcher_launches_is_not_held(monkeypatch: pytest.Monke
 
 
 def test_every_kernel_that_is_launched_is_held() -> None:
-    """Read the source: `name[grid](...)` launches the kernel `name`. The self-check launches a kernel of its own once."""
+    """Read the source: `name[grid](...)` launches the kernel `name`. The self-check launches its own only once."""
     files = [file for file in sorted((ROOT / "model").rglob("*.py")) if file.parent.name != "kernel_check"]
     trees = [ast.parse(file.read_text()) for file in files]
     launched = {
