@@ -1,5 +1,5 @@
 /* Stands in for NVIDIA's libcuda.so.1 in tests of launches: it loads nothing, and keeps what was last launched.
-   Signatures are those of the CUDA driver API, as far as Triton's driver.c calls it. */
+   It has the functions of the CUDA driver API that Triton's driver.c calls. */
 #include <stddef.h>
 #include <string.h>
 
