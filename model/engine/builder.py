@@ -190,7 +190,8 @@ def assembling(
     generate, cache_pools = None, tuple[CachePool, ...]()
     if checkpoint.config.can_generate:
         if pool is None:
-            pool = measure_pool(spec.engine, model, limits, context.tokens, device)
+            draft_network = drafting.model if drafting is not None else None
+            pool = measure_pool(spec.engine, model, limits, context.tokens, device, draft_network)
             if spec.memory is not None:
                 weights = weight_bytes(model) + (weight_bytes(drafting.model) if drafting is not None else 0)
                 pool = min(pool, max(0, spec.memory // spec.engine.tensor_parallel_size - weights))

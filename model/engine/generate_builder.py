@@ -38,6 +38,7 @@ from model.engine.planning.memory_plan import plan_pool
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.speculation.draft_model import DraftModel
+from model.engine.speculation.propose import MAX_VERIFIED_ROWS
 from model.errors import ConfigError
 from model.network.activation_dump import VARIABLE, dump_folder
 from model.network.transformer import Transformer
@@ -91,7 +92,12 @@ def plan_cache(
 
 
 def measure_pool(
-    engine: EngineConfig, model: Transformer, limits: BatchLimits, max_model_len: int, device: torch.device
+    engine: EngineConfig,
+    model: Transformer,
+    limits: BatchLimits,
+    max_model_len: int,
+    device: torch.device,
+    draft_model: Transformer | None = None,
 ) -> int:
     """Return the bytes of each rank's KV pool.
 
@@ -108,7 +114,8 @@ def measure_pool(
             CudaMemory(device),
             [GpuMemory(*one) for one in model.gpu_memory] if isinstance(model, Rank0Transformer) else (),
             gpu_share=engine.gpu_share,
-            recorded_sizes=_num_recorded(model, limits, max_model_len) if can_record(engine, model, device) else 0,
+            recorded_sizes=_num_recorded(engine, model, limits.max_num_seqs, max_model_len, device)
+            + (_num_recorded(engine, draft_model, MAX_VERIFIED_ROWS, max_model_len, device) if draft_model else 0),
         )
     return plan_pool(engine, available_memory())
 
@@ -152,7 +159,10 @@ def build_generate_engine(
     unrecorded = {DECODE_STEPS: why}
     if can_record(spec.engine, model, device):
         graphs, mixed, unrecorded = yield from _recorded(model, cache, plan.limits.max_num_seqs, plan.context.tokens)
-    draft_model = _draft_model(spec.engine, drafting.model, model, cache) if drafting is not None else None
+    draft_model = None
+    if drafting is not None:
+        draft_model, why_not = yield from _draft_model(spec.engine, drafting.model, model, cache, plan.context.tokens)
+        unrecorded |= {f"{what} of the draft model": why for what, why in why_not.items()}
     for empty in (cache, *([draft_model.cache] if draft_model is not None else [])):
         yield from in_thread(empty.commit, idle=True)
     runner = ModelRunner(model, cache, block_manager, graphs, draft_model, unrecorded, encoder_graphs, mixed)
@@ -169,21 +179,37 @@ def build_generate_engine(
     )
 
 
-def _draft_model(engine: EngineConfig, model: Transformer, served: Transformer, cache: KVCache) -> DraftModel:
-    """Return a draft model with its own cache, which has a page for each block of the served model's first pool."""
+def _draft_model(
+    engine: EngineConfig, model: Transformer, served: Transformer, cache: KVCache, max_model_len: int
+) -> Work[tuple[DraftModel, dict[str, str]]]:
+    """Return a draft model with its own cache, which has a page for each block of the served model's first pool.
+
+    Its passes are recorded like steps; the second result says of them why they could not be.
+    """
     assert model.decoder is not None
     pages = [cache.num_pages[0]] * len(pools_of(paged_specs(model.decoder.config, "float32")))
     own = KVCache(model.decoder.config, pages, engine.block_size, kv_dtype(engine, model.dtype), cache.device)
     has_rules = served.config.generation != GenerationRules()
-    return DraftModel(model, own, served.config.embedding.vocab_size, has_rules=has_rules)
+    graphs, mixed, unrecorded = None, None, dict[str, str]()
+    if can_record(engine, model, cache.device):
+        collective = rank_processes_of(served) is not None
+        graphs, mixed, unrecorded = yield from _recorded(
+            model, own, MAX_VERIFIED_ROWS, max_model_len, collective=collective
+        )
+    vocabulary = served.config.embedding.vocab_size
+    draft_model = DraftModel(model, own, vocabulary, has_rules=has_rules, graphs=graphs, mixed_graphs=mixed)
+    return draft_model, unrecorded
 
 
 def _recorded(
-    model: Transformer, cache: KVCache, max_num_seqs: int, max_model_len: int
+    model: Transformer, cache: KVCache, max_num_seqs: int, max_model_len: int, *, collective: bool = False
 ) -> Work[tuple[DecodeGraphs | None, MixedGraphs | None, dict[str, str]]]:
-    """Record decode steps, on all ranks at once, and steps with prompts; return them, or why a rank could not."""
+    """Record decode steps, on all ranks at once, and steps with prompts; return them, or why a rank could not.
+
+    `collective`: this process has a group of ranks, whose threads query the device.
+    """
     ranks = rank_processes_of(model)
-    record = CudaRecorder(cache.device, collective=ranks is not None)
+    record = CudaRecorder(cache.device, collective=collective or ranks is not None)
     decodes = DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=record)
     if ranks is not None:
         reason = ranks.record(max_num_seqs, max_model_len, lambda: recorded(decodes)[1])
@@ -196,10 +222,14 @@ def _recorded(
     return graphs, mixed if graphs is not None else None, unrecorded
 
 
-def _num_recorded(model: Transformer, limits: BatchLimits, max_model_len: int) -> int:
-    """Return how many steps are recorded over the KV cache."""
-    mixed = num_mixed(model.config, limits.max_num_seqs) if can_record_prompts(model) else 0
-    return num_recorded(limits.max_num_seqs, max_model_len) + mixed
+def _num_recorded(
+    engine: EngineConfig, model: Transformer, max_num_seqs: int, max_model_len: int, device: torch.device
+) -> int:
+    """Return how many steps of a model are recorded over its KV cache."""
+    if not can_record(engine, model, device):
+        return 0
+    mixed = num_mixed(model.config, max_num_seqs) if can_record_prompts(model) else 0
+    return num_recorded(max_num_seqs, max_model_len) + mixed
 
 
 def _cache(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lab.bench.gpu.shapes import GPU_MODELS
 from lab.bench.models import config_of
-from model.api.engine_config import BatchLimits
+from model.api.engine_config import BatchLimits, EngineConfig
 from model.api.request import Request
 from model.cache.kv_cache import KVCache
 from model.config.cache import PoolSize
@@ -184,5 +184,6 @@ def test_which_models_record_steps_with_prompts(monkeypatch: pytest.MonkeyPatch)
     assert graphs is not None and mixed is not None and not any(why.values())
     assert len(mixed._recorded) == len(mixed.sizes) == 9
     limits = BatchLimits(12, 64, 8, 64)
-    margin = generate_builder._num_recorded(model, limits, 64)
+    monkeypatch.setattr(generate_builder, "can_record", lambda *_: True)
+    margin = generate_builder._num_recorded(EngineConfig(), model, limits.max_num_seqs, 64, CPU)
     assert margin == len(graphs._recorded) + len(mixed._recorded)

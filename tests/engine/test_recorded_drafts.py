@@ -28,7 +28,10 @@ def test_recurrent_layers_go_on_from_the_states_of_drafts(monkeypatch: pytest.Mo
     chosen, steps, run = Selection(LengthsBackend(), "asked for", preferred="sdpa"), Counter[str](), StepProgram.run
 
     def noted(program: StepProgram, plan: StepPlan, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        if program.graphs is not None:  # the served model's
+        how = "replayed" if plan.replayed else "replayed with prompts" if plan.mixed is not None else "launched"
+        if program is drafted.generate.runner.draft_model._program:  # type: ignore[union-attr]
+            steps[f"draft model, {how}"] += 1
+        elif program.graphs is not None:
             steps["replayed" if plan.replayed else "launched"] += 1
             writing = drafted.generate.scheduler.running  # type: ignore[union-attr]
             steps["not said"] += plan.replayed and any(len(one.state_writes) > 1 for one in writing)
@@ -51,6 +54,8 @@ def test_recurrent_layers_go_on_from_the_states_of_drafts(monkeypatch: pytest.Mo
     stats = drafted.generate.stats()
     assert stats.model_draft_tokens > stats.model_accepted_tokens > 0
     assert steps["launched"] > 30 and steps["replayed"] > 10 and steps["not said"] > 2, steps
+    assert steps["draft model, replayed"] > 10 and steps["draft model, replayed with prompts"] > 10, steps
+    assert not steps["draft model, launched"]
 
 
 def asking(number: int) -> Request:

@@ -118,12 +118,11 @@ def pack(
     slots[:] = rows[:] = NO_SLOT
     slots = slots.reshape(layout.pools, layout.tokens)
     columns, groups = (ids, positions, contexts, slots, rows), [(0, steps)]  # groups by their first segments
-    drafting = bool(steps) and steps[0].drafts  # a step that is recorded in advance has no sequences
     if layout.prompt_tokens:
         decodes = sum(step.num_tokens == 1 for step in steps)
         groups = [(0, steps[:decodes]), (layout.tokens - layout.prompt_tokens, steps[decodes:])]
         _pack_mixed(groups, block_size, placeholders, columns, cu_seqlens)
-    elif layout.tokens == count and not drafting:  # one token each, which is what nearly all steps are
+    elif layout.tokens == count:  # one token each, which is what nearly all steps are
         _pack_single(steps, block_size, placeholders, columns)
         cu_seqlens[:] = np.arange(count + 1)
     else:
@@ -183,6 +182,9 @@ _Columns = tuple[_Column, _Column, _Column, _Column, _Column]
 def _pack_single(
     steps: Sequence[ScheduledSequence], size: int, placeholders: Mapping[int, int], columns: _Columns
 ) -> None:
+    if steps and steps[0].drafts:  # passes of a draft model: the tokens are proposals
+        _pack_runs(steps, size, placeholders, columns)
+        return
     ids, positions, contexts, slots, rows = columns
     count = len(steps)
     contexts[:count] = [step.sequence.rotary_context for step in steps]

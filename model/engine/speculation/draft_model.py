@@ -16,6 +16,8 @@ from torch.nn.functional import pad
 
 from model.cache.kv_cache import KVCache
 from model.engine.execution.batch import BatchLayout, pack
+from model.engine.execution.cuda_graphs import DecodeGraphs
+from model.engine.execution.mixed_graphs import MixedGraphs
 from model.engine.execution.step_program import StepPlan, StepProgram
 from model.engine.scheduling.scheduled_step import DraftRun, ScheduledSequence
 from model.engine.scheduling.sequence import SequenceState
@@ -26,14 +28,25 @@ from model.sampling.sampler import SamplingRow, sample
 class DraftModel:
     """The draft model of a served model, with its KV cache."""
 
-    def __init__(self, model: Transformer, cache: KVCache, vocab_size: int, *, has_rules: bool) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        vocab_size: int,
+        *,
+        has_rules: bool,
+        graphs: DecodeGraphs | None = None,
+        mixed_graphs: MixedGraphs | None = None,
+    ) -> None:
         """`vocab_size` is the served model's; the draft model's logits may have another width. `has_rules`: the served
-        checkpoint bans or forces tokens in every request."""
+        checkpoint bans or forces tokens in every request. The graphs are of passes over `cache`."""
         self.model = model
         self.cache = cache
         self._vocab_size = vocab_size
         self._has_rules = has_rules
-        self._program = StepProgram(model, cache)
+        self._graphs = graphs
+        self._mixed_graphs = mixed_graphs
+        self._program = StepProgram(model, cache, graphs, mixed_graphs=mixed_graphs)
 
     @torch.inference_mode()
     def draft(
@@ -64,14 +77,20 @@ class DraftModel:
     def _pass(self, going: Sequence[_Drafts], sampling_row: Callable[[SequenceState], SamplingRow]) -> list[int]:
         """Compute the next tokens of each, and return a proposal of those that have to propose."""
         steps = [one.step() for one in going]
-        layout = BatchLayout.of(steps)
+        layout, mixed = BatchLayout.of(steps), None
+        replayed = self._graphs is not None and self._graphs.fits(steps)
+        if self._graphs is not None and replayed:
+            layout = self._graphs.layout(layout, uneven=False)
+        elif self._mixed_graphs is not None and (mixed := self._mixed_graphs.fitted(steps)):
+            layout = self._mixed_graphs.layout(mixed, layout)
         row = pack(layout, steps, self.cache.block_size, {}, pinned=self.cache.device.type == "cuda")
         layout.split(row).ids.clamp_(max=self.model.config.embedding.vocab_size - 1)
         last, end = list[int](), 0
         for one, step in zip(going, steps, strict=True):
             end += step.num_tokens
             last += [end - 1] * bool(one.run.num_drafts)
-        _, logits = self._program.run(StepPlan(layout, row, len(steps), replayed=False, logit_rows=tuple(last)), None)
+        plan = StepPlan(layout, row, len(steps), replayed, logit_rows=tuple(last), mixed=mixed)
+        _, logits = self._program.run(plan, None)
         if not last:
             return []
         rows = [one.sampling_row(sampling_row) for one in going if one.run.num_drafts]
