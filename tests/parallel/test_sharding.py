@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -19,11 +21,15 @@ from model.config.model import ModelConfig
 from model.config.sharding import Shard, ShardSlice, cuts, local_shape
 from model.engine.builder import load
 from model.errors import ConfigError
+from model.families import config_from_raw
 from model.linear.factory import LinearFactory
 from model.network.build import build_model, shard_slices, tensor_shapes
 from model.network.weights import load_model
 from model.parallel.group import Group
 from tests.model.checkpoints import CPU, saved
+from tests.model.published_decoders import PUBLISHED_DECODERS
+from tests.model.published_experts import PUBLISHED_EXPERTS
+from tests.model.published_gemmas import PUBLISHED_GEMMAS
 
 KV_HEADS = {"llama-gqa": 2, "llama-mqa-head-dim": 1}  # of 4 heads
 SPLIT_KINDS = (
@@ -39,6 +45,12 @@ SPLIT_KINDS = (
     "albert",
     "vit",
 )
+
+LARGE = {
+    "Llama-3.1-8B": PUBLISHED_DECODERS["Llama-3.1-8B"],
+    **{name: PUBLISHED_EXPERTS[name] for name in ("Qwen3-30B-A3B", "gpt-oss-20b", "Mixtral-8x7B-v0.1")},
+    **{name: PUBLISHED_GEMMAS[name] for name in ("gemma-4-E2B", "gemma-4-26B-A4B")},
+}
 
 
 def config_of(kind: str) -> ModelConfig:
@@ -66,6 +78,19 @@ def test_pieces_of_all_ranks_cover_every_parameter_and_fit_their_networks(kind: 
         if pieces[name] is not None and set(counts) != {0}:
             assert set(counts) <= {1, copies}, name
             assert 0 not in counts, name
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("name", LARGE)
+def test_each_rank_has_its_part_of_a_published_model(name: str, size: int) -> None:
+    """Check token tables, heads and experts too: a rank with more than its part would waste the others' memory."""
+    network = build_model(config_from_raw(json.loads(LARGE[name].config)), SdpaBackend())
+    shapes = tensor_shapes(network)
+    whole = sum(map(math.prod, shapes.values()))
+    for rank in (0, size - 1):
+        pieces = shard_slices(network, Shard(rank, size))
+        part = sum(math.prod(local_shape(shape, pieces[name])) for name, shape in shapes.items())
+        assert part * size < 1.1 * whole  # several ranks have each head of keys, and norms
 
 
 def test_fused_matrices_are_split_part_by_part() -> None:
