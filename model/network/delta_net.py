@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.attention.layer_backends import Recurrence, recurrent_backend
+from model.attention.base import AttentionBackend
+from model.attention.layer_backends import Recurrence, RecurrentBackend, recurrent_backend
 from model.cache.kv_cache import StateCache, StateSpan, independent_spans, whole_segments
 from model.config.attention import GatedDeltaConfig
 from model.linear.base import LinearSpec, Part, Split
@@ -44,11 +45,12 @@ class GatedDeltaNet(nn.Module):
         self.decay = nn.Parameter(torch.empty(config.num_value_heads))
         self.dt_bias = nn.Parameter(torch.empty(config.num_value_heads))
         self.norm = nn.RMSNorm(config.value_dim, eps=config.eps)
+        self._chosen: tuple[AttentionBackend, torch.dtype, RecurrentBackend | None] | None = None
 
     def forward(self, x: Tensor, step: StepContext, states: StateCache | None) -> Tensor:  # [T, d] -> [T, d]
         inputs, gates = step.project(self.input, x), step.project(self.gates, x)
         layer = Recurrence(self.config, self.convolution, self.decay, self.dt_bias, self.norm.weight)
-        backend = recurrent_backend(step.backend, self.config, x.dtype)
+        backend = self._backend(step.backend, x.dtype)
         if backend is not None:
             tables = step.state_tables(backend.chunk, kept=states is not None)
             outputs = backend.recur(layer, inputs, gates, tables, states)
@@ -56,6 +58,12 @@ class GatedDeltaNet(nn.Module):
             spans = step.inputs.states if states is not None else whole_segments(step.inputs.metadata.q_lens)
             outputs = recur(layer, inputs, gates, spans, states)
         return step.project(self.out, outputs.to(x.dtype))
+
+    def _backend(self, backend: AttentionBackend, dtype: torch.dtype) -> RecurrentBackend | None:
+        """Return what computes the layer, chosen once: looking at a backend takes longer than a launch."""
+        if self._chosen is None or self._chosen[0] is not backend or self._chosen[1] is not dtype:
+            self._chosen = backend, dtype, recurrent_backend(backend, self.config, dtype)
+        return self._chosen[2]
 
 
 def recur(
