@@ -14,7 +14,8 @@ from model.engine.execution import static_row
 from model.engine.network_plan import NetworkPlan
 from model.engine.planning.cache_budget import kv_dtype
 from model.engine.planning.kernels import select_kernels
-from model.kernel_check.check import Check
+from model.kernel_check.check import Check, LaunchCheck
+from model.kernel_check.child import run_check
 from model.kernel_check.memory import Memory, identity_of
 from model.kernel_check.plan import planned_checks
 from model.kernel_check.processes import Checker
@@ -48,7 +49,11 @@ def find_faults(plan: NetworkPlan, checker: Checker) -> Faults:
     if not checks:
         return {}
     memory = Memory(identity_of(plan.device))
-    outcome = checker.run(memory.unknown(checks))
+    unknown = memory.unknown(checks)
+    if not unknown:  # a compiler that was there may be missing now
+        reason = run_check(LaunchCheck(), plan.device)
+        return dict.fromkeys((check.part for check in checks), reason) if reason else {}
+    outcome = checker.run(unknown)
     memory.add(outcome.passed)
     if outcome.unchecked:
         logger.warning("%s: some kernels were not checked: %s", plan.spec.name, outcome.unchecked)

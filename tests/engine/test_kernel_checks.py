@@ -134,7 +134,15 @@ def test_right_kernels_are_used_and_checked_once(monkeypatch: pytest.MonkeyPatch
         llm, _ = served("llama-gqa", max_model_len=12)
         assert llm.info.fallbacks == ()
         assert llm.info.attention_backend == "triton"
-    assert runs == [5, 0]  # launch, attention and preparation over pages and packed rows
+    assert runs == [5]  # launch, attention and preparation over pages and packed rows
+
+
+def test_triton_is_tried_though_all_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check_here(monkeypatch, tmp_path)
+    served("llama-gqa", max_model_len=12)
+    monkeypatch.setattr(*broken("double", "raise"))
+    with pytest.raises(ConfigError, match="the triton backend cannot be had: triton does not work here: RuntimeError"):
+        served("llama-gqa", max_model_len=12)
 
 
 # -- What a model launches, and what replaces it.
