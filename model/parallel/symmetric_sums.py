@@ -94,7 +94,7 @@ class SymmetricSums:
 
     def _recorded_sum(self, tensor: Tensor) -> Tensor | None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             summed = self.sum(tensor)
         graph.replay()
         self._wait()  # before the graph is freed
