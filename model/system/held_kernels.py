@@ -1,6 +1,6 @@
 """Launch Triton kernels cheaply: compiled variants are held. Import this module only if Triton is installed.
 
-For each launch Triton binds, specialises, prints and hashes all arguments, which takes the host 20 us and more.
+For each launch Triton binds, specialises, prints and hashes all arguments, which takes the host 10 us and more.
 A held kernel looks its variant up by a key that is never coarser than Triton's own: the constants and options, the
 type of each tensor and its address modulo 16, of each integer whether it is 1, its last four bits and its width.
 Triton launches what a key is not known for, so Triton alone decides what a variant is.
