@@ -116,6 +116,12 @@ def test_a_step_with_many_prompts_or_a_long_one_is_launched() -> None:
     assert fitted(65) is None
     assert fitted(*[2] * (PROMPTS + 1)) is None
     assert fitted(*[1] * 9, 2) is None
+    long, short, new = (
+        ScheduledSequence(state(n, 64), at, count, False) for n, at, count in ((0, 9000, 1), (1, 3, 1), (2, 0, 5))
+    )
+    assert graphs.fitted([long, short, new]) is not None
+    assert graphs.fitted([long, short, new], uneven=True) is None
+    assert graphs.fitted([long._replace(start=3000), short, new], uneven=True) is not None
 
 
 def test_drafts_are_replayed_like_prompts(replays: Counter[Any]) -> None:

@@ -33,6 +33,7 @@ from model.system.devices import to_device
 
 PROMPTS = 8
 _DECODES = (0, 8, 32, 64, 128, 256)
+_MOST_UNEVEN = 8192  # keys of one sequence among short ones, which then take as long as launching the step
 _TOKENS = (16, 64, 128, 256, 512, 1024)  # the first for sequences with drafts
 
 logger = logging.getLogger(__name__)
@@ -99,11 +100,16 @@ class MixedGraphs:
             yield None
         logger.info("recorded %d steps with prompts in %.1f s", len(self._recorded), time.monotonic() - began)
 
-    def fitted(self, steps: Sequence[ScheduledSequence]) -> MixedStep | None:
-        """Return the smallest recorded size that holds this step, whose decodes come first; None: there is none."""
+    def fitted(self, steps: Sequence[ScheduledSequence], *, uneven: bool = False) -> MixedStep | None:
+        """Return the smallest recorded size that holds this step, whose decodes come first; None: there is none.
+
+        `uneven`: a few decodes have nearly all keys. The recorded step does not divide them.
+        """
         lengths = [step.num_tokens for step in steps]
         decodes = lengths.count(1)
         if len(lengths) - decodes > PROMPTS:
+            return None
+        if uneven and max(step.start for step in steps[:decodes]) > _MOST_UNEVEN:
             return None
         tokens = sum(lengths) - decodes
         fitting = (size for size in self.sizes if size.decodes >= decodes and size.tokens >= tokens)

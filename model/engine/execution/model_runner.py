@@ -215,8 +215,8 @@ class ModelRunner:
             uneven = uneven and bool(self.graphs.uneven_sizes)
             layout = self.graphs.layout(layout, uneven=uneven)
         mixed = None
-        if self.mixed_graphs is not None and not (replayed or layers or uneven):
-            mixed = self.mixed_graphs.fitted(steps)
+        if self.mixed_graphs is not None and not (replayed or layers):
+            mixed = self.mixed_graphs.fitted(steps, uneven=uneven)
             layout = self.mixed_graphs.layout(mixed, layout) if mixed is not None else layout
         row = pack(layout, steps, self.block_manager.block_size, placeholders, pinned=self.device.type == "cuda")
         num_known = len(before.tokens) if before is not None and placeholders else 0
