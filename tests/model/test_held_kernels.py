@@ -8,6 +8,8 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +179,32 @@ def test_hooks_of_a_profiler_are_called_by_triton_s_path(monkeypatch: pytest.Mon
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
     own[(1,)](x, None, x, 64, 1, 1.0, 16, BLOCK=16, KIND=0)
     assert by_triton == ["HeldKernel"]
+
+
+def test_tensors_of_another_device_are_launched_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfSecond(torch.Tensor):
+        def get_device(self) -> int:
+            return 1
+
+    @contextmanager
+    def second(_: object) -> Iterator[None]:
+        here.device = 1
+        yield
+        here.device = 0
+
+    here = Driver()
+    streams: list[tuple[int, int]] = []
+    monkeypatch.setattr(here, "get_current_stream", lambda device: streams.append((device, here.device)) or 7)
+    monkeypatch.setattr(driver, "_active", here)
+    monkeypatch.setattr(torch.cuda, "device", second)
+    monkeypatch.setattr(torch.cuda, "device_of", second)
+    own, by_triton, x = HeldKernel(kernel, **SETTINGS), counted(monkeypatch), torch.zeros(64).as_subclass(OfSecond)
+    for _ in range(4):
+        own[(1,)](x, None, x, 64, 1, 1.0, 16, BLOCK=16, KIND=0)
+        assert here.device == 0
+    assert len(by_triton) == 2
+    assert streams == [(1, 1)] * 4  # of the second device, while it is the current one
+    assert list(own.device_caches) == [1]
 
 
 def test_other_versions_of_triton_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
