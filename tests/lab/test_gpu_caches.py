@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -27,6 +28,19 @@ def test_caches_travel_in_parts_that_fit(tmp_path: Path) -> None:
     for part in written[1:]:
         part.unlink()
     assert 0 < caches.unpack(parts, tmp_path / "some") < 9  # each can be read alone
+
+
+def test_kernels_are_found_in_another_folder(tmp_path: Path) -> None:
+    key = tmp_path / "made" / "triton" / "key"
+    key.mkdir(parents=True)
+    (key / "attend.cubin").write_bytes(b"code")
+    (key / "__grp__attend.json").write_text(json.dumps({"child_paths": {"attend.cubin": str(key / "attend.cubin")}}))
+    list(caches.pack(tmp_path / "made", tmp_path))
+    caches.unpack(tmp_path, tmp_path / "again")
+    moved = tmp_path / "again" / "triton" / "key"
+    assert json.loads((moved / "__grp__attend.json").read_text())["child_paths"] == {
+        "attend.cubin": str(moved / "attend.cubin")
+    }
 
 
 def test_a_file_larger_than_a_part_is_left_out(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from typing import BinaryIO
 PART_BYTES = 16_000_000
 MOST_PARTS = 4
 _PARTS = "caches-*.tar.*"
+_GROUP = "__grp__"  # how the file begins that lists a kernel's files
 _MARGIN = 1 << 18  # for the compressor's buffer and the end of the file
 _KIND = "xz" if find_spec("_lzma") else "gz"  # as fast and half the size, if Python has it
 
@@ -28,8 +30,19 @@ def unpack(parts: Path, folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         with tarfile.open(part) as tar:
             tar.extractall(folder, filter="data")
-            count += len(tar.getnames())
+            names = tar.getnames()
+        for name in names:
+            if Path(name).name.startswith(_GROUP):
+                _moved(folder / name)
+        count += len(names)
     return count
+
+
+def _moved(group: Path) -> None:
+    """Rewrite the absolute paths of a kernel's files, without which Triton would compile it again."""
+    content = json.loads(group.read_text())
+    content["child_paths"] = {name: str(group.resolve().parent / name) for name in content["child_paths"]}
+    group.write_text(json.dumps(content))
 
 
 def pack(folder: Path, into: Path, *, part_bytes: int = PART_BYTES, most_parts: int = MOST_PARTS) -> Iterator[str]:
