@@ -30,6 +30,7 @@ from model.kernel_check.processes import Checker, Outcome
 from model.linear.base import CompiledLinear, linears
 from model.linear.factory import LinearFactory
 from model.linear.float import ExpertsLinear
+from model.linear.integers import IntegerLinear
 from model.llm import LLM
 from model.network import fused_ops
 from model.network.build import FLOAT32, build_model
@@ -107,7 +108,9 @@ def test_tokens_are_right_without_a_broken_kernel(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _, expected = served(kind, "triton" if settings else "sdpa", **settings)
+    with monkeypatch.context() as by_torch:
+        by_torch.setattr(IntegerLinear, "by_kernels", IntegerLinear.reference)
+        _, expected = served(kind, "triton" if settings else "sdpa", **settings)
     monkeypatch.setattr(*broken(kernel, way))
     check_here(monkeypatch, tmp_path)
     with caplog.at_level("WARNING"):
@@ -134,15 +137,10 @@ def test_right_kernels_are_used_and_checked_once(monkeypatch: pytest.MonkeyPatch
         llm, _ = served("llama-gqa", max_model_len=12)
         assert llm.info.fallbacks == ()
         assert llm.info.attention_backend == "triton"
-    assert runs == [5]  # launch, attention and preparation over pages and packed rows
-
-
-def test_triton_is_tried_though_all_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    check_here(monkeypatch, tmp_path)
-    served("llama-gqa", max_model_len=12)
-    monkeypatch.setattr(*broken("double", "raise"))
+    monkeypatch.setattr(*broken("double", "raise"))  # the smallest kernel, which each start launches
     with pytest.raises(ConfigError, match="the triton backend cannot be had: triton does not work here: RuntimeError"):
         served("llama-gqa", max_model_len=12)
+    assert runs == [5]  # launch, attention and preparation over pages and packed rows
 
 
 # -- What a model launches, and what replaces it.
