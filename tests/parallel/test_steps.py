@@ -22,17 +22,22 @@ from model.api.messages import ModelSpec
 from model.api.request import Request, TokenOutput
 from model.attention.selection import Selection
 from model.config.sharding import Shard
-from model.engine import generate_builder, rank_main
+from model.engine import builder, generate_builder, kernel_checks, rank_main
 from model.engine.builder import LoadedModel, load
 from model.engine.execution.batch import BatchLayout
 from model.engine.execution.step_logits import BEST, CANDIDATES, WHOLE
 from model.engine.execution.step_program import StepPlan
+from model.engine.network_plan import NetworkPlan
 from model.engine.planning import kernels
 from model.errors import ConfigError, EngineDeadError
+from model.linear.factory import LinearFactory
+from model.network import fused_ops
 from model.parallel import rank_processes, step_ring
 from model.parallel.group import Group
 from model.parallel.messages import Load, Message, Pools, Step
 from model.parallel.rank_processes import RankProcesses
+from model.system import fallbacks, kernel_faults
+from model.system.background_work import Work
 from model.system.child_process import FrameSocket
 from tests.engine.support import request
 from tests.engine.test_overlap import LengthsBackend, assorted, recorded, tokens_of
@@ -171,6 +176,26 @@ def test_two_ranks_replay_what_one_computes(kind: str, overlap: bool, threads: l
         assert {needed for step in steps for needed in step.needed} == reduced
     finally:
         model.close()
+
+
+def test_other_ranks_do_without_broken_kernels(threads: list[RankThread], monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(plan: NetworkPlan) -> Work[NetworkPlan]:
+        yield None
+        return kernel_checks.without(plan, faults)
+
+    faults, asked = {kernel_faults.FP8: "off by 1", kernel_faults.step_part("gated"): "no compiler"}, list[Any]()
+    chosen, real = rank_main.select_backend, LinearFactory
+    monkeypatch.setattr(builder, "checked", checked)
+    monkeypatch.setattr(fused_ops, "broken", set())
+    monkeypatch.setattr(rank_main, "select_backend", lambda *given: asked.append(given[3]) or chosen(*given))
+    monkeypatch.setattr(rank_main, "use_torch", asked.append)
+    monkeypatch.setattr(
+        rank_main, "LinearFactory", lambda *given, **named: asked.append(named["faults"]) or real(*given, **named)
+    )
+    loaded("llama", 2).close()
+    assert asked == [faults] * 3
+    assert fused_ops.broken == {"gated"}
+    fallbacks.forget()
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "ahead"])
