@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -53,8 +54,12 @@ def find_faults(plan: NetworkPlan, checker: Checker) -> Faults:
     if not unknown:  # a compiler that was there may be missing now
         reason = run_check(LaunchCheck(), plan.device)
         return dict.fromkeys((check.part for check in checks), reason) if reason else {}
+    logger.info("%s: %d kernels are compared with torch on %s", plan.spec.name, len(unknown), plan.device)
+    began = time.monotonic()
     outcome = checker.run(unknown)
     memory.add(outcome.passed)
+    seconds = time.monotonic() - began
+    logger.info("%s: %d of %d kernels passed in %.1f s", plan.spec.name, len(outcome.passed), len(unknown), seconds)
     if outcome.unchecked:
         logger.warning("%s: some kernels were not checked: %s", plan.spec.name, outcome.unchecked)
     faults: dict[str, str] = {}

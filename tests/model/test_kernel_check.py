@@ -166,7 +166,11 @@ def test_processes_end_in_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     outcome = scripted([[READY, "crash"]] * 20, checks, tmp_path, monkeypatch)
     assert len(json.loads((tmp_path / "script").read_text())) == 12
     assert set(outcome.failed) == set(checks)
-    assert outcome.failed[checks[-1]] == "8 processes that checked kernels have ended"
+    assert outcome.failed[checks[-1]] == "it was not checked, as 8 others crashed"
+    outcome = scripted([[READY, "hang"]] * 3, checks, tmp_path, monkeypatch)
+    assert len(json.loads((tmp_path / "script").read_text())) == 1
+    assert outcome.failed[checks[1]] == "it was not done after 1 s"
+    assert outcome.failed[checks[2]] == "it was not checked, as 2 others hung"
 
 
 @pytest.mark.parametrize(
