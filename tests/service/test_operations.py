@@ -55,7 +55,7 @@ def test_info_shows_every_limit(app: App) -> None:
 
 
 def test_slow_fallbacks_are_shown(app: App) -> None:
-    """By the banner, loudly, and by /info."""
+    """By the banner, loudly, by /info and by a metric."""
     slow = info(
         "gen",
         "decoder-only",
@@ -72,6 +72,10 @@ def test_slow_fallbacks_are_shown(app: App) -> None:
     assert len(quiet) == len(lines) - 3
     (shown, *_) = InfoReply.model_validate_json(ask(app, "GET", "/info").content).models
     assert (shown["fallbacks"], shown["recorded_sizes"]) == ([], 0)
+    app.metrics.loaded(slow, "1", (), restarts=0)
+    assert samples(app, "triptych_slow_fallbacks")["gen",] == 1
+    app.metrics.loaded(info("gen", "decoder-only"), "1", (), restarts=0)
+    assert samples(app, "triptych_slow_fallbacks")["gen",] == 0
 
 
 def test_models_and_docs(app: App) -> None:
