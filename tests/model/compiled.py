@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 import model.attention.triton as backend
+from lab.bench.gpu.pretended import Compiled, compiled, pretend
 from model.api.sampling_params import SamplingParams
-from model.attention import triton_delta, triton_heads
+from model.attention import triton_delta, triton_delta_kernels, triton_heads, triton_kernels
 from model.attention.base import HeadNorm, Preparation
 from model.attention.layer_backends import Recurrence
 from model.cache.kv_cache import LayerCache, StateCache, StateSpan, StateTables
@@ -33,96 +28,54 @@ from model.config.attention import GatedDeltaConfig
 from model.config.cache import NO_STATE
 from model.linear import triton_experts, triton_floats, triton_fp8, triton_integers
 from model.sampling import triton_sampling
+from model.system.held_kernels import HeldKernel
 from tests.model.attention_cases import Case, problem
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}
-TYPES |= {
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float64: "fp64",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-}
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 CPU = torch.device("cpu")
 
 
-class Compiler:
-    """A replacement of a kernel: `kernel[grid](...)` compiles it for the arguments."""
-
-    def __init__(self, kernel: Any, capability: int, into: list[dict[str, Any]]) -> None:
-        self.kernel, self.capability, self.into = kernel, capability, into
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            options = {name: constants.pop(name) for name in OPTIONS if name in constants}
-            signature, constexprs, attributes = self.described(arguments, constants)
-            source = ASTSource(self.kernel, signature, constexprs, attributes)
-            made = triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
-            self.into.append({"kernel": self.kernel.__name__, "grid": grid, **taken(made)})
-
-        return launch
-
-    def described(self, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """Return the arguments' specialisation in a launch: None becomes a constant, divisibility by 16 is recorded."""
-        signature, constexprs, attributes = {}, {}, {}
-        for at, parameter in enumerate(self.kernel.params):
-            value = arguments[at] if at < len(arguments) else constants[parameter.name]
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name], constexprs[parameter.name] = "constexpr", value
-                continue
-            if isinstance(value, torch.Tensor):
-                signature[parameter.name] = f"*{TYPES[value.dtype]}"
-                divisible = not parameter.do_not_specialize_on_alignment
-            else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-                divisible = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
-            if divisible:
-                attributes[(at,)] = [["tt.divisibility", 16]]
-        return signature, constexprs, attributes
-
-
-def taken(made: Any) -> dict[str, Any]:
-    """Return registers and spilt bytes of a thread, the shared memory, and the matrix products in the machine code."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told).groups()  # type: ignore[union-attr]
+def taken(made: Compiled) -> dict[str, Any]:
+    """Return registers and spilt bytes of a thread, the shared memory, and what the code of a kernel has how often."""
+    registers, stack = made.resources()
+    ptx = made.text("ptx")
     return {
-        "registers": int(registers),
-        "stack": int(stack),
-        "shared": made.metadata.shared,
-        "warp_group_products": made.asm["ptx"].count("wgmma.mma_async"),
-        "contracted": made.asm["ptx"].count("fma.rn"),
-        "asynchronous_copies": made.asm["ptx"].count("cp.async.c"),
-        "conversions": made.asm["ptx"].count("cvt.rn.f32.s"),  # integers to floats, one by one
-        "masks": made.asm["ptx"].count("lop3.b32"),
-        "fp8_products": made.asm["ptx"].count("e4m3.e4m3"),
+        "kernel": made.kernel,
+        "registers": registers,
+        "stack": stack,
+        "shared": made.shared,
+        "warp_group_products": ptx.count("wgmma.mma_async"),
+        "contracted": ptx.count("fma.rn"),
+        "asynchronous_copies": ptx.count("cp.async.c"),
+        "ahead": fetched_ahead(made.text("ttgir")),
+        "conversions": ptx.count("cvt.rn.f32.s"),  # integers to floats, one by one
+        "masks": ptx.count("lop3.b32"),
+        "fp8_products": ptx.count("e4m3.e4m3"),
     }
 
 
+def fetched_ahead(ttgir: str) -> int | None:
+    """Return how many copies may still run when a loop goes on, the least of all loops; None: no loop waits for any."""
+    loops = re.findall(r"scf\.for.*?scf\.yield", ttgir, re.DOTALL)
+    return min(
+        (int(count) for loop in loops for count in re.findall(r"async_wait[^\n]*num = (\d+)", loop)), default=None
+    )
+
+
 @contextmanager
-def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
+def compiling() -> Iterator[list[dict[str, Any]]]:
+    """Yield a list that has all kernels that were launched in the block, after it."""
     found: list[dict[str, Any]] = []
-    kernels = [(backend, name) for name in ("attend", "combine", "write_pages")] + [
-        (triton_heads, "prepare_heads"),
-        *((triton_delta, name) for name in ("step_states", "solve_chunks", "scan_chunks", "gate_outputs")),
-        (triton_floats, "one_row"),
-        *((triton_sampling, name) for name in ("sampling_kernel", "greedy_kernel")),
-        (triton_fp8, "quantize"),
-        (triton_fp8, "scaled_product"),
-        (triton_experts, "experts_product"),
-        (triton_integers, "grouped_product"),
-        (triton_integers, "dequantize"),
-    ]
-    before = [getattr(module, name) for module, name in kernels]
-    for (module, name), kernel in zip(kernels, before, strict=True):
-        setattr(module, name, Compiler(kernel, capability, found))
-    yield found
-    for (module, name), kernel in zip(kernels, before, strict=True):
-        setattr(module, name, kernel)
+    for module in (
+        triton_kernels, triton_heads, triton_delta_kernels, triton_floats, triton_sampling, triton_fp8, triton_experts,
+        triton_integers,
+    ):  # fmt: skip
+        for kernel in vars(module).values():
+            if isinstance(kernel, HeldKernel):  # what was launched before is compiled again, or read from the cache
+                kernel.device_caches.clear()
+                kernel.variants.clear()
+    with compiled() as made:
+        yield found
+    found += map(taken, made)
 
 
 def cases(capability: int) -> Iterator[Case]:
@@ -208,8 +161,9 @@ def recur(dtype: torch.dtype, *, kept: bool) -> None:
 
 
 def main(capability: int) -> None:
+    pretend(capability)
     for case in cases(capability):
-        with compiling(capability) as found:
+        with compiling() as found:
             given = problem(case, CPU, solved=False)
             backend.TritonBackend().forward(
                 given.query, given.key, given.value, given.cache, given.metadata, case.config, given.bias, given.sinks
@@ -218,30 +172,30 @@ def main(capability: int) -> None:
             print(json.dumps({"case": str(case), **kernel}), flush=True)
     for dtype in (torch.bfloat16, torch.float32):
         for pages in (dtype, torch.int8, None, *([torch.float8_e4m3fn] if capability >= 89 else [])):
-            with compiling(capability) as found:
+            with compiling() as found:
                 names = list(prepare_cases(dtype, pages))
             for name, kernel in zip(names, found, strict=True):
                 print(json.dumps({"case": f"prepare {name} {dtype} into {pages}", **kernel}), flush=True)
     for dtype, kept in product((torch.bfloat16, torch.float32), (True, False)):
-        with compiling(capability) as found:
+        with compiling() as found:
             recur(dtype, kept=kept)
         for kernel in found:
             print(json.dumps({"case": f"recurrent {dtype}{'' if kept else ', no states'}", **kernel}), flush=True)
     for dtype, vocabulary in product((torch.bfloat16, torch.float32), (32_000, 50_257)):
-        with compiling(capability) as found:
+        with compiling() as found:
             logits, tokens = torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2, dtype=torch.int64)
             triton_sampling.launch_sampling(logits, tokens, [1], [SamplingParams(temperature=1.0, top_p=0.9)], [0.5])
             triton_sampling.launch_greedy(logits, tokens, 64)
         for kernel in found:
             print(json.dumps({"case": f"draw {vocabulary} {dtype}", **kernel}), flush=True)
     for dtype, bias in product((torch.bfloat16, torch.float16), (True, False)):
-        with compiling(capability) as found:
+        with compiling() as found:
             weight = torch.zeros(4096, 4096, dtype=dtype)
             triton_floats.multiply_row(weight[:1], weight, weight[0] if bias else None)
         for kernel in found:
             print(json.dumps({"case": f"one row {dtype}, bias {bias}", **kernel}), flush=True)
     for rows, block in product((1, 16, 40, 300), ((1, 0), (128, 128))) if capability >= 89 else ():
-        with compiling(capability) as found:
+        with compiling() as found:
             outputs, width = 256, 1024
             numbers, scales = triton_fp8.quantize_rows(torch.zeros(rows, width, dtype=torch.bfloat16), block[1])
             weight = torch.zeros(outputs, width, dtype=torch.float8_e4m3fn)
@@ -250,14 +204,14 @@ def main(capability: int) -> None:
         for kernel in found:
             print(json.dumps({"case": f"fp8 {rows} {block}", **kernel}), flush=True)
     for dtype, rows in product((torch.bfloat16, torch.float32), (8, 1000, 20_000)):
-        with compiling(capability) as found:
+        with compiling() as found:
             x, weight = torch.zeros(rows, 256, dtype=dtype), torch.zeros(32, 384, 256, dtype=dtype)
             starts = torch.zeros(33, dtype=torch.int32)
             triton_experts.multiply(x, weight, torch.zeros(32, 384, dtype=dtype), starts)
         for kernel in found:
             print(json.dumps({"case": f"experts {dtype} {rows} rows", **kernel}), flush=True)
     for name, launch in integer_cases():
-        with compiling(capability) as found:
+        with compiling() as found:
             launch()
         for kernel in found:
             print(json.dumps({"case": f"integers {name}", **kernel}), flush=True)
