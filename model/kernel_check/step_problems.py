@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,14 +82,18 @@ def step_problems(rows: int, width: int, dtype: torch.dtype, device: torch.devic
     return [StepProblem(*one) for one in found]
 
 
-def compare_steps(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Return each step's largest error, in last digits of the expected number: up to 1 where it is right.
+def compare_steps(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device, names: Collection[str] | None = None
+) -> dict[str, float]:
+    """Return the largest error of each step, or of `names`, in last digits of the expected number: at most 1 is right.
 
     In 16 bits up to 5 % of the numbers may differ by the last digit; with more the error is infinity.
     """
     digit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
     errors = {}
     for problem in step_problems(rows, width, dtype, device):
+        if names is not None and problem.name not in names:
+            continue
         worst = 0.0
         for found, expected in zip(problem.by_kernel(), problem.by_torch(), strict=True):
             if (found.dtype, found.shape) != (expected.dtype, expected.shape):
