@@ -158,6 +158,8 @@ def _walk(
             k = tl.load(k_at)
         else:
             k = tl.load(k_at, mask=wide[:, None], other=0.0)
+        if QUANTIZED:  # as below: the GPU converts float8 to bfloat16 slowly, and by way of float32 fast
+            k = k.to(tl.float32)
         unit = scale * LOG2E
         if SOFTCAP > 0.0:
             unit = scale
@@ -198,6 +200,8 @@ def _walk(
             v = tl.load(v_at)
         else:
             v = tl.load(v_at, mask=wide[None, :], other=0.0)
+        if QUANTIZED:
+            v = v.to(tl.float32)
         mixed = tl.dot(p.to(kept).to(FACTOR), v.to(FACTOR), mixed * shrink[:, None], input_precision="ieee")
         peak = higher
     return peak, total, mixed

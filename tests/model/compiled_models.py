@@ -18,7 +18,7 @@ from model.network import fused_ops
 from model.system import fallbacks
 from tests.model.compiled import taken
 
-ATTENTION = (Problem(((1, 40),) * 2), Problem(((1, 40),) * 2, int8=True), Problem(((70, 70),), paged=False))
+ATTENTION = (Problem(((1, 40),) * 2), Problem(((1, 40),) * 2, fp8=True), Problem(((70, 70),), paged=False))
 
 
 def main(capability: int, models: list[str]) -> None:

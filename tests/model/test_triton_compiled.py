@@ -35,6 +35,7 @@ def compiled(module: str, folder: Path, *arguments: str) -> list[dict[str, Any]]
 def check_attention(kernel: dict[str, Any], capability: int, *, few: bool) -> None:
     """Check that attention in 16 bits fetches ahead, and that all but few rows are multiplied by warp groups."""
     assert kernel["asynchronous_copies"] > 0, kernel
+    assert kernel["slow_conversions"] == 0, kernel
     assert kernel["ahead"] is not None and kernel["ahead"] > 0, kernel
     assert (kernel["warp_group_products"] > 0) == (capability == 90 and not few), kernel
 
