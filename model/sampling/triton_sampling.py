@@ -24,8 +24,12 @@ from model.api.sampling_params import SAMPLING, SamplingParams
 from model.system.devices import to_device
 from model.system.held_kernels import cdiv, held, next_power_of_2
 
-_BLOCK = 2048  # tokens of an iteration
-_WARPS = 8
+# Tokens of an iteration, and warps. On an H200, 1 to 64 rows of 128,256 logits with top-p take 268 us, and 340 us in
+# blocks of 2,048 with 8 warps; 256 rows take 557 and 547 us.
+_BLOCK = 4096
+_WARPS = 16
+_GREEDY_BLOCK = 2048  # of the search for the largest logit alone
+_GREEDY_WARPS = 8
 _STAGES = tl.constexpr(2)  # the next block is loaded during the work on this one; with 3, float32 spills registers
 _COUNTERS = 1024  # rows that may be searched in parts
 _SETTINGS = tl.constexpr(6)  # columns: row, temperature, top-k, top-p, min-p, uniform number
@@ -236,7 +240,15 @@ def launch_greedy(logits: Tensor, tokens: Tensor, parts: int) -> None:
         keys = torch.empty(rows * parts, dtype=torch.int64, device=logits.device)
         finished = _counters(logits.device)
     greedy_kernel[(rows, parts)](
-        logits, tokens, keys, finished, logits.stride(0), vocabulary, BLOCK=_BLOCK, PARTS=parts, num_warps=_WARPS
+        logits,
+        tokens,
+        keys,
+        finished,
+        logits.stride(0),
+        vocabulary,
+        BLOCK=_GREEDY_BLOCK,
+        PARTS=parts,
+        num_warps=_GREEDY_WARPS,
     )
 
 

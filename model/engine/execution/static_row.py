@@ -65,7 +65,7 @@ def _copied(row: Tensor, layout: BatchLayout, packed: Tensor, used: BatchLayout)
     step, new = layout.split(row), used.split(packed)
     row[: layout.before_tables].copy_(packed[: layout.before_tables])
     step.tables[..., : used.blocks].copy_(new.tables)
+    step.source_lens.copy_(new.source_lens)
     if layout.source_blocks:
-        step.source_lens.copy_(new.source_lens)
         step.source_tables[..., : used.source_blocks].copy_(new.source_tables)
     return step
