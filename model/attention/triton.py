@@ -313,7 +313,9 @@ def choose_tiles(
     in registers several times over.
 
     One block of keys and values is fetched while another one is multiplied. Rows of pages come after the numbers of
-    their pages, so Triton fetches them (stages - 1) // 2 blocks ahead: five stages. Packed rows need three.
+    their pages, so Triton fetches them (stages - 1) // 2 blocks ahead: five stages. Packed rows need three. While heads
+    of up to 64 decode, more programs on a processor are worth more than that: with five stages attention of BART and T5
+    took 9 % longer on an H200, that of 128 dimensions 1 to 2 % less.
     """
     wide = head_dim > 128
     if dtype is torch.float32:
@@ -322,6 +324,7 @@ def choose_tiles(
         return Tiles(32, 16 if wide or biased else 32, 8, 1)
     stages, small = 5 if paged else 3, shared < _WARP_GROUPS
     if rows <= 16:
+        stages = 3 if head_dim <= 64 and not quantized else stages
         return Tiles(16, (32 if wide else 64) // (2 if small or quantized else 1), 4, stages)
     if wide:
         if rows <= 64 or small or quantized:

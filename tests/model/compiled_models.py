@@ -35,8 +35,8 @@ def main(capability: int, models: list[str]) -> None:
                 launch_model(model)
         assert not fused_ops.broken and not fallbacks.found(), fallbacks.found()
         for kernel in found:
-            rows = {"BLOCK_M": kernel.constants.get("BLOCK_M")}
-            print(json.dumps({"case": model, **taken(kernel), **rows}), flush=True)
+            sizes = {name: kernel.constants.get(name) for name in ("BLOCK_M", "DIM")}
+            print(json.dumps({"case": model, **taken(kernel), **sizes}), flush=True)
 
 
 if __name__ == "__main__":

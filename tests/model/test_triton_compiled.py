@@ -36,7 +36,8 @@ def check_attention(kernel: dict[str, Any], capability: int, *, few: bool) -> No
     """Check that attention in 16 bits fetches ahead, and that all but few rows are multiplied by warp groups."""
     assert kernel["asynchronous_copies"] > 0, kernel
     assert kernel["slow_conversions"] == 0, kernel
-    assert kernel["ahead"] is not None and kernel["ahead"] > 0, kernel
+    decodes_small_heads = few and kernel["DIM"] <= 64  # whose programs are many: fetching ahead made them slower
+    assert decodes_small_heads or (kernel["ahead"] is not None and kernel["ahead"] > 0), kernel
     assert (kernel["warp_group_products"] > 0) == (capability == 90 and not few), kernel
 
 
