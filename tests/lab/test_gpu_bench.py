@@ -476,3 +476,19 @@ def test_cases_have_names_of_their_own(bench: Bench) -> None:
     real = replace(bench, tiny=False, device=torch.device("cuda"))
     names = [case.name for case in cases_of([name for name in COMMANDS if name != "headline"], real)]
     assert len(names) > 90 and len(set(names)) == len(names)
+
+
+def test_small_steps_are_timed_and_their_launches_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
+    from lab.bench.gpu import steps
+    from model.network import fused_ops
+
+    monkeypatch.setattr(fused_ops, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(steps, "_LAUNCHES", 5)
+    problem = next(one for one in steps.step_problems(2, 16, torch.float32, bench.device) if one.name == "rms")
+    found = steps.timed(bench, problem, 2, 1e9)
+    assert (found["step"], found["rows"]) == ("rms", 2)
+    assert 0 < found["us"]
+    assert steps.without_holding(lambda: steps.host_cost(problem.by_kernel)) > 0
+    assert steps.launches(bench.device)["rms"]()
