@@ -25,7 +25,7 @@ from torch import Tensor
 from model.config.sharding import Shard
 from model.system import fallbacks
 
-VARIABLE = "TRIPTYCH_SYMMETRIC_SUMS"  # 0: NCCL computes all sums
+VARIABLE = "TRIPTYCH_SYMMETRIC_SUMS"  # 1: sums are computed here; otherwise NCCL computes all
 FALLBACK = "sums over ranks are NCCL's alone"
 BUFFER_BYTES = 8 << 20  # of the largest sum
 ONE_SHOT_BYTES = {2: 512 << 10, 4: 512 << 10, 8: 256 << 10}  # by ranks; for other numbers ranks would round differently
@@ -106,7 +106,7 @@ class SymmetricSums:
         done.record()
         while not done.query():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"sums in symmetric memory do not end: start with {VARIABLE}=0")
+                raise TimeoutError(f"sums in symmetric memory do not end: start without {VARIABLE}")
             time.sleep(1e-3)
 
     def release(self) -> None:
@@ -195,8 +195,8 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 
 def _unavailable(shard: Shard, device: torch.device) -> str:
     """Return why the group's GPUs cannot sum so; empty: they can."""
-    if os.environ.get(VARIABLE) == "0":
-        return f"{VARIABLE} is 0"
+    if os.environ.get(VARIABLE) != "1":
+        return f"{VARIABLE} is not 1"
     if shard.size not in ONE_SHOT_BYTES:
         return f"symmetric memory is used by 2, 4 or 8 ranks, not by {shard.size}"
     if torch.cuda.get_device_capability(device) < (8, 0):

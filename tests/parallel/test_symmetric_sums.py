@@ -206,6 +206,9 @@ def test_a_rank_that_fails_leaves_all_to_nccl_with_its_reason(
 
 def test_what_keeps_gpus_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     able, first = [True], torch.device("cuda", 1)
+    monkeypatch.delenv(symmetric_sums.VARIABLE, raising=False)
+    assert symmetric_sums._unavailable(Shard(0, 2), first) == "TRIPTYCH_SYMMETRIC_SUMS is not 1"
+    monkeypatch.setenv(symmetric_sums.VARIABLE, "1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: able[0] and (own, peer) == (2, 1))
     assert not symmetric_sums._unavailable(Shard(1, 2), torch.device("cuda", 2))
@@ -214,8 +217,6 @@ def test_what_keeps_gpus_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "each other's memory" in symmetric_sums._unavailable(Shard(1, 2), torch.device("cuda", 2))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "bfloat16" in symmetric_sums._unavailable(Shard(0, 2), first)
-    monkeypatch.setenv(symmetric_sums.VARIABLE, "0")
-    assert symmetric_sums._unavailable(Shard(0, 2), first) == "TRIPTYCH_SYMMETRIC_SUMS is 0"
 
 
 def test_the_group_of_the_kernels_is_known_by_its_name_until_it_is_closed() -> None:
