@@ -249,7 +249,8 @@ class TritonBackend(PreparingBackend):
         if parts > 1:
             mixed = torch.empty((*out.shape[:2], parts, out.shape[2]), dtype=torch.float32, device=query.device)
             weight = torch.empty(mixed.shape[:3], dtype=torch.float32, device=query.device)
-        attend[(num_tiles, config.num_kv_heads, parts)](
+        heads = config.num_kv_heads
+        attend[(num_tiles, heads, parts) if single else (num_tiles * heads, 1, parts)](
             query, memory.keys, memory.values, *(memory.scales or (None, None)),
             tables, lengths.cu_seqlens_q, None if paged else _packed_starts(lengths), lengths.kv_lens,
             bias, sinks, mixed, weight, config.scale, num_segments,

@@ -255,7 +255,10 @@ def attend(
     FACTOR: tl.constexpr,  # the type of a product's factors: the query's, float32 in the interpreter
     OVERLAP: tl.constexpr,
 ):
-    """Grid: tiles, key heads, parts of the keys."""
+    """Grid: tiles, key heads, parts of the keys; unless SINGLE tiles and key heads in one, tiles with most keys first.
+
+    What begins last would otherwise have most keys of a causal prompt, while most processors have nothing to do.
+    """
     if OVERLAP:
         gdc_launch_dependents()
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -267,6 +270,8 @@ def attend(
         q_len = 1
         first = 0  # of the tile's queries, within the segment
     else:
+        kv_head = tile % KV_HEADS
+        tile = (tl.num_programs(0) - 1 - tile) // KV_HEADS
         segment = _segment_of(cu_seqlens_q, num_segments, tile, TILE_Q)
         start = tl.load(cu_seqlens_q + segment).to(tl.int32)
         q_len = tl.load(cu_seqlens_q + segment + 1).to(tl.int32) - start

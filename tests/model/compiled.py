@@ -49,7 +49,7 @@ def taken(made: Compiled) -> dict[str, Any]:
         "ahead": fetched_ahead(made.text("ttgir")),
         "conversions": ptx.count("cvt.rn.f32.s"),  # integers to floats, one by one
         "masks": ptx.count("lop3.b32"),
-        "slow_conversions": ptx.count("cvt.bf16.f16"),  # a quarter as fast as by way of float32
+        "slow_conversions": ptx.count("cvt.bf16.f16"),  # few at a time; by way of float32 more
         "fp8_products": ptx.count("e4m3.e4m3"),
     }
 
