@@ -40,6 +40,7 @@ def taken(made: Compiled) -> dict[str, Any]:
     ptx = made.text("ptx")
     return {
         "kernel": made.kernel,
+        **{name: made.constants.get(name) for name in ("BLOCK_M", "DIM")},
         "registers": registers,
         "stack": stack,
         "shared": made.shared,

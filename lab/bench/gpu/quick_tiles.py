@@ -18,7 +18,7 @@ from model.kernel_check.attention_problems import Problem, make_tensors
 if TYPE_CHECKING:
     from model.attention.triton import Tiles
 
-_EIGHT, _BERT, _GEMMA = (32, 8, 128), (12, 12, 64), (4, 1, 256)
+_EIGHT, _BART, _BERT, _GEMMA = (32, 8, 128), (16, 16, 64), (12, 12, 64), (4, 1, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Comparison:
     others: tuple[tuple[int, int, int, int], ...] = ()
 
 
-_DECODE_OTHERS = ((16, 32, 4, 5), (16, 64, 4, 7), (16, 64, 8, 5), (16, 128, 4, 3), (16, 128, 8, 5))
+_DECODE_OTHERS = ((16, 32, 4, 5), (16, 64, 8, 5), (16, 128, 8, 5), (16, 64, 2, 3), (16, 32, 2, 5))
+_SMALL_OTHERS = ((16, 64, 4, 5), (16, 32, 4, 3), (16, 64, 2, 3), (16, 64, 2, 5), (16, 32, 2, 5), (16, 128, 4, 3))
 COMPARISONS = {
     "decode, 8b, 128 x 1k": Comparison(Problem(((1, 1024),) * 128, *_EIGHT), (16, 64, 4, 3), _DECODE_OTHERS),
     "decode, 8b, 1 x 1k": Comparison(Problem(((1, 1024),), *_EIGHT), (16, 64, 4, 3), _DECODE_OTHERS),
@@ -39,6 +40,7 @@ COMPARISONS = {
         (16, 64, 4, 3),
         ((16, 64, 4, 5), (16, 32, 4, 7), (16, 64, 8, 5), (16, 128, 8, 5)),
     ),
+    "decode, bart, 128 x 350": Comparison(Problem(((1, 350),) * 128, *_BART), (16, 64, 4, 3), _SMALL_OTHERS),
     "decode, gemma3, 128 x 1k": Comparison(
         Problem(((1, 1024),) * 128, *_GEMMA), (16, 32, 4, 3), ((16, 64, 4, 3), (16, 32, 8, 5), (16, 16, 4, 5))
     ),
