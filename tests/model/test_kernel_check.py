@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -114,6 +118,22 @@ def test_broken_kernels_fail(kernel: str, check: str, way: str, reason: str, mon
     found = run_check(CHECKS[check], CPU)
     assert reason in found
     assert "\n" not in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_what_is_checked_compiles_for_gpus(capability: int, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    models = ("llama-8b", "llama-8b:int8", "llama-8b:w-int4", "qwen3.5-9b", "gpt-oss-20b")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.model.compiled_checks", str(capability), *models],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.fullmatch(r"\d+ variants\n", done.stdout), done.stdout
+    assert int(done.stdout.split()[0]) > 60
 
 
 def test_checks_are_sent_as_json() -> None:
