@@ -55,8 +55,11 @@ class SentenceHead:
 
     def can_pool_together(self, requests: Sequence[EncodeRequest]) -> bool:
         """Whether the inputs get one vector each in the same way, without a product: its bits depend on the rows."""
-        first = requests[0]
-        if first.task is not EncodeTask.EMBEDDING or any(_settings(one) != _settings(first) for one in requests):
+        first, others = requests[0], requests[1:]
+        if first.task is not EncodeTask.EMBEDDING:
+            return False
+        settings = _settings(first)
+        if any(_settings(one) != settings for one in others):
             return False
         if first.pooling is None and self._steps:
             return False
