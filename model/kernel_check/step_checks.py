@@ -98,7 +98,10 @@ class StaticRowCheck:
         generator = torch.Generator().manual_seed(0)
         packed = torch.randint(0, 1000, (sum(used.sizes),), generator=generator)
         sampled = torch.randint(1000, 2000, (16,), generator=generator)
-        used.split(packed).placeholders.copy_(torch.randint(-1, 16, (16,), generator=generator))
+        fields = used.split(packed)
+        fields.placeholders.copy_(torch.randint(-1, 16, (16,), generator=generator))
+        if not self.has_sources:  # lengths of sources are then neither copied by torch nor read
+            fields.source_lens.zero_()
         for tokens in (None, sampled):
             expected = torch.zeros(sum(recorded.sizes), dtype=torch.int64)
             fill_row(expected, recorded, packed, used, tokens)  # by torch, as nothing is on a GPU

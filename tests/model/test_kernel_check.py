@@ -71,6 +71,7 @@ CHECKS: dict[str, Check] = {
     "sampling": SamplingCheck(300, F32),
     "one row": RowProductCheck(37, 69, bias=True, dtype=F32),
     "recorded row": StaticRowCheck(2, has_sources=True),
+    "recorded row without sources": StaticRowCheck(1, has_sources=False),
     "norms": StepCheck("norm_add_norm", 40, F32),
     "gates": StepCheck("gated", 40, F32, Activation.SILU),
     "turns": StepCheck("turns", 40, F32),
