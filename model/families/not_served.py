@@ -1,4 +1,4 @@
-"""Why models of often asked types are not served; docs/checkpoints.md has the same words."""
+"""Why models of often asked types are not served; docs/downloaded.md has the same words."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_control_a_metric_that_does_not_exist_is_seen(scraped: set[str]) -> None
 
 
 def test_each_alert_is_explained() -> None:
-    explained = (ROOT / "docs" / "operations.md").read_text()
+    explained = (ROOT / "docs" / "monitoring.md").read_text()
     assert [name for name in ALERTS if f"`{name}`" not in explained] == []
 
 

@@ -157,7 +157,7 @@ def test_a_llama_with_biases_of_its_mlp_is_read(tmp_path: Path) -> None:
 
 
 def test_the_docs_have_all_architectures() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "stored-formats.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| architectures |"))
     named = set(re.findall(r"[\w-]+", re.sub(r"\(.*?\)", "", row)))
     assert ARCHITECTURES.keys() <= named

@@ -1,8 +1,8 @@
-"""The table of every field of every dialect, made from the bodies: docs/fields.md.
+"""The table of every field of every dialect, made from the bodies: docs/fields.md and a page for each API.
 
     python -m tests.service.dialects.field_table
 
-writes the page again; test_fields.py compares it, and compares the table with the clients' types.
+writes the pages again; test_fields.py compares them, and compares the table with the clients' types.
 """
 
 from __future__ import annotations
@@ -39,20 +39,26 @@ from service.dialects.text2text import Text2TextBody, TranslationBody
 from service.schemas.field_paths import walk
 from service.speech.dialect_bodies import SpeechBody, TranscriptionForm, TranslationForm
 
-PAGE = Path(__file__).parents[3] / "docs" / "fields.md"
-BODIES: dict[str, type[BaseModel]] = {
+_DOCS = Path(__file__).parents[3] / "docs"
+_OPENAI: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
     "/v1/embeddings": EmbeddingBody,
     "/v1/audio/transcriptions": TranscriptionForm,
     "/v1/audio/translations": TranslationForm,
+}
+_MESSAGES: dict[str, type[BaseModel]] = {
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountBody,
+}
+_RANKING: dict[str, type[BaseModel]] = {
     "/v1/embed, /v2/embed (Cohere)": CohereEmbedBody,
     "/v1/rerank, /v2/rerank (Cohere, Jina, vLLM)": RankBody,
     "/v1/score": ScoreBody,
     "/v1/classify": ClassifyBody,
+}
+_HUGGING_FACE: dict[str, type[BaseModel]] = {
     "/, /generate, /generate_stream (Hugging Face)": TextGenerationBody,
     "/embed": EmbedBody,
     "/embed_all": EmbedAllBody,
@@ -70,11 +76,18 @@ BODIES: dict[str, type[BaseModel]] = {
     "/pipeline/translation": TranslationBody,
     "/pipeline/summarization, /pipeline/text2text-generation": Text2TextBody,
 }
+BODIES = _OPENAI | _MESSAGES | _RANKING | _HUGGING_FACE
+_PAGES = {  # a page of docs/ for each group of routes, by its title
+    "fields-openai.md": ("Fields of OpenAI's API", _OPENAI),
+    "fields-anthropic.md": ("Fields of Anthropic's API", _MESSAGES),
+    "fields-ranking.md": ("Fields of Cohere's, Jina's and vLLM's APIs", _RANKING),
+    "fields-huggingface.md": ("Fields of Hugging Face's APIs", _HUGGING_FACE),
+}
 _HEAD = """# Fields of other servers' APIs
 
-What each route does with every field that clients of its API send. This page is made from the bodies
-(`python -m tests.service.dialects.field_table`). Tests compare it with the clients' own types, `make conformance` with
-those of the newest releases.
+What each route does with every field that clients of its API send. These pages are made from the bodies
+(`python -m tests.service.dialects.field_table`). Tests compare them with the clients' own types, `make conformance`
+with those of the newest releases.
 
 - **Used** fields are read; `/docs` describes them.
 - **Ignored** fields are accepted with any value, because no output depends on them.
@@ -83,6 +96,7 @@ those of the newest releases.
 
 `a[].b` is the field `b` of each entry of `a`. The native bodies of `/generate` and `/encode` have used fields alone.
 
+{pages}
 ## Parameters of /generate
 
 Every place that knows these parameters reads one table, `model/api/sampling_params.py`.
@@ -171,9 +185,14 @@ def _parameters() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def markdown() -> str:
-    """Return the page."""
-    return _HEAD + _parameters() + "".join(_section(route, table(body)) for route, body in BODIES.items())
+def pages() -> dict[Path, str]:
+    """Return the text of each page."""
+    links = "".join(f"- [{title}]({name})\n" for name, (title, _) in _PAGES.items())
+    made = {_DOCS / "fields.md": _HEAD.replace("{pages}", links) + _parameters()}
+    for name, (title, bodies) in _PAGES.items():
+        head = f"# {title}\n\n[fields.md](fields.md) says what used, ignored and refused fields are.\n"
+        made[_DOCS / name] = head + "".join(_section(route, table(body)) for route, body in bodies.items())
+    return made
 
 
 def _section(route: str, rows: dict[str, Row]) -> str:
@@ -198,4 +217,5 @@ def _is_within(path: str, rows: dict[str, Row]) -> bool:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(markdown(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")

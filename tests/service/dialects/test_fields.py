@@ -1,4 +1,4 @@
-"""Every field that a client can send is in the table of docs/fields.md, which is generated from the bodies."""
+"""Every field that a client can send is in the tables of docs/fields*.md, which are generated from the bodies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.app import TABLE
 from service.dialects.common import DialectBody
 from service.speech.dialect_bodies import AudioForm
 from tests.service.dialects.client_types import paths, within
-from tests.service.dialects.field_table import BODIES, PAGE, Row, markdown, table, types
+from tests.service.dialects.field_table import BODIES, Row, pages, table, types
 from tests.service.dialects.support import calling_app, prompt_of, says
 from tests.service.support import App, ask, byte_tokenizer
 
@@ -95,8 +95,11 @@ def test_nested_fields_of_clients_are_seen() -> None:
     assert missing({"messages[].content[].text_"}, "/v1/chat/completions") == ["messages[].content[].text_"]
 
 
-def test_the_page_is_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == markdown(), "run python -m tests.service.dialects.field_table"
+def test_the_pages_are_the_tables() -> None:
+    for path, text in pages().items():
+        assert path.read_text(encoding="utf-8") == text, (
+            f"{path.name}: run python -m tests.service.dialects.field_table"
+        )
 
 
 def missing_of(route: str, place: str, name: str) -> list[str]:
