@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from model.attention.base import Preparation
 from model.attention.base import given as known
 from model.attention.reference import ReferenceBackend
-from model.cache.kv_cache import LayerCache, StateTables
+from model.cache.kv_cache import LayerCache, StateTables, whole_segments
 from model.config.attention import (
     AlibiConfig,
     AttentionConfig,
@@ -26,6 +26,7 @@ from model.config.attention import (
 from model.kernel_check.attention_problems import Problem, ProblemTensors, make_tensors
 from model.kernel_check.check import BOUNDS, compare, repeated
 from model.kernel_check.recurrent_problems import RecurrentProblem, RecurrentStep
+from model.network.delta_net import recur
 from model.network.norms import build_norm, head_norm
 from model.network.positions import rotary_frequencies, rotate, turns
 from model.system import kernel_faults
@@ -224,5 +225,11 @@ class RecurrenceCheck:
             tables = StateTables.of(step.spans, triton_delta.CHUNK, device)
             for found in repeated(partial(step.by_kernels, tables), device):
                 compare(f"segments of {lengths} tokens", found, expected, BOUNDS[self.dtype])
+            plain = whole_segments(lengths)  # as for inputs that are encoded, which keep no states
+            expected_plain = recur(step.layer, step.inputs.float(), step.gates.float(), plain, None)
+            tables = StateTables.of(plain, triton_delta.CHUNK, device)
+            launch = partial(triton_delta.compute, step.layer, step.inputs, step.gates, tables, None)
+            for found in repeated(launch, device):
+                compare(f"segments of {lengths} tokens without states", found, expected_plain, BOUNDS[self.dtype])
             compare("their states", step.states.recurrent, states.recurrent, BOUNDS[self.dtype])
             compare("their last tokens", step.states.convolution, states.convolution, BOUNDS[self.dtype])
