@@ -58,9 +58,11 @@ def test_what_models_launch(capability: int, tmp_path: Path) -> None:
     """Compile what warm-up, recording, sampling and steps of the benchmark's models launch."""
     for kernel in compiled("compiled_models", tmp_path, str(capability), *MODELS):
         assert kernel["shared"] <= SHARED_MEMORY[capability], kernel
-        # For 10.0 the assembler of Triton 3.7 keeps large tiles in 128 registers, and six of them in memory.
+        # For 10.0 the assembler of Triton 3.7 keeps some kernels in 128 registers, and up to six more in memory.
         # The sine of a large angle is computed in a local array.
-        assert kernel["stack"] <= {"attend": 24, "turn_positions": 32}.get(kernel["kernel"], 0), kernel
+        assert kernel["stack"] <= {"attend": 24, "turn_positions": 32, "sampling_kernel": 8}.get(kernel["kernel"], 0), (
+            kernel
+        )
         if kernel["kernel"] == "attend":
             check_attention(kernel, capability, few=kernel["BLOCK_M"] == 16)
 
@@ -92,7 +94,7 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
         narrow = "bfloat16" in kernel["case"]
         small = kernel["kernel"] in ("sampling_kernel", "greedy_kernel", "one_row", "prepare_heads")
         if (capability == 90 and narrow) or small:
-            assert kernel["stack"] == 0, kernel  # nothing is spilt
+            assert kernel["stack"] <= (8 if kernel["kernel"] == "sampling_kernel" else 0), kernel  # two registers, once
         assert kernel["stack"] < 1024, kernel
         if kernel["kernel"] in RECURRENT and narrow:
             assert kernel["stack"] == 0, kernel
