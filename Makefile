@@ -22,7 +22,7 @@ help:
 	@echo "make clients     unmodified clients of many makers against one service; writes the table of docs/api.md"
 	@echo "make bench       the offline engine benchmark      make pretrained  train the embedded models again"
 	@echo "make load        load on a running service (ARGS='sweep --model code'; see docs/loadtest.md)"
-	@echo "make image       the container image                make monitoring  the dashboard and the cluster's rules"
+	@echo "make image       the container image                make monitoring  the dashboard"
 	@echo "make image-test, make compose-test   build and run them for real, on a Docker engine"
 	@echo "make audit       ask a vulnerability service about the lock"
 	@echo "make faults      inject faults under load, and report what clients see; twenty minutes (ARGS='--only killed')"

@@ -1,6 +1,6 @@
-"""The generator of the Grafana dashboard, from the panels below, and of the PrometheusRule, from rules.yaml.
+"""The generator of the Grafana dashboard, from the panels below.
 
-`make monitoring` writes both files; a test compares the committed ones with it.
+`make monitoring` writes it; a test compares the committed file.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 DEPLOY = Path(__file__).parent
 RULES = DEPLOY / "prometheus" / "rules.yaml"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "triptych.json"
-PROMETHEUS_RULE = DEPLOY / "kubernetes" / "overlays" / "monitoring" / "prometheusrule.yaml"
 
 _COLUMNS = 24
 _MODEL = 'model=~"$model"'
@@ -243,21 +240,9 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def prometheus_rule() -> dict[str, Any]:
-    """Return the rules as a resource of the Prometheus operator."""
-    return {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PrometheusRule",
-        "metadata": {"name": "triptych"},
-        "spec": yaml.safe_load(RULES.read_text(encoding="utf-8")),
-    }
-
-
 def rendered() -> dict[Path, str]:
     """Return the files that `make monitoring` writes."""
-    rule = yaml.safe_dump(prometheus_rule(), sort_keys=False, width=120)
-    head = "# Made of deploy/prometheus/rules.yaml by `make monitoring`.\n"
-    return {DASHBOARD: json.dumps(dashboard(), indent=1) + "\n", PROMETHEUS_RULE: head + rule}
+    return {DASHBOARD: json.dumps(dashboard(), indent=1) + "\n"}
 
 
 def _places() -> list[tuple[Panel, dict[str, int]]]:

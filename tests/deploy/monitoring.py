@@ -8,9 +8,8 @@ from typing import Any
 
 import yaml
 
-from deploy.monitoring import DASHBOARD, DEPLOY, RULES
-
-SCALED_OBJECT = DEPLOY / "kubernetes" / "overlays" / "autoscaling" / "scaledobject.yaml"
+from deploy.monitoring import DASHBOARD, RULES
+from tests.deploy import helm
 
 
 def dashboard() -> dict[str, Any]:
@@ -33,7 +32,8 @@ def dashboard_queries() -> dict[str, str]:
 
 def scaling_queries() -> dict[str, str]:
     """ "autoscaling, number" -> PromQL of the ScaledObject's triggers."""
-    triggers = yaml.safe_load(SCALED_OBJECT.read_text())["spec"]["triggers"]
+    rendered = helm.render({"autoscaling": {"kind": "keda"}})
+    (triggers,) = (one["spec"]["triggers"] for one in rendered if one["kind"] == "ScaledObject")
     return {f"autoscaling {number}": trigger["metadata"]["query"] for number, trigger in enumerate(triggers)}
 
 
