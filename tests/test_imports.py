@@ -87,17 +87,17 @@ SERVICE = """
     speech              : model/errors model/api model/text model/checkpoint model/speech settings sandbox core schemas
                           observability planning lifecycle http
                           dialects
-    routes              : model/errors model/api model/checkpoint core schemas observability planning/outputs planning
-                          lifecycle speech chat http dialects
+    routes              : model/errors model/api model/checkpoint model/pretrained core schemas observability
+                          planning/outputs planning lifecycle speech chat http dialects
     app                 : settings core observability lifecycle http speech routes
     runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
-                          sandbox observability lifecycle chat http app
+                          sandbox observability planning lifecycle chat http app
     runtimes/ray_serve  : model/errors model/api model/system model/checkpoint settings sandbox core observability
                           lifecycle http runtimes
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
                           model/inspection model/speech model/engine model/engine/planning model/llm
                           model/quantization settings
-                          observability lifecycle chat runtimes runtimes/ray_serve
+                          observability core planning lifecycle chat runtimes runtimes/ray_serve
 """
 LOADTEST = """
     errors

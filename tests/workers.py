@@ -23,7 +23,7 @@ RAY = frozenset(
 )
 EMBEDDED = frozenset(  # they share one service of the embedded models
     {
-        *("tests/service/test_embedded.py", "tests/service/test_assistant.py"),
+        *("tests/service/test_embedded.py", "tests/service/test_assistant.py", "tests/service/test_examples_run.py"),
         *("tests/loadtest/test_service.py", "tests/test_examples.py", "tests/deploy/test_monitoring.py"),
     }
 )

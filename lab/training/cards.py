@@ -15,6 +15,10 @@ from lab.training.evaluate import (
 from lab.training.tool_catalogue import CATALOGUE
 
 _CODE = """\
+---
+widget:
+- text: "def add(a, b):\\n    "
+---
 # code
 
 A small decoder-only language model that continues Python source code. It exists so that the service has something
@@ -36,6 +40,10 @@ text, cut into pieces of whole lines of at most {piece:,} characters, each from 
 """
 
 _NORMALIZE = """\
+---
+widget:
+- text: the third of march twenty twenty four at half past nine
+---
 # normalize
 
 A small encoder-decoder that turns spoken English dates, times, ordinals, amounts and numbers into written form:

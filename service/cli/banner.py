@@ -6,17 +6,11 @@ from collections.abc import Mapping
 
 from model.api.stats import CachePool, ModelInfo
 from service.lifecycle.state import version
-from service.settings.serve_config import Ready, ServeConfig
+from service.settings.serve_config import ModelUse, Ready, ServeConfig
 
-_ROUTES = (
-    "/generate /encode /v1/completions /v1/chat/completions /v1/responses /v1/messages /v1/embeddings /v1/models "
-    "/tokenize /detokenize /info /metrics /livez /readyz /health /docs"
-)
-_EXAMPLES = {  # path and body of the example request, by form
-    "decoder-only": ("/generate", '{{"model": "{name}", "prompt": "def add(a, b):\\n    ", "max_tokens": 16}}'),
-    "encoder-decoder": ("/generate", '{{"model": "{name}", "prompt": "the third of march twenty twenty four"}}'),
-    "encoder-only": ("/encode", '{{"model": "{name}", "input": "a cat on a mat"}}'),
-}
+_ROUTES = "/v1/models /info /metrics /readyz; all of them in /docs"
+_MOST_EXAMPLES = 3
+_NO_USE = ModelUse()
 
 
 def banner(ready: Ready, config: ServeConfig, seconds: float) -> str:
@@ -28,21 +22,21 @@ def banner(ready: Ready, config: ServeConfig, seconds: float) -> str:
         "",
         f"triptych {version()} on {ready.url}  ({_parts(ready.ingress, versions)})",
         "",
-        *(line for info in ready.models.values() for line in _model_lines(info)),
+        *(line for name, info in ready.models.items() for line in _model_lines(info, ready.uses.get(name, _NO_USE))),
         "",
         *([f"  folder  {later}: a model in it is loaded when a request names it"] if later else []),
         f"  keys    {'required' if settings.asks_for_key else 'none: open to anyone who reaches this port'}"
         + ("; admin keys load and unload models" if settings.has_admin else ""),
         f"  limits  body {settings.limits.max_body_bytes / 1e6:g} MB, {settings.limits.max_prompts} prompts a request, "
         f"deadline {settings.limits.request_timeout_s:g} s; all of them in /info",
-        f"  routes  {_ROUTES}",
+        f"  routes  {' '.join(_routes(ready))}",
         *(
             f"          {', '.join(model.name for model in group.models)} below {group.route}"
             for group in config.groups
         ),
         "",
         f"ready in {seconds:.1f} s. Open {ready.url} in a browser, or try:",
-        f"  {_example(ready, settings.asks_for_key)}",
+        *(f"  {line}" for line in _examples(ready, settings.asks_for_key)),
         "",
     ]
     return "\n".join(lines)
@@ -54,12 +48,13 @@ def _parts(ingress: str, versions: Mapping[str, str]) -> str:
     )
 
 
-def _model_lines(info: ModelInfo) -> list[str]:
+def _model_lines(info: ModelInfo, use: ModelUse = _NO_USE) -> list[str]:
     lines = [
         f"  {info.name:<10} {info.form}, {info.model_type}: {info.parameters / 1e6:.1f} M parameters, "
         f"{info.dtype} ({info.dtype_reason}), {info.weight_bytes / 1e6:.0f} MB on {_where(info)}, "
         f"loaded in {info.load_seconds:.1f} s"
         + (f" (weights cache: {cache})" if (cache := info.weights_cache) else ""),
+        *([f"  {'':<10} can {', '.join(use.abilities)}"] if use.abilities else []),
         f"  {'':<10} attention {info.attention_backend} ({info.attention_reason})",
         *(f"  {'':<10} SLOWER THAN IT COULD BE: {way}" for way in info.fallbacks),
     ]
@@ -104,10 +99,14 @@ def _where(info: ModelInfo) -> str:
     return info.device if ranks == 1 else f"each of {ranks} ranks from {info.device} on"
 
 
-def _example(ready: Ready, with_key: bool) -> str:
-    key = "-H 'Authorization: Bearer KEY' " if with_key else ""
-    info = next(iter(ready.models.values()), None)
-    if info is None:
-        return f"curl {key}{ready.url}/v1/models"
-    path, body = _EXAMPLES[info.form]
-    return f"curl {ready.url}{path} {key}-H 'Content-Type: application/json' -d '{body.format(name=info.name)}'"
+def _routes(ready: Ready) -> list[str]:
+    """Return the paths that the examples of the models name, and those that every service has."""
+    return [*dict.fromkeys(path for use in ready.uses.values() for path in use.routes), _ROUTES]
+
+
+def _examples(ready: Ready, with_key: bool) -> list[str]:
+    """Return a command for each of the first models, of those that chat first."""
+    uses = sorted(ready.uses.values(), key=lambda use: "chat" not in use.abilities)
+    found = [use.example for use in uses if use.example][:_MOST_EXAMPLES]
+    key = ' -H "Authorization: Bearer $TRIPTYCH_API_KEY"' if with_key else ""
+    return found or [f"curl {ready.url}/v1/models{key}"]

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from model.api.engine_config import EngineConfig
+from model.api.messages import ModelSpec
 from model.checkpoint.folder import Checkpoint, read_checkpoint
 from model.config.cache import paged_specs, pools_of, state_bytes
 from model.engine.planning.cache_budget import KVLayout
@@ -20,8 +21,11 @@ from model.engine.planning.memory_plan import WeightPlan, cpu_formats, plan_weig
 from model.errors import ConfigError
 from model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
 from service.chat.abilities import folder_abilities
+from service.planning.capabilities import Capability, capabilities
+from service.runtimes.model_reader import read_model
 
 _DTYPE = "float32"
+_URL = "http://127.0.0.1:8000"  # where `triptych serve` listens by default
 _PROMPT = 128  # tokens of the prompt in the table of costs
 
 
@@ -42,6 +46,8 @@ def show(name: str, path: Path, *, context: int, memory: int) -> None:
     if checkpoint.config.can_generate:
         console.print(_kv_table(plans, memory, checkpoint.config.max_positions))
         console.print(_chat(folder_abilities(path)), markup=False)
+    for one in _capabilities(name, path):
+        console.print(f"can {one.name}: {one.curl(_URL)}", markup=False, soft_wrap=True)
 
 
 def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
@@ -59,6 +65,7 @@ def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
                 "max_positions": config.max_positions,
                 "warnings": list(checkpoint.warnings),
                 "stacks": {stack: describe_stack(one) for stack, one in config.stacks.items()},
+                "capabilities": [one.to_json() for one in _capabilities(name, path)],
                 "chat": folder_abilities(path) if config.can_generate else None,
                 "classifier": list(config.classifier.labels) if config.classifier else None,
                 "parameters": {**anatomy.parameters, "all": anatomy.total_parameters},
@@ -96,6 +103,10 @@ def write_attention(name: str, path: Path, text: str, out: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{out}: {error.strerror}") from None
     print(f"{out}: {len(page.encode()) / 1e6:.1f} MB")
+
+
+def _capabilities(name: str, path: Path) -> list[Capability]:
+    return capabilities(read_model(ModelSpec(name, str(path))))
 
 
 def _chat(abilities: dict[str, Any]) -> str:

@@ -44,6 +44,7 @@ class ServedModel:
     chat: ChatTemplate | None = None
     chat_problem: str = ""  # why its chat template cannot be used
     pairs: PairTemplate | None = None  # a reranker's template of query and document; None: the tokenizer joins them
+    example: str = ""  # a text of its card that shows what it is for
     loaded: bool = True  # False: only the checkpoint is known; the model is loaded when a request needs it
 
     @property

@@ -21,9 +21,22 @@ from service.core.request_context import current
 Handler = Callable[[Request], Awaitable[Response]]
 Access = Literal["open", "key", "admin"]  # required key of a route: none, an API key, an admin key
 JSON: Final = "application/json"
+FORM: Final = "multipart/form-data"
 MAX_BODY: Final = "max_body_bytes"  # the setting that limits the bytes of a body
 BODY_ERRORS: Final = (400, 408, 415)
 WORK_ERRORS: Final = (*BODY_ERRORS, 404, 409, 429, 499, 503, 504)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An example of a body: the ability that a model needs for it, and the body without the model's name.
+
+    /openapi.json names a served model with the ability in it. `{text}` becomes a text for that model, `{mask}` its mask
+    token. Without a body the example is the model's own one in `service.planning.capabilities`.
+    """
+
+    ability: str
+    body: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +44,11 @@ class Body:
     """The request body of a route: JSON of one of `models`, or by `media_types` a form or a file."""
 
     models: Sequence[type[BaseModel]]
-    examples: Mapping[str, Any]  # complete bodies
+    examples: Mapping[str, Example]
     media_types: Sequence[str] = (JSON,)
     limit: str = MAX_BODY  # the setting that limits its bytes
+    ability: str | None = None  # what a model needs for the example that is made of the required fields
+    sample: str = ""  # for a body that is a file: a path of the service that sends one, or a file as base64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +90,19 @@ class Route:
     access: Access = "key"
 
 
-def json_body(*models: type[BaseModel], **examples: Any) -> Body:
-    """Return a body of JSON that is one of `models`."""
-    return Body(models, examples)
+def json_body(*models: type[BaseModel], ability: str | None = None, **examples: Example) -> Body:
+    """Return a body of JSON that is one of `models`; without `examples`, one is made for a model with `ability`."""
+    return Body(models, examples, ability=ability)
 
 
-def form_body(model: type[BaseModel], limit: str = MAX_BODY) -> Body:
+def form_body(model: type[BaseModel], ability: str, limit: str = MAX_BODY) -> Body:
     """Return a body that is a form with a file."""
-    return Body((model,), {}, ("multipart/form-data",), limit)
+    return Body((model,), {}, (FORM,), limit, ability)
 
 
-def file_body(model: type[BaseModel], media_type: str, limit: str = MAX_BODY) -> Body:
-    """Return a body that is a file, or `model` with the file in it."""
-    return Body((model,), {}, (media_type, "application/octet-stream", JSON), limit)
+def file_body(model: type[BaseModel], media_type: str, ability: str, sample: str, limit: str = MAX_BODY) -> Body:
+    """Return a body that is a file such as `sample`, or `model` with the file in it."""
+    return Body((model,), {}, (media_type, "application/octet-stream", JSON), limit, ability, sample)
 
 
 def replies(description: str, *shapes: Any, events: Sequence[Any] = (), texts: Sequence[str] = ()) -> dict[int, Reply]:

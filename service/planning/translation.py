@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from service.core.errors import ApiError, invalid, listed, shorten
 from service.core.models import ServedModel
 
 _MARKS = ("<2{}>", ">>{}<<")  # marks of a target language: MADLAD's, Marian's
+_THREE = {"en": "eng_", "fr": "fra_"}
 _PAIR = ("translation_", "_to_")
 
 
@@ -42,6 +44,28 @@ def translation(served: ServedModel, source: str | None, target: str | None) -> 
     if pairs:
         return Translation(task=pairs[_known_pair(served, pairs, source, target)])
     return _marked(served, source, target)
+
+
+def languages_to_try(served: ServedModel) -> dict[str, str] | None:
+    """Return fields of /generate that choose languages which a translator has; None for a model that does not tell.
+
+    A model with one pair of languages needs no fields.
+    """
+    tokenizer = served.tokenizer
+    if tokenizer is not None and tokenizer.source_languages is not None:
+        codes = tokenizer.source_languages.codes
+        source, target = (_code_of(codes, language) for language in ("en", "fr"))
+        return {"source_language": source or codes[0], "target_language": target or codes[-1]}
+    if pairs := _pairs(served):
+        return {"task": pairs.get(("en", "fr")) or next(iter(pairs.values()))}
+    one_pair = tokenizer is not None and tokenizer.pair_of_languages is not None
+    return {} if one_pair or "translation" in served.checkpoint.tasks else None
+
+
+def _code_of(codes: Sequence[str], language: str) -> str | None:
+    """Return the code of a language: `fr`, `fr_XX`, `fra_Latn`."""
+    begins = (f"{language}_", _THREE[language])
+    return next((code for code in codes if code == language or code.startswith(begins)), None)
 
 
 def _pairs(served: ServedModel) -> dict[tuple[str, str], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
@@ -14,9 +14,11 @@ from starlette.responses import JSONResponse, Response
 
 from service.core.errors import ANTHROPIC_PATHS
 from service.http.route_prefix import prefix_of
-from service.http.route_table import JSON, Body, Parameter, Reply, Route, Routes, RouteTable
+from service.http.route_table import JSON, Parameter, Reply, Route, Routes, RouteTable
 from service.http.static_pages import page
 from service.lifecycle.state import service_of
+from service.planning.capabilities import Choice, choices
+from service.routes.doc_examples import Choices, body_content
 from service.schemas.replies import AnthropicError, ErrorReply
 
 routes = Routes()
@@ -46,7 +48,6 @@ _MEANING = {
     504: "The deadline passed before the first token.",
 }
 _EVERYWHERE = (401, 413, 431, 500)
-_FILE = {"type": "string", "format": "binary"}
 _PASSWORD = "For browsers: any user name, and the key as password."
 _KEYS: Json = {
     "key": {"type": "http", "scheme": "bearer"},
@@ -65,20 +66,22 @@ async def docs(request: Request) -> Response:
 async def openapi(request: Request) -> Response:
     """Returns the description of all routes."""
     service, prefix = service_of(request), prefix_of(request.scope)
-    found = _document(request.app.table, service.version, service.settings.asks_for_key)
+    chosen = tuple(choices(service.models.candidates).values())
+    found = _document(request.app.table, service.version, service.settings.asks_for_key, chosen)
     return JSONResponse({**found, "servers": [{"url": prefix}]} if prefix else found)
 
 
-@cache
-def _document(table: RouteTable, version: str, with_keys: bool) -> Json:
-    """Return the OpenAPI document of a table of routes."""
+@lru_cache(maxsize=4)
+def _document(table: RouteTable, version: str, with_keys: bool, chosen: tuple[Choice, ...]) -> Json:
+    """Return the OpenAPI document of a table of routes, with examples for the `chosen` models."""
+    by_ability = {one.ability: one for one in chosen}
     described = [route for route in table.rows if route.replies is not None]
     schemas = _Schemas(described)
     paths: dict[str, Json] = {}
     for route in described:
         path = re.sub(r":path\}", "}", route.path)
         open_to_all: Json = {"security": []} if with_keys and route.access == "open" else {}
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schemas) | open_to_all
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schemas, by_ability) | open_to_all
     found: Json = {
         "openapi": "3.1.0",
         "info": {"title": "triptych", "description": _DESCRIPTION, "version": version},
@@ -119,7 +122,7 @@ def _any_of(schemas: list[Json]) -> Json:
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
-def _operation(route: Route, path: str, schemas: _Schemas) -> Json:
+def _operation(route: Route, path: str, schemas: _Schemas, chosen: Choices) -> Json:
     name = re.sub(r"\W", "_", f"{route.handler.__name__}{path}")
     error = {JSON: {"schema": schemas.sent([AnthropicError if route.path in ANTHROPIC_PATHS else ErrorReply])}}
     replies = {status: _reply(one, schemas) for status, one in (route.replies or {}).items()}
@@ -130,24 +133,21 @@ def _operation(route: Route, path: str, schemas: _Schemas) -> Json:
         "description": inspect.getdoc(route.handler) or "",
         "operationId": f"{name}_{route.method.lower()}",
     }
+    if route.access == "admin":
+        found["x-needs"] = "an admin key"
     if route.parameters:
         found["parameters"] = [_parameter(one) for one in route.parameters]
     if route.body is not None:
-        found["requestBody"] = {"required": True, "content": _body(route.body, schemas)}
+        found["requestBody"] = {
+            "required": True,
+            "content": body_content(route.body, schemas.read(route.body.models), chosen, path),
+        }
     return found | {"responses": {str(status): one for status, one in replies.items()}}
 
 
 def _parameter(one: Parameter) -> Json:
     required = {"required": True} if one.place == "path" else {}
     return {"name": one.name, "in": one.place, **required, "schema": one.schema, "description": one.description}
-
-
-def _body(body: Body, schemas: _Schemas) -> Json:
-    read: Json = {"schema": schemas.read(body.models)}
-    if body.examples:
-        read["examples"] = {name: {"value": value} for name, value in body.examples.items()}
-    is_file = len(body.media_types) > 1
-    return {kind: {"schema": _FILE} if is_file and kind != JSON else read for kind in body.media_types}
 
 
 def _reply(reply: Reply, schemas: _Schemas) -> Json:

@@ -25,9 +25,10 @@ from service.http.bodies import (
 )
 from service.http.json_replies import Json, encode_reply
 from service.http.model_use import choose_model, hold_model
-from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies
+from service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
 from service.lifecycle.jobs import Job, combined_outcome
 from service.lifecycle.state import Service, service_of
+from service.planning.capabilities import ANSWER, EMBED, EMBED_IMAGE, FILL, LATE, SPARSE, TAG, ZERO_SHOT
 from service.planning.encode import EncodePlan
 from service.planning.outputs.registry import OUTPUTS, missing
 from service.schemas.encode_bodies import EncodeBody
@@ -47,8 +48,15 @@ _BODIES: dict[str, type[BaseModel]] = {
     "Turn inputs into vectors",
     json_body(
         *(EncodeBody, EmbedBody),
-        triptych={"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]},
-        huggingface={"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]},
+        triptych=Example(EMBED, {"input": ["a cat on a mat", "a kitten on a rug"]}),
+        huggingface=Example(EMBED, {"inputs": ["a cat on a mat", "a kitten on a rug"]}),
+        fill_mask=Example(FILL),
+        zero_shot=Example(ZERO_SHOT),
+        token_classification=Example(TAG),
+        question_answering=Example(ANSWER),
+        sparse=Example(SPARSE),
+        multi_vector=Example(LATE),
+        image=Example(EMBED_IMAGE),
     ),
     replies("The vectors.", EncodeReply, Any),
     MODEL_IN_QUERY,

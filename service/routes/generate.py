@@ -27,10 +27,11 @@ from service.http.bodies import (
 from service.http.json_replies import Generation, Json, NativeRendering, Render
 from service.http.model_use import hold_model
 from service.http.parsing import one_of, parsed
-from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies
+from service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
 from service.http.sse import EventStream, GenerationEvents
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
+from service.planning.capabilities import COMPLETE, GENERATE, REWRITE, SUMMARIZE, TRANSCRIBE, TRANSLATE
 from service.planning.checks import ReplyShape
 from service.planning.generate import GeneratePlan
 from service.schemas.bodies import GenerateBody
@@ -65,9 +66,12 @@ _OK = replies(
     "Generate text",
     json_body(
         *(GenerateBody, TranscribeBody, TextGenerationBody),
-        triptych={"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16},
-        huggingface={"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}},
-        speech={"model": "speech", "audio": TONE, "timestamps": "segment"},
+        complete=Example(COMPLETE),
+        translate=Example(TRANSLATE),
+        summarize=Example(SUMMARIZE),
+        rewrite=Example(REWRITE),
+        huggingface=Example(GENERATE, {"inputs": "{text}", "parameters": {"max_new_tokens": 16}}),
+        speech=Example(TRANSCRIBE, {"audio": TONE, "timestamps": "segment"}),
     ),
     _OK,
     MODEL_IN_QUERY,

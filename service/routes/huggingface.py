@@ -30,15 +30,16 @@ from service.dialects.root_task import RootBody, RootTask, task_of_file
 from service.dialects.text2text import TranslationBody
 from service.http.bodies import named_model, raw_body, read_body, read_one_of, with_model
 from service.http.parsing import parsed
-from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies
+from service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
 from service.lifecycle.state import service_of
+from service.planning.capabilities import COMPLETE, EMBED, JUDGE
 from service.routes import encode, generate, images, pipelines, ranking, text2text
 from service.speech import routes as audio
 
 routes = Routes("encode")
 
-_GENERATE = {"model": "code", "inputs": "def add(a, b):\n    ", "parameters": {"max_new_tokens": 16}}
-_EMBED = {"model": "embed", "inputs": ["a cat on a mat", "a kitten on a rug"]}
+_GENERATE = Example(COMPLETE, {"inputs": "{text}", "parameters": {"max_new_tokens": 16}})
+_EMBED = Example(EMBED, {"inputs": ["a cat on a mat", "a kitten on a rug"]})
 _RERANK_NAMES = {"input": "texts"}
 
 
@@ -127,7 +128,7 @@ async def embed(request: Request) -> Response:
 @routes.post(
     "/rerank",
     "Rerank, as text-embeddings-inference does",
-    json_body(RerankBody, RankBody),
+    json_body(RerankBody, RankBody, ability=JUDGE),
     replies("`index` and `score` of each text, best first.", Any),
     MODEL_IN_QUERY,
 )
@@ -145,7 +146,7 @@ async def rerank(request: Request) -> Response:
 @routes.post(
     "/predict",
     "Classify, as text-embeddings-inference does",
-    json_body(PredictBody),
+    json_body(PredictBody, ability=JUDGE),
     replies("Each class, best first.", Any),
     MODEL_IN_QUERY,
 )

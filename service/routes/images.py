@@ -17,7 +17,9 @@ from service.http.bodies import named_model, raw_body, whole_body, with_model
 from service.http.model_use import choose_model
 from service.http.parsing import parsed
 from service.http.route_table import MODEL_IN_QUERY, Routes, file_body, replies
+from service.planning.capabilities import CLASSIFY_IMAGE
 from service.routes import encode
+from service.schemas.types import PIXEL
 
 routes = Routes("encode")
 
@@ -32,7 +34,7 @@ def classifies_images(served: ServedModel) -> bool:
 @routes.post(
     "/pipeline/image-classification",
     "Classify an image, as InferenceClient asks for it",
-    file_body(ImageBody, "image/*"),
+    file_body(ImageBody, "image/*", CLASSIFY_IMAGE, PIXEL),
     replies("The classes, the best first.", Any),
     MODEL_IN_QUERY,
 )

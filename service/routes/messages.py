@@ -13,20 +13,21 @@ from service.dialects.common import naming_errors
 from service.dialects.messages_bodies import CountBody, MessagesBody
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.model_use import chat_model
-from service.http.route_table import Routes, json_body, replies
+from service.http.route_table import Example, Routes, json_body, replies
 from service.lifecycle.state import service_of
+from service.planning.capabilities import CHAT
 from service.planning.requests import output_room
 from service.routes import generate
 
 routes = Routes()
 
-_HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+_HELLO = {"messages": [{"role": "user", "content": "{text}"}]}
 
 
 @routes.post(
     "/v1/messages",
     "Messages, as Anthropic has them",
-    json_body(MessagesBody, anthropic=_HELLO | {"max_tokens": 16}),
+    json_body(MessagesBody, anthropic=Example(CHAT, _HELLO | {"max_tokens": 64})),
     replies("A `message`, or its events.", Any, events=(Any,)),
     task="generate",
 )
@@ -56,7 +57,7 @@ async def create(request: Request) -> Response:
 @routes.post(
     "/v1/messages/count_tokens",
     "Tokens of a conversation, as Anthropic counts them",
-    json_body(CountBody, anthropic=_HELLO),
+    json_body(CountBody, anthropic=Example(CHAT, _HELLO)),
     replies("The number of tokens.", Any),
 )
 async def count_tokens(request: Request) -> Response:

@@ -17,15 +17,16 @@ from service.dialects.openai_bodies import ChatBody, CompletionBody
 from service.dialects.openai_replies import ChatCompletions, Completions
 from service.http.bodies import read_body
 from service.http.model_use import chat_model, hold_model
-from service.http.route_table import Routes, json_body, replies
+from service.http.route_table import Example, Routes, json_body, replies
 from service.lifecycle.state import service_of
+from service.planning.capabilities import CHAT, COMPLETE, EMBED
 from service.routes import encode, generate
 
 routes = Routes("generate")
 
-_COMPLETION = {"model": "code", "prompt": "def add(a, b):\n    ", "max_tokens": 16}
-_CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
-_EMBEDDING = {"model": "embed", "input": ["a cat on a mat", "a kitten on a rug"]}
+_COMPLETION = Example(COMPLETE, {"prompt": "{text}", "max_tokens": 16})
+_CHAT = Example(CHAT, {"messages": [{"role": "user", "content": "{text}"}], "max_tokens": 64})
+_EMBEDDING = Example(EMBED, {"input": ["a cat on a mat", "a kitten on a rug"]})
 
 
 @routes.post(

@@ -18,6 +18,7 @@ from service.http.json_replies import Json
 from service.http.route_table import Routes, in_path, replies
 from service.lifecycle.state import Service, service_of
 from service.observability.metrics import CONTENT_TYPE
+from service.planning.capabilities import capabilities
 from service.planning.outputs.registry import available
 from service.schemas.replies import CancelReply, HealthReply, InfoReply, ModelCard, ModelsReply
 
@@ -154,6 +155,7 @@ def _model(service: Service, served: ServedModel) -> Json:
         "has_tokenizer": tokenizer is not None,
         "mask_token": tokenizer.mask_token if tokenizer is not None else None,
         "outputs": available(served),
+        "capabilities": [one.to_json() for one in capabilities(served)],
     }
 
 

@@ -25,22 +25,22 @@ from service.dialects.pipelines import (
     ZeroShotBody,
 )
 from service.http.bodies import read_body
-from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies
+from service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
+from service.planning.capabilities import ANSWER, EMBED, FILL, JUDGE, SPARSE, TAG, ZERO_SHOT
 from service.routes import encode
 from service.routes.ranking import classifier_of
 
 routes = Routes("encode")
 
-_SENTENCES = {
-    "model": "embed",
-    "inputs": {"source_sentence": "a cat on a mat", "sentences": ["a kitten on a rug", "a ship at sea"]},
-}
+_SENTENCES = Example(
+    EMBED, {"inputs": {"source_sentence": "a cat on a mat", "sentences": ["a kitten on a rug", "a ship at sea"]}}
+)
 
 
 @routes.post(
     "/embed_all",
     "Embed each token, as text-embeddings-inference does",
-    json_body(EmbedAllBody),
+    json_body(EmbedAllBody, ability=EMBED),
     replies("Vectors of each input's tokens.", Any),
     MODEL_IN_QUERY,
 )
@@ -54,7 +54,7 @@ async def embed_all(request: Request) -> Response:
 @routes.post(
     "/embed_sparse",
     "Embed sparsely, as text-embeddings-inference does",
-    json_body(EmbedSparseBody),
+    json_body(EmbedSparseBody, ability=SPARSE),
     replies("Weights of vocabulary entries.", Any),
     MODEL_IN_QUERY,
 )
@@ -99,7 +99,7 @@ async def sentence_similarity(request: Request) -> Response:
 @routes.post(
     "/pipeline/feature-extraction",
     "Embed, as InferenceClient asks for it",
-    json_body(EmbedBody),
+    json_body(EmbedBody, ability=EMBED),
     replies("A vector for each input.", Any),
     MODEL_IN_QUERY,
 )
@@ -111,7 +111,7 @@ async def feature_extraction(request: Request) -> Response:
 @routes.post(
     "/pipeline/fill-mask",
     "Fill masks, as InferenceClient asks for it",
-    json_body(FillMaskBody),
+    json_body(FillMaskBody, huggingface=Example(FILL, {"inputs": "Paris is the {mask} of France."})),
     replies("Candidates, the best first.", Any),
     MODEL_IN_QUERY,
 )
@@ -123,7 +123,7 @@ async def fill_mask(request: Request) -> Response:
 @routes.post(
     "/pipeline/question-answering",
     "Answer a question, as InferenceClient asks for it",
-    json_body(QuestionBody),
+    json_body(QuestionBody, ability=ANSWER),
     replies("The best answer, or several.", Any),
     MODEL_IN_QUERY,
 )
@@ -135,7 +135,7 @@ async def question_answering(request: Request) -> Response:
 @routes.post(
     "/pipeline/token-classification",
     "Find entities, as InferenceClient asks for it",
-    json_body(EntityBody),
+    json_body(EntityBody, ability=TAG),
     replies("Entities.", Any),
     MODEL_IN_QUERY,
 )
@@ -147,7 +147,7 @@ async def token_classification(request: Request) -> Response:
 @routes.post(
     "/pipeline/zero-shot-classification",
     "Classify by any labels, as InferenceClient asks for it",
-    json_body(ZeroShotBody),
+    json_body(ZeroShotBody, ability=ZERO_SHOT),
     replies("The labels, the best first.", Any),
     MODEL_IN_QUERY,
 )
@@ -159,7 +159,7 @@ async def zero_shot_classification(request: Request) -> Response:
 @routes.post(
     "/pipeline/text-classification",
     "Classify, as InferenceClient asks for it",
-    json_body(ClassBody),
+    json_body(ClassBody, ability=JUDGE),
     replies("Each text's classes, the best first.", Any),
     MODEL_IN_QUERY,
 )

@@ -1,15 +1,19 @@
-"""GET /: the playground, a static page that uses the public API."""
+"""GET /: the playground, a static page that uses the public API; and the sound that its examples transcribe."""
 
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 
+from model.pretrained import CHECKPOINTS
+from service.core.errors import not_found
 from service.http.route_prefix import is_bare, prefix_of
 from service.http.route_table import Reply, Routes
 from service.http.static_pages import page
+from service.planning.capabilities import SAMPLE
 
 routes = Routes()
+_SAMPLE = CHECKPOINTS / "speech" / SAMPLE
 
 
 @routes.get(
@@ -26,3 +30,11 @@ async def playground(request: Request) -> Response:
         query = f"?{request.url.query}" if request.url.query else ""
         return RedirectResponse(f"{prefix_of(request.scope)}/{query}")
     return page("playground")
+
+
+@routes.get(f"/{SAMPLE}", "A sound to transcribe", {200: Reply("A sentence.", texts=("audio/flac",))}, errors=(404,))
+async def sample(request: Request) -> Response:
+    """Returns a short recording in English, for examples. 404 if the embedded models are not installed."""
+    if not _SAMPLE.is_file():
+        raise not_found(f"{SAMPLE} is not installed: the package has no embedded models")
+    return FileResponse(_SAMPLE, media_type="audio/flac")

@@ -14,15 +14,16 @@ from service.dialects.common import Extended, names_of, naming_errors
 from service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
 from service.http.bodies import read_body
 from service.http.model_use import choose_model, hold_model
-from service.http.route_table import Routes, json_body, replies
+from service.http.route_table import Example, Routes, json_body, replies
 from service.lifecycle.state import service_of
+from service.planning.capabilities import EMBED, JUDGE, RERANK
 from service.routes import encode
 
 routes = Routes("encode")
 
-_RANK = {"model": "embed", "query": "What is Ray?", "documents": ["Ray is a framework.", "A ray of light."]}
-_SCORE = {"model": "embed", "text_1": "What is Ray?", "text_2": ["Ray is a framework.", "A ray of light."]}
-_EMBED = {"model": "embed", "texts": ["a cat on a mat", "a kitten on a rug"], "input_type": "search_document"}
+_RANK = Example(RERANK, {"query": "What is Ray?", "documents": ["Ray is a framework.", "A ray of light."]})
+_SCORE = Example(RERANK, {"text_1": "What is Ray?", "text_2": ["Ray is a framework.", "A ray of light."]})
+_EMBED = Example(EMBED, {"texts": ["a cat on a mat", "a kitten on a rug"], "input_type": "search_document"})
 
 
 async def rank(request: Request, body: RankBody) -> Response:
@@ -82,7 +83,7 @@ async def score(request: Request) -> Response:
 @routes.post(
     "/v1/classify",
     "Classify texts, as vLLM does",
-    json_body(ClassifyBody),
+    json_body(ClassifyBody, ability=JUDGE),
     replies("The class of each text.", Any),
 )
 async def classify_v1(request: Request) -> Response:
@@ -91,7 +92,10 @@ async def classify_v1(request: Request) -> Response:
 
 
 @routes.post(
-    "/classify", "Classify texts, as vLLM does", json_body(ClassifyBody), replies("The class of each text.", Any)
+    "/classify",
+    "Classify texts, as vLLM does",
+    json_body(ClassifyBody, ability=JUDGE),
+    replies("The class of each text.", Any),
 )
 async def classify(request: Request) -> Response:
     """The same as /v1/classify."""

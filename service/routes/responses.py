@@ -17,8 +17,9 @@ from service.dialects.responses_bodies import ResponsesBody
 from service.http.bodies import context_of_request, json_response, read_body
 from service.http.json_replies import Json
 from service.http.model_use import chat_model
-from service.http.route_table import Routes, in_path, in_query, json_body, replies
+from service.http.route_table import Example, Routes, in_path, in_query, json_body, replies
 from service.lifecycle.state import Service, service_of
+from service.planning.capabilities import CHAT
 from service.routes import generate
 
 routes = Routes("generate")
@@ -29,7 +30,7 @@ _ID = in_path("response_id", "The id of a response, such as `resp_5f0c1d`.")
 @routes.post(
     "/v1/responses",
     "Responses, as OpenAI has them",
-    json_body(ResponsesBody, openai={"input": "Hello", "max_output_tokens": 16}),
+    json_body(ResponsesBody, openai=Example(CHAT, {"input": "{text}", "max_output_tokens": 64})),
     replies("A `response`, or its events.", Any, events=(Any,)),
 )
 async def create(request: Request) -> Response:

@@ -15,9 +15,10 @@ from service.dialects.huggingface import TextGenerationBody
 from service.dialects.text2text import AnyBody, Options, Text2TextBody, TranslationBody
 from service.http.bodies import read_body
 from service.http.model_use import choose_model
-from service.http.route_table import MODEL_IN_QUERY, Routes, json_body, replies
+from service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
 from service.lifecycle.state import service_of
 from service.planning.admission import loaded_info
+from service.planning.capabilities import COMPLETE, SEQ2SEQ
 from service.planning.checks import ReplyShape
 from service.planning.tokenization import beginning
 from service.planning.translation import Translation
@@ -25,7 +26,7 @@ from service.routes import generate
 
 routes = Routes("generate")
 
-_EXAMPLE = {"model": "normalize", "inputs": "they paid twelve dollars fifty"}
+_EXAMPLE = Example(SEQ2SEQ, {"inputs": "{text}"})
 
 
 def rewrites(served: ServedModel) -> bool:
@@ -72,7 +73,7 @@ async def text2text_generation(request: Request) -> Response:
 @routes.post(
     "/pipeline/text-generation",
     "Generate, as InferenceClient asks for it",
-    json_body(TextGenerationBody),
+    json_body(TextGenerationBody, huggingface=Example(COMPLETE, {"inputs": "{text}"})),
     replies("One text in a list, or its events.", Any, events=(Any,)),
     MODEL_IN_QUERY,
 )

@@ -13,6 +13,7 @@ from service.http.json_replies import Json
 from service.http.model_use import hold_model
 from service.http.route_table import BODY_ERRORS, Routes, json_body, replies
 from service.lifecycle.state import service_of
+from service.planning.capabilities import TOKENIZE
 from service.planning.tokenization import check_vocabulary
 from service.schemas.bodies import DetokenizeBody, TokenizeBody
 from service.schemas.replies import DetokenizeReply, TokenizeReply
@@ -23,7 +24,7 @@ routes = Routes()
 @routes.post(
     "/tokenize",
     "Text to token ids",
-    json_body(TokenizeBody),
+    json_body(TokenizeBody, ability=TOKENIZE),
     replies("The ids.", TokenizeReply),
     errors=(*BODY_ERRORS, 404, 499, 503),
 )
@@ -63,7 +64,7 @@ async def tokenize(request: Request) -> Response:
 @routes.post(
     "/detokenize",
     "Token ids to text",
-    json_body(DetokenizeBody),
+    json_body(DetokenizeBody, ability=TOKENIZE),
     replies("The text.", DetokenizeReply),
     errors=(*BODY_ERRORS, 404, 499, 503),
 )

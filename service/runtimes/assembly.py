@@ -18,9 +18,10 @@ from model.system.child_process import ConnectedChild
 from service.app import Application, create_app
 from service.core.models import Models, ServedModel
 from service.lifecycle.fleet import Replicas
+from service.planning.capabilities import capabilities
 from service.runtimes.model_reader import FolderReader, read_model
 from service.sandbox import confinement
-from service.settings.serve_config import ServeConfig
+from service.settings.serve_config import ModelUse, ServeConfig
 from service.settings.service_settings import ServiceSettings
 
 _GC_THRESHOLD = 5_000  # new objects after which the garbage collector runs
@@ -49,6 +50,17 @@ def read_models(config: ServeConfig) -> list[ServedModel]:
 
 def _is_decoder_only(model: ServedModel) -> bool:
     return model.checkpoint.config.form == "decoder-only"
+
+
+def uses_of(models: Models, url: str, *, with_key: bool) -> dict[str, ModelUse]:
+    """Return what each loaded model can do, with a command to try it at `url`."""
+    found = {}
+    for served in models.loaded:
+        able = capabilities(served)
+        routes = tuple(one.path for one in able)
+        example = able[0].curl(url, with_key=with_key) if able else ""
+        found[served.name] = ModelUse(tuple(one.name for one in able), routes, example)
+    return found
 
 
 def build_app(

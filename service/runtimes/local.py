@@ -22,7 +22,7 @@ from service.http.bodies import cancel_all
 from service.http.bounded_protocol import bounded_protocol
 from service.http.connections import raise_descriptor_limit
 from service.lifecycle.state import service_of
-from service.runtimes.assembly import base_url, build_app, exit_code, listening, tune_garbage_collector
+from service.runtimes.assembly import base_url, build_app, exit_code, listening, tune_garbage_collector, uses_of
 from service.settings.serve_config import OnReady, Ready, ServeConfig
 from service.settings.service_settings import Limits
 
@@ -67,7 +67,9 @@ async def _serve(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild 
                 try:
                     tune_garbage_collector()
                     url = base_url(config.settings.host, listener.getsockname()[1])
-                    on_ready(Ready(url, "uvicorn", service_of(app).client.models))
+                    service = service_of(app)
+                    uses = uses_of(service.models, url, with_key=config.settings.asks_for_key)
+                    on_ready(Ready(url, "uvicorn", service.client.models, uses))
                     await signals.stop.wait()
                     drained = await run_unless(signals.stop_now, service_of(app).drain())
                 finally:

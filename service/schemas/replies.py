@@ -210,7 +210,9 @@ class InfoReply(Reply):
     name: str = Field(description="The service.", examples=["triptych"])
     version: str = Field(description="Its version.", examples=["0.2.0"])
     versions: dict[str, str] = Field(description="Versions of Python and libraries.", examples=[{"python": "3.11.7"}])
-    models: list[dict[str, Any]] = Field(description="Form, size, limits, device and attention backend of each model.")
+    models: list[dict[str, Any]] = Field(
+        description="Form, size, limits, abilities, device and attention backend of each model."
+    )
     elsewhere: dict[str, str] = Field(
         description="Models of other groups, with the path prefix of each.", examples=[{"chat": "/chat"}]
     )

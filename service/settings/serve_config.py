@@ -100,12 +100,22 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelUse:
+    """What a model can do, as the banner shows it."""
+
+    abilities: tuple[str, ...] = ()
+    routes: tuple[str, ...] = ()  # the paths of their examples
+    example: str = ""  # a command that shows the first ability
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """A service that has become ready to answer requests."""
 
     url: str
     ingress: str  # the HTTP server, for the banner
     models: Mapping[str, ModelInfo]
+    uses: Mapping[str, ModelUse] = field(default_factory=dict)  # by the names of models
 
 
 OnReady = Callable[[Ready], None]

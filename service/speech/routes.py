@@ -28,6 +28,7 @@ from service.http.route_table import MODEL_IN_QUERY, Routes, file_body, form_bod
 from service.http.sse import EventStream
 from service.lifecycle.jobs import Job
 from service.lifecycle.state import Service, service_of
+from service.planning.capabilities import SAMPLE, SPEECH_TRANSLATE, TRANSCRIBE
 from service.speech import dialect
 from service.speech.audio_pool import AudioPool, HeldAudio
 from service.speech.bodies import TranscribeBody
@@ -49,7 +50,7 @@ _TYPES = ("audio/", "video/", "application/octet-stream", "application/ogg")  # 
 @routes.post(
     "/v1/audio/transcriptions",
     "Transcribe speech, as OpenAI has it",
-    form_body(TranscriptionForm, _LIMIT),
+    form_body(TranscriptionForm, TRANSCRIBE, _LIMIT),
     replies("The transcription.", Any, events=(Any,), texts=_TEXTS),
 )
 async def transcriptions(request: Request) -> Response:
@@ -60,7 +61,7 @@ async def transcriptions(request: Request) -> Response:
 @routes.post(
     "/v1/audio/translations",
     "Translate speech to English, as OpenAI has it",
-    form_body(TranslationForm, _LIMIT),
+    form_body(TranslationForm, SPEECH_TRANSLATE, _LIMIT),
     replies("The translation.", Any, texts=_TEXTS),
 )
 async def translations(request: Request) -> Response:
@@ -71,7 +72,7 @@ async def translations(request: Request) -> Response:
 @routes.post(
     "/pipeline/automatic-speech-recognition",
     "Transcribe speech, as InferenceClient asks for it",
-    file_body(SpeechBody, "audio/*", _LIMIT),
+    file_body(SpeechBody, "audio/*", TRANSCRIBE, SAMPLE, _LIMIT),
     replies("The text.", Any),
     MODEL_IN_QUERY,
 )

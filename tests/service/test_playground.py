@@ -352,13 +352,13 @@ def test_the_docs_show_every_route_and_field(browser: Browser, app: App) -> None
         usage = "document.getElementById('Usage').innerText.includes('cached_tokens')"
         assert browser.run(f"return location.hash = 'Usage', {usage}") is False
         eventually(lambda: browser.run(f"return document.getElementById('Usage').open && {usage}"))
-        assert "Authorization" not in browser.text("main")
+        assert "TRIPTYCH_API_KEY" not in browser.text("main")
         assert f"curl {url}/info" in browser.text("main")
         shown = browser.text("[id='post/v1/audio/transcriptions']")
         assert "Body, as multipart/form-data" in shown and "timestamp_granularities" in shown
-        assert f"curl {url}/v1/audio/transcriptions -F 'file=@speech.wav'" in shown
+        assert f"curl -s {url}/sample.flac | curl {url}/v1/audio/transcriptions -F 'model=MODEL' -F 'file=@-'" in shown
         shown = browser.text("[id='post/pipeline/image-classification']")
-        assert "-H 'Content-Type: application/octet-stream' --data-binary @FILE" in shown
+        assert "| base64 -d | curl" in shown and "-H 'Content-Type: image/png' --data-binary @-" in shown
         assert browser.console() == []
 
 

@@ -130,6 +130,22 @@ def test_unknown_languages(url: str, kind: str, source: str, target: str, field:
     assert words in str(error.value) and error.value.response.status_code == 400
 
 
+def test_each_shows_an_example_that_works(url: str) -> None:
+    """The languages, or the task, are some that the model has."""
+    found = {one["name"]: one["capabilities"] for one in httpx.get(f"{url}/info").json()["models"]}
+    assert {name: [one["name"] for one in able] for name, able in found.items()} == {
+        "t5": ["translate", "summarize"],
+        "marian": ["translate"],
+        "m2m-100": ["translate"],
+        "mbart": ["translate"],
+        "bart": ["summarize", "rewrite"],
+    }
+    for one in (one for able in found.values() for one in able):
+        assert httpx.post(f"{url}{one['path']}", json=one["body"]).status_code == 200, one
+    body = found["m2m-100"][0]["body"]
+    assert (body["source_language"], body["target_language"]) == ("en", "fr")
+
+
 def test_summaries_by_a_task(url: str, models: dict[str, Model]) -> None:
     found = client(url, "summarization", "t5").summarization(TEXT, generate_parameters=OPTIONS | {"min_length": 0})
     expected = reference(models["t5"], f"summarize: {TEXT}", max_length=12, no_repeat_ngram_size=3)

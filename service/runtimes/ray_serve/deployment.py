@@ -37,18 +37,19 @@ from model.api.stats import ModelInfo
 from model.errors import ConfigError, EngineDeadError
 from model.system.stacks import print_stacks_on_signal
 from service.core.errors import error_fields, internal, unavailable
+from service.core.models import Models
 from service.http.route_prefix import unprefixed
 from service.lifecycle.fleet import Fleet, LocalFleet
 from service.lifecycle.state import service_of
 from service.observability import logs
-from service.runtimes.assembly import base_url, build_app, build_models, listening, tune_garbage_collector
+from service.runtimes.assembly import base_url, build_app, build_models, listening, tune_garbage_collector, uses_of
 from service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
 from service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
 from service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
 from service.runtimes.ray_serve.replica_scaling import SATURATION
 from service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
 from service.sandbox import confinement
-from service.settings.serve_config import OnReady, Ready, Scaling, ServeConfig
+from service.settings.serve_config import ModelUse, OnReady, Ready, Scaling, ServeConfig
 
 _LOG_PIPE = "log"  # file name of the pipe for the replicas' stderr, in the session's folder
 _SPARE_REQUESTS = 256  # in addition to the engines' queues: health, metrics, requests that the service will refuse
@@ -230,8 +231,8 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
 
     Raises `ConfigError`, or `EngineDeadError` if loading fails.
     """
-    for one in config.applications:
-        build_models(one)  # raises for a bad model folder before Ray starts
+    # Reading the folders raises for a bad one before Ray starts.
+    read = [(one.route.rstrip("/"), build_models(one)) for one in config.applications]
     confinement.hide_process()
     config = _with_port_and_log_format(config)
     signals = MainSignals()
@@ -245,7 +246,7 @@ def run_ray(config: ServeConfig, folder: Path, on_ready: OnReady) -> int:
                 handles += _handles(config)
                 for replicas in handles:
                     models |= replicas.broadcast("models").results(timeout_s=_CONTROL_SECONDS)[0]
-                on_ready(Ready(_url(config), _ingress(), models))
+                on_ready(Ready(_url(config), _ingress(), models, _uses(config, read)))
                 _wait_for_ray_failure()
                 raise SystemExit(1)
             except SystemExit:  # also before `on_ready`, because replicas serve requests earlier
@@ -450,6 +451,14 @@ def _with_port_and_log_format(config: ServeConfig) -> ServeConfig:
         return replace(one, settings=replace(one.settings, port=port, log_format=log_format))
 
     return replace(filled(config), groups=tuple(map(filled, config.groups)))
+
+
+def _uses(config: ServeConfig, read: list[tuple[str, Models]]) -> dict[str, ModelUse]:
+    """Return what the models of all applications can do; `read` has each application's route and models."""
+    found: dict[str, ModelUse] = {}
+    for route, models in read:
+        found |= uses_of(models, _url(config) + route, with_key=config.settings.asks_for_key)
+    return found
 
 
 def _url(config: ServeConfig) -> str:

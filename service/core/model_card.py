@@ -1,0 +1,36 @@
+"""Reads the example text of a model card: `widget` in the front matter of README.md, as on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_MOST_BYTES = 1 << 16  # of README.md that are read
+_MOST_CHARACTERS = 400  # of an example
+
+
+def card_example(path: Path) -> str:
+    """Return the first example text of the card next to a checkpoint's files; "" if there is none that can be read."""
+    try:
+        with (path if path.is_dir() else path.parent).joinpath("README.md").open("rb") as file:
+            head = file.read(_MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+    start, _, rest = head.replace("\r\n", "\n").partition("---\n")
+    matter, end, _ = rest.partition("\n---")
+    return _first_text(matter) if not start and end else ""
+
+
+def _first_text(matter: str) -> str:
+    import yaml
+
+    try:
+        found: Any = yaml.load(matter, yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return ""
+    widget = found.get("widget") if isinstance(found, dict) else None
+    for one in widget if isinstance(widget, list) else []:
+        text = one.get("text") if isinstance(one, dict) else one
+        if isinstance(text, str) and 0 < len(text) <= _MOST_CHARACTERS:
+            return text
+    return ""

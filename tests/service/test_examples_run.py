@@ -1,0 +1,80 @@
+"""The commands that the service, its pages and docs/ show are run as they are printed, against the models they name."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.service.browser import CHROMEDRIVER, CHROMIUM, chromium, eventually
+from tests.service.processes import ServiceProcess
+
+ROOT = Path(__file__).parents[2]
+SHOWN = "http://127.0.0.1:8000"  # the address in docs/
+HEAD = 'set -o pipefail; curl() { command curl --fail-with-body -sS "$@"; }\n'
+pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+
+
+@pytest.fixture(scope="module")
+def url(embedded_service: ServiceProcess) -> str:
+    return embedded_service.url
+
+
+def wrong(lines: Iterable[str], folder: Path = ROOT) -> list[str]:
+    """Run commands as a shell does; return those that fail, with what they say."""
+    found = []
+    for line in lines:
+        command = ["bash", "-c", HEAD + line]
+        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=60, check=False)
+        if done.returncode:
+            found.append(f"{line}\n  exit {done.returncode}: {(done.stderr + done.stdout)[:400]!r}")
+    return found
+
+
+def test_what_a_model_can_do_is_true(url: str) -> None:
+    found = {one["name"]: one["capabilities"] for one in httpx.get(f"{url}/info").json()["models"]}
+    assert {name: [one["name"] for one in able] for name, able in found.items()} == {
+        "code": ["complete"],
+        "normalize": ["rewrite"],
+        "embed": ["embed", "rerank"],
+        "assistant": ["chat", "complete"],
+        "speech": ["transcribe", "translate_speech"],
+    }
+    sample = httpx.get(f"{url}/sample.flac").content
+    for able in found.values():
+        for one in able:
+            sent = {"json": one["body"]} if "body" in one else {"data": {"model": "speech"}, "files": {"file": sample}}
+            reply = httpx.post(f"{url}{one['path']}", timeout=60, **sent)
+            assert reply.status_code == 200, (one, reply.text)
+
+
+def test_the_commands_of_the_start_run(url: str, embedded_service: ServiceProcess) -> None:
+    lines = re.findall(rf"^  (curl .*{re.escape(url)}.*)$", embedded_service.output, re.M)
+    assert len(lines) == 3 and "/v1/chat/completions" in lines[0]
+    assert not wrong(lines)
+
+
+def shown_lines(url: str, profile: Path) -> Iterator[str]:
+    """Yield the commands of /docs that need nothing but the service."""
+    with chromium(profile) as browser:
+        browser.open(f"{url}/docs")
+        eventually(lambda: browser.text("section pre"))
+        yield from browser.run(
+            "return [...document.querySelectorAll('pre:not(.template)')].map((one) => one.textContent)"
+        )
+
+
+@pytest.mark.skipif(not (CHROMEDRIVER and CHROMIUM), reason="needs chromium and chromedriver")
+def test_every_command_of_the_documentation_runs(url: str, tmp_path: Path) -> None:
+    lines = list(shown_lines(url, tmp_path))
+    assert len(lines) > 35
+    assert not wrong(lines, tmp_path)
+
+
+def test_control_a_wrong_command_is_found() -> None:
+    assert wrong(["curl http://127.0.0.1:1/"]) and wrong(["false | true"]) and not wrong(["true"])
