@@ -100,7 +100,8 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
             assert kernel["stack"] == 0, kernel
             assert (kernel["asynchronous_copies"] > 0) == (kernel["kernel"] == "scan_chunks"), kernel
         if kernel["kernel"] == "step_states":
-            assert kernel["registers"] <= 200 and kernel["stack"] == 0, kernel  # a head's state takes 64 of them
+            most = 220 if "no states" in kernel["case"] else 200  # a head's state takes 64 of them
+            assert kernel["registers"] <= most and kernel["stack"] == 0, kernel
         if kernel["kernel"] in ("quantize", "scaled_product"):
             # Many rows with scales of rows, which `torch._scaled_mm` multiplies where it can: 24 by Triton 3.6.
             assert kernel["stack"] <= (32 if kernel["case"] == "fp8 300 (1, 0)" else 0), kernel
