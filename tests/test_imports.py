@@ -96,7 +96,7 @@ SERVICE = """
                           lifecycle http runtimes
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
                           model/inspection model/speech model/engine model/engine/planning model/llm
-                          model/quantization settings
+                          model/pretrained model/quantization settings
                           observability core planning lifecycle chat runtimes runtimes/ray_serve
 """
 LOADTEST = """

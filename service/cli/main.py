@@ -17,6 +17,7 @@ from model.checkpoint.folder_kind import describe_path
 from model.errors import ConfigError, EngineError, GrammarError
 from model.gguf.paths import is_gguf
 from model.gguf.paths import model_name as gguf_name
+from model.pretrained import CHECKPOINTS
 from model.system.child_process import ENGINE, ConnectedChild
 from service.cli.parser import SAMPLING, make_parser
 from service.settings import sources
@@ -254,6 +255,18 @@ def _engine(arguments: argparse.Namespace) -> Any:
     return EngineConfig(**sources.from_arguments(arguments, (BY_NAME["device"], BY_NAME["dtype"])))
 
 
+def _chat(arguments: argparse.Namespace) -> int:
+    from service.cli import run
+
+    def find(text: str) -> tuple[str, str]:
+        name, path = _named(text)
+        return name, str(_folder(path))
+
+    embedded = embedded_model_settings()
+    default = "chat" if "chat" in embedded else f"assistant={CHECKPOINTS / 'assistant'}"
+    return run.run(arguments, find, default)
+
+
 def _models(arguments: argparse.Namespace) -> int:
     from service.cli import models
 
@@ -294,6 +307,7 @@ _COMMANDS = {
     "serve": _serve,
     "serve-config": _serve_config,
     "download": _download,
+    "run": _chat,
     "generate": _generate,
     "transcribe": _transcribe,
     "encode": _encode,

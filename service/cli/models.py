@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from model.errors import ConfigError, EngineError
+from service.cli.service_client import checked_url, error_message
 
 _COLUMNS = ("name", "state", "memory", "replicas", "idle", "from", "reason")
 
@@ -43,26 +44,17 @@ def _settings(given: list[str]) -> dict[str, str]:
 def _ask(arguments: argparse.Namespace, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
     """Send a GET, or a POST of `body`, and return the service's reply."""
     key = arguments.admin_key or os.environ.get("TRIPTYCH_ADMIN_KEYS", "").partition(",")[0].strip()
-    if not arguments.url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: expected http://HOST:PORT, found {arguments.url!r}")
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(arguments.url.rstrip("/") + path, data, headers)
+    request = urllib.request.Request(checked_url(arguments.url) + path, data, headers)
     try:
         with urllib.request.urlopen(request) as reply:
             found: dict[str, Any] = json.load(reply)
             return found
     except urllib.error.HTTPError as error:
-        raise EngineError(f"{error.code}: {_message(error)}") from None
+        raise EngineError(f"{error.code}: {error_message(error)}") from None
     except (OSError, ValueError) as error:
         raise EngineError(f"{arguments.url} does not answer: {getattr(error, 'reason', error)}") from None
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(error.reason)
 
 
 def _print_table(models: list[dict[str, Any]]) -> None:

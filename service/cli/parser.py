@@ -48,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_serve_config(commands)
     _add_download(commands)
+    _add_run(commands)
     _add_generate(commands)
     _add_transcribe(commands)
     _add_encode(commands)
@@ -88,6 +89,27 @@ def _add_download(commands: Any) -> None:
     parser = commands.add_parser("download", help=text, description=text)
     parser.add_argument("models", nargs="+", metavar="hf:ORGANISATION/NAME[@REVISION]")
     sources.add_arguments(parser, (BY_NAME["pickle"],))
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_run(commands: Any) -> None:
+    text = "chat in the terminal with a model of a running service, or of a folder"
+    parser = commands.add_parser(
+        "run",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. With PROMPT, or text on standard input, one reply is printed.",
+    )
+    shown = f"a model of the service at --url; else {_MODEL} (default: the first that chats)"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=shown)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="one message; text on standard input follows it")
+    parser.add_argument("--url", help="the service (default: http://127.0.0.1:8000 if it answers; TRIPTYCH_URL)")
+    parser.add_argument("--api-key", metavar="KEY", help="a key of the service (default: TRIPTYCH_API_KEY)")
+    parser.add_argument("--system", metavar="TEXT", help="instruction for the model")
+    for name in ("max_tokens", "temperature", "top_p", "seed"):
+        parse = int if name in ("max_tokens", "seed") else float
+        parser.add_argument(_flag(name), type=_bounded(name, parse), metavar="N", help="as in `generate`")
+    _add_engine(parser)
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))
 

@@ -10,7 +10,7 @@ _MOST_CHARACTERS = 400  # of an example
 
 
 def card_example(path: Path) -> str:
-    """Return the first example text of the card next to a checkpoint's files; "" if there is none that can be read."""
+    """Return the first example text of a checkpoint's card; "" if it has no readable one."""
     try:
         with (path if path.is_dir() else path.parent).joinpath("README.md").open("rb") as file:
             head = file.read(_MOST_BYTES).decode(errors="replace")

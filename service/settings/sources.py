@@ -23,11 +23,14 @@ _NAMES_FOR_REPLICAS = ("data_parallel", "data_parallel_size", "dp_size", "dp")  
 _REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts")
 OTHER_VARIABLES = frozenset(  # each is read by one module
     {
+        "TRIPTYCH_ADMIN_KEY",  # of a client: the commands that /docs shows
+        "TRIPTYCH_API_KEY",  # of a client: service.cli.run, and the commands that /docs shows
         "TRIPTYCH_CONFIG",  # service.cli.main
         "TRIPTYCH_DUMP_ACTIVATIONS",  # model.network.activation_dump
         "TRIPTYCH_ENGINE_MODULE",  # model.system.child_process
         "TRIPTYCH_KERNEL_CACHE",  # model.system.kernel_cache
         "TRIPTYCH_SYMMETRIC_SUMS",  # model.parallel.symmetric_sums
+        "TRIPTYCH_URL",  # of a client: service.cli.run
     }
 )
 
@@ -72,9 +75,9 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def forget_secrets(environment: MutableMapping[str, str]) -> None:
     """Remove secrets from the environment, so that no child process inherits them."""
-    for option in OPTIONS:
-        if option.is_secret:
-            environment.pop(option.variable, None)
+    secret = [option.variable for option in OPTIONS if option.is_secret]
+    for name in (*secret, "TRIPTYCH_API_KEY", "TRIPTYCH_ADMIN_KEY"):
+        environment.pop(name, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,125 @@
+"""A client of a service for `triptych run`: of one that runs already, or of one that is started for a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from model.errors import ConfigError, EngineError
+
+Json = dict[str, Any]
+
+_CONNECT_SECONDS = 5.0  # for /info
+_REPLY_SECONDS = 3600.0  # between two parts of a stream; the service has its own limits
+_LAST_LINES = 20  # of a service that does not start
+_END_SECONDS = 20.0  # for a service to end, which is killed then
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceClient:
+    """Sends requests to a service at `url`, with an API key if it is not empty."""
+
+    url: str
+    key: str = ""
+
+    def models(self) -> dict[str, Json]:
+        """Return what /info says of each model, by name. Raises `EngineError` if there is no service."""
+        with self._open("/info", None, _CONNECT_SECONDS) as reply:
+            found = json.load(reply)
+        if not isinstance(found, dict) or found.get("name") != "triptych":
+            raise EngineError(f"{self.url} is no triptych service: its /info has no models")
+        return {one["name"]: one for one in found["models"]}
+
+    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Json]:
+        """Yield the events of a streamed reply. Closing the iterator cancels the request."""
+        with closing(self._open(path, {**body, "stream": True}, _REPLY_SECONDS)) as reply:
+            for line in reply:
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise EngineError(event["error"]["message"])
+                yield event
+
+    def _open(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {self.key}"} if self.key else {})}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            return urllib.request.urlopen(request, timeout=seconds)
+        except urllib.error.HTTPError as error:
+            raise EngineError(f"{error.code}: {error_message(error)}") from None
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{self.url} does not answer: {getattr(error, 'reason', error)}") from None
+
+
+def error_message(error: urllib.error.HTTPError) -> str:
+    """Return the message of an error reply."""
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(error.reason)
+
+
+def checked_url(url: str) -> str:
+    """Return the address of a service without a last slash; raises `ConfigError`."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url: expected http://HOST:PORT, found {url!r}")
+    return url.rstrip("/")
+
+
+@contextmanager
+def started_service(name: str, path: str, options: list[str]) -> Iterator[ServiceClient]:
+    """Serve one model in a child process for the time of the block, on a free port of this machine, with a key."""
+    key = secrets.token_urlsafe(24)
+    own = ("TRIPTYCH_PORT", "TRIPTYCH_HOST", "TRIPTYCH_CONFIG", "TRIPTYCH_API_KEY_FILE")  # settings of other services
+    environment = {name: value for name, value in os.environ.items() if name not in own} | {"TRIPTYCH_API_KEYS": key}
+    command = [sys.executable, "-m", "service.cli.main", "serve", f"{name}={path}", *options]
+    command += ["--runtime", "local", "--host", "127.0.0.1", "--port", "0"]
+    child = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
+    try:
+        yield ServiceClient(_wait_ready(child), key)
+    finally:
+        child.terminate()
+        try:
+            child.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _wait_ready(child: subprocess.Popen[str]) -> str:
+    """Return the service's address once it is ready; raises `EngineError` with what it says if it ends before."""
+    assert child.stderr is not None
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    url = ""
+    for line in child.stderr:
+        last.append(line)
+        if found := re.match(r"triptych \S+ on (http://\S+)", line):
+            url = found[1]
+        if line.startswith("ready in") and url:
+            threading.Thread(target=_drain, args=(child.stderr,), daemon=True).start()
+            return url
+    problem = next((line for line in reversed(last) if line.startswith("triptych: ")), "".join(last))
+    raise EngineError(problem.removeprefix("triptych: ").strip() or "the service did not start")
+
+
+def _drain(lines: Iterator[str]) -> None:
+    """Read the log to its end, so that the service never waits for a full pipe."""
+    for _ in lines:
+        pass

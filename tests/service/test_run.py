@@ -1,0 +1,142 @@
+"""`triptych run`: replies and conversations with a running service, and with a service that it starts itself."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from service.cli import run as command
+from service.settings.service_settings import ServiceSettings
+from tests.service.browser import eventually
+from tests.service.dialects.support import chat_app, prompt_of, says
+from tests.service.support import App, live
+from tests.service.test_cli import triptych, triptych_here
+
+NOWHERE = "http://127.0.0.1:9"  # nothing listens on this port
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[App, str]]:
+    app = chat_app(settings=ServiceSettings(api_keys=("key",)), max_model_len=4096)
+    with live(app) as url:
+        yield app, url
+
+
+def typed(*lines: str) -> mock._patch[mock.Mock]:
+    """The user types these lines and ends."""
+    return mock.patch("builtins.input", side_effect=[*lines, EOFError])
+
+
+def terminal(text: str = "", *, is_terminal: bool = True) -> mock._patch[io.StringIO]:
+    stream = io.StringIO(text)
+    stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    return mock.patch.object(sys, "stdin", stream)
+
+
+def chat(url: str, *arguments: str, lines: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    with terminal(), typed(*lines):
+        return triptych_here("run", "--url", url, *arguments, TRIPTYCH_API_KEY="key")
+
+
+def test_one_reply(service: tuple[App, str]) -> None:
+    app, url = service
+    says(app, "Paris.")
+    reply = chat(url, "chat", "Where is it?", "--temperature", "0.5", "--system", "Be brief.")
+    assert (reply.returncode, reply.stdout) == (0, "Paris.\n")
+    assert app.client.submitted[-1].params.temperature == 0.5
+    assert "Be brief." in prompt_of(app) and "Where is it?" in prompt_of(app)
+
+
+def test_the_first_model_that_chats_is_the_default(service: tuple[App, str]) -> None:
+    app, url = service
+    says(app, "Yes.")
+    with terminal("a file\n", is_terminal=False):
+        reply = triptych_here("run", "--url", url, "--api-key", "key")
+    assert reply.stdout == "Yes.\n" and "a file" in prompt_of(app)
+
+
+def test_text_on_standard_input_follows_the_prompt(service: tuple[App, str]) -> None:
+    app, url = service
+    says(app, "Short.")
+    with terminal("a file\n", is_terminal=False):
+        triptych_here("run", "chat", "Sum up:", "--url", url, "--api-key", "key")
+    assert "Sum up:\n\na file" in prompt_of(app)
+
+
+def test_a_conversation_with_commands(service: tuple[App, str]) -> None:
+    app, url = service
+    says(app, "Paris.")
+    lines = ("/help", "/system Be brief.", "Where?", "And then?", '"""two', 'lines"""', "/retry", "/set seed 7", "/set")
+    reply = chat(url, "chat", lines=(*lines, "/models", "/nothing", "/model enc", "/clear", "Again?", "/bye", "Never"))
+    assert reply.returncode == 0 and reply.stdout == "Paris.\n" * 5
+    first, second, third, again, last = (prompt_of(app, at) for at in range(5))
+    assert "Be brief." in first and "Where?" in second and "Paris." in second and "And then?" in second
+    assert "two\nlines" in third and again == third
+    assert "Where?" not in last and "Be brief." in last
+    assert app.client.submitted[-1].params.seed == 7 and len(app.client.submitted) == 5
+    for told in ("/retry  ", "seed 7", "* chat: chat, complete", "/nothing is not known", "enc does not write text"):
+        assert told in reply.stderr
+
+
+def test_a_stopped_reply_is_cancelled_and_kept(service: tuple[App, str]) -> None:
+    app, url = service
+    says(app, "One two three.")
+    app.script.delay_s = 0.1
+    add, seen = command._Printer.add, []
+
+    def stop(printer: command._Printer, event: dict[str, object]) -> None:
+        add(printer, event)
+        seen.append(event)
+        if len(seen) == 4:
+            app.script.delay_s = 0.0
+            raise KeyboardInterrupt
+
+    with mock.patch.object(command._Printer, "add", stop):
+        reply = chat(url, "chat", lines=("Count.", "Go on."))
+    begun = reply.stdout.partition("\n")[0]
+    assert reply.returncode == 0 and begun and "One two three.".startswith(begun)
+    eventually(lambda: app.client.aborted)
+    assert f"{begun}<" in prompt_of(app) and "Go on." in prompt_of(app)
+
+
+def test_reasoning_and_calls_are_shown_apart() -> None:
+    printer = command._Printer()
+    deltas = [{"reasoning_content": "Hm."}, {"content": "Yes"}, {"tool_calls": [{"function": {"name": "f"}}]}]
+    with mock.patch.object(sys, "stdout", io.StringIO()) as out, mock.patch.object(sys, "stderr", io.StringIO()) as err:
+        for delta in deltas:
+            printer.add({"choices": [{"delta": delta}]})
+        printer.end()
+    assert (out.getvalue(), err.getvalue()) == ("Yesf\n", "Hm.\n\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("enc", "x"), 2, "enc does not write text; it can embed, rerank: use triptych encode"),
+        (("nothing", "x"), 2, "has no model nothing; it has"),
+        (("chat", " "), 2, "the prompt is empty"),
+        (("chat", "x", "--temperature", "-1"), 2, "temperature"),
+    ],
+)
+def test_refusals(service: tuple[App, str], arguments: tuple[str, ...], code: int, message: str) -> None:
+    reply = chat(service[1], *arguments)
+    assert reply.returncode == code and message in reply.stderr and len(reply.stderr) < 700
+
+
+def test_a_service_that_cannot_be_used(service: tuple[App, str]) -> None:
+    assert "127.0.0.1:9 does not answer" in chat(NOWHERE, "chat", "x").stderr
+    assert "expected http://HOST:PORT" in chat("x", "chat", "x").stderr
+    with terminal():
+        assert "401: " in triptych_here("run", "chat", "x", "--url", service[1], "--api-key", "wrong").stderr
+
+
+def test_a_model_that_no_service_has_is_served_for_the_time_of_the_chat() -> None:
+    run = triptych("run", "code", "def add(a, b):\n    ", "--max-tokens", "8", TRIPTYCH_URL=NOWHERE)
+    assert run.returncode == 0 and run.stdout.strip(), run.stderr
+    assert run.stderr.startswith(f"loading code (no service at {NOWHERE} has it)")
+    assert "Traceback" not in run.stderr
