@@ -16,7 +16,7 @@ from model.engine.network_plan import NetworkPlan
 from model.engine.planning.cache_budget import kv_dtype
 from model.engine.planning.kernels import select_kernels
 from model.kernel_check.check import Check, LaunchCheck
-from model.kernel_check.child import run_check
+from model.kernel_check.child import MEMORY, run_check
 from model.kernel_check.memory import Memory, identity_of
 from model.kernel_check.plan import planned_checks
 from model.kernel_check.processes import Checker
@@ -53,11 +53,14 @@ def find_faults(plan: NetworkPlan, checker: Checker) -> Faults:
     unknown = memory.unknown(checks)
     if not unknown:  # a compiler that was there may be missing now
         reason = run_check(LaunchCheck(), plan.device)
-        return dict.fromkeys((check.part for check in checks), reason) if reason else {}
+        return dict.fromkeys((check.part for check in checks), reason) if reason not in ("", MEMORY) else {}
+    unknown = list(dict.fromkeys([LaunchCheck(), *unknown]))  # without a compiler nothing works that has passed before
     logger.info("%s: %d kernels are compared with torch on %s", plan.spec.name, len(unknown), plan.device)
     began = time.monotonic()
     outcome = checker.run(unknown)
     memory.add(outcome.passed)
+    if LaunchCheck() in outcome.failed:
+        outcome.failed |= dict.fromkeys(checks, outcome.failed[LaunchCheck()])
     seconds = time.monotonic() - began
     logger.info("%s: %d of %d kernels passed in %.1f s", plan.spec.name, len(outcome.passed), len(unknown), seconds)
     if outcome.unchecked:

@@ -24,6 +24,7 @@ from model.system.child_process import FrameSocket, ignore_signals
 from model.system.fallbacks import summary
 
 MEMORY = "out of memory"  # the reason if the device has too little
+_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def main() -> None:
@@ -57,12 +58,10 @@ def run_check(check: Check, device: torch.device) -> str:
             check.run(device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError:
-        return MEMORY
     except WrongNumbersError as error:
         return str(error)
     except Exception as error:  # of a compiler, of CUDA, of Triton
-        return f"{type(error).__name__}: {summary(error)}"[:200]
+        return MEMORY if _is_memory(error) else f"{type(error).__name__}: {summary(error)}"[:200]
     return ""
 
 
@@ -70,11 +69,14 @@ def failure_of_device(device: torch.device) -> str:
     """Return why the device does not compute; empty: it does. After an illegal access every call of a process fails."""
     try:
         total = torch.ones(1, device=device).add(1).item()
-    except torch.OutOfMemoryError:
-        return MEMORY
     except RuntimeError as error:
-        return MEMORY if "out of memory" in str(error) else summary(error)
+        return MEMORY if _is_memory(error) else summary(error)
     return "" if total == 2 else "it adds wrong"
+
+
+def _is_memory(error: Exception) -> bool:
+    """Whether an error means that the device has too little memory: torch's, CUDA's and Triton's, or cuBLAS's."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _MEMORY_TEXTS)
 
 
 def _send(frames: FrameSocket, message: dict[str, object]) -> None:

@@ -24,7 +24,8 @@ from model.system.cache_folders import untrusted
 from model.system.kernel_cache import kernel_cache
 
 _MODEL = Path(__file__).parents[1]
-_SOURCES = ("attention", "linear", "sampling", "cache", "kernel_check", "network")  # folders with kernels or checks
+# Folders with kernels, with what launches them, or with checks.
+_SOURCES = ("attention", "linear", "sampling", "cache", "kernel_check", "network", "system", "engine/execution")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MOST_BYTES = 1 << 20
 _MOST_CHECKS = 8192
@@ -50,10 +51,14 @@ def identity_of(device: torch.device) -> dict[str, str]:
 
 def _source() -> str:
     digest = sha256()
-    for folder in _SOURCES:
-        for file in sorted((_MODEL / folder).glob("*.py")):
-            digest.update(file.read_bytes())
+    for file in source_files():
+        digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def source_files() -> list[Path]:
+    """Return the modules that a kernel's result can depend on."""
+    return [file for folder in _SOURCES for file in sorted((_MODEL / folder).glob("*.py"))]
 
 
 class Memory:

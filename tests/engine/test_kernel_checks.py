@@ -23,7 +23,7 @@ from model.engine.generate_builder import unrecordable
 from model.errors import ConfigError
 from model.kernel_check import plan as planning
 from model.kernel_check.check import Check
-from model.kernel_check.child import run_check
+from model.kernel_check.child import MEMORY, run_check
 from model.kernel_check.memory import Memory
 from model.kernel_check.plan import planned_checks
 from model.kernel_check.processes import Checker, Outcome
@@ -141,6 +141,23 @@ def test_right_kernels_are_used_and_checked_once(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="the triton backend cannot be had: triton does not work here: RuntimeError"):
         served("llama-gqa", max_model_len=12)
     assert runs == [5]  # launch, attention and preparation over pages and packed rows
+
+
+def test_new_checks_do_not_hide_that_nothing_can_be_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Check a second start with a new check, when what passed before could not be launched any more."""
+    check_here(monkeypatch, tmp_path)
+    served("llama-gqa", max_model_len=12)
+    monkeypatch.setattr(*broken("double", "raise"))
+    with pytest.raises(ConfigError, match="triton does not work here: RuntimeError"):
+        served("llama-gqa", max_model_len=12, quantization="int8")
+
+
+def test_a_full_device_does_not_count_as_a_broken_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check_here(monkeypatch, tmp_path)
+    served("llama-gqa", max_model_len=12)
+    monkeypatch.setattr(kernel_checks, "run_check", lambda check, device: MEMORY)  # now only the smallest kernel
+    llm, _ = served("llama-gqa", max_model_len=12)
+    assert llm.info.fallbacks == ()
 
 
 # -- What a model launches, and what replaces it.

@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
+import model.kernel_check
 from model.attention.triton_kernels import INTERPRETED
 from model.config.attention import (
     AlibiConfig,
@@ -30,7 +31,7 @@ from model.kernel_check.attention_checks import AttentionCheck, PreparationCheck
 from model.kernel_check.check import Check, LaunchCheck
 from model.kernel_check.child import run_check
 from model.kernel_check.codec import decode, encode
-from model.kernel_check.memory import Memory, identity_of
+from model.kernel_check.memory import Memory, identity_of, source_files
 from model.kernel_check.processes import Checker, Outcome
 from model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
 from model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
@@ -41,6 +42,7 @@ from tests.model.broken_kernels import broken
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
 CPU, F32 = torch.device("cpu"), torch.float32
+MODEL = Path(model.kernel_check.__file__).parents[1]
 ROTARY = AttentionConfig(4, 2, 16, 0.25, position=RotaryConfig(16), qk_norm=NormConfig(NormKind.RMS, 1e-6))
 SIZES = {"block_size": 8, "most_queries": 9, "most_keys": 32}
 
@@ -119,6 +121,22 @@ def test_broken_kernels_fail(kernel: str, check: str, way: str, reason: str, mon
     found = run_check(CHECKS[check], CPU)
     assert reason in found
     assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_too_little_memory_does_not_mean_a_broken_kernel(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: LaunchCheck, device: torch.device) -> None:
+        raise error
+
+    monkeypatch.setattr(LaunchCheck, "run", fail)
+    assert run_check(LaunchCheck(), CPU) == "out of memory"
 
 
 @pytest.mark.slow
@@ -222,6 +240,13 @@ def test_passed_checks_are_not_repeated(tmp_path: Path) -> None:
     memory.add([INT8])
     assert memory.unknown([LAUNCH, INT8]) == []
     assert Memory(identity_of(CPU) | {"driver": "other"}, tmp_path / "made").unknown([LAUNCH]) == [LAUNCH]
+
+
+def test_changed_kernels_are_checked_again() -> None:
+    known = {file.relative_to(MODEL) for file in source_files()}
+    launching = {file.relative_to(MODEL) for file in MODEL.rglob("*.py") if "import triton" in file.read_text()}
+    assert Path("engine/execution/triton_static_row.py") in launching
+    assert launching <= known
 
 
 @pytest.mark.parametrize(
