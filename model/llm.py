@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from model import names
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.api.request import (
@@ -30,6 +31,7 @@ from model.api.request import (
 from model.api.sampling_bounds import GREEDY_BELOW, check_sampling
 from model.api.sampling_defaults import length_of, over_defaults
 from model.api.sampling_params import SamplingParams
+from model.checkpoint import hub, hub_names
 from model.checkpoint.folder import read_checkpoint
 from model.engine.builder import load
 from model.engine.generate_engine import GenerateEngine
@@ -56,12 +58,17 @@ class LLM:
     """
 
     def __init__(self, path: str | Path, engine: EngineConfig | None = None) -> None:
-        path, engine = Path(path), engine or EngineConfig()
+        """Load a model: an embedded one by its name, a folder, a GGUF file, or one of the Hub (`model.names`).
+
+        A `Path` is a path; a text that begins with `./` is one too. Raises `ConfigError`.
+        """
+        engine = engine or EngineConfig()
+        name, path = _located(path, pickle=engine.pickle)
         self.checkpoint = read_checkpoint(path, pickle=engine.pickle)
         self.tokenizer = Tokenizer.from_folder(
             self.checkpoint.network_path, special_tokens=self.checkpoint.sentences.special_tokens
         )
-        loaded = load(ModelSpec(path.name, str(path), engine))
+        loaded = load(ModelSpec(name, str(path), engine))
         self.info = loaded.info
         self.checkpoint = self.checkpoint.with_most_beams(self.info.max_num_seqs)
         self._loaded = loaded
@@ -390,3 +397,13 @@ class LLM:
 
 def _several(prompts: Prompts) -> Sequence[Prompt | Source]:
     return [prompts] if isinstance(prompts, str | Source) else prompts
+
+
+def _located(path: str | Path, *, pickle: bool) -> tuple[str, Path]:
+    """Return a model's name, and its folder or GGUF file; one of the Hub is downloaded. Raises `ConfigError`."""
+    text = str(path)
+    if isinstance(path, Path) and not hub_names.is_hub_name(text):
+        return path.name, path
+    found = names.checked(text)
+    folder = hub.local_folder(found, pickle=pickle) if hub_names.is_hub_name(found) else Path(found)
+    return names.model_name(text), folder

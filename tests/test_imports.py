@@ -57,14 +57,15 @@ MODEL = """
                           engine/execution engine/speculation
     pack                : errors api checkpoint system network engine
     client              : errors api system text
+    pretrained
+    names               : errors gguf checkpoint pretrained
     llm_speech          : errors api text checkpoint speech engine
-    llm                 : errors api text media checkpoint speech network engine llm_speech
+    llm                 : errors api text media checkpoint speech network engine llm_speech names
     quantization        : errors config api native gguf checkpoint families families/table linear attention network
                           engine engine/planning llm
-    pretrained
 """
 SERVICE = """
-    settings            : model/errors model/api model/pretrained
+    settings            : model/errors model/api model/pretrained model/names
     sandbox             : model/errors model/system model/text model/media
     core/request_context
     core/errors         : model/errors core/request_context
@@ -92,10 +93,10 @@ SERVICE = """
     app                 : settings core observability lifecycle http speech routes
     runtimes            : model/errors model/api model/system model/text model/checkpoint model/client settings core
                           sandbox observability planning lifecycle chat http app
-    runtimes/ray_serve  : model/errors model/api model/system model/checkpoint settings sandbox core observability
-                          lifecycle http runtimes
+    runtimes/ray_serve  : model/errors model/api model/system model/checkpoint model/names settings sandbox core
+                          observability lifecycle http runtimes
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
-                          model/inspection model/speech model/engine model/engine/planning model/llm
+                          model/inspection model/speech model/engine model/engine/planning model/llm model/names
                           model/pretrained model/quantization settings
                           observability core planning lifecycle chat runtimes runtimes/ray_serve
 """

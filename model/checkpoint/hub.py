@@ -1,8 +1,8 @@
-"""Models of the Hugging Face Hub by name: `hf:ORGANISATION/NAME`, `hf:ORGANISATION/NAME@REVISION`.
+"""Downloads models of the Hugging Face Hub (`model.checkpoint.hub_names` reads their names).
 
-Only the files that a folder is read from are downloaded, weights as safetensors where there are any, into the cache
-that all of Hugging Face's tools share. The library's environment variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME,
-HF_HUB_OFFLINE. A download that was cut is continued, and a commit that is in the cache needs no network.
+Only the files that a folder is read from are downloaded, weights as safetensors where there are any, or one GGUF file,
+into the cache that all of Hugging Face's tools share. The library's environment variables hold: HF_ENDPOINT, HF_TOKEN,
+HF_HOME, HF_HUB_OFFLINE. A download that was cut is continued, and a commit that is in the cache needs no network.
 """
 
 from __future__ import annotations
@@ -10,28 +10,24 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint import hub_names
+from model.checkpoint.hub_gguf import all_parts, choose
+from model.checkpoint.hub_names import HubName
+from model.checkpoint.hub_progress import Meter, bar_class
 from model.checkpoint.json_files import MODULE_PICKLES, MODULE_SAFETENSORS, PICKLES, SAFETENSORS, SETTINGS
 from model.errors import ConfigError
 
-PREFIX = "hf:"
-PROGRESS_SECONDS = 5.0  # between two log lines about a download
-_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _OTHERS = ("onnx/*", "openvino/*", "coreml/*", "original/*", "*/onnx/*", "*/openvino/*")
-
-logger = logging.getLogger(__name__)
-
-
-def is_hub_name(path: str) -> bool:
-    return path.startswith(PREFIX)
-
-
-def model_name(path: str) -> str:
-    """Return the last part of the repository's name, by which the model is served unless it is given another."""
-    return _parts(path)[0].rpartition("/")[2]
+_PATHS = " (the path of a folder here begins with / or ./)"
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def pinned(path: str, *, pickle: bool = True) -> str:
@@ -42,105 +38,143 @@ def pinned(path: str, *, pickle: bool = True) -> str:
     return with_commit(path, local_folder(path, pickle=pickle))
 
 
-def with_commit(path: str, folder: Path) -> str:
-    """Return the name with the commit that `folder` of the cache holds."""
-    return f"{PREFIX}{_parts(path)[0]}@{folder.name}"
+def with_commit(path: str, found: Path) -> str:
+    """Return the name with the commit that holds `found`, a folder or GGUF file in the cache."""
+    parts = found.parts
+    commit = parts[len(parts) - parts[::-1].index("snapshots")]
+    return str(replace(hub_names.parse(path), revision=commit))
 
 
 def local_folder(path: str, *, pickle: bool = True, max_bytes: int | None = None) -> Path:
-    """Return the folder in the cache, after downloading what is missing; raises `ConfigError`.
+    """Return the folder in the cache, or the GGUF file, after downloading what is missing; raises `ConfigError`.
 
     It does so before a download of more than `max_bytes`.
     """
-    repository, revision = _parts(path)
+    name = hub_names.parse(path)
+    if name.selector:
+        return _gguf(name, max_bytes)
     small = (*SETTINGS, *MODULE_SAFETENSORS, *(MODULE_PICKLES if pickle else ()))
-    folder = _download(path, repository, revision, (*small, *SAFETENSORS), max_bytes)
-    weights = any(folder.glob("model*.safetensors"))
-    if not weights and pickle:  # the commit that was found, even if the revision has moved since
-        folder = _download(path, repository, folder.name, (*small, *PICKLES), max_bytes)
-    return folder
+    folder = _download(name, (*small, *SAFETENSORS), max_bytes)
+    if _has_any(folder, SAFETENSORS):
+        return folder
+    found = replace(name, revision=folder.name)  # the commit that was found, even if the revision has moved since
+    if pickle:
+        folder = _download(found, (*small, *PICKLES), max_bytes)
+    weights = (*MODULE_SAFETENSORS, *((*PICKLES, *MODULE_PICKLES) if pickle else ()))
+    return folder if _has_any(folder, weights) or not _gguf_files(found)[1] else _gguf(found, max_bytes)
 
 
-def _parts(path: str) -> tuple[str, str | None]:
-    match = _NAME.fullmatch(path.removeprefix(PREFIX))
-    if match is None:
-        raise ConfigError(f"{path}: expected hf:ORGANISATION/NAME or hf:ORGANISATION/NAME@REVISION")
-    return match["repository"], match["revision"]
+def _has_any(folder: Path, patterns: tuple[str, ...]) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
-def _download(
-    path: str, repository: str, revision: str | None, patterns: tuple[str, ...], max_bytes: int | None
-) -> Path:
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    import huggingface_hub  # most services take folders, and it takes a quarter of a second
-    from huggingface_hub import errors
+def _gguf(name: HubName, max_bytes: int | None) -> Path:
+    """Return the GGUF file in the cache that a name means, after downloading it; raises `ConfigError`."""
+    commit, files = _gguf_files(name)
+    file = choose(str(name), files, name.selector)
+    folder = _download(replace(name, revision=commit), tuple(map(escape, all_parts(file))), max_bytes)
+    return folder / file
 
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # or each request is a line
 
-    snapshot = partial(
-        huggingface_hub.snapshot_download,
-        repository,
-        revision=revision,
-        allow_patterns=list(patterns),
-        ignore_patterns=list(_OTHERS),
-        tqdm_class=_logged(path),
-        library_name="triptych",
+def _gguf_files(name: HubName) -> tuple[str, list[str]]:
+    """Return the commit of a name, and the GGUF files of the repository, or of the cache where the Hub is silent."""
+    with _plain_errors(name):
+        import huggingface_hub
+        from huggingface_hub import errors
+
+        if name.revision is not None and _COMMIT.fullmatch(name.revision):
+            with suppress(errors.LocalEntryNotFoundError):
+                cached = _cached_gguf_files(name)
+                if name.is_file and set(all_parts(name.selector)) <= set(cached[1]):
+                    return cached
+        try:
+            info = huggingface_hub.HfApi(library_name="triptych").model_info(name.repository, revision=name.revision)
+        except (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+            raise
+        except Exception:  # there is no network, or the Hub has a failure
+            return _cached_gguf_files(name)
+        names = [file.rfilename for file in info.siblings or ()]
+        return str(info.sha), [file for file in names if file.lower().endswith(".gguf")]
+
+
+def _cached_gguf_files(name: HubName) -> tuple[str, list[str]]:
+    """Return the commit and the GGUF files in the cache; raises `LocalEntryNotFoundError`."""
+    import huggingface_hub
+
+    nothing = [".nothing"]  # so that no file counts as missing
+    found = huggingface_hub.snapshot_download(
+        name.repository, revision=name.revision, allow_patterns=nothing, local_files_only=True
     )
-    try:
+    folder = Path(str(found))
+    files = (file for file in folder.rglob("*") if file.suffix.lower() == ".gguf" and file.is_file())
+    return folder.name, [file.relative_to(folder).as_posix() for file in files]
+
+
+def _download(name: HubName, patterns: tuple[str, ...], max_bytes: int | None) -> Path:
+    """Download the files of a repository that fit the patterns, and return its folder in the cache."""
+    meter = Meter(str(name))
+    with _plain_errors(name):
+        import huggingface_hub
+        from huggingface_hub import errors
+
+        snapshot = partial(
+            huggingface_hub.snapshot_download,
+            name.repository,
+            revision=name.revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_OTHERS),
+            tqdm_class=bar_class(meter),
+            library_name="triptych",
+        )
         if max_bytes is not None:
             try:
                 planned: Any = snapshot(dry_run=True)
-                _check_size(path, planned, max_bytes)
+                _check_size(name, planned, max_bytes)
             except errors.DryRunError as error:
                 if isinstance(error.__cause__, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)):
                     raise error.__cause__ from None
                 snapshot = partial(snapshot, local_files_only=True)  # the Hub does not answer
-        folder: Any = snapshot()
+        try:
+            folder: Any = snapshot()
+        finally:
+            meter.close()
+        return Path(folder)
+
+
+@contextmanager
+def _plain_errors(name: HubName) -> Iterator[None]:
+    """Raise a `ConfigError` that a user understands for each error of the library, which is imported here."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from huggingface_hub import errors  # most services take folders, and it takes a quarter of a second
+
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # or each request is a line
+    try:
+        yield
     except ConfigError:
         raise
     except errors.GatedRepoError:
-        raise ConfigError(f"{path}: its authors grant access first; set HF_TOKEN to the token of an account") from None
+        raise ConfigError(f"{name}: its authors grant access first; set HF_TOKEN to the token of an account") from None
     except errors.RepositoryNotFoundError:
-        raise ConfigError(f"{path}: no such repository, or a private one and HF_TOKEN gives no access") from None
+        raise ConfigError(
+            f"{name}: no such repository, or a private one and HF_TOKEN gives no access{_PATHS}"
+        ) from None
     except (errors.RevisionNotFoundError, errors.RevisionResolutionError):
-        raise ConfigError(f"{path}: the repository has no revision {revision!r}") from None
+        raise ConfigError(f"{name}: the repository has no revision {name.revision!r}") from None
     except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError) as error:
-        raise ConfigError(f"{path}: the Hub does not answer, and the cache lacks files: {_short(error)}") from None
+        raise ConfigError(
+            f"{name}: the Hub does not answer, and the cache lacks files{_PATHS}: {_short(error)}"
+        ) from None
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
-        raise ConfigError(f"{path}: the download failed: {_short(error)}") from None
+        raise ConfigError(f"{name}: the download failed: {_short(error)}") from None
     except Exception as error:  # the HTTP library's own, which the Hub's does not export
-        raise ConfigError(f"{path}: the download failed: {type(error).__name__}: {_short(error)}") from None
-    return Path(folder)
+        raise ConfigError(f"{name}: the download failed: {type(error).__name__}: {_short(error)}") from None
 
 
-def _check_size(path: str, files: list[Any], max_bytes: int) -> None:
+def _check_size(name: HubName, files: list[Any], max_bytes: int) -> None:
     size = sum(file.file_size or 0 for file in files if file.will_download)
     if size > max_bytes:
         megabytes = f"{size / 1e6:,.1f} MB would be downloaded, more than the {max_bytes / 1e6:,g} MB"
-        raise ConfigError(f"{path}: {megabytes} that max_download allows")
-
-
-def _logged(path: str) -> type[Any]:
-    """A progress bar for the library that writes a log line every few seconds instead."""
-    from tqdm import tqdm
-
-    class LoggedBar(tqdm):  # type: ignore[misc]
-        def __init__(self, *arguments: Any, **settings: Any) -> None:
-            settings.pop("name", None)  # of the library's own bars
-            settings |= {"mininterval": PROGRESS_SECONDS, "miniters": 1, "disable": False}
-            super().__init__(*arguments, **settings)
-
-        def display(self, msg: str | None = None, pos: int | None = None) -> None:
-            if self.unit == "B" and self.n and self.total and self.n < self.total:
-                logger.info("%s: %.0f of %.0f MB downloaded", path, self.n / 1e6, self.total / 1e6)
-
-        def clear(self, nolock: bool = False) -> None:
-            """Nothing was drawn."""
-
-        def close(self) -> None:
-            self.disable = True  # or it would write a line to the terminal
-
-    return LoggedBar
+        raise ConfigError(f"{name}: {megabytes} that max_download allows")
 
 
 def _short(error: BaseException) -> str:

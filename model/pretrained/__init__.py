@@ -19,3 +19,9 @@ def embedded_models() -> dict[str, Path]:
     if package is not None and package.origin is not None:
         folders["embed"] = Path(package.origin).parent / "model"
     return {name: path for name, path in folders.items() if path.is_dir()}
+
+
+def named_models() -> dict[str, str]:
+    """Return the path of each model that has a name of its own: of the embedded ones, and of those not served first."""
+    others = {name: CHECKPOINTS / name for name in ("assistant", "speech")}
+    return {name: str(path) for name, path in {**embedded_models(), **others}.items() if path.is_dir()}

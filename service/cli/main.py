@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.checkpoint import hub
-from model.checkpoint.folder_kind import describe_path
+from model import names
+from model.checkpoint import hub, hub_names
 from model.errors import ConfigError, EngineError, GrammarError
-from model.gguf.paths import is_gguf
-from model.gguf.paths import model_name as gguf_name
-from model.pretrained import CHECKPOINTS
+from model.pretrained import named_models
 from model.system.child_process import ENGINE, ConnectedChild
+from service.cli.model_arguments import folder, named, show_downloads
 from service.cli.parser import SAMPLING, make_parser
 from service.settings import sources
 from service.settings.option import Option
@@ -78,11 +77,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     settings = content.settings | sources.from_environment(os.environ)
     sources.forget_secrets(os.environ)
     settings |= sources.from_arguments(arguments, OPTIONS)
-    models = {name: {"path": path} for name, path in (_named(text) for text in arguments.models)}
+    models = {name: {"path": path} for name, path in (named(text) for text in arguments.models)}
     if len(models) < len(arguments.models):
         raise ConfigError("two models have the same name: rename one with NAME=PATH")
     if models and (content.models or content.groups):
         raise ConfigError(f"models are given by {file} and by {arguments.models[0]}: give all of them in one place")
+    for model in content.models.values():
+        names.locate(model["path"])  # raises for a bad name before anything starts
     groups = None if models else content.groups
     served = models or models_or_embedded(content.models, settings)
     if settings.get("runtime") != "local":
@@ -117,15 +118,10 @@ def _serve_config(arguments: argparse.Namespace) -> int:
 
 
 def _download(arguments: argparse.Namespace) -> int:
-    import logging
-
     settings = sources.from_environment(os.environ) | sources.from_arguments(arguments, (BY_NAME["pickle"],))
-    others = [name for name in arguments.models if not hub.is_hub_name(name)]
-    if others:
-        raise ConfigError(f"{others[0]}: expected hf:ORGANISATION/NAME or hf:ORGANISATION/NAME@REVISION")
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger(hub.__name__).setLevel(logging.INFO)  # progress
-    for name in arguments.models:
+    wanted = [str(hub_names.parse(name)) for name in arguments.models]
+    show_downloads()
+    for name in wanted:
         print(hub.pinned(name, pickle=settings.get("pickle", True)), flush=True)
     return 0
 
@@ -158,13 +154,13 @@ def _read_audio(path: str) -> bytes:
 
 
 def _llm(arguments: argparse.Namespace, default: str) -> LLM:
-    folder, engine = _folder(_named(arguments.model or default)[1]), _engine(arguments)
+    path, engine = folder(named(arguments.model or default)[1]), _engine(arguments)
     from model.system.child_process import SPIN_COUNT
 
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # OpenMP reads it when the next import loads torch
     from model.llm import LLM
 
-    return LLM(folder, engine)
+    return LLM(path, engine)
 
 
 def _grammar(arguments: argparse.Namespace) -> str:
@@ -223,14 +219,14 @@ def _encode(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.attention is not None:
-        name, path = _named(arguments.model or "embed")
+        name, path = named(arguments.model or "embed")
         from service.cli import inspection
 
-        inspection.write_attention(name, _folder(path), arguments.attention, Path(arguments.out))
+        inspection.write_attention(name, folder(path), arguments.attention, Path(arguments.out))
         return 0
     memory = Option("memory", byte_size, None, "").read(arguments.memory, "--memory")
     wanted = (
-        dict([_named(arguments.model)])
+        dict([named(arguments.model)])
         if arguments.model
         else {n: m["path"] for n, m in embedded_model_settings().items()}
     )
@@ -238,15 +234,15 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     for name, path in wanted.items():
         report = inspection.print_json if arguments.json else inspection.show
-        report(name, _folder(path), context=arguments.context, memory=memory)
+        report(name, folder(path), context=arguments.context, memory=memory)
     return 0
 
 
 def _quantize(arguments: argparse.Namespace) -> int:
-    folder = _folder(_named(arguments.model)[1])
+    path = folder(named(arguments.model)[1])
     from service.cli import quantize
 
-    return quantize.run(arguments, folder)
+    return quantize.run(arguments, path)
 
 
 def _engine(arguments: argparse.Namespace) -> Any:
@@ -259,48 +255,16 @@ def _chat(arguments: argparse.Namespace) -> int:
     from service.cli import run
 
     def find(text: str) -> tuple[str, str]:
-        name, path = _named(text)
-        return name, str(_folder(path))
+        name, path = named(text)
+        return name, str(folder(path))
 
-    embedded = embedded_model_settings()
-    default = "chat" if "chat" in embedded else f"assistant={CHECKPOINTS / 'assistant'}"
-    return run.run(arguments, find, default)
+    return run.run(arguments, find, "chat" if "chat" in named_models() else "assistant")
 
 
 def _models(arguments: argparse.Namespace) -> int:
     from service.cli import models
 
     return models.run(arguments)
-
-
-def _folder(path: str) -> Path:
-    """Return the folder of a path, or of a model of the Hub, which is downloaded."""
-    return hub.local_folder(path) if hub.is_hub_name(path) else Path(path)
-
-
-def _named(text: str) -> tuple[str, str]:
-    """Split `[NAME=]PATH`. The default name is the folder's or repository's; an embedded model needs no path."""
-    name, equals, path = text.partition("=")
-    if not equals:
-        embedded = embedded_model_settings()
-        if text in embedded and not Path(text).exists():
-            return text, embedded[text]["path"]
-        name, path = hub.model_name(text) if hub.is_hub_name(text) else _path_name(Path(text)), text
-    if not name or not path:
-        raise ConfigError(f"expected [NAME=]PATH, found {text!r}")
-    if not hub.is_hub_name(path) and not Path(path).is_dir() and not is_gguf(Path(path)):
-        if Path(path).exists():
-            raise ConfigError(f"{path}: {describe_path(Path(path))}")
-        names = ", ".join(embedded_model_settings())
-        raise ConfigError(
-            f"{path}: no such folder; expected a Hugging Face checkpoint folder, a GGUF file, hf:ORGANISATION/NAME "
-            f"or one of {names}"
-        )
-    return name, path
-
-
-def _path_name(path: Path) -> str:
-    return gguf_name(path) if is_gguf(path) else path.resolve().name
 
 
 _COMMANDS = {

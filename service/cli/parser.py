@@ -13,7 +13,9 @@ from model.errors import ConfigError
 from service.settings import sources
 from service.settings.option_table import BY_NAME, OPTIONS
 
-_MODEL = "[NAME=]PATH of a Hugging Face checkpoint folder, hf:ORGANISATION/NAME, or the name of an embedded model"
+_MODEL = (
+    "an embedded model, the path of a checkpoint folder or GGUF file, or ORGANISATION/NAME[:QUANTIZATION] of the Hub"
+)
 SAMPLING = {name: column for name, column in PARAMETERS.items() if column.row.flag}  # flags of `generate`
 
 
@@ -87,7 +89,7 @@ def _add_serve_config(commands: Any) -> None:
 def _add_download(commands: Any) -> None:
     text = "download models of the Hub into the cache, and print their names with their commits"
     parser = commands.add_parser("download", help=text, description=text)
-    parser.add_argument("models", nargs="+", metavar="hf:ORGANISATION/NAME[@REVISION]")
+    parser.add_argument("models", nargs="+", metavar="ORGANISATION/NAME[:QUANTIZATION][@REVISION]")
     sources.add_arguments(parser, (BY_NAME["pickle"],))
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))

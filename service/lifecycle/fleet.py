@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from model.api.messages import ModelSpec
-from model.checkpoint import hub
+from model.checkpoint import hub_names
 from model.errors import ConfigError
 from model.gguf.paths import is_gguf
 from service.core.engine_client import EngineClient
@@ -106,14 +106,13 @@ class ModelOrders:
     def _allowed(self, path: str) -> str:
         """Return the path to load from; raises a 403 if `load_from` does not allow it, a 400 if it is bad."""
         sources_allowed = self._settings.load_from
-        if hub.is_hub_name(path):
+        if hub_names.is_hub_name(path) or hub_names.is_address(path):
             if "hub" not in sources_allowed and "any" not in sources_allowed:
                 raise _not_allowed("models of the Hub")
             try:
-                hub.model_name(path)
+                return str(hub_names.parse(path))
             except ConfigError as error:
                 raise invalid(scrub(str(error)), "path") from None
-            return path
         if "any" in sources_allowed and Path(path).is_absolute():
             return self._any_folder(path)
         if "models-dir" not in sources_allowed and "any" not in sources_allowed:

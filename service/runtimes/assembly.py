@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from model.checkpoint import hub
+from model.checkpoint import hub, hub_names
 from model.client.async_engine import AsyncEngine
 from model.client.process_transport import ProcessTransport
 from model.errors import ConfigError
@@ -144,7 +144,9 @@ def with_folders(config: ServeConfig) -> ServeConfig:
 def _replace_hub_paths(config: ServeConfig, resolve: Callable[..., object]) -> ServeConfig:
     """Replace the path of each Hub model by what `resolve(path, pickle=...)` returns."""
     models = tuple(
-        replace(spec, path=str(resolve(spec.path, pickle=spec.engine.pickle))) if hub.is_hub_name(spec.path) else spec
+        replace(spec, path=str(resolve(spec.path, pickle=spec.engine.pickle)))
+        if hub_names.is_hub_name(spec.path)
+        else spec
         for spec in config.models
     )
     return replace(config, models=models)

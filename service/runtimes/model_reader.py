@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.api.messages import ModelSpec
-from model.checkpoint import hub
+from model.checkpoint import hub_names
 from model.checkpoint.folder import Checkpoint, errors_about, read_checkpoint
 from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ class FolderReader:
         self._log_format = log_format
 
     async def locate(self, spec: ModelSpec) -> ModelSpec:
-        if not hub.is_hub_name(spec.path):
+        if not hub_names.is_hub_name(spec.path):
             return spec
         found = await download(
             spec.path, pickle=spec.engine.pickle, max_bytes=self._max_download, log_format=self._log_format

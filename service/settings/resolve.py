@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from model import names
 from model.api.engine_config import EngineConfig
 from model.api.messages import ModelSpec
 from model.errors import ConfigError
@@ -118,8 +119,9 @@ def _engine_for_all(settings: Mapping[str, Any]) -> EngineConfig:
 def _model_specs(models: Models, settings: Mapping[str, Any]) -> tuple[ModelSpec, ...]:
     for_all = _engine_for_all(settings)
     own = replace(for_all, draft_model_shared=False)
+    paths = {name: names.locate(str(model["path"])) for name, model in models.items()}
     return tuple(
-        ModelSpec(name, str(model["path"]), engine_config(model, own if "draft_model" in model else for_all))
+        ModelSpec(name, paths[name], engine_config(model, own if "draft_model" in model else for_all))
         for name, model in models.items()
     )
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import checkpoints
+from tests.model.gguf_files import converted
 from tests.model.hub import Files, Hub, running
 
 ROOT = Path(__file__).parents[2]
@@ -143,8 +147,8 @@ def test_a_connection_that_is_cut_is_continued(hub: tuple[Hub, str], tmp_path: P
 NOT_HAD = {
     "hf:org/none": "hf:org/none: no such repository, or a private one and HF_TOKEN gives no access",
     "hf:org/bert@v9": "hf:org/bert@v9: the repository has no revision 'v9'",
-    "hf:bert": "hf:bert: expected hf:ORGANISATION/NAME",
-    "hf:../../etc/passwd": "expected hf:ORGANISATION/NAME",
+    "hf:bert": "hf:bert: expected ORGANISATION/NAME",
+    "hf:../../etc/passwd": "expected ORGANISATION/NAME",
     "hf:org/gated": "hf:org/gated: its authors grant access first; set HF_TOKEN",
 }
 
@@ -178,6 +182,74 @@ def test_the_command_line_takes_names_of_the_hub(hub: tuple[Hub, str], files: Fi
     assert "bert" in client.run("-m", "service.cli.main", "inspect", "hf:org/bert", "--json")
 
 
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return converted("llama", tmp_path_factory.mktemp("gguf")).read_bytes()
+
+
+def test_a_gguf_file_is_downloaded_alone_by_its_format_or_path(
+    hub: tuple[Hub, str], gguf: bytes, tmp_path: Path
+) -> None:
+    served, url = hub
+    files = {"README.md": b"#", "x-Q4_K_M.gguf": gguf, "x-Q8_0.gguf": gguf + bytes(8), "mmproj-x.gguf": b"GGUF"}
+    commit = served.publish("org/x", files)
+    one = served.publish("org/one", {"config.json": b"{}", "one.gguf": gguf})
+    client = Client(url, tmp_path)
+    asked = ("hf:org/x:q8_0", "https://huggingface.co/org/x/blob/main/x-Q8_0.gguf", "hf:org/x", "hf:org/one")
+    found = client.resolve_each(*((name, False) for name in asked))
+    assert [name for name, _ in found] == [
+        f"hf:org/x:q8_0@{commit}",
+        f"hf:org/x:x-Q8_0.gguf@{commit}",
+        f"hf:org/x@{commit}",
+        f"hf:org/one@{one}",
+    ]
+    expected = {"config.json", "one.gguf", "x-Q4_K_M.gguf", "x-Q8_0.gguf"}
+    assert {name.split()[1] for name in served.requests} == expected
+    served.error = 503  # what is in the cache needs no Hub
+    assert client.resolve_each(*((name, False) for name, _ in found)) == found
+    assert "no GGUF model Q5_0" in client.resolve("hf:org/x:Q5_0")
+
+
+def test_a_gguf_model_of_the_hub_generates_by_any_name(hub: tuple[Hub, str], gguf: bytes, tmp_path: Path) -> None:
+    served, url = hub
+    served.publish("org/x", {"x-Q4_K_M.gguf": gguf})
+    client = Client(url, tmp_path)
+    command = ("-m", "service.cli.main", "inspect", "--json")
+    reports = [json.loads(client.run(*command, name)) for name in ("org/x", "hf.co/org/x:Q4_K_M", f"m={url}/org/x")]
+    assert [report["name"] for report in reports] == ["x", "x", "m"]
+    code = "from model.llm import LLM; print(LLM('org/x').info.name)"
+    assert client.run("-c", code, HF_HUB_OFFLINE="1") == "x\n"
+
+
+def test_a_download_writes_lines_with_rate_and_remaining_time_where_there_is_no_terminal(
+    hub: tuple[Hub, str], tmp_path: Path
+) -> None:
+    """On a terminal it draws one bar."""
+    served, url = hub
+    served.publish("org/large", {"config.json": b"{}", "model.safetensors": os.urandom(30 << 20)})
+    client = Client(url, tmp_path)
+    code = (
+        "import sys, logging; from model.checkpoint import hub, hub_progress\n"
+        "logging.basicConfig(format='%(message)s', level=logging.INFO, stream=sys.stdout)\n"
+        "hub_progress.LINE_SECONDS = 0; sys.stderr = sys.stdout; hub.local_folder('hf:org/large')"
+    )
+    lines = [line for line in client.run("-c", code).splitlines() if "MB downloaded" in line]
+    assert len({line.split()[1] for line in lines}) >= 2, lines
+    assert re.fullmatch(r"hf:org/large: \d+ of 31 MB downloaded, \d+\.\d MB/s, 0:\d\d left", lines[-1]), lines
+    read, write = pty.openpty()
+    with os.fdopen(read, "rb") as terminal:
+        environment = client.environment | {"HF_HOME": str(tmp_path / "other")}
+        command = [sys.executable, "-m", "service.cli.main", "download", "org/large"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=write, timeout=60)
+        os.close(write)
+        shown = b""
+        with suppress(OSError):
+            while piece := os.read(terminal.fileno(), 1 << 16):
+                shown += piece
+    assert done.returncode == 0 and b"hf:org/large [" in shown and b" MB/s, 0:" in shown, shown
+    assert shown.count(b"\n") == 1, shown
+
+
 def contents(folder: Path) -> dict[str, int]:
     return {str(file): file.lstat().st_mtime_ns for file in [folder, *folder.rglob("*")]}
 
@@ -201,7 +273,7 @@ def test_a_cache_that_was_filled_before_serves_without_network_and_is_not_writte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("org/bert",), "org/bert: expected hf:ORGANISATION/NAME or hf:ORGANISATION/NAME@REVISION"),
+        (("bert",), "bert: expected ORGANISATION/NAME"),
         (("hf:org/bert",), "the Hub does not answer, and the cache lacks files"),
     ],
 )

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from model.checkpoint import hub
+from model import names
+from model.checkpoint import hub_names
 from model.errors import ConfigError
 from service.runtimes.ray_serve.replica_gpus import gpus_of_replica, resources
 from service.settings import sources
@@ -100,5 +101,6 @@ def _setting(key: str) -> str:
 
 def _absolute(model: Any) -> Any:
     if isinstance(model, str):
-        return model if hub.is_hub_name(model) else str(Path(model).absolute())
+        found = names.locate(model)
+        return found if hub_names.is_hub_name(found) else str(Path(found).absolute())
     return model | {"path": _absolute(model["path"])}

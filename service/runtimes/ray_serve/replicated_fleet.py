@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from model.checkpoint import hub
+from model.checkpoint import hub, hub_names
 from service.core.errors import ApiError, conflict, error_fields, log_unexpected
 from service.core.models import Model, Origin, State
 from service.lifecycle.fleet import LoadOrder, LocalFleet, ModelEntry, keep, merged, wait_for
@@ -313,7 +313,7 @@ class ReplicatedFleet:
         """Return the model to load on the other replicas; a model of the Hub gets the commit that is loaded here."""
         path = slot.given_path
         served = self._models.served(order.name)
-        if path is not None and hub.is_hub_name(path) and served is not None:
+        if path is not None and hub_names.is_hub_name(path) and served is not None:
             path = hub.with_commit(path, served.checkpoint.path)
         return WantedModel(path, dict(order.settings), slot.pinned)
 
