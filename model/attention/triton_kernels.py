@@ -278,7 +278,7 @@ def attend(
         begin_tile = (start - tl.load(cu_seqlens_q).to(tl.int32)) // TILE_Q + segment
         first = (tile - begin_tile) * TILE_Q
         if first >= q_len:
-            return
+            return  # others do not: rows of padding are a segment too, so a launch always waits for the one before
     kv_len = tl.load(kv_lens + segment).to(tl.int32)  # wide ones would take twice the registers, [M, N] of them
 
     if OVERLAP:

@@ -19,16 +19,24 @@ from model.api.sampling_bounds import check_sampling
 from model.api.sampling_params import Probe, SamplingParams
 from model.cache.kv_cache import KVCache
 from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
+from model.engine.execution import encoder_graphs, mixed_graphs
+from model.engine.execution.cuda_graphs import DecodeGraphs
+from model.engine.execution.encoder_graphs import EncoderGraphs
+from model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts
 from model.engine.execution.model_runner import ModelRunner
 from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduled_step import DECODES_ONLY, UNLIMITED, StepBudget
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.speculation.draft_model import DraftModel
+from model.engine.speculation.propose import MAX_VERIFIED_ROWS
 from model.network.transformer import Transformer
 from model.text.grammar import choice_grammar, regex_grammar
 from model.text.grammar_matcher import Grammars
 from model.text.token_bytes import TokenBytes
+from tests.engine.test_encoder_graphs import TextsBackend
+from tests.engine.test_overlap import recorded
+from tests.matrix import rest_is_slow
 from tests.model.checkpoints import AUDIO, CPU, DECODERS, START, loaded, native_backends, prompt, source_of
 from tests.model.decoder_rows import VOCAB
 
@@ -41,8 +49,22 @@ GRAMMARS = (regex_grammar("[a-z]{2,6}(-[A-Z]+)*"), choice_grammar(["abc", "abd",
 
 
 @cache
-def network(kind: str) -> Transformer:
-    return loaded(kind, next(iter(native_backends()), None))
+def network(kind: str, *, records: bool = False) -> Transformer:
+    """Return a model; `records`: its steps can be recorded, as all lengths are read where a GPU's kernels read them."""
+    return loaded(kind, TextsBackend() if records else next(iter(native_backends()), None))
+
+
+def recorded_graphs(model: Transformer, pages: KVCache, num_seqs: int) -> dict[str, Any]:
+    """Return what a GPU replays of a model, recorded without one."""
+    sizes: dict[str, Any] = {"max_num_seqs": num_seqs, "max_model_len": MAX_LEN, "record": recorded}
+    found: dict[str, Any] = {"graphs": DecodeGraphs(model, pages, **sizes)}
+    if can_record_prompts(model):
+        found["mixed_graphs"] = MixedGraphs(model, pages, **sizes)
+    if model.encoder is not None:
+        found["encoder_graphs"] = EncoderGraphs(model, max_num_seqs=num_seqs, max_num_tokens=256, record=recorded)
+    for one in found.values():
+        one.record_all()
+    return found
 
 
 def maybe(chance: random.Random, probability: float, **fields: Any) -> dict[str, Any]:
@@ -103,7 +125,8 @@ def least_blocks(window: int | None, size: int, requests: list[Request], budget:
 
 
 def engine_of(kind: str, pools: list[int], size: int, cache_dtype: torch.dtype, **settings: Any) -> GenerateEngine:
-    model, chosen = network(kind), {"num_seqs": 8, "budget": 256, "shares": False, "overlap": False, **settings}
+    chosen = {"num_seqs": 8, "budget": 256, "shares": False, "overlap": False, "records": False, **settings}
+    model = network(kind, records=chosen["records"])
     decoder, encoder = model.config.decoder, model.config.encoder
     assert decoder is not None
     specs = pools_of(paged_specs(decoder, "float32"))
@@ -113,7 +136,8 @@ def engine_of(kind: str, pools: list[int], size: int, cache_dtype: torch.dtype, 
     blocks = BlockManager(sizes, size, prefix_caching=shares, short_context=short, states=states)
     slots = states.num_slots if states is not None else 0
     pages = KVCache(decoder, [one.num_pages for one in sizes], size, cache_dtype, CPU, slots)
-    runner = ModelRunner(model, pages, blocks)
+    replays = chosen.get("replays", False)
+    runner = ModelRunner(model, pages, blocks, **recorded_graphs(model, pages, chosen["num_seqs"]) if replays else {})
     layers = encoder.num_layers if encoder is not None and not chosen["overlap"] else 1
     drafts = chosen.get("drafts", 0)
     engine = GenerateEngine(
@@ -127,10 +151,11 @@ def engine_of(kind: str, pools: list[int], size: int, cache_dtype: torch.dtype, 
         num_speculative_tokens=drafts,
     )
     if drafts and encoder is None and specs[0].window is None and chosen["small"]:
-        small = network("llama-gqa")
+        small = network("llama-gqa", records=chosen["records"])
         assert small.decoder is not None
         cache_of_small = KVCache(small.decoder.config, pages.num_pages[:1], size, torch.float32, CPU)
-        runner.draft_model = DraftModel(small, cache_of_small, VOCAB, has_rules=False)
+        graphs = recorded_graphs(small, cache_of_small, MAX_VERIFIED_ROWS) if replays else {}
+        runner.draft_model = DraftModel(small, cache_of_small, VOCAB, has_rules=False, **graphs)
         engine.speculation.draft_context = MAX_LEN
     return engine
 
@@ -195,6 +220,20 @@ def alike(ours: Any, theirs: Any) -> bool:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_are_those_of_each_request_alone(kind: str, seed: int) -> None:
+    run_scenario(kind, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:12])
+@pytest.mark.parametrize("kind", rest_is_slow(KINDS, lambda kind: kind in ("gemma3", "bart")))
+def test_recorded_steps_change_no_output(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_graphs, "_DECODES", (0, 2, 8))
+    monkeypatch.setattr(mixed_graphs, "_TOKENS", (8, 24, 64))
+    monkeypatch.setattr(encoder_graphs, "most_tokens", lambda config: 192)
+    run_scenario(kind, seed, records=True)
+
+
+def run_scenario(kind: str, seed: int, *, records: bool = False) -> None:
+    """Run drawn requests together, by recorded steps if `records`, then each alone."""
     chance = random.Random(f"{kind} {seed}")
     requests = drawn_requests(kind, chance)
     decoder = network(kind).config.decoder
@@ -204,18 +243,18 @@ def test_outputs_are_those_of_each_request_alone(kind: str, seed: int) -> None:
     budget = chance.choice((num_seqs, 20, 200))
     room = chance.choice((1, 1, 2))
     pools = [room * least_blocks(window, size, requests, budget) for window in windows]
-    dtype = torch.int8 if native_backends() and chance.random() < 0.2 else torch.float32
+    dtype = torch.int8 if native_backends() and not records and chance.random() < 0.2 else torch.float32
     settings = {
         **{"num_seqs": num_seqs, "budget": budget, "shares": chance.random() < 0.7, "overlap": chance.random() < 0.3},
         **{"drafts": chance.choice((0, 3)), "small": chance.random() < 0.5, "snapshots": chance.choice((0, 3))},
     }
-    engine = engine_of(kind, pools, size, dtype, **settings)
+    engine = engine_of(kind, pools, size, dtype, records=records, replays=records, **settings)
     outputs, aborted = play(engine, requests, chance)
     stats = engine.stats()
     assert engine.block_manager.is_empty
     assert sum(one.drafted_tokens for one in outputs) == stats.draft_tokens
     assert sum(one.accepted_tokens for one in outputs) == stats.accepted_tokens
-    found, lonely = said(outputs), engine_of(kind, [400] * len(windows), 16, dtype)
+    found, lonely = said(outputs), engine_of(kind, [400] * len(windows), 16, dtype, records=records)
     for request in requests:
         plain = replace(request.params, num_speculative_tokens=None)
         for key, whole in said(play_alone(lonely, replace(request, params=plain))).items():

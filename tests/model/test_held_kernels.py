@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -247,6 +248,34 @@ def test_every_kernel_that_is_launched_is_held() -> None:
     kernels = {name: found for name, found in decorated.items() if any("triton.jit" in one for one in found)}
     assert len(launched & kernels.keys()) > 15
     assert [name for name in launched & kernels.keys() if kernels[name][0] != "held"] == []
+
+
+# What kernels read before the ones before them have ended: lengths, which are copied before a graph, and weights.
+READ_EARLY = {
+    "attend": {"tl.load(cu_seqlens_q + segment + 1)", "tl.load(cu_seqlens_q)", "tl.load(kv_lens + segment)"}
+    | {"tl.load(cu_seqlens_q + segment)", "_segment_of(cu_seqlens_q, num_segments, tile, TILE_Q)"},
+    "one_row": {"tl.load(rows, mask=there[:, None] & (k < K)[None, :], other=0.0)"},
+}
+
+
+def test_kernels_that_begin_early_wait_before_they_write() -> None:
+    """Read the source: each kernel with OVERLAP waits, and what it calls before that only computes or reads this."""
+    kernels = {
+        node.name: node
+        for file in sorted((ROOT / "model").rglob("*.py"))
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and "OVERLAP" in {one.arg for one in node.args.args}
+    }
+    assert len(kernels) >= 7
+    harmless = re.compile(r"gdc_launch_dependents|tl\.(program_id|num_programs|arange|zeros)|.*\.to$")
+    for name, kernel in kernels.items():
+        waits = [place for place, one in enumerate(kernel.body) if "gdc_wait()" in ast.unparse(one)]
+        assert len(waits) == 1, f"{name} waits in every program, once"
+        wait = kernel.body[waits[0]]
+        assert isinstance(wait, ast.If) and ast.unparse(wait.test) == "OVERLAP" and not wait.orelse, name
+        before = [call for one in kernel.body[: waits[0]] for call in ast.walk(one) if isinstance(call, ast.Call)]
+        read = {ast.unparse(call) for call in before if not harmless.fullmatch(ast.unparse(call.func))}
+        assert read == READ_EARLY.get(name, set()), name
 
 
 @pytest.mark.slow  # it compiles Triton's driver and some ten kernels
