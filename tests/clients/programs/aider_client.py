@@ -13,7 +13,7 @@ QUIET = ("--no-pretty", "--no-gitignore", "--map-tokens", "0", "--no-detect-urls
 
 def aider(folder, *arguments):
     given = {"OPENAI_API_BASE": f"{URL}/v1", "OPENAI_API_KEY": KEY}
-    command = ["aider", "--model", "openai/smollm2", *PLAIN, *QUIET, *arguments]
+    command = ["aider", "--model", "openai/chat", *PLAIN, *QUIET, *arguments]
     done = subprocess.run(command, env={**os.environ, **given}, cwd=folder, capture_output=True, text=True, timeout=200)
     said = done.stdout + done.stderr
     assert done.returncode == 0 and " received." in said, said[-500:]
@@ -25,7 +25,7 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "greet.py").write_text("def greet():\n    return 'hello'\n")
     # Without a limit of its own a small model repeats itself until the context is full.
     Path(folder, ".aider.model.settings.yml").write_text(
-        "- name: openai/smollm2\n  edit_format: whole\n  extra_params:\n    max_tokens: 60\n"
+        "- name: openai/chat\n  edit_format: whole\n  extra_params:\n    max_tokens: 60\n"
     )
 
     @feature("chat")

@@ -67,7 +67,7 @@ def structured():
         days: int
 
     asked = [{"role": "user", "content": "Three days in Oslo, as JSON"}]
-    reply = client.messages.parse(model="smollm2", max_tokens=100, messages=asked, output_format=Stay)
+    reply = client.messages.parse(model="chat", max_tokens=100, messages=asked, output_format=Stay)
     assert isinstance(reply.parsed_output, Stay)
     return reply.parsed_output
 

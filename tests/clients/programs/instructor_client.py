@@ -16,13 +16,13 @@ class Stay(pydantic.BaseModel):
     days: int
 
 
-# The mode JSON leaves the schema to the model, and smollm2 is too small to keep to it.
+# The mode JSON leaves the schema to the model, and chat is too small to keep to it.
 for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"):
 
     @feature(f"structured: {mode}")
     def structured(mode=mode):
         patched = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
-        found = patched.chat.completions.create(model="smollm2", response_model=Stay, **ASKED)
+        found = patched.chat.completions.create(model="chat", response_model=Stay, **ASKED)
         assert isinstance(found, Stay)
         return found
 
@@ -30,6 +30,6 @@ for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"):
 @feature("stream: partial objects")
 def partial():
     patched = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
-    found = list(patched.chat.completions.create_partial(model="smollm2", response_model=Stay, **ASKED))
+    found = list(patched.chat.completions.create_partial(model="chat", response_model=Stay, **ASKED))
     assert len(found) > 1 and found[-1].days is not None
     return found[-1]

@@ -55,7 +55,7 @@ def tools():
 
 @feature("structured")
 def structured():
-    small = ChatAnthropic(model="smollm2", **GIVEN)
+    small = ChatAnthropic(model="chat", **GIVEN)
     for method in ("json_schema", "function_calling"):
         found = small.with_structured_output(Stay, method=method).invoke("Three days in Oslo, as JSON")
         assert isinstance(found, Stay)

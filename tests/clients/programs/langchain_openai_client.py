@@ -59,7 +59,7 @@ def tools():
 @feature("structured")
 def structured():
     for method in ("json_schema", "function_calling"):
-        small = ChatOpenAI(model="smollm2", max_tokens=100, **GIVEN)
+        small = ChatOpenAI(model="chat", max_tokens=100, **GIVEN)
         found = small.with_structured_output(Stay, method=method).invoke("Three days in Oslo, as JSON")
         assert isinstance(found, Stay)
     return found

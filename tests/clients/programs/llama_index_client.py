@@ -41,7 +41,7 @@ def tools():
 
 @feature("structured")
 def structured():
-    small = OpenAILike(model="smollm2", max_tokens=100, should_use_structured_outputs=True, **GIVEN)
+    small = OpenAILike(model="chat", max_tokens=100, should_use_structured_outputs=True, **GIVEN)
     found = small.as_structured_llm(Stay).chat([ChatMessage("Three days in Oslo, as JSON")]).raw
     assert isinstance(found, Stay)
     return found

@@ -18,7 +18,7 @@ MODELS = [
         "supports_schema": True,
         "supports_tools": True,
     }
-    for name in (CHAT, "smollm2")
+    for name in (CHAT, "chat")
 ]
 (FOLDER / "extra-openai-models.yaml").write_text(json.dumps(MODELS))  # JSON is YAML
 
@@ -51,4 +51,4 @@ def tools():
 @feature("structured")
 def structured():
     asked = ("--schema", json.dumps(CITY), "-o", "max_tokens", "100", "Three days in Oslo, as JSON")
-    return expect_city(llm("-m", "smollm2", *asked))
+    return expect_city(llm("-m", "chat", *asked))

@@ -49,7 +49,7 @@ for name, kind in KINDS.items():
 
     @feature(f"structured{name}")
     async def structured(agent=agent):
-        able = agent("smollm2", output_type=Stay)
+        able = agent("chat", output_type=Stay)
         found = (await agents.Runner.run(able, "Three days in Oslo, as JSON")).final_output
         assert isinstance(found, Stay)
         return found

@@ -125,10 +125,10 @@ def parse():
 
     asked = [{"role": "user", "content": "Three days in Oslo, as JSON"}]
     reply = client.chat.completions.parse(
-        model="smollm2", messages=asked, response_format=Stay, max_tokens=100, temperature=0
+        model="chat", messages=asked, response_format=Stay, max_tokens=100, temperature=0
     )
     assert isinstance(reply.choices[0].message.parsed, Stay)
-    other = client.responses.parse(model="smollm2", input=asked, text_format=Stay, max_output_tokens=100, temperature=0)
+    other = client.responses.parse(model="chat", input=asked, text_format=Stay, max_output_tokens=100, temperature=0)
     assert isinstance(other.output_parsed, Stay)
     return reply.choices[0].message.parsed
 

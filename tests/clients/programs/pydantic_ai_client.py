@@ -52,7 +52,7 @@ for name, model in MODELS.items():
 
 @feature("structured: by a tool")
 async def by_tool():
-    agent = Agent(OpenAIChatModel("smollm2", provider=PROVIDER), output_type=Stay, model_settings={"max_tokens": 100})
+    agent = Agent(OpenAIChatModel("chat", provider=PROVIDER), output_type=Stay, model_settings={"max_tokens": 100})
     found = (await agent.run("Three days in Oslo, as JSON")).output
     assert isinstance(found, Stay)
     return found
@@ -60,7 +60,7 @@ async def by_tool():
 
 @feature("structured: by the schema")
 async def by_schema():
-    model = OpenAIChatModel("smollm2", provider=PROVIDER)
+    model = OpenAIChatModel("chat", provider=PROVIDER)
     agent = Agent(model, output_type=NativeOutput(Stay), model_settings={"max_tokens": 100})
     found = (await agent.run("Three days in Oslo, as JSON")).output
     assert isinstance(found, Stay)
