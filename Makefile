@@ -12,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: help install serve test test-slow check check-native conformance clients format bench load faults pretrained lock wheels image image-test \
-        compose-test monitoring audit profile clean
+        compose-test monitoring docs audit profile clean
 help:
 	@echo "make serve       start the service with the embedded models on http://127.0.0.1:8000 (ARGS='--port 9000')"
 	@echo "make test        the default test suite            make test-slow   the slow checks too"
@@ -24,6 +24,7 @@ help:
 	@echo "make load        load on a running service (ARGS='sweep --model code'; see docs/loadtest.md)"
 	@echo "make image       the container image                make monitoring  the dashboard"
 	@echo "make image-test, make compose-test   build and run them for real, on a Docker engine"
+	@echo "make docs        the site of the documentation, build/docs/site/index.html"
 	@echo "make audit       ask a vulnerability service about the lock"
 	@echo "make faults      inject faults under load, and report what clients see; twenty minutes (ARGS='--only killed')"
 	@echo "make profile PID=N  where a running process spends its time, as a flame graph (ARGS='--duration 30')"
@@ -127,6 +128,13 @@ compose-test: .venv/.dev wheels
 
 monitoring: .venv/.dev
 	$(BIN)/python -m deploy.monitoring
+
+# In an environment of its own, as the site's tools are pinned apart.
+docs: .venv/.dev
+	$(BIN)/python -m lab.site build/docs
+	test -x build/docs-venv/bin/mkdocs || { $(PYTHON) -m venv build/docs-venv && \
+	    build/docs-venv/bin/pip install --quiet --no-deps -r requirements-docs.lock; }
+	cd build/docs && NO_MKDOCS_2_WARNING=1 ../docs-venv/bin/mkdocs build --quiet --strict $(ARGS)
 
 audit: .venv/.service
 	$(PYTHON) -m venv build/audit

@@ -128,6 +128,7 @@ LAB = """
                           model/engine/execution model/engine
     paced_engine        : model/api model/system
     worst_bodies        :
+    site                : service/app service/routes
     commands            : training faults bench bench/peers paced_engine worst_bodies loadtest/errors loadtest/settings
                           loadtest/records loadtest/results loadtest/generator loadtest/server loadtest/runs
                           loadtest/commands model/errors model/api model/system model/llm model/quantization

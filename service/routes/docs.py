@@ -67,12 +67,12 @@ async def openapi(request: Request) -> Response:
     """Returns the description of all routes."""
     service, prefix = service_of(request), prefix_of(request.scope)
     chosen = tuple(choices(service.models.candidates).values())
-    found = _document(request.app.table, service.version, service.settings.asks_for_key, chosen)
+    found = document(request.app.table, service.version, service.settings.asks_for_key, chosen)
     return JSONResponse({**found, "servers": [{"url": prefix}]} if prefix else found)
 
 
 @lru_cache(maxsize=4)
-def _document(table: RouteTable, version: str, with_keys: bool, chosen: tuple[Choice, ...]) -> Json:
+def document(table: RouteTable, version: str, with_keys: bool, chosen: tuple[Choice, ...]) -> Json:
     """Return the OpenAPI document of a table of routes, with examples for the `chosen` models."""
     by_ability = {one.ability: one for one in chosen}
     described = [route for route in table.rows if route.replies is not None]
