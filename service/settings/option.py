@@ -43,7 +43,7 @@ class Option:
         try:
             return self.parse(value if isinstance(value, str) else _text(value))
         except ValueError as error:
-            expected = str(error) if "invalid literal" not in str(error) else "a whole number"
+            expected = "a whole number" if self.parse is int else "a number" if self.parse is float else str(error)
             raise ConfigError(f"{where}: found {value!r}, expected {expected}") from None
 
     @property

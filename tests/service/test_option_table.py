@@ -130,6 +130,7 @@ def test_an_unknown_variable_names_the_nearest() -> None:
     ("arguments", "message"),
     [
         (("--port", "x"), "--port: found 'x', expected a whole number"),
+        (("--gpus-per-replica", "half"), "--gpus-per-replica: found 'half', expected a number"),
         (("--max-model-len", "all"), "--max-model-len: found 'all', expected a whole number, or auto"),
         (("--dtype", "int4"), "--dtype: found 'int4', expected one of auto, float32"),
         (("--runtime", "docker"), "--runtime: found 'docker', expected one of ray, local"),
