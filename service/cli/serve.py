@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from model.errors import EngineDeadError
+from model.errors import ConfigError, EngineDeadError
 from model.system.child_process import ConnectedChild
 from model.system.stacks import print_stacks_on_signal
 from service.cli.banner import banner
@@ -62,8 +62,13 @@ def run(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = 
     from service.runtimes.ray_serve import environment
 
     with environment.prepared(config) as folder:
-        from service.runtimes.ray_serve.deployment import run_ray  # reads the environment when it is imported
-
+        try:
+            from service.runtimes.ray_serve.deployment import run_ray  # reads the environment when it is imported
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"--runtime ray: the package {error.name} is not installed; pip install 'triptych[ray]', "
+                "or use --runtime local"
+            ) from None
         return run_ray(config, folder, on_ready)
 
 

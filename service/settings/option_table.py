@@ -47,7 +47,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("host", str, "127.0.0.1", "address to listen on", "ADDRESS"),
     Option("port", int, 8000, "port to listen on", "PORT"),
     Option(
-        "runtime", one_of("ray", "local"), "ray", "ray: Ray Serve; local: uvicorn, on this machine alone", "ray|local"
+        "runtime",
+        one_of("ray", "local"),
+        "ray",
+        "ray: Ray Serve (triptych[ray]); local: uvicorn, on this machine alone",
+        "ray|local",
+        "ray if Ray is installed, else local",
     ),
     Option("replicas", replicas, 1, "number of Ray Serve replicas; a range is scaled automatically", "N|MIN-MAX"),
     Option(
