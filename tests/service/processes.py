@@ -34,10 +34,14 @@ class ServiceProcess:
     """A started `triptych serve`; `url` is known once it is ready."""
 
     def __init__(
-        self, arguments: Sequence[str], folder: Path = ROOT, variables: Mapping[str, str] | None = None
+        self,
+        arguments: Sequence[str],
+        folder: Path = ROOT,
+        variables: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         """Start it in `folder`, with the import path of the installed `triptych` and more environment variables."""
-        command = [sys.executable, "-P", "-m", "service.cli.main", "serve", "--port", "0", *arguments]
+        command = [python, "-P", "-m", "service.cli.main", "serve", "--port", "0", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRIPTYCH_", "RAY_"))}
         environment |= variables or {}
         self._process = subprocess.Popen(
@@ -149,10 +153,13 @@ def strange_folder(folder: Path) -> Path:
 
 @contextmanager
 def running(
-    arguments: Sequence[str], folder: Path = ROOT, variables: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    folder: Path = ROOT,
+    variables: Mapping[str, str] | None = None,
+    python: str = sys.executable,
 ) -> Iterator[ServiceProcess]:
     """Yield a service that is ready; it is stopped at the end if it still runs."""
-    service = ServiceProcess(arguments, folder, variables)
+    service = ServiceProcess(arguments, folder, variables, python)
     try:
         service.wait_ready()
         yield service
