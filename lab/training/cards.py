@@ -18,6 +18,8 @@ _CODE = """\
 ---
 widget:
 - text: "def add(a, b):\\n    "
+- text: "import os\\n\\ndef read_lines(path):\\n    \\"\\"\\"Return"
+- text: "class Stack:\\n    def "
 ---
 # code
 
@@ -43,6 +45,8 @@ _NORMALIZE = """\
 ---
 widget:
 - text: the third of march twenty twenty four at half past nine
+- text: they paid twelve dollars fifty
+- text: twenty-third of may at noon
 ---
 # normalize
 

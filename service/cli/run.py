@@ -14,7 +14,7 @@ from service.cli.service_client import Json, ServiceClient, checked_url, started
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _WRITES = ("chat", "complete", "translate", "summarize", "rewrite")  # abilities whose reply is text
-_LANGUAGES = ("task", "source_language", "target_language")  # fields of an example that a translator needs
+_KEPT = ("temperature", "task", "source_language", "target_language")  # fields of the model's example that are sent
 _COMMANDS_OF = {"transcribe": "triptych transcribe", "embed": "triptych encode"}
 _HELP = """\
 /help               this list
@@ -146,7 +146,7 @@ class Session:
             raise ConfigError(f"{name} does not write text; it can {', '.join(able) or 'do nothing'}{other}")
         self._name, self._chats = name, "chat" in able
         example = next(one["body"] for one in models[name]["capabilities"] if one["name"] in _WRITES)
-        self._example = {key: value for key, value in example.items() if key in _LANGUAGES}
+        self._example = {key: value for key, value in example.items() if key in _KEPT}
 
     def _command(self, name: str = "help", text: str = "") -> bool:
         """Run a command; return whether the conversation goes on."""
@@ -190,12 +190,12 @@ class Session:
     def _answer(self, text: str) -> None:
         """Print the reply to a text, and keep both if it is a chat. A reply that Ctrl+C stops is kept as it is."""
         asked = [*self._messages, {"role": "user", "content": text}]
-        body: Json = {"model": self._name, **self._parameters}
+        body: Json = {"model": self._name, **self._example, **self._parameters}
         if self._chats:
             system = [{"role": "system", "content": self._system}] if self._system else []
             path, body = "/v1/chat/completions", body | {"messages": [*system, *asked]}
         else:
-            path, body = "/generate", self._example | body | {"prompt": text}
+            path, body = "/generate", body | {"prompt": text}
         printed = _Printer()
         events = self._client.events(path, body)
         try:

@@ -44,8 +44,13 @@ class ServedModel:
     chat: ChatTemplate | None = None
     chat_problem: str = ""  # why its chat template cannot be used
     pairs: PairTemplate | None = None  # a reranker's template of query and document; None: the tokenizer joins them
-    example: str = ""  # a text of its card that shows what it is for
+    examples: tuple[str, ...] = ()  # texts of its card that show what it is for
     loaded: bool = True  # False: only the checkpoint is known; the model is loaded when a request needs it
+
+    @property
+    def example(self) -> str:
+        """The first text of its card; "" if there is none."""
+        return next(iter(self.examples), "")
 
     @property
     def config(self) -> ModelConfig:

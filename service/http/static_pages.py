@@ -22,11 +22,11 @@ def page(name: str) -> HTMLResponse:
 
 @cache
 def _text(name: str) -> str:
-    """Return the text of a page with the common parts inserted."""
+    """Return the text of a page with its parts, which marks such as `/* chat.js */` name, inserted."""
     html = _file(f"{name}.html")
-    for mark, shared in (("<!-- head.html -->", "head.html"), ("/* look.css */", "look.css")):
-        html = html.replace(mark, _file(shared).strip())
-    return html
+    return re.sub(
+        r"<!-- (\w+\.html) -->|/\* (\w+\.(?:css|js)) \*/", lambda mark: _file(mark[1] or mark[2]).strip(), html
+    )
 
 
 def _file(name: str) -> str:

@@ -57,6 +57,7 @@ _SHARED = {
 SOUND = "@-"  # as the file of a form: the command pipes the service's sample into it
 SAMPLE = "sample.flac"  # the path of the sample, which the service sends if a model transcribes
 
+_CHAT_TEMPERATURE = 0.3  # where the folder names none: at 1, the default of OpenAI's API, small models talk nonsense
 _QUESTION = "What is the capital of France?"
 _SENTENCES = ["A cat sleeps on the mat.", "A kitten naps on the rug."]
 _FACT = "Ada Lovelace was born in London in 1815."
@@ -161,8 +162,14 @@ def _of_ids(served: ServedModel) -> Capability:
 def _of_decoder(served: ServedModel) -> Iterable[Capability]:
     text = served.example
     if served.chat is not None:
-        messages = [{"role": "user", "content": text or _QUESTION}]
-        yield Capability(CHAT, "/v1/chat/completions", {"model": served.name, "messages": messages, "max_tokens": 64})
+        body: Json = {
+            "model": served.name,
+            "messages": [{"role": "user", "content": text or _QUESTION}],
+            "max_tokens": 64,
+        }
+        if "temperature" not in served.checkpoint.sampling_defaults:
+            body["temperature"] = _CHAT_TEMPERATURE
+        yield Capability(CHAT, "/v1/chat/completions", body)
     prompt = "The capital of France is" if served.chat is not None else text or "Once upon a time"
     yield Capability(COMPLETE, "/generate", {"model": served.name, "prompt": prompt, "max_tokens": 32})
 

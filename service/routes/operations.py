@@ -155,6 +155,7 @@ def _model(service: Service, served: ServedModel) -> Json:
         "has_tokenizer": tokenizer is not None,
         "mask_token": tokenizer.mask_token if tokenizer is not None else None,
         "outputs": available(served),
+        "examples": served.examples,
         "capabilities": [one.to_json() for one in capabilities(served)],
     }
 

@@ -13,7 +13,7 @@ from model.checkpoint.folder import Checkpoint, errors_about, read_checkpoint
 from model.errors import ConfigError
 from model.text.tokenizer import Tokenizer
 from service.chat.template_probe import read_chat_template
-from service.core.model_card import card_example
+from service.core.model_card import card_examples
 from service.core.models import ServedModel
 from service.core.pair_template import PairTemplate
 from service.runtimes.hub_download import download
@@ -45,8 +45,8 @@ def _read_model(spec: ModelSpec, max_beams: int) -> ServedModel:
         except ConfigError as error:  # the model serves everything else
             problem = f"model {spec.name}: {error}"
             logger.warning("model %s serves no chats: %s", spec.name, error)
-    example = card_example(folder)
-    return ServedModel(spec.name, checkpoint, tokenizer, spec.engine, chat, problem, pairs, example)
+    examples = card_examples(folder)
+    return ServedModel(spec.name, checkpoint, tokenizer, spec.engine, chat, problem, pairs, examples)
 
 
 def _bound_beams(spec: ModelSpec, checkpoint: Checkpoint, max_beams: int) -> Checkpoint:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.core.model_card import card_example
+from service.core.model_card import card_examples
 from service.planning.capabilities import capabilities, choices
 from tests.service.dialects.support import chat_app
 from tests.service.encode_models import client_of, encode_app
@@ -66,20 +66,20 @@ def test_the_documentation_names_a_model_that_can(app: App) -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "text"),
+    ("card", "texts"),
     [
-        ("---\nwidget:\n- text: Hello\n- text: Other\n---\n# m\n", "Hello"),
-        ('---\r\nwidget:\r\n  - text: "a\\n"\r\n---\r\n', "a\n"),
-        ("---\nwidget: [Hello]\n---\n", "Hello"),
-        ("---\nwidget: 3\n---\n", ""),
-        ("---\nwidget: [{text: 3}, {src: x}]\n---\n", ""),
-        ("---\n: [\n---\n", ""),
-        ("# m\n---\nwidget: [x]\n---\n", ""),
-        (f"---\nwidget: [{'x' * 500}]\n---\n", ""),
-        (f"---\n{'[' * 5000}\n---\n", ""),
+        ("---\nwidget:\n- text: Hello\n- text: Other\n---\n# m\n", ("Hello", "Other")),
+        ('---\r\nwidget:\r\n  - text: "a\\n"\r\n---\r\n', ("a\n",)),
+        ("---\nwidget: [Hello]\n---\n", ("Hello",)),
+        ("---\nwidget: 3\n---\n", ()),
+        ("---\nwidget: [{text: 3}, {src: x}]\n---\n", ()),
+        ("---\n: [\n---\n", ()),
+        ("# m\n---\nwidget: [x]\n---\n", ()),
+        (f"---\nwidget: [{'x' * 500}]\n---\n", ()),
+        (f"---\n{'[' * 5000}\n---\n", ()),
     ],
 )
-def test_the_example_of_a_card(card: str, text: str, tmp_path: Path) -> None:
+def test_the_examples_of_a_card(card: str, texts: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "README.md").write_bytes(card.encode())
-    assert card_example(tmp_path) == card_example(tmp_path / "model.gguf") == text
-    assert card_example(tmp_path / "none" / "model.gguf") == ""
+    assert card_examples(tmp_path) == card_examples(tmp_path / "model.gguf") == texts
+    assert card_examples(tmp_path / "none" / "model.gguf") == ()

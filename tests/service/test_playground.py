@@ -16,6 +16,7 @@ import pytest
 
 from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium, eventually
+from tests.service.dialects.support import calling_app, chat_app, prompt_of, says
 from tests.service.encode_models import encode_app
 from tests.service.speech import TRANSLATE, at, ids, speech_app
 from tests.service.support import App, ask, check_accounts, live, make_app
@@ -335,6 +336,108 @@ def test_in_a_browser_with_a_key(browser: Browser) -> None:
     check_accounts(app)
 
 
+def _answered(browser: Browser, words: str) -> None:
+    """Wait until the last turn has ended and has these words."""
+    eventually(lambda: not browser.run("return document.getElementById('send').disabled"))
+    assert words in browser.text(".turn:last-child"), browser.text("#turns") + browser.text("#error")
+
+
+@with_browser
+def test_a_chat_with_turns(browser: Browser) -> None:
+    app = chat_app(settings=KEYS, max_model_len=4096)
+    says(app, "Paris.")
+    with live(app) as url:
+        _open(browser, url.replace("//", "//anybody:canary-key@"), "chat")
+        assert browser.run("return document.getElementById('chat').checkVisibility()")
+        assert browser.text("#turns") == "Say something to the model."
+        browser.type("#system", "Be brief.")
+        browser.type("#chat [name=temperature]", "0.5")
+        browser.press("#message", "Where?" + ENTER)
+        _answered(browser, "Paris.")
+        assert browser.text("#chat-facts").startswith("stop")
+        browser.type("#message", "<b>And</b>?")
+        browser.click("#send")
+        _answered(browser, "Paris.")
+        assert "Be brief." in prompt_of(app) and "Where?" in prompt_of(app) and "<b>And</b>?" in prompt_of(app)
+        assert app.client.submitted[-1].params.temperature == 0.5
+        assert browser.run("return document.querySelectorAll('#turns b').length") == 0
+        line = browser.text("#chat-curl")
+        assert "/v1/chat/completions" in line and "$TRIPTYCH_API_KEY" in line and "canary" not in line
+
+        says(app, "London.")
+        browser.run(
+            "[...document.querySelectorAll('.acts button')].find((one) => one.textContent === 'Regenerate').click()"
+        )
+        _answered(browser, "London.")
+        assert browser.run("return document.querySelectorAll('.turn').length") == 4
+        assert prompt_of(app) == prompt_of(app, -2)
+
+        app.script.delay_s = 0.2
+        browser.type("#message", "Go on")
+        browser.click("#send")
+        eventually(lambda: app.client.running)
+        browser.click("#chat-stop")
+        eventually(lambda: app.client.aborted and not app.client.running)
+        assert browser.text("#chat-facts").startswith("stopped")
+        app.script.delay_s = 0.0
+
+        _choose(browser, "gen")  # and back: the conversation is kept
+        assert not browser.run("return document.getElementById('views').checkVisibility()")
+        _choose(browser, "chat")
+        assert "London." in browser.text("#turns")
+        browser.click("#views label:nth-child(2) input")
+        assert browser.run("return document.getElementById('generate').checkVisibility()")
+        browser.click("#views label:first-child input")
+        browser.click("#chat-new")
+        assert browser.text("#turns") == "Say something to the model."
+        browser.type("#chat [name=seed]", "x")
+        browser.type("#message", "Hi")
+        browser.click("#send")
+        assert "seed" in str(eventually(lambda: browser.text("#error:not([hidden])")))
+        assert browser.run("return document.querySelector('[aria-invalid]').form.id") == "chat"
+        assert [one for one in browser.console() if "400" not in one] == []
+
+
+@with_browser
+def test_a_chat_with_reasoning_and_tools(browser: Browser) -> None:
+    app = calling_app()
+    call = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+    says(app, f"<think>\nHm.\n</think>\n\n<tool_call>\n{call}\n</tool_call>")
+    with live(app) as url:
+        _open(browser, url, "chat")
+        browser.click("#sample-tools")
+        browser.type("#message", "The weather in Oslo?")
+        browser.click("#send")
+        _answered(browser, "calls get_weather")
+        assert '{"city": "Oslo"}' in browser.text(".call pre") and "get_weather" in prompt_of(app)
+        assert browser.text(".turn:last-child details .thought").strip() == "Hm."
+        assert not browser.run("return document.querySelector('.turn:last-child details').open")
+        says(app, "Rain.")
+        browser.type(".call textarea", "rain all day")
+        browser.run(
+            "[...document.querySelectorAll('.acts button')].find((one) => one.textContent === 'Send results').click()"
+        )
+        _answered(browser, "Rain.")
+        assert "rain all day" in prompt_of(app) and "Oslo" in prompt_of(app)
+        assert browser.console() == []
+
+
+@with_browser
+def test_commands_are_copied_and_routes_are_found(browser: Browser, app: App) -> None:
+    with live(app) as url:
+        browser.open(f"{url}/docs")
+        eventually(lambda: browser.text("section pre"))
+        browser.type("#find", "fill mask inputs")
+        shown = browser.run(
+            "return [...document.querySelectorAll('main > section[id]:not([hidden])')].map((one) => one.id)"
+        )
+        assert "post/pipeline/fill-mask" in shown and "get/livez" not in shown
+        browser.type("#find", "speech wav language")
+        browser.run("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
+        browser.run("document.querySelector('main > section:not([hidden]) .line button').click()")
+        assert str(eventually(lambda: browser.run("return window.copied"))).startswith("curl")
+
+
 @with_browser
 def test_the_docs_show_every_route_and_field(browser: Browser, app: App) -> None:
     document = ask(app, "GET", "/openapi.json").json()
@@ -397,6 +500,8 @@ def test_a_file_and_the_microphone_are_transcribed(browser: Browser, tmp_path: P
         assert browser.run("return document.querySelector('[aria-invalid]').name") == "language"
         browser.type("#listen [name=language]", "en")
 
+        browser.click("#sample")
+        eventually(lambda: "sample.flac" in browser.text("#listen-curl"))
         browser.click("#record")
         eventually(lambda: browser.text("#record") == "Stop recording")
         time.sleep(0.5)  # of the microphone's beeps
