@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from model.api.request import EncodeRequest, EncodeTask, Request
 from model.api.sampling_params import SamplingParams
@@ -123,6 +124,7 @@ def compile_own_kernels(model: Transformer) -> Work[int]:
     if model.linear.collective is not None and model.head is not None:
         first, last = model.vocabulary[model.linear.shard.rank]
         for count in LIKELIEST_PARTS:
+            likeliest(_own_logits(model, count))
             likeliest(torch.zeros(count, last - first, dtype=model.dtype, device=next(model.parameters()).device))
             launched += 1
             yield None
@@ -169,6 +171,18 @@ def compile_sampling(model: Transformer) -> None:
             sample(torch.zeros(2, columns, dtype=dtype, device=device), rows)
             for count in LIKELIEST_PARTS:
                 likeliest(torch.zeros(count, columns, dtype=dtype, device=device))
+    if model.linear.collective is None:
+        sample(_own_logits(model, 2), rows)
+        for count in LIKELIEST_PARTS:
+            likeliest(_own_logits(model, count))
+
+
+@torch.inference_mode()
+def _own_logits(model: Transformer, rows: int) -> Tensor:
+    """Return a rank's logits as its head makes them: kernels are compiled for the distance between rows, too."""
+    assert model.head is not None
+    hidden = torch.zeros(rows, model.head.spec.inputs, dtype=model.dtype, device=next(model.parameters()).device)
+    return model.partial_logits(hidden)
 
 
 def _bounds(

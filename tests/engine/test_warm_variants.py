@@ -21,6 +21,7 @@ from model.checkpoint.folder import read_checkpoint
 from model.checkpoint.sentence_transformers import SentenceSettings
 from model.config.attention import AttentionConfig
 from model.config.cache import PoolSize, StateSize
+from model.engine import warmup
 from model.engine.encode_engine import EncodeEngine
 from model.engine.execution.cuda_graphs import DecodeGraphs
 from model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
@@ -30,6 +31,8 @@ from model.engine.generate_engine import GenerateEngine
 from model.engine.scheduling.block_manager import BlockManager
 from model.engine.scheduling.scheduler import Scheduler
 from model.engine.warmup import compile_attention
+from model.linear import float as linear
+from model.sampling.random_sampling import LIKELIEST_PARTS
 from model.system.background_work import finish
 from tests.engine.support import pools_for, request
 from tests.model.checkpoints import loaded, prompt, saved
@@ -186,3 +189,19 @@ def test_what_decodes_beside_a_prompt_is_launched_as_decoding() -> None:
     assert [arguments["SINGLE"] for arguments in launches] == [True, False]
     assert [len(arguments["kv_lens"]) for arguments in launches] == [4, 1]
     assert [arguments["BLOCK_M"] for arguments in launches] == [16, 32]
+
+
+def test_sampling_is_warmed_for_rows_that_are_longer_than_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the strides of logits whose number is no multiple of 8, as a GPU multiplies them."""
+    seen: set[tuple[int, ...]] = set()
+    model = loaded("gpt2")
+    assert model.head is not None
+    monkeypatch.setattr(linear, "product", linear.unaligned_product)
+    monkeypatch.setattr(warmup, "likeliest", lambda logits: seen.add((len(logits), *logits.stride())))
+    monkeypatch.setattr(warmup, "sample", lambda logits, rows: seen.add((len(logits), *logits.stride())))
+    warmup.compile_sampling(model)
+    with torch.inference_mode():
+        for rows in (2, *LIKELIEST_PARTS):
+            stride = model.logits(torch.zeros(rows, model.head.spec.inputs)).stride()
+            assert stride[0] > model.config.embedding.vocab_size
+            assert {(rows, *stride), (rows, model.config.embedding.vocab_size, 1)} <= seen
