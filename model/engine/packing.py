@@ -105,6 +105,8 @@ def load_packed(packed: PackedWeights, spec: ModelSpec, part: Part, *, idle: boo
         threads = max(1, torch.get_num_threads() // 2) if idle else torch.get_num_threads()
         order = PackOrder(spec, part, threads, idle, logging.getLogger().getEffectiveLevel())
         child = _Child(order, packed)
+        kept = "" if packed.cache is None else ", once"
+        logger.info("%s: packing %.2f GB of weights for this CPU%s", spec.name, packed.size / 1e9, kept)
         yield from in_thread(child.run, child.stop, computes=True)
         if not packed.is_found:
             raise CheckpointError("the packed weights cannot be read back")

@@ -132,6 +132,7 @@ def build() -> Built:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():  # another process may have been quicker
                 began = time.monotonic()
+                logger.info("compiling the native kernels for this CPU, once: about a minute")
                 _compile(compiler, flags, library)
                 logger.info("compiled the native kernels for this CPU in %.1f s", time.monotonic() - began)
     except OSError as error:  # read-only, full

@@ -18,6 +18,7 @@ from service.settings.service_settings import Limits, ModelSettings, ServiceSett
 from service.settings.sources import FileSettings
 
 Models = Mapping[str, Mapping[str, Any]]
+_DEFAULTS = EngineConfig(**{option.name: option.default for option in ENGINE_OPTIONS})
 
 _SERVICE_FIELDS = {  # by option name
     **{
@@ -86,8 +87,11 @@ def models_or_embedded(models: Models, settings: Mapping[str, Any]) -> Models:
 
 
 def engine_config(settings: Mapping[str, Any], shared: EngineConfig | None = None) -> EngineConfig:
-    """Build the engine settings of a model: its own first, then those of `shared`. Raises `ConfigError`."""
-    return replace(shared or EngineConfig(), **_engine_settings(settings))
+    """Build the engine settings of a model: its own first, then those of `shared`, then the options' defaults.
+
+    Raises `ConfigError`.
+    """
+    return replace(shared or _DEFAULTS, **_engine_settings(settings))
 
 
 def embedded_model_settings() -> dict[str, dict[str, Any]]:

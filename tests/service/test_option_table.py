@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from model.api.engine_config import AUTO_CACHE
 from model.errors import ConfigError
 from service.cli import banner
 from service.cli.main import main
 from service.settings import option_table, sources
+from service.settings.option_table import ENGINE_OPTIONS
 from service.settings.parsers import byte_size
 from service.settings.resolve import resolve_config
 from service.settings.service_settings import ServiceSettings
@@ -251,3 +253,13 @@ def test_names_that_other_services_have_for_replicas_are_answered_with_ours(caps
         sources.from_environment({"TRIPTYCH_DATA_PARALLEL": "2"})
     with pytest.raises(ConfigError, match=f"key data_parallel_size {expected}"):
         sources.from_mapping({"data-parallel-size": 2}, "x.yaml")
+
+
+def test_a_model_gets_the_default_that_each_option_shows() -> None:
+    [spec] = resolve_config({"a": {"path": "/a"}}, {}).models
+    assert {option.name: getattr(spec.engine, option.name) for option in ENGINE_OPTIONS} == {
+        option.name: option.default for option in ENGINE_OPTIONS
+    }
+    assert spec.engine.weights_cache == AUTO_CACHE
+    [spec] = resolve_config({"a": {"path": "/a"}}, sources.from_environment({"TRIPTYCH_WEIGHTS_CACHE": "off"})).models
+    assert spec.engine.weights_cache is None
