@@ -120,7 +120,7 @@ def _loading(asked: ModelSpec, idle: bool) -> Work[LoadedModel]:
     unrecorded = unrecordable(
         spec.engine, checkpoint.config.decoder, selection.backend, plan.linear.dtype, device, plan.linear.faults
     )
-    early = slow_ways(spec.engine, selection, {DECODE_STEPS: unrecorded}, device)
+    early = slow_ways(spec.engine, selection, {DECODE_STEPS: unrecorded}, device, draft)
     _check_fallbacks(spec.engine, early)  # before a weight is read
     for warning in (*checkpoint.warnings, *conversions(checkpoint.config, plan.linear)):
         logger.warning("%s: %s", spec.name, warning)
@@ -205,7 +205,7 @@ def assembling(
     yield from compute_first_token(encode, generate)
     if generate is not None and isinstance(generate.runner, ModelRunner):
         unrecorded |= generate.runner.unrecorded
-    slow = slow_ways(spec.engine, selection, unrecorded, device)
+    slow = slow_ways(spec.engine, selection, unrecorded, device, draft)
     for way in slow:
         logger.warning("%s is slower than it could be: %s", spec.name, way)
     _check_fallbacks(spec.engine, slow)
@@ -241,7 +241,11 @@ def _recorded_batches(
 
 
 def slow_ways(
-    engine: EngineConfig, selection: Selection, unrecorded: Mapping[str, str], device: torch.device
+    engine: EngineConfig,
+    selection: Selection,
+    unrecorded: Mapping[str, str],
+    device: torch.device,
+    draft: DraftPlan | None = None,
 ) -> tuple[str, ...]:
     """Return what runs slower on this GPU than it could, with the reason; choices of the settings do not count.
 
@@ -251,8 +255,12 @@ def slow_ways(
     slow = [*fallbacks.found()] if cuda else []
     slow += [f"{told}: {selection.faults[part]}" for part, told in _REPLACED.items() if part in selection.faults]
     broken = any(map(kernel_faults.is_attention, selection.faults))
-    if ((cuda and engine.attention_backend == "auto") or broken) and not selection.backend.graph_safe:
-        slow.append(f"attention is not Triton's: {selection.reason}")
+    selections = {"attention": selection}
+    if draft is not None:
+        selections["attention of the draft model"] = draft.selection
+    for what, found in selections.items():
+        if ((cuda and engine.attention_backend == "auto") or broken) and not found.backend.graph_safe:
+            slow.append(f"{what} is not Triton's: {found.reason}")
     slow += [f"{what} are launched kernel by kernel: {why}" for what, why in unrecorded.items() if why]
     return tuple(slow)
 

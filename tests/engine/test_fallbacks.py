@@ -50,6 +50,13 @@ def test_every_fallback_is_reported_with_its_reason() -> None:
     )
 
 
+def test_a_slow_draft_model_is_reported() -> None:
+    draft = SimpleNamespace(selection=TORCH)
+    assert slow_ways(EngineConfig(), TRITON, {}, GPU, draft) == (  # type: ignore[arg-type]
+        f"attention of the draft model is not Triton's: {TORCH.reason}",
+    )
+
+
 def test_fallback_is_in_the_log_and_the_model_info(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,7 +89,7 @@ def test_fallbacks_can_be_refused(at_once: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         loading,
         "slow_ways",
-        lambda engine, selection, unrecorded, _: ("x",) if any(unrecorded.values()) or read else (),
+        lambda engine, selection, unrecorded, *_: ("x",) if any(unrecorded.values()) or read else (),
     )
     settings = EngineConfig(device="cpu", dtype="float32", slow_fallbacks="refuse", max_model_len=16)
     with pytest.raises(ConfigError, match="slow_fallbacks is refuse, and x"):
