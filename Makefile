@@ -139,7 +139,7 @@ monitoring: .venv/.dev
 	$(BIN)/python -m deploy.monitoring
 
 # In an environment of its own, as the site's tools are pinned apart.
-docs: .venv/.dev
+docs: .venv/.service
 	$(BIN)/python -m lab.site build/docs
 	test -x build/docs-venv/bin/mkdocs || { $(PYTHON) -m venv build/docs-venv && \
 	    build/docs-venv/bin/pip install --quiet --no-deps -r requirements-docs.lock; }

@@ -1,6 +1,6 @@
-"""Writes the tables of families in README.md and docs/families.md: `python -m tests.model.family_table`.
+"""Writes docs/families.md: `python -m tests.model.family_table`.
 
-They show what the families derive from settings: those of each class's defaults, and those of published models.
+Its tables show what the families derive from settings: those of each class's defaults, and those of published models.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ from model.families import FAMILIES, WHOLES, config_from_raw
 from tests.model.test_published import PUBLISHED
 
 _ROOT = Path(__file__).parents[2]
-PAGE, README = _ROOT / "docs" / "families.md", _ROOT / "README.md"
+PAGE = _ROOT / "docs" / "families.md"
 _FORMS = ("decoder-only", "encoder-decoder", "encoder-only")
 _HEAD = """# Families
 
 Every `model_type` that is served, and what its layers are made of.
 `python -m tests.model.family_table` writes this page from the families' own tables.
 [adding-a-family.md](adding-a-family.md) tells how to add one, [checkpoints.md](checkpoints.md) what a folder may hold.
+NLLB is `m2m_100`, Pythia is `gpt_neox`, Command R is `cohere`.
+
+"""
+_TABLE = """
+## What their layers are
 
 | `model_type` | for example | form | positions | norms | feed-forward | further |
 |---|---|---|---|---|---|---|
 """
-_README_HEAD = "| form | `model_type` |\n|---|---|\n"
-_WHOLES = """
-The language models of these types, which read images or sounds too, are served for text
-([decoders.md](decoders.md#models-of-text-and-images)); each is of the family that its `text_config` names:
-"""
+_SUMMARY = "| form | `model_type` |\n|---|---|\n"
+_WHOLES = "a model that reads images or sounds too ([more](decoders.md#models-of-text-and-images))"
 # Arguments of torch.nn.Transformer, which has neither a configuration class nor a published model.
 _TORCH = {"model_type": "transformer", "vocab_size": 100, "d_model": 32, "nhead": 4, "num_encoder_layers": 2}
 _TORCH |= {"num_decoder_layers": 2, "dim_feedforward": 64, "bos_token_id": 1, "eos_token_id": 2}
@@ -65,26 +67,18 @@ def page() -> str:
         f"| {_names(types)} | {', '.join(filter(None, map(_example, types)))} | {' | '.join(facts)} |"
         for facts, types in sorted(rows.items(), key=lambda row: (_FORMS.index(row[0][0].split()[0]), row[1]))
     ]
-    return f"{_HEAD}{chr(10).join(lines)}\n{_WHOLES}{_names(sorted(WHOLES))}.\n"
+    return f"{_HEAD}{_summary()}{_TABLE}{chr(10).join(lines)}\n"
 
 
-def summary() -> str:
-    """Return README's table, with a row for each form."""
+def _summary() -> str:
+    """Return the types of each form."""
     networks = _networks()
     rows = {
         form: sorted(one for one, configs in networks.items() if configs[0].form.split()[0] == form) for form in _FORMS
     }
     lines = [f"| {form} | {_names(types)} |" for form, types in rows.items()]
-    lines.append(f"| the language model of a model that reads images or sounds too | {_names(sorted(WHOLES))} |")
-    return _README_HEAD + "".join(f"{line}\n" for line in lines)
-
-
-def write() -> None:
-    """Write the tables."""
-    PAGE.write_text(page(), encoding="utf-8")
-    before, _, after = README.read_text(encoding="utf-8").partition(_README_HEAD)
-    rest = "\n".join(line for line in after.split("\n\n", 1)[1:])
-    README.write_text(f"{before}{summary()}\n{rest}", encoding="utf-8")
+    lines.append(f"| the language model of {_WHOLES} | {_names(sorted(WHOLES))} |")
+    return _SUMMARY + "".join(f"{line}\n" for line in lines)
 
 
 def _names(types: Iterable[str]) -> str:
@@ -211,4 +205,4 @@ def _further(config: ModelConfig) -> str:
 _FACTS = (_form, _positions, _norms, _mlps, _further)
 
 if __name__ == "__main__":
-    write()
+    PAGE.write_text(page(), encoding="utf-8")
