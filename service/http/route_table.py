@@ -32,11 +32,12 @@ class Example:
     """An example of a body: the ability that a model needs for it, and the body without the model's name.
 
     /openapi.json names a served model with the ability in it. `{text}` becomes a text for that model, `{mask}` its mask
-    token. Without a body the example is the model's own one in `service.planning.capabilities`.
+    token. With `own`, or without a body, the example is the model's own one in `service.planning.capabilities`.
     """
 
     ability: str
     body: Mapping[str, Any] | None = None
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def _examples(body: Body, chosen: Choices, path: str) -> Json:
 
 def _example(one: Example, chosen: Choices, path: str) -> Json:
     choice = chosen.get(one.ability)
-    if choice is not None and one.body is None:
+    if choice is not None and (one.own or one.body is None):
         return {"value": json.loads(choice.body)} if choice.path == path else {"x-needs": MEANINGS[one.ability]}
     if not one.ability:
         return {"value": dict(one.body or {})}

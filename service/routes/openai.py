@@ -25,7 +25,7 @@ from service.routes import encode, generate
 routes = Routes("generate")
 
 _COMPLETION = Example(COMPLETE, {"prompt": "{text}", "max_tokens": 16})
-_CHAT = Example(CHAT)
+_CHAT = Example(CHAT, {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}, own=True)
 _EMBEDDING = Example(EMBED, {"input": ["a cat on a mat", "a kitten on a rug"]})
 
 
