@@ -17,6 +17,7 @@ from model import names
 from model.checkpoint import hub, hub_names
 from model.errors import ConfigError, EngineError, GrammarError
 from model.system.child_process import ENGINE, ConnectedChild
+from service.cli import completion
 from service.cli.model_arguments import folder, named, show_downloads
 from service.cli.parser import SAMPLING, make_parser
 from service.settings import sources
@@ -271,6 +272,11 @@ def _models(arguments: argparse.Namespace) -> int:
     return models.run(arguments)
 
 
+def _completion(arguments: argparse.Namespace) -> int:
+    print(completion.script(arguments.shell, make_parser()), end="")
+    return 0
+
+
 _COMMANDS = {
     "serve": _serve,
     "serve-config": _serve_config,
@@ -282,6 +288,7 @@ _COMMANDS = {
     "inspect": _inspect,
     "quantize": _quantize,
     "models": _models,
+    "completion": _completion,
 }
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from model.api.engine_config import INTEGERS
 from model.api.sampling_bounds import check_value
 from model.api.sampling_params import SAMPLING as PARAMETERS
 from model.errors import ConfigError
+from service.cli.completion import SHELLS
 from service.settings import sources
 from service.settings.option_table import BY_NAME, OPTIONS
 
@@ -27,6 +29,28 @@ class _CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near = difflib.get_close_matches(str(value), action.choices, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(action.choices)}"
+            raise ConfigError(f"invalid choice: {value!r} is no command; {hint}")
+        super()._check_value(action, value)
+
+
+class _Help(argparse.Action):
+    """Prints the help, without the flags in `hidden`."""
+
+    def __init__(self, option_strings: list[str], dest: str, hidden: Sequence[str] = (), help: str = "") -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._hidden = hidden
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action in parser._actions:
+            if set(action.option_strings) & set(self._hidden):
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
 
 
 class _Version(argparse.Action):
@@ -57,20 +81,41 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_quantize(commands)
     _add_models(commands)
+    _add_completion(commands)
     return parser
 
 
+_EXAMPLES = """\
+examples:
+  triptych serve                                        the embedded models
+  triptych serve /models/llama small=./small.gguf       a folder, and a GGUF file under a name
+  triptych serve org/name:Q4_K_M                        a GGUF file of the Hub
+  triptych serve org/name --host 0.0.0.0 --api-key KEY  open to other machines, with a key
+  triptych serve --models-dir /models                   each folder in /models, loaded when it is asked for
+  triptych serve --config triptych.yaml                 models and settings from a file
+"""
+
+
 def _add_serve(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="start the HTTP service", description="Start the HTTP service.")
+    parser = commands.add_parser(
+        "serve",
+        help="start the HTTP service",
+        description="Start the HTTP service. Every option is also a variable and a key of the --config file.",
+        usage="triptych serve [[NAME=]MODEL ...] [OPTION ...]",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
     parser.add_argument(
         "models",
         nargs="*",
-        metavar="[NAME=]PATH",
-        help="checkpoint folders (default: those in the --config file; else none with --models-dir; else the embedded "
-        "models)",
+        metavar="[NAME=]MODEL",
+        help=f"{_MODEL} (default: those in the --config file; else none with --models-dir; else the embedded models)",
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="file of settings and models (TRIPTYCH_CONFIG)")
-    sources.add_arguments(parser, OPTIONS)
+    rare = sources.add_arguments(parser, OPTIONS, grouped=True)
+    parser.add_argument("-h", "--help", action=_Help, hidden=rare, help="show the most used options and exit")
+    parser.add_argument("--help-all", action=_Help, help="show all options and exit")
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))
 
@@ -254,6 +299,14 @@ def _add_models(commands: Any) -> None:
     parser.add_argument("--pin", action="store_true", help="load: keep the model when it is idle or memory is needed")
     parser.add_argument("--drain", type=float, metavar="SECONDS", help="unload: how long running requests may continue")
     parser.add_argument("--no-wait", action="store_true", help="return at once, before the model is loaded or unloaded")
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_completion(commands: Any) -> None:
+    text = "print a script that completes commands and flags in a shell: source <(triptych completion bash)"
+    parser = commands.add_parser("completion", help=text, description=text)
+    parser.add_argument("shell", choices=SHELLS)
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))
 

@@ -25,6 +25,8 @@ class Option:
     metavar: str = "N"
     shown: str = ""  # the default in words, if the value does not explain itself
     per_model: bool = False  # a field of EngineConfig: a file may also set it for one model
+    group: str = ""  # of `option_groups`: the heading in `--help`
+    common: bool = False  # also in the short help
 
     @property
     def flag(self) -> str:

@@ -19,6 +19,7 @@ from model.api.engine_config import (
     SLOW_FALLBACKS,
     EngineConfig,
 )
+from service.settings import option_groups as groups
 from service.settings.option import Option
 from service.settings.parsers import (
     boolean,
@@ -44,8 +45,8 @@ _SCALING = Scaling()
 _MODELS = ModelSettings()
 
 OPTIONS: tuple[Option, ...] = (
-    Option("host", str, "127.0.0.1", "address to listen on", "ADDRESS"),
-    Option("port", int, 8000, "port to listen on", "PORT"),
+    Option("host", str, "127.0.0.1", "address to listen on", "ADDRESS", group=groups.SERVICE, common=True),
+    Option("port", int, 8000, "port to listen on", "PORT", group=groups.SERVICE, common=True),
     Option(
         "runtime",
         one_of("ray", "local"),
@@ -53,14 +54,25 @@ OPTIONS: tuple[Option, ...] = (
         "ray: Ray Serve (triptych[ray]); local: uvicorn, on this machine alone",
         "ray|local",
         "ray if Ray is installed, else local",
+        group=groups.SERVICE,
+        common=True,
     ),
-    Option("replicas", replicas, 1, "number of Ray Serve replicas; a range is scaled automatically", "N|MIN-MAX"),
+    Option(
+        "replicas",
+        replicas,
+        1,
+        "number of Ray Serve replicas; a range is scaled automatically",
+        "N|MIN-MAX",
+        group=groups.REPLICAS,
+        common=True,
+    ),
     Option(
         "scale_target",
         float,
         _SCALING.target,
         "target load of a replica: running and waiting work over its capacity",
         "SHARE",
+        group=groups.REPLICAS,
     ),
     Option(
         "scale_up_delay",
@@ -68,6 +80,7 @@ OPTIONS: tuple[Option, ...] = (
         _SCALING.up_delay_s,
         "how long the load must stay above the target before replicas are added",
         "SECONDS",
+        group=groups.REPLICAS,
     ),
     Option(
         "scale_down_delay",
@@ -75,6 +88,7 @@ OPTIONS: tuple[Option, ...] = (
         _SCALING.down_delay_s,
         "how long the load must stay below the target before replicas are removed",
         "SECONDS",
+        group=groups.REPLICAS,
     ),
     Option(
         "surge",
@@ -83,6 +97,7 @@ OPTIONS: tuple[Option, ...] = (
         "in a redeploy, start a new replica before stopping the old one; this takes the memory and GPUs of both",
         "BOOL",
         "off",
+        group=groups.REPLICAS,
     ),
     Option(
         "gpus_per_replica",
@@ -91,9 +106,27 @@ OPTIONS: tuple[Option, ...] = (
         "number of GPUs of each Ray Serve replica; below 1, replicas share a GPU and its memory",
         "SHARE|N",
         "one for each rank of its models, if they run on GPUs",
+        group=groups.REPLICAS,
     ),
-    Option("api_keys", keys, (), "API keys; a client must send one as a bearer token", "KEY[,KEY]", "none: open"),
-    Option("api_key_file", key_file, "", "file of more API keys, one a line; reloaded when it changes", "FILE", "none"),
+    Option(
+        "api_keys",
+        keys,
+        (),
+        "API keys; a client must send one as a bearer token",
+        "KEY[,KEY]",
+        "none: open",
+        group=groups.KEYS,
+        common=True,
+    ),
+    Option(
+        "api_key_file",
+        key_file,
+        "",
+        "file of more API keys, one a line; reloaded when it changes",
+        "FILE",
+        "none",
+        group=groups.KEYS,
+    ),
     Option(
         "admin_keys",
         keys,
@@ -101,6 +134,7 @@ OPTIONS: tuple[Option, ...] = (
         "keys for /models, /models/load and /models/unload, which are off without a key",
         "KEY[,KEY]",
         "none: off",
+        group=groups.KEYS,
     ),
     Option(
         "admin_key_file",
@@ -109,6 +143,7 @@ OPTIONS: tuple[Option, ...] = (
         "file of more admin keys, one a line; reloaded when it changes",
         "FILE",
         "none",
+        group=groups.KEYS,
     ),
     Option(
         "cors_origins",
@@ -117,6 +152,7 @@ OPTIONS: tuple[Option, ...] = (
         "origins whose web pages may call the API from a browser, or * for all",
         "ORIGIN[,ORIGIN]",
         "none",
+        group=groups.KEYS,
     ),
     Option(
         "allowed_hosts",
@@ -126,6 +162,7 @@ OPTIONS: tuple[Option, ...] = (
         "checked if any is given, and on a loopback address without keys",
         "NAME[,NAME]",
         "none",
+        group=groups.KEYS,
     ),
     Option(
         "models_dir",
@@ -134,6 +171,8 @@ OPTIONS: tuple[Option, ...] = (
         "folder of model folders: each model is served under its folder's name, and loaded on its first request",
         "DIR",
         "none",
+        group=groups.ON_DEMAND,
+        common=True,
     ),
     Option(
         "load_from",
@@ -142,6 +181,7 @@ OPTIONS: tuple[Option, ...] = (
         "what /models/load may load: folders in models_dir, models of the Hub, or any folder",
         "SOURCE[,SOURCE]",
         ",".join(_MODELS.load_from),
+        group=groups.ON_DEMAND,
     ),
     Option(
         "keep_alive",
@@ -150,6 +190,7 @@ OPTIONS: tuple[Option, ...] = (
         "idle time after which a model that was loaded on demand is unloaded",
         "SECONDS",
         "none: it stays",
+        group=groups.ON_DEMAND,
     ),
     Option(
         "model_memory",
@@ -158,6 +199,7 @@ OPTIONS: tuple[Option, ...] = (
         "memory for all models of a replica with their KV caches; the least recently used are unloaded to stay below",
         "SIZE",
         "what the machine has",
+        group=groups.ON_DEMAND,
     ),
     Option(
         "pin",
@@ -166,6 +208,7 @@ OPTIONS: tuple[Option, ...] = (
         "also unload the models given at the start when they are idle or their memory is needed",
         "BOOL",
         "they stay",
+        group=groups.ON_DEMAND,
     ),
     Option(
         "load_timeout",
@@ -173,6 +216,7 @@ OPTIONS: tuple[Option, ...] = (
         _MODELS.load_timeout_s,
         "how long loading a model on demand may take, including its download",
         "SECONDS",
+        group=groups.ON_DEMAND,
     ),
     Option(
         "max_download",
@@ -181,8 +225,18 @@ OPTIONS: tuple[Option, ...] = (
         "largest model of the Hub that is downloaded on demand",
         "SIZE",
         "100GB",
+        group=groups.ON_DEMAND,
     ),
-    Option("device", str, _ENGINE.device, "device that runs the models", "auto|cpu|cuda[:N]", per_model=True),
+    Option(
+        "device",
+        str,
+        _ENGINE.device,
+        "device that runs the models",
+        "auto|cpu|cuda[:N]",
+        per_model=True,
+        group=groups.NUMBERS,
+        common=True,
+    ),
     Option(
         "dtype",
         one_of(*DTYPES),
@@ -192,6 +246,8 @@ OPTIONS: tuple[Option, ...] = (
         "model's values fit its range",
         "|".join(DTYPES),
         per_model=True,
+        group=groups.NUMBERS,
+        common=True,
     ),
     Option(
         "quantization",
@@ -201,6 +257,8 @@ OPTIONS: tuple[Option, ...] = (
         "bits. On a GPU of compute capability 8.9 and later: fp8, with activations in fp8",
         "|".join(QUANTIZATIONS),
         per_model=True,
+        group=groups.NUMBERS,
+        common=True,
     ),
     Option(
         "attention_backend",
@@ -209,6 +267,7 @@ OPTIONS: tuple[Option, ...] = (
         "implementation of attention",
         "|".join(ATTENTION_BACKENDS),
         per_model=True,
+        group=groups.NUMBERS,
     ),
     Option(
         "kv_cache_dtype",
@@ -217,6 +276,7 @@ OPTIONS: tuple[Option, ...] = (
         "number format of the KV cache; auto: the model's; fp8 on a GPU of compute capability 8.9 and later",
         "|".join(KV_CACHE_DTYPES),
         per_model=True,
+        group=groups.NUMBERS,
     ),
     Option(
         "tensor_parallel_size",
@@ -224,6 +284,8 @@ OPTIONS: tuple[Option, ...] = (
         _ENGINE.tensor_parallel_size,
         "number of GPUs of one machine that share a model's weights",
         per_model=True,
+        group=groups.NUMBERS,
+        common=True,
     ),
     Option(
         "batch_invariant",
@@ -233,6 +295,7 @@ OPTIONS: tuple[Option, ...] = (
         "BOOL",
         "off",
         per_model=True,
+        group=groups.NUMBERS,
     ),
     Option(
         "max_model_len",
@@ -242,6 +305,8 @@ OPTIONS: tuple[Option, ...] = (
         "N|auto",
         "auto",
         per_model=True,
+        group=groups.BATCHES,
+        common=True,
     ),
     Option(
         "max_num_seqs",
@@ -250,6 +315,8 @@ OPTIONS: tuple[Option, ...] = (
         "maximum number of sequences in a batch",
         shown="64 on a CPU, 128 or 256 on a GPU, by its memory",
         per_model=True,
+        group=groups.BATCHES,
+        common=True,
     ),
     Option(
         "max_num_batched_tokens",
@@ -258,9 +325,27 @@ OPTIONS: tuple[Option, ...] = (
         "maximum number of tokens in a batch",
         shown="2048 on a CPU, up to 8192 on a GPU, by its memory",
         per_model=True,
+        group=groups.BATCHES,
     ),
-    Option("block_size", int, _ENGINE.block_size, "tokens in one block of the KV cache", per_model=True),
-    Option("kv_cache_memory", byte_size, None, "memory for the KV cache", "SIZE", "by free memory", per_model=True),
+    Option(
+        "block_size",
+        int,
+        _ENGINE.block_size,
+        "tokens in one block of the KV cache",
+        per_model=True,
+        group=groups.BATCHES,
+    ),
+    Option(
+        "kv_cache_memory",
+        byte_size,
+        None,
+        "memory for the KV cache",
+        "SIZE",
+        "by free memory",
+        per_model=True,
+        group=groups.BATCHES,
+        common=True,
+    ),
     Option(
         "gpu_memory_utilization",
         float,
@@ -268,6 +353,7 @@ OPTIONS: tuple[Option, ...] = (
         "share of a GPU's memory for weights and KV cache",
         "SHARE",
         per_model=True,
+        group=groups.BATCHES,
     ),
     Option(
         "cuda_graphs",
@@ -277,6 +363,7 @@ OPTIONS: tuple[Option, ...] = (
         "BOOL",
         "CUDA graphs are used",
         per_model=True,
+        group=groups.BATCHES,
     ),
     Option(
         "slow_fallbacks",
@@ -285,6 +372,7 @@ OPTIONS: tuple[Option, ...] = (
         "if kernels fail their check on a GPU, or CUDA graphs do not work: warn and run slower, or refuse to start",
         "|".join(SLOW_FALLBACKS),
         per_model=True,
+        group=groups.BATCHES,
     ),
     Option(
         "pickle",
@@ -294,6 +382,7 @@ OPTIONS: tuple[Option, ...] = (
         "BOOL",
         "pytorch_model.bin is read if there are no safetensors",
         per_model=True,
+        group=groups.WEIGHTS,
     ),
     Option(
         "weights_cache",
@@ -303,6 +392,7 @@ OPTIONS: tuple[Option, ...] = (
         "DIR",
         "triptych/weights in the user's cache directory",
         per_model=True,
+        group=groups.WEIGHTS,
     ),
     Option(
         "weights_cache_size",
@@ -312,6 +402,7 @@ OPTIONS: tuple[Option, ...] = (
         "SIZE",
         "32 GiB in the user's cache directory, unlimited elsewhere",
         per_model=True,
+        group=groups.WEIGHTS,
     ),
     Option(
         "prefix_caching",
@@ -321,6 +412,7 @@ OPTIONS: tuple[Option, ...] = (
         "BOOL",
         "prefixes are cached",
         per_model=True,
+        group=groups.BATCHES,
     ),
     Option(
         "num_speculative_tokens",
@@ -329,6 +421,8 @@ OPTIONS: tuple[Option, ...] = (
         "maximum drafts in a step (speculative decoding): proposed by n-grams where an output repeats its prompt or "
         "itself; the output stays the same, on a GPU but for rounding; a request may set its own number; 0: off",
         per_model=True,
+        group=groups.SPECULATION,
+        common=True,
     ),
     Option(
         "draft_model",
@@ -339,6 +433,7 @@ OPTIONS: tuple[Option, ...] = (
         "DIR",
         "n-grams only",
         per_model=True,
+        group=groups.SPECULATION,
     ),
     Option(
         "model_weight",
@@ -347,9 +442,16 @@ OPTIONS: tuple[Option, ...] = (
         "share of compute time, relative to the other models of the process",
         "WEIGHT",
         per_model=True,
+        group=groups.BATCHES,
     ),
     Option(
-        "max_queued_requests", int, None, "maximum number of waiting requests", shown="4 x max-num-seqs", per_model=True
+        "max_queued_requests",
+        int,
+        None,
+        "maximum number of waiting requests",
+        shown="4 x max-num-seqs",
+        per_model=True,
+        group=groups.BATCHES,
     ),
     Option(
         "max_queued_tokens",
@@ -358,6 +460,7 @@ OPTIONS: tuple[Option, ...] = (
         "maximum number of waiting prompt tokens",
         shown="8 x max-num-batched-tokens",
         per_model=True,
+        group=groups.BATCHES,
     ),
     Option(
         "drain_timeout",
@@ -365,6 +468,7 @@ OPTIONS: tuple[Option, ...] = (
         _SERVICE.drain_timeout_s,
         "how long running requests may continue at shutdown",
         "SECONDS",
+        group=groups.SERVICE,
     ),
     Option(
         "stall_timeout",
@@ -372,6 +476,7 @@ OPTIONS: tuple[Option, ...] = (
         _SERVICE.stall_timeout_s,
         "time without progress after which an engine is restarted",
         "SECONDS",
+        group=groups.SERVICE,
     ),
     Option(
         "stream_interval",
@@ -380,6 +485,7 @@ OPTIONS: tuple[Option, ...] = (
         "minimum time between a stream's events; an event may then hold several tokens",
         "SECONDS",
         "0: each token is sent at once",
+        group=groups.SERVICE,
     ),
     Option(
         "embed_cache",
@@ -388,6 +494,7 @@ OPTIONS: tuple[Option, ...] = (
         "memory for results of /encode: the same input sent with the same key is computed once",
         "SIZE",
         "0: off",
+        group=groups.SERVICE,
     ),
     Option(
         "tool_format",
@@ -395,6 +502,7 @@ OPTIONS: tuple[Option, ...] = (
         _SERVICE.tool_format,
         "how models write tool calls; auto: as each model's chat template does",
         "FORMAT",
+        group=groups.CHAT,
     ),
     Option(
         "reasoning_format",
@@ -402,6 +510,7 @@ OPTIONS: tuple[Option, ...] = (
         _SERVICE.reasoning_format,
         "how models mark reasoning; auto: as each model's chat template does; none: reasoning stays in the content",
         "FORMAT",
+        group=groups.CHAT,
     ),
     Option(
         "response_store",
@@ -410,22 +519,34 @@ OPTIONS: tuple[Option, ...] = (
         "memory of a replica for stored responses (previous_response_id, GET /v1/responses/ID); 0: none",
         "SIZE",
         "64MiB",
+        group=groups.SERVICE,
     ),
-    Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "number of tokenizer threads"),
+    Option("tokenizer_threads", int, _SERVICE.tokenizer_threads, "number of tokenizer threads", group=groups.SERVICE),
     Option(
         "metrics",
         one_of("triptych", "vllm"),
         "triptych",
         "vllm: also export metrics under vLLM's names",
         "triptych|vllm",
+        group=groups.WATCHING,
     ),
-    Option("otlp_endpoint", str, "", "collector for OpenTelemetry traces (triptych[otel])", "URL", "no traces"),
+    Option(
+        "otlp_endpoint",
+        str,
+        "",
+        "collector for OpenTelemetry traces (triptych[otel])",
+        "URL",
+        "no traces",
+        group=groups.WATCHING,
+    ),
     Option(
         "log_format",
         one_of("auto", "plain", "json"),
         "auto",
         "format of log lines; auto: plain on a terminal, else JSON",
         "auto|plain|json",
+        group=groups.WATCHING,
+        common=True,
     ),
     Option(
         "haproxy",
@@ -433,6 +554,7 @@ OPTIONS: tuple[Option, ...] = (
         "auto",
         "auto: Ray Serve's HAProxy ingress if HAProxy is installed; off: Ray Serve's own proxy",
         "auto|off",
+        group=groups.SERVICE,
     ),
 )
 
@@ -444,14 +566,14 @@ def _limit_options() -> Iterable[Option]:
         sized, seconds = item.name.endswith("_bytes"), isinstance(item.default, float)
         parse: Callable[[str], Any] = byte_size if sized else float if seconds else int
         metavar = "SIZE" if sized else "SECONDS" if seconds else "N"
-        yield Option(item.name, parse, item.default, item.metadata["meaning"], metavar)
+        yield Option(item.name, parse, item.default, item.metadata["meaning"], metavar, group=groups.LIMITS)
 
 
 LIMIT_OPTIONS = tuple(_limit_options())
 OPTIONS += LIMIT_OPTIONS
 _SCALING_NAMES = ("replicas", "gpus_per_replica", "scale_target", "scale_up_delay", "scale_down_delay", "surge")
 GROUP_OPTIONS = (  # settings of a group of models
-    Option("route", route, None, "path prefix of the group's routes", "PATH", "/NAME"),
+    Option("route", route, None, "path prefix of the group's routes", "PATH", "/NAME", group=groups.SERVICE),
     *(option for option in OPTIONS if option.per_model or option.name in _SCALING_NAMES),
 )
 BY_NAME = {option.name: option for option in OPTIONS}

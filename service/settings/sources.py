@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import ConfigError
+from service.settings import option_groups
 from service.settings.option import PREFIX, Option
-from service.settings.option_table import ENGINE_OPTIONS, GROUP_OPTIONS, LIMIT_OPTIONS, OPTIONS, REQUEST_OPTIONS
+from service.settings.option_table import ENGINE_OPTIONS, GROUP_OPTIONS, OPTIONS, REQUEST_OPTIONS
 from service.settings.parsers import boolean
 
 _FEW = 12  # names that an error lists
@@ -35,24 +36,36 @@ OTHER_VARIABLES = frozenset(  # each is read by one module
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
-    """Add a flag for each option. A list is given by repeating its flag, such as `--api-key`."""
-    limits = parser.add_argument_group("limits of one request")
+def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option], *, grouped: bool = False) -> list[str]:
+    """Add a flag for each option, and return the flags that a short help leaves out.
+
+    A list is given by repeating its flag, such as `--api-key`.
+    """
+    options = list(options)
+    titles = [title for title in option_groups.ALL if any(option.group == title for option in options)]
+    groups = {title: parser.add_argument_group(title) for title in titles} if grouped else {}
+    rare: list[str] = []
     for option in options:
-        group = limits if option in LIMIT_OPTIONS else parser
-        default = option.shown or option.default
-        text = f"{option.help} (default: {default}; {option.variable})"
-        if option.name in _REPEATED:
-            group.add_argument(
-                option.flag[:-1], dest=option.name, action="append", metavar=option.metavar.partition("[")[0], help=text
-            )
-        elif option.parse is boolean and not option.default:
-            group.add_argument(option.flag, dest=option.name, action="store_const", const="true", help=text)
-        elif option.parse is boolean:  # on by default
-            flag = "--no-" + option.name.replace("_", "-")
-            group.add_argument(flag, dest=option.name, action="store_const", const="false", help=text)
-        else:
-            group.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=text)
+        action = _add_argument(groups.get(option.group, parser), option)
+        rare += [] if option.common else action.option_strings
+    return rare
+
+
+def _add_argument(group: Any, option: Option) -> argparse.Action:
+    default = option.shown or option.default
+    text = f"{option.help} (default: {default}; {option.variable})"
+    if option.name in _REPEATED:
+        metavar = option.metavar.partition("[")[0]
+        added = group.add_argument(option.flag[:-1], dest=option.name, action="append", metavar=metavar, help=text)
+    elif option.parse is boolean and not option.default:
+        added = group.add_argument(option.flag, dest=option.name, action="store_const", const="true", help=text)
+    elif option.parse is boolean:  # on by default
+        flag = "--no-" + option.name.replace("_", "-")
+        added = group.add_argument(flag, dest=option.name, action="store_const", const="false", help=text)
+    else:
+        added = group.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=text)
+    found: argparse.Action = added
+    return found
 
 
 def from_arguments(arguments: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def test_an_application_serves_what_the_same_file_serves_without_a_cluster(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()  # without it here/b is a name of the Hub
     file.write_text(FILE.replace("here/b", str(tmp_path / "here/b")))
     found = sources.from_file(file)
     plain = resolve_config(found.models, found.settings, found.groups)
