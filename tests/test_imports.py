@@ -97,7 +97,7 @@ SERVICE = """
                           observability lifecycle http runtimes
     cli                 : model/errors model/config model/api model/system model/gguf model/text model/checkpoint
                           model/inspection model/speech model/engine model/engine/planning model/llm model/names
-                          model/pretrained model/quantization settings
+                          model/native model/pretrained model/quantization settings
                           observability core planning lifecycle chat runtimes runtimes/ray_serve
 """
 LOADTEST = """

@@ -118,12 +118,33 @@ def prebuilt() -> Built | None:
     return None
 
 
-def build() -> Built:
-    """Find the library for this machine in the cache, or compile it. Raises `BuildError`."""
+def compiled_earlier() -> Built | None:
+    """Find the library for this machine in the cache; None if there is none. Raises `BuildError` without a compiler."""
+    library, _, _ = _for_this_cpu()
+    return Built(library, "compiled for this CPU") if library.exists() else None
+
+
+def cpu_levels() -> list[Level]:
+    """Return the levels that this CPU can run, best first."""
+    return fitting(_cpuinfo(), platform.machine())
+
+
+def compiler_version() -> str:
+    """Return the first line that the compiler says of itself; raises `BuildError` without one."""
+    return _compiler()[1]
+
+
+def _for_this_cpu() -> tuple[Path, str, tuple[str, ...]]:
+    """Return where the library for this machine is kept, and the compiler and flags that make it."""
     compiler, version = _compiler()
     flags = (*_FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native")
-    folder = cache_folder()
-    library = folder / f"native-{_digest(version, flags, _cpu())}.so"
+    return cache_folder() / f"native-{_digest(version, flags, _cpu())}.so", compiler, flags
+
+
+def build() -> Built:
+    """Find the library for this machine in the cache, or compile it. Raises `BuildError`."""
+    library, compiler, flags = _for_this_cpu()
+    folder = library.parent
     built = Built(library, "compiled for this CPU")
     if library.exists():
         return built

@@ -122,7 +122,7 @@ def _bash(commands: dict[str, Command]) -> str:
 
 
 def _bash_values(commands: dict[str, Command]) -> Iterator[str]:
-    """Yield a case for each flag with a value; a value of which nothing is known completes to nothing."""
+    """Yield a case for each flag with a value; other values than words and paths complete to nothing."""
     for name, command in commands.items():
         for flag in command.flags:
             if not flag.takes_value:

@@ -272,6 +272,18 @@ def _models(arguments: argparse.Namespace) -> int:
     return models.run(arguments)
 
 
+def _ps(arguments: argparse.Namespace) -> int:
+    from service.cli import ps
+
+    return ps.run(arguments)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from service.cli import doctor
+
+    return doctor.run(arguments)
+
+
 def _completion(arguments: argparse.Namespace) -> int:
     print(completion.script(arguments.shell, make_parser()), end="")
     return 0
@@ -288,6 +300,8 @@ _COMMANDS = {
     "inspect": _inspect,
     "quantize": _quantize,
     "models": _models,
+    "ps": _ps,
+    "doctor": _doctor,
     "completion": _completion,
 }
 

@@ -81,6 +81,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_quantize(commands)
     _add_models(commands)
+    _add_ps(commands)
+    _add_doctor(commands)
     _add_completion(commands)
     return parser
 
@@ -299,6 +301,25 @@ def _add_models(commands: Any) -> None:
     parser.add_argument("--pin", action="store_true", help="load: keep the model when it is idle or memory is needed")
     parser.add_argument("--drain", type=float, metavar="SECONDS", help="unload: how long running requests may continue")
     parser.add_argument("--no-wait", action="store_true", help="return at once, before the model is loaded or unloaded")
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_ps(commands: Any) -> None:
+    text = "show the models of a running service: memory, and running and waiting requests"
+    parser = commands.add_parser("ps", help=text, description=text)
+    parser.add_argument("--url", help="the service (default: TRIPTYCH_URL, else http://127.0.0.1:8000)")
+    parser.add_argument("--api-key", metavar="KEY", help="a key of the service (default: TRIPTYCH_API_KEY)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_doctor(commands: Any) -> None:
+    text = "check the machine and the settings: what would hinder or slow a service"
+    parser = commands.add_parser("doctor", help=text, description=f"{text}. Exits 1 if a service would not start.")
+    sources.add_arguments(parser, (BY_NAME["host"], BY_NAME["port"]))
+    parser.add_argument("--json", action="store_true", help="print JSON")
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))
 

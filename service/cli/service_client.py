@@ -42,6 +42,12 @@ class ServiceClient:
             raise EngineError(f"{self.url} is no triptych service: its /info has no models")
         return {one["name"]: one for one in found["models"]}
 
+    def metrics(self) -> str:
+        """Return the text of /metrics. Raises `EngineError` if there is no service."""
+        with self._open("/metrics", None, _CONNECT_SECONDS) as reply:
+            text: str = reply.read().decode()
+        return text
+
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Json]:
         """Yield the events of a streamed reply. Closing the iterator cancels the request."""
         with closing(self._open(path, {**body, "stream": True}, _REPLY_SECONDS)) as reply:
