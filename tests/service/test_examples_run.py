@@ -76,5 +76,25 @@ def test_every_command_of_the_documentation_runs(url: str, tmp_path: Path) -> No
     assert not wrong(lines, tmp_path)
 
 
+def printed_lines(page: str) -> Iterator[str]:
+    """Yield the commands with curl that a page shows after `$`, each with the lines that belong to it."""
+    lines = iter((ROOT / page).read_text(encoding="utf-8").splitlines())
+    for line in lines:
+        if not line.startswith("$ curl "):
+            continue
+        found = line.removeprefix("$ ")
+        while found.endswith("\\") or found.count("'") % 2:
+            found += f"\n{next(lines)}"
+        yield found
+
+
+@pytest.mark.parametrize(("page", "fewest"), [("README.md", 1), ("docs/api.md", 6), ("docs/tools.md", 4)])
+def test_the_commands_of_a_page_run(url: str, page: str, fewest: int) -> None:
+    """All but those with an admin key, which is the reader's, and the one that shows an error."""
+    lines = [one for one in printed_lines(page) if "ADMIN-KEY" not in one and 'temperatur"' not in one]
+    assert len(lines) >= fewest
+    assert not wrong(one.replace(SHOWN, url) for one in lines)
+
+
 def test_control_a_wrong_command_is_found() -> None:
     assert wrong(["curl http://127.0.0.1:1/"]) and wrong(["false | true"]) and not wrong(["true"])
