@@ -1,13 +1,11 @@
 """Continue a text with a decoder, and rewrite one with an encoder-decoder, without a server."""
 
-from triptych import LLM, embedded_models
+from triptych import LLM
 
-models = embedded_models()
-
-with LLM(models["code"]) as code:
+with LLM("code") as code:
     for _, output in code.stream("def add(a, b):", {"max_tokens": 16}):
         print(output.text, end="", flush=True)
 print()
 
-with LLM(models["normalize"]) as normalize:
+with LLM("normalize") as normalize:
     print(*normalize.generate("the third of may at five past nine", {"max_tokens": 32}))

@@ -26,6 +26,7 @@ from service.settings.parsers import (
     byte_size,
     cache_folder,
     context,
+    draft_model,
     folder,
     hosts,
     key_file,
@@ -426,7 +427,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "draft_model",
-        folder,
+        draft_model,
         None,
         "folder of a small model that proposes drafts for decoder-only models with the same vocabulary; see "
         "num-speculative-tokens",

@@ -7,6 +7,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from model import names
+from model.checkpoint.hub_names import is_hub_name
+from model.errors import ConfigError
 from service.settings.service_settings import LOAD_SOURCES
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -81,6 +84,19 @@ def folder(text: str) -> str:
     if not text:
         raise ValueError("a folder")
     return str(Path(text).expanduser().absolute())
+
+
+def draft_model(text: str) -> str:
+    """Parse the path of a draft model, or the name of an embedded one."""
+    if not text:
+        raise ValueError("a folder")
+    try:
+        found = names.locate(text)
+    except ConfigError as error:
+        raise ValueError(f"a folder ({error})") from None
+    if is_hub_name(found):
+        raise ValueError("a folder or an embedded model; run triptych download, and give the folder in the cache")
+    return folder(found)
 
 
 def cache_folder(text: str) -> str | None:

@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from model.errors import ConfigError
+from model.pretrained import embedded_models
 from service.runtimes.ray_serve.config_file import config_of_application, serve_config
 from service.settings import sources
+from service.settings.option_table import BY_NAME
 from service.settings.resolve import resolve_config
 from tests.service.processes import ROOT
 from tests.service.test_cli import triptych_here
@@ -216,3 +218,12 @@ def test_folders_become_absolute_for_a_cluster_and_names_of_the_hub_stay(tmp_pat
         "c": {"path": "hf:org/c", "dtype": "float32"},
     }
     assert arguments["models_dir"] == str(Path("later").absolute())
+
+
+def test_a_draft_model_may_be_an_embedded_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    read = BY_NAME["draft_model"].read
+    assert read("code", "draft_model") == str(embedded_models()["code"])
+    assert read("./code", "draft_model") == str(tmp_path / "code")
+    with pytest.raises(ConfigError, match="draft_model: found 'org/name', expected a folder or an embedded model"):
+        read("org/name", "draft_model")
