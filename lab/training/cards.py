@@ -72,7 +72,10 @@ _ASSISTANT = """\
 
 A very small decoder-only model that calls tools and tells their results. It exists so that tool calls can be seen and
 tested without a download. It is not among the models that are served by default:
-`triptych serve model/pretrained/checkpoints/assistant`.
+`triptych serve assistant`.
+
+It does not converse and knows no facts. To a greeting it answers "Hello! What can I do for you?". Without a tool
+that fits it answers "I have no tool for that." For a conversation use `chat`, which is SmolLM2-135M-Instruct.
 
 | | |
 |---|---|
