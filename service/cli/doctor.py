@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         settings, bad = {}, Check("settings", "failure", str(error), "correct or unset the variable")
     settings = {**settings, **sources.from_arguments(arguments, OPTIONS)}
-    found = [*([bad] if bad else []), *(check for look in _LOOKS for check in look(settings))]
+    looks = [look for look in _LOOKS if look not in _WITH_TORCH or find_spec("torch") is not None]
+    found = [*([bad] if bad else []), *(check for look in looks for check in look(settings))]
     failed = any(check.status == "failure" for check in found)
     if arguments.json:
         print(json.dumps({"ok": not failed, "checks": [asdict(check) for check in found]}))
@@ -263,3 +264,4 @@ _LOOKS: tuple[Callable[[Mapping[str, Any]], Iterator[Check]], ...] = (
     _port,
     _keys,
 )
+_WITH_TORCH = (_kernels, _threads, _gpu)

@@ -96,6 +96,16 @@ def test_caches_that_others_can_write_are_named(capsys: pytest.CaptureFixture[st
     assert found["status"] == "warning" and "may be written by others (mode 707)" in found["found"]
 
 
+def test_without_torch_the_other_checks_are_made(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else "1")
+    code, found = checks(capsys, "--port", "0")
+    assert (code, found["torch"]["status"]) == (1, "failure")
+    assert {"memory", "port", "keys"} <= found.keys() and not {"kernels", "threads", "gpu"} & found.keys()
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
