@@ -79,6 +79,21 @@ def test_values_become_settings_of_the_service() -> None:
     assert found.settings.drain_timeout_s == 45
 
 
+def test_a_variable_of_the_image_does_not_win_over_the_chart() -> None:
+    """The environment wins over the file, so what the image sets must be set again where a value differs."""
+    (environment,) = re.findall(r"^ENV ((?:.*TRIPTYCH.*|.*\\\n)+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[
+        -1:
+    ]
+    names = set(re.findall(r"TRIPTYCH_\w+(?==)", environment))
+    assert names == {"TRIPTYCH_HOST", "TRIPTYCH_PORT", "TRIPTYCH_WEIGHTS_CACHE"}  # the schema refuses the first two
+    (container,) = pod(CHARTS["models-dir"])["containers"]
+    assert variables(container)["TRIPTYCH_WEIGHTS_CACHE"] == "/weights/cache"
+    for name in ("weights_cache", "weights-cache"):
+        (container,) = pod(helm.render({"config": {name: "/a"}}))["containers"]
+        assert variables(container)["TRIPTYCH_WEIGHTS_CACHE"] == "/a"
+    assert "TRIPTYCH_WEIGHTS_CACHE" not in variables(pod(CHARTS["defaults"])["containers"][0])
+
+
 def test_a_changed_setting_starts_new_pods() -> None:
     def checksum(values: dict[str, Any]) -> str:
         template = of_kind(helm.render(values), "Deployment")["spec"]["template"]
