@@ -44,7 +44,8 @@ def named(entries: list[Any]) -> list[str]:
 def test_the_navigation_has_every_page_once(site: Path) -> None:
     nav = named(yaml.load((site / "mkdocs.yml").read_text(), Loader)["nav"])
     cards = {name for name in page_names() if name.startswith("model/pretrained/")}
-    assert sorted(nav) == sorted({*page_names(), *(f"reference/{name}" for name in PAGES)} - cards)
+    pages = sorted({*page_names(), *(f"reference/{name}" for name in PAGES)} - cards)
+    assert sorted(nav) == pages, "put the page into `nav` of mkdocs.yml"
 
 
 def test_each_link_of_the_site_leads_to_a_page_or_a_file(site: Path) -> None:

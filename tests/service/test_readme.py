@@ -34,8 +34,8 @@ def commands(page: Path) -> list[list[str]]:
                     words = shlex.split(line.removeprefix("$ "), comments=True)
                 except ValueError:  # an unfinished quotation: part of a text of several lines
                     continue
-                words = [word for word in words if not re.match(r"[A-Z_]+=|>|2>", word)]
-                ends = [at for at, word in enumerate(words) if word in ("|", "&", "&&", ";")]
+                words = [word for word in words if not re.match(r"[A-Z_]+=|\d?>.", word)]
+                ends = [at for at, word in enumerate(words) if word in ("|", "&", "&&", ";", ">", "2>")]
                 found.append(words[: ends[0]] if ends else words)
     return [words for words in found if words]
 
