@@ -73,7 +73,9 @@ async def text2text_generation(request: Request) -> Response:
 @routes.post(
     "/pipeline/text-generation",
     "Generate, as InferenceClient asks for it",
-    json_body(TextGenerationBody, huggingface=Example(COMPLETE, {"inputs": "{text}"})),
+    json_body(
+        TextGenerationBody, huggingface=Example(COMPLETE, {"inputs": "{text}", "parameters": {"max_new_tokens": 16}})
+    ),
     replies("One text in a list, or its events.", Any, events=(Any,)),
     MODEL_IN_QUERY,
 )
