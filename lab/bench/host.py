@@ -43,7 +43,7 @@ class EmptyModel:
     def decoder(self, hidden: Tensor, *_: Any) -> Tensor:
         return hidden
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def partial_logits(self, hidden: Tensor) -> Tensor:
         return torch.zeros(len(hidden), _VOCAB)
 
 
