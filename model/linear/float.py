@@ -56,8 +56,7 @@ def _has_triton(device: torch.device) -> bool:
 
 def use_cublas(error: Exception) -> None:
     """Multiply one row as any other number of rows from now on, as the kernel for it is broken."""
-    if not fallbacks.noted(_ROW_KERNEL):
-        fallbacks.note(_ROW_KERNEL, error)
+    fallbacks.note_once(_ROW_KERNEL, error)
 
 
 def _row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

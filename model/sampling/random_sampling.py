@@ -74,8 +74,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 def use_torch(error: Exception) -> None:
     """Sample by torch from now on, as the kernel is broken."""
-    if not fallbacks.noted(_FALLBACK):
-        fallbacks.note(_FALLBACK, error)
+    fallbacks.note_once(_FALLBACK, error)
 
 
 def _kernel(device: torch.device) -> ModuleType | None:

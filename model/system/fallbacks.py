@@ -19,6 +19,12 @@ def note(what: str, error: BaseException) -> None:
     logger.warning("%s: %s", what, _reasons[what], exc_info=error)
 
 
+def note_once(what: str, error: BaseException) -> None:
+    """Record and log the fallback `what`, unless it was recorded before: its first cause stays."""
+    if not noted(what):
+        note(what, error)
+
+
 def found() -> tuple[str, ...]:
     """Return all recorded fallbacks, each with its reason."""
     return tuple(f"{what}: {why}" for what, why in _reasons.items())

@@ -52,8 +52,7 @@ def _filled_by_kernel(
 
 def use_torch(error: Exception) -> None:
     """Fill rows by torch from now on, as the kernel is broken."""
-    if not fallbacks.noted(_KERNEL):
-        fallbacks.note(_KERNEL, error)
+    fallbacks.note_once(_KERNEL, error)
 
 
 @cache
