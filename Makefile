@@ -42,7 +42,7 @@ install: .venv/.service
 	$(PIP) install --no-deps -r requirements.lock
 	$(PIP) install --no-deps --no-build-isolation -e .
 	$(BIN)/python -c 'import torch' || { echo "PyTorch does not import: this index has no CPU build of $(TORCH); see README, TORCH_INDEX"; exit 1; }
-	$(BIN)/python -m model.native.build || echo "torch will compute instead, two to five times slower"
+	$(BIN)/python -m triptych.model.native.build || echo "torch will compute instead, two to five times slower"
 	touch $@
 
 .venv/.dev: .venv/.service requirements-dev.lock
@@ -89,7 +89,7 @@ bench: .venv/.service
 
 load: ARGS = run --model code
 load: .venv/.service
-	$(BIN)/python -m loadtest $(ARGS)
+	$(BIN)/python -m triptych.loadtest $(ARGS)
 
 faults: .venv/.service
 	$(BIN)/python -m lab faults $(ARGS)
@@ -109,7 +109,7 @@ lock:
 # What an image is built from, by the package index that pip is set to here and the GCC, if there is one: the build itself
 # needs neither.
 wheels: wheels/.done
-	$(PYTHON) -m model.native.build --portable wheels/native || echo "the image's build will look for a GCC of its own"
+	$(PYTHON) -m triptych.model.native.build --portable wheels/native || echo "the image's build will look for a GCC of its own"
 
 wheels/.done: requirements.lock
 	rm -rf wheels && mkdir -p wheels
@@ -122,7 +122,7 @@ wheels/.done: requirements.lock
 wheel: .venv/.service
 	rm -rf build/lib
 	for machine in x86_64 aarch64; do \
-	  $(BIN)/python -m model.native.build --portable model/native/prebuilt --machine $$machine || exit 1; done
+	  $(BIN)/python -m triptych.model.native.build --portable model/native/prebuilt --machine $$machine || exit 1; done
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	rm -rf build/lib model/native/prebuilt
 

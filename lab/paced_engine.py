@@ -1,10 +1,10 @@
 """An engine process that computes nothing: `python -m lab.paced_engine FD` sends tokens at a set pace.
 
-It speaks the frames of `python -m model.engine`, so that everything in front of the engine is measured as it is, on any
-machine, at the rate of any accelerator. In each step every running sequence gets one token: those of its prompt,
-repeated. `PACE` in the environment is "TOKENS_PER_S STREAMS": a step takes STREAMS / TOKENS_PER_S seconds, also with
-fewer sequences. A step that begins late shortens the next one, as where steps are launched ahead, but none beyond that:
-an engine that cannot send in time loses throughput.
+It speaks the frames of `python -m triptych.model.engine`, so that everything in front of the engine is measured as it
+is, on any machine, at the rate of any accelerator. In each step every running sequence gets one token: those of its
+prompt, repeated. `PACE` in the environment is "TOKENS_PER_S STREAMS": a step takes STREAMS / TOKENS_PER_S seconds, also
+with fewer sequences. A step that begins late shortens the next one, as where steps are launched ahead, but none beyond
+that: an engine that cannot send in time loses throughput.
 
 Sequences end at `max_tokens`, a stop id, their deadline or an abort. Beams, grammars, log-probabilities of the prompt
 and encode requests end with `FinishReason.ERROR`; no model can be loaded later.
@@ -23,10 +23,10 @@ from pathlib import Path
 
 import msgspec
 
-from model.api.messages import Abort, Commands, Events, FailureKind, LoadFailure, ModelSpec
-from model.api.request import EncodeOutput, FinishReason, Request, TokenLogprob, TokenOutput
-from model.api.stats import EngineStats, ModelInfo, StepStats
-from model.system.child_process import FrameSocket, ignore_signals
+from triptych.model.api.messages import Abort, Commands, Events, FailureKind, LoadFailure, ModelSpec
+from triptych.model.api.request import EncodeOutput, FinishReason, Request, TokenLogprob, TokenOutput
+from triptych.model.api.stats import EngineStats, ModelInfo, StepStats
+from triptych.model.system.child_process import FrameSocket, ignore_signals
 
 PACE = "LAB_PACE"
 MODULE = "lab.paced_engine"

@@ -19,7 +19,7 @@ ARRIVALS: Final = ("closed", "constant", "poisson", "gamma", "ramp", "stages", "
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sets the requests of a run. Lengths are in tokens, in the notation of `loadtest.workload.distributions`."""
+    """Sets the requests of a run. Lengths are in tokens, written as in `triptych.loadtest.workload.distributions`."""
 
     kind: str = "synthetic"
     prompt_tokens: str = "uniform:32-256"

@@ -16,10 +16,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from model import names
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import (
+from triptych.model import names
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import (
     EncodeRequest,
     FinishReason,
     Request,
@@ -28,20 +28,20 @@ from model.api.request import (
     TokenOutput,
     token_source,
 )
-from model.api.sampling_bounds import GREEDY_BELOW, check_sampling
-from model.api.sampling_defaults import length_of, over_defaults
-from model.api.sampling_params import SamplingParams
-from model.checkpoint import hub, hub_names
-from model.checkpoint.folder import read_checkpoint
-from model.engine.builder import load
-from model.engine.generate_engine import GenerateEngine
-from model.errors import ConfigError, EngineDeadError
-from model.llm_speech import samples_of, transcribe
-from model.network.transformer import Transformer
-from model.speech.driver import Piece, Transcription
-from model.speech.requests import SpeechOptions
-from model.text.detokenizer import Detokenizer
-from model.text.tokenizer import Tokenizer
+from triptych.model.api.sampling_bounds import GREEDY_BELOW, check_sampling
+from triptych.model.api.sampling_defaults import length_of, over_defaults
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.checkpoint import hub, hub_names
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.engine.builder import load
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.llm_speech import samples_of, transcribe
+from triptych.model.network.transformer import Transformer
+from triptych.model.speech.driver import Piece, Transcription
+from triptych.model.speech.requests import SpeechOptions
+from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Prompts = str | Source | Sequence[Prompt | Source]  # a text or a source alone is one prompt
@@ -58,7 +58,7 @@ class LLM:
     """
 
     def __init__(self, path: str | Path, engine: EngineConfig | None = None) -> None:
-        """Load a model: an embedded one by its name, a folder, a GGUF file, or one of the Hub (`model.names`).
+        """Load a model: an embedded one by its name, a folder, a GGUF file, or one of the Hub (`triptych.model.names`).
 
         A `Path` is a path; a text that begins with `./` is one too. Raises `ConfigError`.
         """

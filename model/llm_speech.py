@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from model.api.request import FinishReason, Request
-from model.api.sampling_params import SamplingParams
-from model.checkpoint.folder import Checkpoint
-from model.engine.generate_engine import GenerateEngine
-from model.errors import ConfigError
-from model.speech.audio_file import AudioError, AudioLimits, decode_audio
-from model.speech.driver import Piece, Take, Transcriber, Transcription
-from model.speech.requests import RequestMaker, SpeechOptions
-from model.text.tokenizer import Tokenizer
+from triptych.model.api.request import FinishReason, Request
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.errors import ConfigError
+from triptych.model.speech.audio_file import AudioError, AudioLimits, decode_audio
+from triptych.model.speech.driver import Piece, Take, Transcriber, Transcription
+from triptych.model.speech.requests import RequestMaker, SpeechOptions
+from triptych.model.text.tokenizer import Tokenizer
 
 
 def samples_of(audio: str | Path | bytes | NDArray[np.float32], rate: int) -> NDArray[np.float32]:

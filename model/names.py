@@ -2,7 +2,7 @@
 
     code                      an embedded model, even if there is a folder `code` here
     ./code  /models/a  ~/a    a path: it begins with `/`, `.` or `~`, or such a folder or file is here
-    org/name  hf:org/name     a model of the Hub (`model.checkpoint.hub_names`), unless the folder is here
+    org/name  hf:org/name     a model of the Hub (`triptych.model.checkpoint.hub_names`), unless the folder is here
 
 Every command, the configuration file and `LLM` read names with `locate`.
 """
@@ -13,12 +13,12 @@ import difflib
 import os
 from pathlib import Path
 
-from model.checkpoint import hub_names
-from model.checkpoint.folder_kind import describe_path
-from model.errors import ConfigError
-from model.gguf.paths import is_gguf
-from model.gguf.paths import model_name as gguf_name
-from model.pretrained import named_models
+from triptych.model.checkpoint import hub_names
+from triptych.model.checkpoint.folder_kind import describe_path
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.paths import is_gguf
+from triptych.model.gguf.paths import model_name as gguf_name
+from triptych.model.pretrained import named_models
 
 _PATH_BEGINNINGS = ("/", "./", "../", "~")
 

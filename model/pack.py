@@ -1,4 +1,4 @@
-"""Packs the weights of one model for an engine process that maps them: `python -m model.pack FD`.
+"""Packs the weights of one model for an engine process that maps them: `python -m triptych.model.pack FD`.
 
 The socket FD gives a `PackOrder`, and takes a `PackReply` with the file. The process ends when the socket closes.
 """
@@ -17,13 +17,13 @@ from functools import partial
 import msgspec
 import torch
 
-from model.api.messages import FailureKind
-from model.checkpoint.folder import errors_about
-from model.engine.network_plan import plan_network
-from model.engine.packing import PackOrder, PackReply, packed_weights
-from model.errors import ConfigError
-from model.network.packed_weights import PackedWeights
-from model.system.child_process import FrameSocket, ignore_signals
+from triptych.model.api.messages import FailureKind
+from triptych.model.checkpoint.folder import errors_about
+from triptych.model.engine.network_plan import plan_network
+from triptych.model.engine.packing import PackOrder, PackReply, packed_weights
+from triptych.model.errors import ConfigError
+from triptych.model.network.packed_weights import PackedWeights
+from triptych.model.system.child_process import FrameSocket, ignore_signals
 
 logger = logging.getLogger(__name__)
 

@@ -14,20 +14,20 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.core.engine_client import EngineClient, ModelReader
-from service.core.models import Models
-from service.http.bodies import cancel_all
-from service.http.guard import Guard
-from service.http.middleware import Accounts, ContextMiddleware, GuardMiddleware, HeadMiddleware
-from service.http.reply_writing import direct_send
-from service.http.route_table import RouteTable
-from service.http.sites import CorsMiddleware, CrossOrigins, Sites
-from service.http.sse import DIRECT
-from service.lifecycle.fleet import Replicas
-from service.lifecycle.state import Service
-from service.observability.logs import ActivityLog
-from service.observability.metrics import Metrics
-from service.routes import (
+from triptych.service.core.engine_client import EngineClient, ModelReader
+from triptych.service.core.models import Models
+from triptych.service.http.bodies import cancel_all
+from triptych.service.http.guard import Guard
+from triptych.service.http.middleware import Accounts, ContextMiddleware, GuardMiddleware, HeadMiddleware
+from triptych.service.http.reply_writing import direct_send
+from triptych.service.http.route_table import RouteTable
+from triptych.service.http.sites import CorsMiddleware, CrossOrigins, Sites
+from triptych.service.http.sse import DIRECT
+from triptych.service.lifecycle.fleet import Replicas
+from triptych.service.lifecycle.state import Service
+from triptych.service.observability.logs import ActivityLog
+from triptych.service.observability.metrics import Metrics
+from triptych.service.routes import (
     docs,
     encode,
     generate,
@@ -44,10 +44,10 @@ from service.routes import (
     text2text,
     tokens,
 )
-from service.settings.api_keys import KeyRing, Tenants
-from service.settings.service_settings import ServiceSettings
-from service.speech import routes as audio
-from service.speech.routes import speech_planner
+from triptych.service.settings.api_keys import KeyRing, Tenants
+from triptych.service.settings.service_settings import ServiceSettings
+from triptych.service.speech import routes as audio
+from triptych.service.speech.routes import speech_planner
 
 _MODULES = (
     *(generate, encode, openai, responses, messages, huggingface, ranking, pipelines, text2text, images, audio),

@@ -69,9 +69,9 @@ def embedded_service() -> Iterator[Any]:
     In float32 a request gives the same output alone and among others. It runs on one core: threads that wait for each
     other take many times as long where others want the second one.
     """
-    from model.pretrained import CHECKPOINTS, embedded_models
     from tests.service.asking import SPEECH
     from tests.service.processes import running
+    from triptych.model.pretrained import CHECKPOINTS, embedded_models
 
     models = embedded_models() | {"assistant": CHECKPOINTS / "assistant"}
     named = [f"{name}={folder}" for name, folder in models.items()]
@@ -88,7 +88,7 @@ def embedded_service() -> Iterator[Any]:
 @pytest.fixture
 def packed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack the weights of models in this process, however large they are: a child process takes seconds to start."""
-    monkeypatch.setattr("model.engine.packing.SMALL_BYTES", 1 << 30)
+    monkeypatch.setattr("triptych.model.engine.packing.SMALL_BYTES", 1 << 30)
 
 
 @pytest.fixture(autouse=True)

@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, EncodeTask, Request, image_source, token_source
-from model.api.sampling_params import SamplingParams
-from model.engine.builder import LoadedModel, load
-from model.errors import ConfigError
-from model.native.library import Library, native
-from model.pretrained import SMALL, embedded_models
 from tests.model.checkpoints import KINDS, prompt, saved, source_of
 from tests.model.packers import CASES, folders
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import EncodeRequest, EncodeTask, Request, image_source, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.engine.builder import LoadedModel, load
+from triptych.model.errors import ConfigError
+from triptych.model.native.library import Library, native
+from triptych.model.pretrained import SMALL, embedded_models
 
 FILE = Path(__file__).parent / "data" / "digests.json"
 FORMATS: dict[str, dict[str, Any]] = {

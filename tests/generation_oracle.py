@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.api.request import TokenOutput
-from model.llm import LLM
-from service.core.models import ServedModel
-from service.planning.checks import sampling_fields
-from service.planning.requests import default_max_tokens, with_lengths
-from service.schemas.bodies import GenerateBody
 from tests.model.checkpoints import copied, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.request import TokenOutput
+from triptych.model.llm import LLM
+from triptych.service.core.models import ServedModel
+from triptych.service.planning.checks import sampling_fields
+from triptych.service.planning.requests import default_max_tokens, with_lengths
+from triptych.service.schemas.bodies import GenerateBody
 
 NEW = 12
 

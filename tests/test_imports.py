@@ -164,10 +164,11 @@ def imported_modules(source: str, known: Iterable[str]) -> Iterator[str]:
     """Yield those of the `known` modules that a source file imports, wherever in it."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names = [alias.name.removeprefix("triptych.") for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            below = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-            names = [below[name] if below[name] in known else node.module for name in below]
+            module = node.module.removeprefix("triptych.")
+            below = {alias.name: f"{module}.{alias.name}" for alias in node.names}
+            names = [below[name] if below[name] in known else module for name in below]
         else:
             continue
         yield from (name for name in names if name in known)
@@ -270,8 +271,9 @@ def test_no_modules_import_each_other_in_a_circle(graph: dict[str, set[str]]) ->
 def test_the_reader_finds_every_import(tmp_path: Path) -> None:
     """Negative control: an import of each kind, a forbidden one, and a circle of three."""
     source = (
-        "from typing import TYPE_CHECKING\nimport service.app\nif TYPE_CHECKING:\n    from model import llm\n"
-        "def f():\n    from model.api.request import Request\n"
+        "from typing import TYPE_CHECKING\nimport triptych.service.app\n"
+        "if TYPE_CHECKING:\n    from triptych.model import llm\n"
+        "def f():\n    from triptych.model.api.request import Request\n"
     )
     known = {"service.app", "model", "model.llm", "model.api.request"}
     assert set(imported_modules(source, known)) == {"service.app", "model.llm", "model.api.request"}

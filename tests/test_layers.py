@@ -23,34 +23,34 @@ _TIME_OF_DAY = (
     "datetime.datetime.now",
 )
 NO_TORCH = (
-    "model.api.request",
-    "model.config.model",
-    "model.families.table.rules",
-    "model.families",
-    "model.checkpoint.folder",
-    "model.text.tokenizer",
-    "model.text.token_bytes",
-    "model.text.grammar",
-    "model.text.grammar_matcher",
-    "model.engine.scheduling.token_constraints",
-    "model.api.engine_config",
-    "model.api.stats",
-    "model.errors",
-    "model.api.messages",
-    "model.engine.scheduling.sequence",
-    "model.engine.scheduling.block_manager",
-    "model.engine.scheduling.scheduler",
-    "model.client.admission",
-    "model.client.model_table",
-    "model.client.async_engine",
-    "model.client.process_transport",
-    "model.system.child_process",
-    "model.config.sharding",
-    "service.cli.main",
-    "service.cli.serve",
-    "service.runtimes.local",
-    "service.runtimes.ray_serve.config_file",
-    "service.runtimes.ray_serve.environment",
+    "triptych.model.api.request",
+    "triptych.model.config.model",
+    "triptych.model.families.table.rules",
+    "triptych.model.families",
+    "triptych.model.checkpoint.folder",
+    "triptych.model.text.tokenizer",
+    "triptych.model.text.token_bytes",
+    "triptych.model.text.grammar",
+    "triptych.model.text.grammar_matcher",
+    "triptych.model.engine.scheduling.token_constraints",
+    "triptych.model.api.engine_config",
+    "triptych.model.api.stats",
+    "triptych.model.errors",
+    "triptych.model.api.messages",
+    "triptych.model.engine.scheduling.sequence",
+    "triptych.model.engine.scheduling.block_manager",
+    "triptych.model.engine.scheduling.scheduler",
+    "triptych.model.client.admission",
+    "triptych.model.client.model_table",
+    "triptych.model.client.async_engine",
+    "triptych.model.client.process_transport",
+    "triptych.model.system.child_process",
+    "triptych.model.config.sharding",
+    "triptych.service.cli.main",
+    "triptych.service.cli.serve",
+    "triptych.service.runtimes.local",
+    "triptych.service.runtimes.ray_serve.config_file",
+    "triptych.service.runtimes.ray_serve.environment",
 )
 
 
@@ -77,7 +77,15 @@ def imports(file: Path) -> Iterator[str]:
 
 
 def packages(file: Path) -> set[str]:
-    return {name.partition(".")[0] for name in imports(file)}
+    return {name.removeprefix("triptych.").partition(".")[0] for name in imports(file)}
+
+
+def test_modules_are_imported_by_their_own_names() -> None:
+    """`model` would be a second copy of `triptych.model`, and `triptych` itself is for users."""
+    for name, file in FILES.items():
+        found = set(imports(file))
+        assert not {one.partition(".")[0] for one in found} & {"model", "service", "loadtest"}, name
+        assert "triptych" not in found, name
 
 
 def test_a_file_imports_only_what_its_layer_may() -> None:
@@ -171,14 +179,14 @@ def test_policy_and_the_front_import_no_torch() -> None:
 # What torch comes with, in one process, as torch takes seconds: the names that are loaded after each step.
 WITH_TORCH = """
 import sys
-import model.llm, model.engine.thread_transport
+import triptych.model.llm, triptych.model.engine.thread_transport
 print(*sys.modules)
 from lab.bench.gpu import check, child, peer, sweep, tests, workloads
 print(*sys.modules)
 from lab.bench.models import CONFIGS
-from model.attention.sdpa import SdpaBackend
-from model.families import config_from_raw
-from model.network.weights import build_model
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.families import config_from_raw
+from triptych.model.network.weights import build_model
 build_model(config_from_raw({**CONFIGS["N1"]}, None), SdpaBackend())
 print(*sys.modules)
 """

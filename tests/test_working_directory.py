@@ -12,8 +12,8 @@ from tests.service.processes import strange_folder
 
 DOWNLOAD = """
 import asyncio
-from model.errors import ConfigError
-from service.runtimes.hub_download import download
+from triptych.model.errors import ConfigError
+from triptych.service.runtimes.hub_download import download
 try:
     asyncio.run(download("hf:no name", pickle=False, max_bytes=1, log_format="plain"))
 except ConfigError as error:
@@ -21,7 +21,7 @@ except ConfigError as error:
 """
 FLEET = """
 import asyncio
-from loadtest.generator import fleet
+from triptych.loadtest.generator import fleet
 async def start():
     process = await fleet.start_worker()
     process.stdin.close()
@@ -33,7 +33,7 @@ asyncio.run(start())
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        (["-m", "loadtest", "--help"], "usage: python -m loadtest"),
+        (["-m", "loadtest", "--help"], "usage: python -m triptych.loadtest"),
         (["-P", "-c", DOWNLOAD], "hf:no name"),
         (["-P", "-c", FLEET], "1"),  # a worker whose input ends before it has a job
     ],

@@ -3,7 +3,7 @@
 # where there is none. Without them the image serves by torch, only slower: this tries, says so and never fails.
 folder=model/native/prebuilt
 
-compile() { python3 -m model.native.build --portable "$folder"; }
+compile() { python3 -m triptych.model.native.build --portable "$folder"; }
 fetch() {
     echo "no GCC in this stage: asking the distribution for one"
     apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update &&

@@ -35,7 +35,7 @@ _UNUSED = (
     "**/*.pxd",
     "**/*.exe",
 )
-_KEPT = ("model/native/kernels", "triton/backends/nvidia/include")  # sources: compared, and for a compiler
+_KEPT = ("triptych/model/native/kernels", "triton/backends/nvidia/include")  # sources: compared, and for a compiler
 _TESTS = ("numpy", "sympy", "networkx", "mpmath", "ray", "fsspec", "opencensus", "rich", "smart_open")
 
 

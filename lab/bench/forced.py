@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from lab.bench.batches import Ids
-from model.api.request import Source
-from model.engine.execution.model_runner import Launched, ModelRunner
-from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, SchedulerOutput
-from model.system.devices import HostCopy
+from triptych.model.api.request import Source
+from triptych.model.engine.execution.model_runner import Launched, ModelRunner
+from triptych.model.engine.scheduling.scheduled_step import DraftRun, SampledToken, SchedulerOutput
+from triptych.model.system.devices import HostCopy
 
 
 class ForcedRunner:

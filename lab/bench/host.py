@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.api.request import Request
-from model.api.sampling_params import SamplingParams
-from model.cache.kv_cache import KVCache
-from model.config.attention import AttentionConfig
-from model.config.cache import PoolSize
-from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig
-from model.config.stack import StackConfig
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import GenerateEngine
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduler import Scheduler
+from triptych.model.api.request import Request
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.cache import PoolSize
+from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import EmbeddingConfig, HeadConfig, ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduler import Scheduler
 
 _BLOCK = 16
 _VOCAB = 64

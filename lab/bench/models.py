@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import save_file
 
 from lab.bench import vocabularies
-from model.attention.base import AttentionBackend
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.weight_files import tensor_names
-from model.config.model import ModelConfig
-from model.families import FAMILIES
-from model.families.table.raw_config import Settings
-from model.linear.factory import LinearFactory
-from model.network.build import build_model
-from model.network.transformer import Transformer
-from model.network.weights import stored_tensors
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.weight_files import tensor_names
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import FAMILIES
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.build import build_model
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import stored_tensors
 
 _VERSION = 2  # of the folders; others are rebuilt
 _STD = 0.02

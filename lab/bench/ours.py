@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from lab.bench.batches import NO_TIMESTAMPS, BenchRequest, Ids, Workload, window
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, FinishReason, Pooling, Request, Source, audio_source, token_source
-from model.api.sampling_params import SamplingParams
-from model.checkpoint.folder import read_checkpoint
-from model.engine.builder import LoadedModel, load
-from model.engine.generate_engine import GenerateEngine
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import EncodeRequest, FinishReason, Pooling, Request, Source, audio_source, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.engine.builder import LoadedModel, load
+from triptych.model.engine.generate_engine import GenerateEngine
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.json_files import read_json
 
 CHANNELS = 1  # of each projection that is planted into
 # By `model_type`: tensors of a layer whose outputs are multiplied, and projections that read them. Gated MLPs are

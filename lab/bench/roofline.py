@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 
 from lab.bench.batches import Workload
-from model.checkpoint.folder import read_checkpoint
-from model.config.attention import AttentionConfig
-from model.config.cache import paged_specs, state_bytes
-from model.config.formats import FORMATS, QUANTIZED_LAYERS
-from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig
-from model.config.model import ModelConfig
-from model.config.stack import StackConfig
-from model.linear.native import packed_linear
-from model.native.library import Kind, Library, native
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.cache import paged_specs, state_bytes
+from triptych.model.config.formats import FORMATS, QUANTIZED_LAYERS
+from triptych.model.config.layer import ExpertsConfig, LayerConfig, MLPConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.linear.native import packed_linear
+from triptych.model.native.library import Kind, Library, native
 
 _READ_BYTES = 512 << 20  # larger than any cache
 _SIZE = 2048  # of the square matrices

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from lab.bench.batches import Ids
 from lab.bench.forced import ForcedRunner
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import Request, token_source
-from model.api.sampling_params import SamplingParams
-from model.checkpoint.folder import read_checkpoint
-from model.engine.builder import load
-from model.engine.execution.model_runner import ModelRunner
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import Request, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.engine.builder import load
+from triptych.model.engine.execution.model_runner import ModelRunner
 
 _FIRST_ID = 100  # lower ids are special tokens in some models
 _EDIT_EVERY = 40  # tokens, on average

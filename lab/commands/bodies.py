@@ -20,10 +20,10 @@ import numpy as np
 from lab.faults.site import Site
 from lab.paced_engine import MODULE, PACE
 from lab.worst_bodies import many_tokens, worst_bodies
-from loadtest.errors import ServerError
-from loadtest.results import page
-from loadtest.runs import flags, output
-from model.system.child_process import ENGINE_VARIABLE
+from triptych.loadtest.errors import ServerError
+from triptych.loadtest.results import page
+from triptych.loadtest.runs import flags, output
+from triptych.model.system.child_process import ENGINE_VARIABLE
 
 _MODEL = "assistant=model/pretrained/checkpoints/assistant"  # it has a chat template
 _VALUES = (2_000_000, 45_000, 10_000)  # of the bodies, in turn: refused by their number, and not

@@ -20,14 +20,14 @@ from typing import Any
 from lab.faults.load import probe
 from lab.faults.site import Site
 from lab.paced_engine import MODULE, PACE
-from loadtest.errors import ServerError, UsageError
-from loadtest.generator.fleet import Fleet
-from loadtest.records import Outcome, Record
-from loadtest.results import page
-from loadtest.runs import flags, output
-from loadtest.runs.run import Subject
-from loadtest.settings import Arrivals, Clients, Workload
-from model.system.child_process import ENGINE_VARIABLE
+from triptych.loadtest.errors import ServerError, UsageError
+from triptych.loadtest.generator.fleet import Fleet
+from triptych.loadtest.records import Outcome, Record
+from triptych.loadtest.results import page
+from triptych.loadtest.runs import flags, output
+from triptych.loadtest.runs.run import Subject
+from triptych.loadtest.settings import Arrivals, Clients, Workload
+from triptych.model.system.child_process import ENGINE_VARIABLE
 
 RUNTIMES = ("local", "ray")
 TARGETS = ("generate", "openai-completions", "openai-chat")

@@ -1,4 +1,4 @@
-"""The command line `python -m lab COMMAND`; errors and exit codes are those of `python -m loadtest`."""
+"""The command line `python -m lab COMMAND`; errors and exit codes are those of `python -m triptych.loadtest`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from loadtest.commands.main import Parser, run_command
+from triptych.loadtest.commands.main import Parser, run_command
 
 _COMMANDS = (
     ("offline", "lab.commands.offline", "engines without a server"),

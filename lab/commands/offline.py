@@ -30,10 +30,10 @@ from lab.bench.peers import PEERS
 from lab.bench.peers.engine_process import EngineProcess
 from lab.bench.roofline import NUMBER_BYTES, Ceilings, Roofline, multiplied_as, weight_bytes
 from lab.bench.tables import Row, StepRow, brief, lowest_cosine, row, steps_table, table
-from loadtest.errors import UsageError
-from loadtest.runs import flags
-from model.api.engine_config import ATTENTION_BACKENDS, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
-from model.pretrained import SMALL, embedded_models
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.runs import flags
+from triptych.model.api.engine_config import ATTENTION_BACKENDS, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
+from triptych.model.pretrained import SMALL, embedded_models
 
 OURS = "triptych"
 BATCHES = (1, 8, 16, 32, 64)

@@ -25,15 +25,15 @@ from typing import Any
 
 from lab.faults.load import probe
 from lab.faults.site import Site
-from loadtest.errors import ServerError, UsageError
-from loadtest.generator.fleet import Fleet
-from loadtest.records import Outcome, Record
-from loadtest.results import page
-from loadtest.runs import flags, output
-from loadtest.runs.run import Subject
-from loadtest.settings import Arrivals, Clients, Settings, Workload
-from model.errors import ConfigError
-from model.system.child_process import SPIN_COUNT
+from triptych.loadtest.errors import ServerError, UsageError
+from triptych.loadtest.generator.fleet import Fleet
+from triptych.loadtest.records import Outcome, Record
+from triptych.loadtest.results import page
+from triptych.loadtest.runs import flags, output
+from triptych.loadtest.runs.run import Subject
+from triptych.loadtest.settings import Arrivals, Clients, Settings, Workload
+from triptych.model.errors import ConfigError
+from triptych.model.system.child_process import SPIN_COUNT
 
 RUNTIMES = ("local", "ray")
 PROMPT = 64  # tokens
@@ -42,7 +42,7 @@ SINGLE = 20  # sequential requests
 MIN_TEXT_SHARE = 0.9  # of tokens that must have text
 TEXTS = 4_096  # of an encoder's run, at least
 ROUNDS = 4  # requests of each client to an encoder, at least
-_ENGINE = "-m model.engine "  # in its command line
+_ENGINE = "-m triptych.model.engine "  # in its command line
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +247,8 @@ class _Engine:
 
     def __init__(self, model: str, temperature: float) -> None:
         from lab.bench.ours import Ours  # loads torch, once the environment is set
-        from model.api.engine_config import EngineConfig
-        from model.pretrained import embedded_models
+        from triptych.model.api.engine_config import EngineConfig
+        from triptych.model.pretrained import embedded_models
 
         embedded = {name: Path(path) for name, path in embedded_models().items()}
         name, _, path = model.partition("=")

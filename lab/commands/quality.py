@@ -23,11 +23,11 @@ from lab.bench.outliers import plant
 from lab.bench.peers import llama_cpp_formats
 from lab.training import corpus, pairs
 from lab.training.evaluate import WRITTEN, bits_per_byte, exact_match, pieces
-from loadtest.runs import flags
-from model.api.engine_config import INTEGERS, EngineConfig
-from model.llm import LLM
-from model.pretrained import SMALL, embedded_models
-from model.quantization.folder import quantize
+from triptych.loadtest.runs import flags
+from triptych.model.api.engine_config import INTEGERS, EngineConfig
+from triptych.model.llm import LLM
+from triptych.model.pretrained import SMALL, embedded_models
+from triptych.model.quantization.folder import quantize
 
 _TEXTS = 100  # that search scales
 _START = 0  # of `code`'s texts

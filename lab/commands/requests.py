@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lab.faults.site import Site
-from loadtest.errors import ServerError
-from loadtest.results import page
-from loadtest.runs import flags, output
+from triptych.loadtest.errors import ServerError
+from triptych.loadtest.results import page
+from triptych.loadtest.runs import flags, output
 
 _KEY = "measured-by-loadtest"
-_ENGINE = "-m model.engine "  # in its command line
+_ENGINE = "-m triptych.model.engine "  # in its command line
 _WORDS = "def add ( a , b ) : return a + b"
 _SECONDS = 20.0  # for a reply
 _MOST_QUEUED = 4_096  # requests, until the queue must be full

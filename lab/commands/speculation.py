@@ -29,10 +29,10 @@ from rich.table import Table
 
 from lab.bench.models import CONFIGS, built
 from lab.bench.speculation import DraftingEngine, Run, edit, fresh
-from loadtest.errors import UsageError
-from loadtest.runs import flags
-from model.api.engine_config import DTYPES, MAX_SPECULATIVE_TOKENS, QUANTIZATIONS, EngineConfig
-from model.errors import ConfigError
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.runs import flags
+from triptych.model.api.engine_config import DTYPES, MAX_SPECULATIVE_TOKENS, QUANTIZATIONS, EngineConfig
+from triptych.model.errors import ConfigError
 
 KINDS = {"copies": edit, "fresh": fresh}
 

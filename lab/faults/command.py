@@ -18,12 +18,12 @@ from lab.faults.outcomes import Ending
 from lab.faults.report import Row
 from lab.faults.scenarios import Scenario, all_of
 from lab.faults.site import ReadinessMonitor, Site
-from loadtest.errors import ServerError, UsageError
-from loadtest.records import Record
-from loadtest.results import page
-from loadtest.runs import flags, output
-from loadtest.runs.run import Subject
-from loadtest.settings import Workload
+from triptych.loadtest.errors import ServerError, UsageError
+from triptych.loadtest.records import Record
+from triptych.loadtest.results import page
+from triptych.loadtest.runs import flags, output
+from triptych.loadtest.runs.run import Subject
+from triptych.loadtest.settings import Workload
 
 WORKLOAD = Workload(prompt_tokens="uniform:16-96", output_tokens="uniform:24-96")
 _CLOCK_LIBRARIES = "/usr/lib/*/faketime/libfaketimeMT.so.1"

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from loadtest.errors import ServerError
-from loadtest.generator.fleet import Fleet
-from loadtest.records import Outcome, Record
-from loadtest.runs import run
-from loadtest.runs.progress import Progress
-from loadtest.runs.run import Subject
-from loadtest.server.target_server import Server
-from loadtest.settings import Arrivals, Clients, Settings, Workload
+from triptych.loadtest.errors import ServerError
+from triptych.loadtest.generator.fleet import Fleet
+from triptych.loadtest.records import Outcome, Record
+from triptych.loadtest.runs import run
+from triptych.loadtest.runs.progress import Progress
+from triptych.loadtest.runs.run import Subject
+from triptych.loadtest.server.target_server import Server
+from triptych.loadtest.settings import Arrivals, Clients, Settings, Workload
 
 CAPACITY_S = 8.0
 _WARM_S = 2.0  # at its start, not counted

@@ -10,10 +10,10 @@ import argparse
 import itertools
 import signal
 
-from model.api.messages import ModelSpec
-from model.pretrained import embedded_models
-from service.runtimes.ray_serve import environment
-from service.settings.serve_config import ServeConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.pretrained import embedded_models
+from triptych.service.runtimes.ray_serve import environment
+from triptych.service.settings.serve_config import ServeConfig
 
 CHANGED = "max_n"  # the setting that each deployment increases by one
 FIRST = 8
@@ -38,7 +38,7 @@ def main() -> None:
         import ray
         from ray import serve
 
-        from service.runtimes.ray_serve.deployment import application
+        from triptych.service.runtimes.ray_serve.deployment import application
 
         ray.init(
             address="local",

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
-from loadtest.records import Outcome, Record
+from triptych.loadtest.records import Outcome, Record
 
 
 class Ending(StrEnum):

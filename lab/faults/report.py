@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.faults.outcomes import LOST, Ending
-from loadtest.errors import UsageError
+from triptych.loadtest.errors import UsageError
 
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 

@@ -52,7 +52,7 @@ def all_of(folder: Path, clock_library: str) -> list[Scenario]:
     found = []
     for runtime in ("local", "ray"):
         found += _hostile(runtime)
-        engine = "-m model.engine "
+        engine = "-m triptych.model.engine "
         hangs, quick = _sending(_HALT, engine), ("--stall-timeout", "5")
         found.append(Scenario("engine hangs (stall_timeout 5)", hangs, runtime, quick, allowed=_FAILURES))
         found.append(Scenario("engine killed", _sending(_KILL, engine), runtime, allowed=_FAILURES))

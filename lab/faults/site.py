@@ -18,14 +18,14 @@ from typing import Self
 
 import httpx
 
-from loadtest.errors import ServerError
+from triptych.loadtest.errors import ServerError
 
 START_S = 120.0
 STOP_S = 90.0
 _POLL_S = 0.05
 _ROOT = Path(__file__).parents[2]
 
-SERVE = ("-m", "service.cli.main", "serve")
+SERVE = ("-m", "triptych.service.cli.main", "serve")
 REDEPLOY = ("-m", "lab.faults.operator")
 
 

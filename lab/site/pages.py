@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 from lab.site.reference import reference
-from service.app import TABLE
-from service.routes.docs import document
+from triptych.service.app import TABLE
+from triptych.service.routes.docs import document
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = (".github/",)

@@ -14,7 +14,7 @@ from lab.training import cards, evaluate, recipes
 from lab.training.speech.card import write_speech_card
 from lab.training.speech.evaluate import evaluate_speech
 from lab.training.speech.recipe import train_speech
-from model.pretrained import CHECKPOINTS
+from triptych.model.pretrained import CHECKPOINTS
 
 _TRAIN = {
     "code": recipes.train_code,

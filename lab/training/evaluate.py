@@ -9,9 +9,9 @@ from pathlib import Path
 
 from lab.training import chat, conversations, corpus, pairs
 from lab.training.vocabulary import TURN_END
-from model.api.engine_config import EngineConfig
-from model.api.sampling_params import SamplingParams
-from model.llm import LLM
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.llm import LLM
 
 PIECE_CHARACTERS = 1_000  # of a text that is scored; far fewer tokens than the context length
 HELD_OUT_PAIRS = 4_000

@@ -21,12 +21,12 @@ from torch import Tensor
 from lab.training import chat, conversations, corpus, pairs, vocabulary
 from lab.training.conversations import Kind
 from lab.training.trainer import TrainingPlan, cross_entropy, new_model, train
-from model.attention.base import AttentionMetadata
-from model.families import config_from_raw
-from model.network.inputs import CrossInput, StackInput
-from model.network.transformer import Transformer
-from model.network.weights import stored_tensors
-from model.pretrained import CHECKPOINTS
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.families import config_from_raw
+from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import stored_tensors
+from triptych.model.pretrained import CHECKPOINTS
 
 CODE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

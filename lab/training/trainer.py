@@ -17,10 +17,10 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from model.attention.sdpa import SdpaBackend
-from model.config.model import ModelConfig
-from model.network.build import build_model
-from model.network.transformer import Transformer
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.config.model import ModelConfig
+from triptych.model.network.build import build_model
+from triptych.model.network.transformer import Transformer
 
 
 @dataclass(frozen=True, slots=True)

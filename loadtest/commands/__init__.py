@@ -1,1 +1,1 @@
-"""The commands of `python -m loadtest`."""
+"""The commands of `python -m triptych.loadtest`."""

@@ -17,14 +17,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.commands.main import api_key
-from loadtest.results import page, statistics, tables
-from loadtest.results.statistics import Sample
-from loadtest.runs import flags, output, plan
-from loadtest.runs.plan import Bound, Plan
-from loadtest.runs.progress import Progress
-from loadtest.runs.run import SCHEMA, Load, Measured
-from loadtest.server.target_server import Server
+from triptych.loadtest.commands.main import api_key
+from triptych.loadtest.results import page, statistics, tables
+from triptych.loadtest.results.statistics import Sample
+from triptych.loadtest.runs import flags, output, plan
+from triptych.loadtest.runs.plan import Bound, Plan
+from triptych.loadtest.runs.progress import Progress
+from triptych.loadtest.runs.run import SCHEMA, Load, Measured
+from triptych.loadtest.server.target_server import Server
 
 PLAN = Path(__file__).with_suffix(".toml")
 

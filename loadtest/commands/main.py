@@ -1,4 +1,4 @@
-"""The command line `python -m loadtest COMMAND`.
+"""The command line `python -m triptych.loadtest COMMAND`.
 
 Usage errors print one line and exit 2. A missed SLO, a regression, or a server that does not serve exits 1. An
 interrupted run writes its results so far and exits 130.
@@ -14,10 +14,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from loadtest.errors import ServerError, UsageError
-from loadtest.results.slo import Limit
-from loadtest.runs import flags
-from loadtest.settings import Settings
+from triptych.loadtest.errors import ServerError, UsageError
+from triptych.loadtest.results.slo import Limit
+from triptych.loadtest.runs import flags
+from triptych.loadtest.settings import Settings
 
 # -- What the command lines of `loadtest` and `lab` share: one-line usage errors, defaults in the help, exit codes.
 
@@ -74,14 +74,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m loadtest", description="Apply load to a service.")
+    parser = Parser(prog="python -m triptych.loadtest", description="Apply load to a service.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     _add_run(commands)
     _add_sweep(commands)
     _add_compare(commands)
     _add_report(commands)
     if "interference" in argv[:1]:  # its module reads a plan
-        import_module("loadtest.commands.interference").add_command(commands)
+        import_module("triptych.loadtest.commands.interference").add_command(commands)
     else:
         commands.add_parser("interference", help="what workloads cost each other")
     return parser
@@ -137,7 +137,7 @@ def _add_report(commands: Any) -> None:
 
 def _prepare(arguments: argparse.Namespace) -> tuple[Settings, list[Limit], str, Path | None]:
     """Return what `run` and `sweep` both need: settings, limits, key, tokenizer."""
-    from loadtest.results import slo
+    from triptych.loadtest.results import slo
 
     key = api_key(arguments)
     tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None
@@ -149,11 +149,11 @@ def _run(arguments: argparse.Namespace) -> int:
         return _run_plan(arguments)
     if arguments.only:
         raise UsageError(f"--only: found {arguments.only!r} without --plan, expected a plan with it")
-    from loadtest.generator.worker import due
-    from loadtest.results import tables
-    from loadtest.runs import output, run
-    from loadtest.runs.progress import Progress
-    from loadtest.server.target_server import Server
+    from triptych.loadtest.generator.worker import due
+    from triptych.loadtest.results import tables
+    from triptych.loadtest.runs import output, run
+    from triptych.loadtest.runs.progress import Progress
+    from triptych.loadtest.server.target_server import Server
 
     settings, limits, key, tokenizer = _prepare(arguments)
     due(settings)  # raises for an invalid schedule before anything is sent
@@ -170,10 +170,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
-    from loadtest.results import tables
-    from loadtest.runs import output, plan
-    from loadtest.runs.progress import Progress
-    from loadtest.server.target_server import Server
+    from triptych.loadtest.results import tables
+    from triptych.loadtest.runs import output, plan
+    from triptych.loadtest.runs.progress import Progress
+    from triptych.loadtest.server.target_server import Server
 
     plan.check_beside(arguments)
     works = plan.read(arguments.plan, arguments).chosen(arguments.only)
@@ -195,10 +195,10 @@ def _verdict(document: dict[str, Any]) -> int:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from loadtest.results import tables
-    from loadtest.runs import output, run, sweep
-    from loadtest.runs.progress import Progress
-    from loadtest.server.target_server import Server
+    from triptych.loadtest.results import tables
+    from triptych.loadtest.runs import output, run, sweep
+    from triptych.loadtest.runs.progress import Progress
+    from triptych.loadtest.server.target_server import Server
 
     plan = sweep.Plan.parse(arguments.over, arguments.points, arguments.first, arguments.to, arguments.bisect)
     _set_load(arguments, plan.loads[0], sweep.ARRIVALS[plan.over])
@@ -232,8 +232,8 @@ def _set_load(arguments: argparse.Namespace, load: float, kinds: Sequence[str]) 
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from loadtest.results import compare, tables
-    from loadtest.runs import output
+    from triptych.loadtest.results import compare, tables
+    from triptych.loadtest.runs import output
 
     a, b = (output.read(path, "run", "sweep", "mix") for path in (arguments.a, arguments.b))
     document = compare.compare(a, b, arguments.tolerance)
@@ -246,8 +246,8 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from loadtest.results import page
-    from loadtest.runs import output
+    from triptych.loadtest.results import page
+    from triptych.loadtest.runs import output
 
     document = output.read(arguments.result, "run", "sweep", "mix")
     try:

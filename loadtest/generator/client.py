@@ -10,12 +10,12 @@ from collections.abc import Callable
 import httpx
 import msgspec
 
-from loadtest.generator import targets
-from loadtest.generator.connections import Connection, Connections, Sink
-from loadtest.generator.targets import Reply
-from loadtest.records import Outcome, Record
-from loadtest.settings import Settings
-from loadtest.workload.items import Item, Turn
+from triptych.loadtest.generator import targets
+from triptych.loadtest.generator.connections import Connection, Connections, Sink
+from triptych.loadtest.generator.targets import Reply
+from triptych.loadtest.records import Outcome, Record
+from triptych.loadtest.settings import Settings
+from triptych.loadtest.workload.items import Item, Turn
 
 # -- A parser of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html). Chunks may end
 # anywhere: inside a line ending, a character or a field. Only whole lines are decoded, so no character is split.

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from loadtest.generator.worker import Job, Message, Report
-from loadtest.records import Record
-from loadtest.settings import Settings
-from loadtest.workload.prompts import Vocabulary
+from triptych.loadtest.generator.worker import Job, Message, Report
+from triptych.loadtest.records import Record
+from triptych.loadtest.settings import Settings
+from triptych.loadtest.workload.prompts import Vocabulary
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 START_S = 0.3  # between the message and the run's start, so that every worker has received it
 _LONGEST_LINE = 1 << 28
 _LEAVE_S = 5.0  # for a worker to exit after its input has ended
@@ -49,7 +49,7 @@ async def start_worker() -> asyncio.subprocess.Process:
     """Start a worker process, which imports nothing from the working directory."""
     paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]  # empty: where it runs
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "loadtest.generator.worker"),
+        *(sys.executable, "-P", "-m", "triptych.loadtest.generator.worker"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},

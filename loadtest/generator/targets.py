@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from loadtest.settings import Settings
-from loadtest.workload.items import Turn
+from triptych.loadtest.settings import Settings
+from triptych.loadtest.workload.items import Turn
 
 
 class Message(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""A worker process, `python -m loadtest.generator.worker`, which is driven by JSON lines on stdin and stdout.
+"""A worker process, `python -m triptych.loadtest.generator.worker`, which is driven by JSON lines on stdin and stdout.
 
 Input: a `Job`, a `Message` with the run's start, and possibly one to stop. Output: a `Report` when it is ready, one
 each half second, and one with `end`. A worker sends every W-th item of the seeded workload, so that the load does not
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from loadtest.generator.client import Client, clock
-from loadtest.generator.connections import Connections
-from loadtest.records import Outcome, Record
-from loadtest.settings import PATHS, Settings
-from loadtest.workload import distributions
-from loadtest.workload.items import Item, ItemSource, read_replay
-from loadtest.workload.prompts import Vocabulary
+from triptych.loadtest.generator.client import Client, clock
+from triptych.loadtest.generator.connections import Connections
+from triptych.loadtest.records import Outcome, Record
+from triptych.loadtest.settings import PATHS, Settings
+from triptych.loadtest.workload import distributions
+from triptych.loadtest.workload.items import Item, ItemSource, read_replay
+from triptych.loadtest.workload.prompts import Vocabulary
 
 # -- The driver of a worker, which sends items at their scheduled times, independently of the server. Open arrivals
 # follow their schedule: a late reply delays no later request, and latency is measured from the schedule, so that a

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.errors import UsageError
-from loadtest.results import statistics
-from loadtest.results.statistics import Floats, Sample
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.results import statistics
+from triptych.loadtest.results.statistics import Floats, Sample
 
 _LATENCIES = {"ttft": "ttft_ms", "itl": "gaps_ms", "tpot": "tpot_ms", "e2e": "e2e_ms"}
 _COMPARED = ("mean", "p50", "p99")

@@ -27,7 +27,7 @@ def describe() -> dict[str, Any]:
 
 def commit() -> str | None:
     """Return the commit of this project's checkout, with `+` if files differ; None without a checkout."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).resolve().parents[2]
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],

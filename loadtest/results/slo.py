@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from loadtest.errors import UsageError
-from loadtest.records import Outcome, Record
-from loadtest.results.statistics import QUANTILES, STATISTICS
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.records import Outcome, Record
+from triptych.loadtest.results.statistics import QUANTILES, STATISTICS
 
 LATENCIES: Final = ("ttft", "itl", "tpot", "e2e", "queue", "reject", "lag")
 SHARES: Final = ("error_rate", "rejection_rate", "good_rate")

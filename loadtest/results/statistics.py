@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.records import Outcome, Record
+from triptych.loadtest.records import Outcome, Record
 
 # -- Quantiles and bootstrap intervals. Quantile q is the smallest measured value that at least a share q of the values
 # does not exceed. Intervals are percentile bootstraps (Efron 1979) over groups: inter-token latencies of one request

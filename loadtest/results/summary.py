@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.records import Outcome, Record
-from loadtest.results import slo, statistics
-from loadtest.results.slo import Limit
-from loadtest.results.statistics import Sample
-from loadtest.settings import Settings
+from triptych.loadtest.records import Outcome, Record
+from triptych.loadtest.results import slo, statistics
+from triptych.loadtest.results.slo import Limit
+from triptych.loadtest.results.statistics import Sample
+from triptych.loadtest.settings import Settings
 
 BUSY_LIMIT = 0.9  # of a core: a worker above it is itself the bottleneck
 

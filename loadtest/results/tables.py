@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.results.slo import LATENCIES
+from triptych.loadtest.results.slo import LATENCIES
 
 Json = dict[str, Any]
 

@@ -7,9 +7,18 @@ import json
 import urllib.parse
 from typing import Any
 
-from loadtest.errors import UsageError
-from loadtest.settings import ARRIVALS, EMBEDDING_TARGETS, PATHS, WORKLOADS, Arrivals, Clients, Settings, Workload
-from loadtest.workload import distributions
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.settings import (
+    ARRIVALS,
+    EMBEDDING_TARGETS,
+    PATHS,
+    WORKLOADS,
+    Arrivals,
+    Clients,
+    Settings,
+    Workload,
+)
+from triptych.loadtest.workload import distributions
 
 _CHAT = {"prompt_tokens": "lognormal:120,0.9,2048", "output_tokens": "lognormal:80,0.7,512"}
 _PRESETS: dict[str, dict[str, str]] = {

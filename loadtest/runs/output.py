@@ -11,12 +11,12 @@ from typing import Any
 
 from rich.console import Console
 
-from loadtest import records
-from loadtest.errors import UsageError
-from loadtest.records import Record
-from loadtest.results import page, statistics
-from loadtest.runs.plan import Mixed
-from loadtest.runs.run import SCHEMA, Measured
+from triptych.loadtest import records
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.records import Record
+from triptych.loadtest.results import page, statistics
+from triptych.loadtest.runs.plan import Mixed
+from triptych.loadtest.runs.run import SCHEMA, Measured
 
 Json = dict[str, Any]
 

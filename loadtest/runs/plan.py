@@ -18,16 +18,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from loadtest.errors import UsageError
-from loadtest.generator.worker import due
-from loadtest.records import Record
-from loadtest.results import slo, summary
-from loadtest.results.slo import Limit
-from loadtest.runs import flags, run
-from loadtest.runs.progress import Progress
-from loadtest.runs.run import SCHEMA, Load, Measured
-from loadtest.server.target_server import Server
-from loadtest.settings import Settings
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.generator.worker import due
+from triptych.loadtest.records import Record
+from triptych.loadtest.results import slo, summary
+from triptych.loadtest.results.slo import Limit
+from triptych.loadtest.runs import flags, run
+from triptych.loadtest.runs.progress import Progress
+from triptych.loadtest.runs.run import SCHEMA, Load, Measured
+from triptych.loadtest.server.target_server import Server
+from triptych.loadtest.settings import Settings
 
 SHARED: Final = ("url", "api_key", "duration", "warmup", "drain", "workers", "max_lag", "seed", "out", "quiet")
 """Flags that the command line may have in addition to a plan; of these a workload may set its own `OWN`."""

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from loadtest.generator.fleet import Collected
-from loadtest.records import Outcome, Record
-from loadtest.settings import Settings
+from triptych.loadtest.generator.fleet import Collected
+from triptych.loadtest.records import Outcome, Record
+from triptych.loadtest.settings import Settings
 
 PLAIN_LINE_S = 5.0
 RECENT_S = 5.0  # the figures are of requests that ended within this time

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.generator.fleet import START_S, Collected, Fleet
-from loadtest.records import Record
-from loadtest.results import page, summary
-from loadtest.results.slo import Limit
-from loadtest.runs.progress import Progress
-from loadtest.server import prometheus
-from loadtest.server.prometheus import Scrape
-from loadtest.server.target_server import Server
-from loadtest.settings import Settings
-from loadtest.workload import prompts
-from loadtest.workload.prompts import Vocabulary
+from triptych.loadtest.generator.fleet import START_S, Collected, Fleet
+from triptych.loadtest.records import Record
+from triptych.loadtest.results import page, summary
+from triptych.loadtest.results.slo import Limit
+from triptych.loadtest.runs.progress import Progress
+from triptych.loadtest.server import prometheus
+from triptych.loadtest.server.prometheus import Scrape
+from triptych.loadtest.server.target_server import Server
+from triptych.loadtest.settings import Settings
+from triptych.loadtest.workload import prompts
+from triptych.loadtest.workload.prompts import Vocabulary
 
 SCHEMA = 1
 SCRAPE_S = 1.0

@@ -16,13 +16,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from loadtest.errors import UsageError
-from loadtest.records import Record
-from loadtest.results.slo import Limit
-from loadtest.runs import output
-from loadtest.runs.progress import Progress
-from loadtest.runs.run import SCHEMA, Subject, measure
-from loadtest.settings import Settings
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.records import Record
+from triptych.loadtest.results.slo import Limit
+from triptych.loadtest.runs import output
+from triptych.loadtest.runs.progress import Progress
+from triptych.loadtest.runs.run import SCHEMA, Subject, measure
+from triptych.loadtest.settings import Settings
 
 GROWTH = 0.05
 FAILED = 0.01

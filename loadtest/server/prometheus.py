@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from loadtest.records import Outcome, Record
-from loadtest.results.statistics import Floats
+from triptych.loadtest.records import Outcome, Record
+from triptych.loadtest.results.statistics import Floats
 
 # -- A reader of /metrics in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/).
 # Metrics are found under triptych's or vLLM's names. If they have a model label, only those of the tested model are

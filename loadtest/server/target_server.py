@@ -10,13 +10,13 @@ from typing import Any, Self
 import httpx
 import msgspec
 
-from loadtest.errors import ServerError, UsageError
-from loadtest.generator import targets
-from loadtest.generator.connections import HEADERS
-from loadtest.server.prometheus import Scrape
-from loadtest.settings import PATHS, Settings
-from loadtest.workload import prompts
-from loadtest.workload.items import Turn
+from triptych.loadtest.errors import ServerError, UsageError
+from triptych.loadtest.generator import targets
+from triptych.loadtest.generator.connections import HEADERS
+from triptych.loadtest.server.prometheus import Scrape
+from triptych.loadtest.settings import PATHS, Settings
+from triptych.loadtest.workload import prompts
+from triptych.loadtest.workload.items import Turn
 
 _PROBE_S = 120.0  # the first request may compile kernels
 _MAX_REPLY_BYTES = 64 << 20  # bytes

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.errors import UsageError
-from loadtest.settings import Arrivals
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.settings import Arrivals
 
 # -- Distributions of lengths, in the notation of the command line. `128` or `fixed:128`; `uniform:16-512` (inclusive);
 # `lognormal:120,0.9` (median and sigma of the logarithm) or `lognormal:120,0.9,1024` (with a maximum); `file:PATH` (one

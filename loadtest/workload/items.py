@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest.errors import UsageError
-from loadtest.settings import Settings
-from loadtest.settings import Workload as WorkloadSettings
-from loadtest.workload import distributions
-from loadtest.workload.prompts import Vocabulary
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.settings import Settings
+from triptych.loadtest.settings import Workload as WorkloadSettings
+from triptych.loadtest.workload import distributions
+from triptych.loadtest.workload.prompts import Vocabulary
 
 CONTEXT_SHARE = 0.95  # of the context for conversations: a reply may have more tokens when tokenised again
 HABITS = ("cancel", "slow", "retry")

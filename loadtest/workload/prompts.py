@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.errors import UsageError
+from triptych.loadtest.errors import UsageError
 
 OPENING = "The"
 _TEXT = """about above accept across action active add after again age ago agree air all almost alone along already

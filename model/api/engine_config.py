@@ -7,8 +7,8 @@ import re
 import sys
 from dataclasses import dataclass
 
-from model.config.formats import FORMATS, QUANTIZED_LAYERS
-from model.errors import ConfigError
+from triptych.model.config.formats import FORMATS, QUANTIZED_LAYERS
+from triptych.model.errors import ConfigError
 
 AUTO_CACHE = "auto"  # `weights_cache`: the folder of the user's cache
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from model.api.engine_config import EngineConfig
-from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request, TokenOutput
-from model.api.stats import EngineStats, ModelInfo, StepStats
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request, TokenOutput
+from triptych.model.api.stats import EngineStats, ModelInfo, StepStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Requests to an engine and its outputs, as plain data.
 
 These types cross the process boundary between the service and its engines, so they hold only numbers, strings, bytes,
-lists and each other. They do not validate: `service.schemas` (or, offline, `model.api.sampling_bounds`) does, before
-one is created. Times are seconds of `time.monotonic()`, which all processes of a host share.
+lists and each other. They do not validate: `triptych.service.schemas` (or, offline,
+`triptych.model.api.sampling_bounds`) does, before one is created. Times are seconds of `time.monotonic()`, which all
+processes of a host share.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 
-from model.api.parameters import EXTRA, parameter, parameters_of
-from model.api.sampling_params import SAMPLING, SamplingParams
+from triptych.model.api.parameters import EXTRA, parameter, parameters_of
+from triptych.model.api.sampling_params import SAMPLING, SamplingParams
 
 # -- What an encoder reads, as plain data: the token ids of a text, the pixels of an image, or the spectrogram of a
 # sound. A source is encoded whole. Sequences of one salt and one digest share the encoding and the cache blocks of its
-# cross keys and values while any of them is there (`model.engine.scheduling.block_manager`).
+# cross keys and values while any of them is there (`triptych.model.engine.scheduling.block_manager`).
 
 
 class SourceKind(StrEnum):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from model.api.parameters import Beams
-from model.api.sampling_params import SAMPLING, SamplingParams
-from model.errors import ConfigError
+from triptych.model.api.parameters import Beams
+from triptych.model.api.sampling_params import SAMPLING, SamplingParams
+from triptych.model.errors import ConfigError
 
 GREEDY_BELOW = 1e-4  # lower temperatures mean greedy: dividing logits by them overflows float32
 

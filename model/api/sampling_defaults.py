@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from model.api.parameters import Beams
-from model.api.sampling_bounds import GREEDY_BELOW
-from model.api.sampling_params import SAMPLING
+from triptych.model.api.parameters import Beams
+from triptych.model.api.sampling_bounds import GREEDY_BELOW
+from triptych.model.api.sampling_params import SAMPLING
 
 BEAM_FIELDS = ("num_beams", *(name for name, column in SAMPLING.items() if column.row.beams is Beams.ONLY))
 _LENGTHS = ("max_tokens", "max_length", "min_length")  # how they count is for `start` to say

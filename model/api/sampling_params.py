@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from model.api.engine_config import MAX_SPECULATIVE_TOKENS
-from model.api.parameters import EXTRA, MAX_INT, OWN, Beams, Column, internal, parameter, parameters_of
-from model.api.timestamp_rules import TimestampRules
+from triptych.model.api.engine_config import MAX_SPECULATIVE_TOKENS
+from triptych.model.api.parameters import EXTRA, MAX_INT, OWN, Beams, Column, internal, parameter, parameters_of
+from triptych.model.api.timestamp_rules import TimestampRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ class SamplingParams:
         True, "Leave special tokens such as end-of-sequence out of the text.", True, openai=EXTRA
     )
     shown_special_ids: tuple[int, ...] = internal(())  # special tokens that have a text although others are skipped
-    grammar: str = internal("")  # the whole output must match it (`model.text.grammar`); empty: none
+    grammar: str = internal("")  # the whole output must match it (`triptych.model.text.grammar`); empty: none
     timestamps: TimestampRules | None = internal(None)  # which the output follows
     cumulative_logprob: bool = internal(False)  # outputs say the log-probability of all tokens so far
     probe: Probe | None = internal(None)  # the first output says how likely these tokens were

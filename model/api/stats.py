@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from model.api.engine_config import BatchLimits
+from triptych.model.api.engine_config import BatchLimits
 
 
 @dataclass(slots=True)

@@ -16,10 +16,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from model.cache.kv_cache import LayerCache
-from model.config.attention import AttentionConfig
-from model.config.cache import PagedSpec
-from model.system import devices
+from triptych.model.cache.kv_cache import LayerCache
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.cache import PagedSpec
+from triptych.model.system import devices
 
 UNEVEN_KEYS = 2048  # the least number of keys that is worth a second launch to divide them
 UNEVEN_TIMES = 4  # the mean
@@ -208,7 +208,7 @@ class AttentionBackend(Protocol):
         """`softmax(softcap(q k^T * scale) + bias) v`, `[T, H, D]`; of each head's sink, one more score without a value.
 
         Writes the keys and values of all segments into the cache before any query reads: a segment's table may name
-        blocks that another segment fills in the same step (`model.engine.scheduling.block_manager`).
+        blocks that another segment fills in the same step (`triptych.model.engine.scheduling.block_manager`).
         """
 
 
@@ -310,5 +310,7 @@ class PreparingBackend:
         bias: ScoreBias | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """`forward` (`model.attention.base.AttentionBackend`) of the queries and keys that `preparation` makes."""
+        """`forward` (`triptych.model.attention.base.AttentionBackend`) of the queries and keys that `preparation`
+        makes.
+        """
         raise NotImplementedError

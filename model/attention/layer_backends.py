@@ -10,16 +10,18 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionBackend, AttentionMetadata, ScoreBias
-from model.cache.kv_cache import LayerCache, StateCache, StateTables
-from model.config.attention import AttentionConfig, GatedDeltaConfig
-from model.config.cache import PagedSpec
+from triptych.model.attention.base import AttentionBackend, AttentionMetadata, ScoreBias
+from triptych.model.cache.kv_cache import LayerCache, StateCache, StateTables
+from triptych.model.config.attention import AttentionConfig, GatedDeltaConfig
+from triptych.model.config.cache import PagedSpec
 
 # -- Different backends for the layers of one model.
 
 
 class PerLayerBackend:
-    """Computes the attention of each layer by the backend that was chosen for it (`model.attention.selection`)."""
+    """Computes the attention of each layer by the backend that was chosen for it
+    (`triptych.model.attention.selection`).
+    """
 
     def __init__(self, chosen: Mapping[AttentionConfig, AttentionBackend]) -> None:
         backends = chosen.values()

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata, ScoreBias, distance_table, given, refuse_gradients, slopes
-from model.cache.kv_cache import LayerCache
-from model.config.attention import AttentionConfig, XLNetRelativeConfig
-from model.config.cache import PagedSpec
-from model.native.library import KINDS, Kind, Library
-from model.native.structures import AttentionShape, KVPages, Segments
-from model.native.structures import ScoreBias as BiasTable
+from triptych.model.attention.base import AttentionMetadata, ScoreBias, distance_table, given, refuse_gradients, slopes
+from triptych.model.cache.kv_cache import LayerCache
+from triptych.model.config.attention import AttentionConfig, XLNetRelativeConfig
+from triptych.model.config.cache import PagedSpec
+from triptych.model.native.library import KINDS, Kind, Library
+from triptych.model.native.structures import AttentionShape, KVPages, Segments
+from triptych.model.native.structures import ScoreBias as BiasTable
 
 _MARGIN = 32  # keys are scored by 16, in bfloat16 by the 32 of a tile's row: the bias is read so far beyond the last
 

@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup, given, softcapped, visible, weights_of
-from model.cache.kv_cache import LayerCache
-from model.config.attention import AttentionConfig
-from model.config.cache import PagedSpec
+from triptych.model.attention.base import (
+    AttentionMetadata,
+    ScoreBias,
+    SegmentGroup,
+    given,
+    softcapped,
+    visible,
+    weights_of,
+)
+from triptych.model.cache.kv_cache import LayerCache
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.cache import PagedSpec
 
 
 class SdpaBackend:

@@ -9,18 +9,18 @@ from importlib.util import find_spec
 
 import torch
 
-from model.attention.base import AttentionBackend
-from model.attention.layer_backends import PerLayerBackend
-from model.attention.native import NativeBackend
-from model.attention.sdpa import SdpaBackend
-from model.config.attention import AttentionConfig
-from model.config.cache import PagedSpec
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.native.library import Library, native
-from model.system import kernel_faults
-from model.system.fallbacks import summary
-from model.system.kernel_faults import NO_FAULTS, Faults
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.layer_backends import PerLayerBackend
+from triptych.model.attention.native import NativeBackend
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.cache import PagedSpec
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.native.library import Library, native
+from triptych.model.system import kernel_faults
+from triptych.model.system.fallbacks import summary
+from triptych.model.system.kernel_faults import NO_FAULTS, Faults
 
 _AMPERE = (8, 0)  # the first with bfloat16 and asynchronous copies
 
@@ -136,7 +136,7 @@ def _without_triton(device: torch.device, dtype: torch.dtype, faults: Faults | N
 def _tried(device: torch.device, dtype: torch.dtype) -> str | None:
     """Triton compiles at first use, which wants a C compiler for its driver's module and a folder for what it made:
     a machine without them shows it here and not in somebody's request."""
-    from model.attention.triton import try_out
+    from triptych.model.attention.triton import try_out
 
     try:
         try_out(device, dtype)
@@ -149,6 +149,6 @@ def _triton(faults: Faults) -> Selection:
     # Imported where it is used: a CPU's installation has no Triton.
     import triton
 
-    from model.attention.triton import TritonBackend
+    from triptych.model.attention.triton import TritonBackend
 
     return Selection(TritonBackend(faults), f"triton {triton.__version__}: pages read in place", faults=faults)

@@ -14,8 +14,8 @@ from torch import Tensor
 from triton import language as tl
 from triton.runtime import driver
 
-from model.attention import triton_delta
-from model.attention.base import (
+from triptych.model.attention import triton_delta
+from triptych.model.attention.base import (
     AttentionMetadata,
     DeviceLengths,
     Preparation,
@@ -26,16 +26,16 @@ from model.attention.base import (
     refuse_gradients,
     slopes,
 )
-from model.attention.layer_backends import Recurrence
-from model.attention.triton_heads import prepare
-from model.attention.triton_kernels import INTERPRETED, SLOPES, TABLE, attend, combine, write_pages
-from model.cache.kv_cache import LayerCache, StateCache, StateTables
-from model.config.attention import AttentionConfig, DisentangledConfig, GatedDeltaConfig, XLNetRelativeConfig
-from model.config.cache import SCALED_KINDS, PagedSpec
-from model.system import kernel_faults
-from model.system.devices import processors
-from model.system.held_kernels import cdiv, next_power_of_2, overlap
-from model.system.kernel_faults import NO_FAULTS, Faults
+from triptych.model.attention.layer_backends import Recurrence
+from triptych.model.attention.triton_heads import prepare
+from triptych.model.attention.triton_kernels import INTERPRETED, SLOPES, TABLE, attend, combine, write_pages
+from triptych.model.cache.kv_cache import LayerCache, StateCache, StateTables
+from triptych.model.config.attention import AttentionConfig, DisentangledConfig, GatedDeltaConfig, XLNetRelativeConfig
+from triptych.model.config.cache import SCALED_KINDS, PagedSpec
+from triptych.model.system import kernel_faults
+from triptych.model.system.devices import processors
+from triptych.model.system.held_kernels import cdiv, next_power_of_2, overlap
+from triptych.model.system.kernel_faults import NO_FAULTS, Faults
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MAX_DIM = 256  # of a head: beyond it a tile's rows leave the registers
@@ -61,7 +61,7 @@ class Tiles:
 class TritonBackend(PreparingBackend):
     """float32, bfloat16 and float16 without gradients; biases that depend on nothing but the distance.
 
-    Recurrent layers too (`model.attention.triton_delta`).
+    Recurrent layers too (`triptych.model.attention.triton_delta`).
     """
 
     name = "triton"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.attention.layer_backends import Recurrence
-from model.attention.triton_delta_kernels import gate_outputs, scan_chunks, solve_chunks, step_states
-from model.attention.triton_kernels import INTERPRETED
-from model.cache.kv_cache import StateCache, StateTables
-from model.config.attention import GatedDeltaConfig
-from model.system.held_kernels import cdiv, next_power_of_2
+from triptych.model.attention.layer_backends import Recurrence
+from triptych.model.attention.triton_delta_kernels import gate_outputs, scan_chunks, solve_chunks, step_states
+from triptych.model.attention.triton_kernels import INTERPRETED
+from triptych.model.cache.kv_cache import StateCache, StateTables
+from triptych.model.config.attention import GatedDeltaConfig
+from triptych.model.system.held_kernels import cdiv, next_power_of_2
 
 CHUNK = 32  # tokens that are solved for together
 _MOST = 128 * 128  # elements of a head's state, which a program has in registers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 from triton import language as tl
 
-from model.system.held_kernels import held
+from triptych.model.system.held_kernels import held
 
 _LENGTH_EPS = tl.constexpr(1e-6)  # of queries' and keys' squared lengths
 _COARSE = tl.constexpr(256.0)  # decays' logarithms are summed in multiples of its reciprocal, and what is left
@@ -207,7 +207,8 @@ def solve_chunks(
     """Compute what a chunk of a prompt needs no state for. Grid: chunks, value heads.
 
     With G_t the product of decays up to t and T the inverse of `1 + b_t (G_t / G_s) (k_t . k_s)` below the diagonal,
-    the changes of the state are `T (b v) - T (b G k) S_0` (`model.network.delta_net`): `changes` and `weights`.
+    the changes of the state are `T (b v) - T (b G k) S_0` (`triptych.model.network.delta_net`): `changes` and
+    `weights`.
     """
     SHARED: tl.constexpr = HEADS // KEY_HEADS
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM

@@ -14,10 +14,10 @@ from torch import Tensor
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from model.attention.base import HeadNorm, Preparation
-from model.attention.triton_kernels import quantized
-from model.cache.kv_cache import LayerCache
-from model.system.held_kernels import cdiv, held, next_power_of_2, overlap
+from triptych.model.attention.base import HeadNorm, Preparation
+from triptych.model.attention.triton_kernels import quantized
+from triptych.model.cache.kv_cache import LayerCache
+from triptych.model.system.held_kernels import cdiv, held, next_power_of_2, overlap
 
 _ELEMENTS = 2048  # of a program
 _RMS, _LAYER = tl.constexpr(1), tl.constexpr(2)  # values of NORM; 0: there is none
@@ -165,7 +165,7 @@ def prepare_heads(
     NORM: tl.constexpr,
     PAGED: tl.constexpr,
     QUANTIZED: tl.constexpr,
-    OVERLAP: tl.constexpr,  # as `model.system.held_kernels.overlap`
+    OVERLAP: tl.constexpr,  # as `triptych.model.system.held_kernels.overlap`
 ):
     """Grid: tokens, blocks of query heads then of key heads."""
     if OVERLAP:

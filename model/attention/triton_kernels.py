@@ -11,8 +11,8 @@ import triton
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from model.system.float8_kernels import to_float8
-from model.system.held_kernels import held
+from triptych.model.system.float8_kernels import to_float8
+from triptych.model.system.held_kernels import held
 
 TABLE, SLOPES = tl.constexpr(1), tl.constexpr(2)  # values of BIASED; 0: nothing is added to scores
 LOG2E = tl.constexpr(1.4426950408889634)  # exponentials are powers of two, as the hardware has them
@@ -39,7 +39,7 @@ def write_pages(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     QUANTIZED: tl.constexpr,
-    OVERLAP: tl.constexpr,  # as `model.system.held_kernels.overlap`
+    OVERLAP: tl.constexpr,  # as `triptych.model.system.held_kernels.overlap`
 ):
     """Grid: tokens, blocks of heads."""
     if OVERLAP:

@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.config.attention import AttentionConfig, GatedDeltaConfig
-from model.config.cache import NO_STATE, SCALED_KINDS, PagedSpec, paged_specs, pools_of
-from model.config.stack import StackConfig
-from model.system import huge_pages
-from model.system.devices import device_tensor, to_device
+from triptych.model.config.attention import AttentionConfig, GatedDeltaConfig
+from triptych.model.config.cache import NO_STATE, SCALED_KINDS, PagedSpec, paged_specs, pools_of
+from triptych.model.config.stack import StackConfig
+from triptych.model.system import huge_pages
+from triptych.model.system.devices import device_tensor, to_device
 
 # -- States of recurrent layers, by slots: what a sequence keeps of all its tokens in a fixed size (`GatedDeltaConfig`).
 #
 #     recurrent: [slots, value heads, key_dim, value_dim]      convolution: [slots, kernel - 1, channels]      float32
 #
 # A span of rows reads one slot and writes another, so a step that is run again finds what it read. Which sequence has
-# which slot is `model.engine.scheduling.state_slots`' business.
+# which slot is `triptych.model.engine.scheduling.state_slots`' business.
 
 
 class StateSpan(NamedTuple):
@@ -156,7 +156,8 @@ class StateCache:
 #
 #     keys, values: [num_pages, block_size, K, D] of each layer      slot = block * block_size + offset
 #
-# Which sequence has which block is `model.engine.scheduling.block_manager`'s business; here are only the tensors.
+# Which sequence has which block is `triptych.model.engine.scheduling.block_manager`'s business; here are only the
+# tensors.
 
 _LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
 
@@ -202,9 +203,9 @@ class KVCache:
     """The caches of a decoder's layers, each of its own shape: `pages` of those with attention, `states` of recurrent
     ones, by layer.
 
-    Layers of one window share the blocks of one pool (`model.config.cache.pools_of`), and equal layers of a pool one
-    tensor, so that a block is copied for all of them at once. A layer that reads another one's keys has that one's
-    pages. A state's slot is the same in all recurrent layers.
+    Layers of one window share the blocks of one pool (`triptych.model.config.cache.pools_of`), and equal layers of a
+    pool one tensor, so that a block is copied for all of them at once. A layer that reads another one's keys has that
+    one's pages. A state's slot is the same in all recurrent layers.
     """
 
     def __init__(

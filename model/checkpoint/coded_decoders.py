@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model.checkpoint.coded_layouts import CodedLayout, E2M1Layout, Int8RowsLayout, TableLayout
-from model.checkpoint.matrix_decoders import decoded
-from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader
-from model.config.formats import Storage
-from model.errors import CheckpointError
-from model.families.table.rules import Shape
+from triptych.model.checkpoint.coded_layouts import CodedLayout, E2M1Layout, Int8RowsLayout, TableLayout
+from triptych.model.checkpoint.matrix_decoders import decoded
+from triptych.model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader
+from triptych.model.config.formats import Storage
+from triptych.model.errors import CheckpointError
+from triptych.model.families.table.rules import Shape
 
 _TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # by the 3 bits without the sign
 _HALF_E8M0 = (*(2.0 ** (exponent - 128) for exponent in range(255)), math.nan)

@@ -16,9 +16,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from model.checkpoint.quantization_settings import WHERE, expect
-from model.config.formats import GROUPS, Storage, integers_in_groups
-from model.errors import CheckpointError, ConfigError
+from triptych.model.checkpoint.quantization_settings import WHERE, expect
+from triptych.model.config.formats import GROUPS, Storage, integers_in_groups
+from triptych.model.errors import CheckpointError, ConfigError
 
 Find = Callable[[str], NDArray[Any] | None]  # a small tensor by its name, None if there is none
 _STATE = "weight.quant_state.bitsandbytes__"

@@ -1,4 +1,4 @@
-"""Reads packed integers, their scales and zero points as the tensors of a storage (`model.config.formats`).
+"""Reads packed integers, their scales and zero points as the tensors of a storage (`triptych.model.config.formats`).
 
 weight = (integer - zero point) * scale becomes integer * scale + offset with integers around zero. Both are exact in
 float32 where scales have 16 bits, as published ones have. Rows are unpacked as they are read.
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.checkpoint.coded_decoders import coded
-from model.checkpoint.coded_layouts import CodedLayout
-from model.checkpoint.layouts import Along, IntegerLayout, Packed
-from model.checkpoint.matrix_decoders import decoded
-from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader, TensorSource
-from model.config.formats import Storage
-from model.errors import CheckpointError
-from model.families.table.rules import Shape
+from triptych.model.checkpoint.coded_decoders import coded
+from triptych.model.checkpoint.coded_layouts import CodedLayout
+from triptych.model.checkpoint.layouts import Along, IntegerLayout, Packed
+from triptych.model.checkpoint.matrix_decoders import decoded
+from triptych.model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader, TensorSource
+from triptych.model.config.formats import Storage
+from triptych.model.errors import CheckpointError
+from triptych.model.families.table.rules import Shape
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of its eight numbers a word has, from the lowest bits on
 _LEAST_LINE = 1024  # words of a line that are read at once where a tensor is transposed

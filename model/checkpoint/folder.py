@@ -1,6 +1,6 @@
 """Reads a Hugging Face checkpoint folder's description: its network, sampling defaults and pooling. No torch.
 
-`model.network.weights` reads the weights. A folder that cannot be served raises `ConfigError`.
+`triptych.model.network.weights` reads the weights. A folder that cannot be served raises `ConfigError`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from model.api.request import Pooling
-from model.checkpoint.folder_kind import describe_folder, describe_path, unfetched_tokenizer_files
-from model.checkpoint.generation_config import (
+from triptych.model.api.request import Pooling
+from triptych.model.checkpoint.folder_kind import describe_folder, describe_path, unfetched_tokenizer_files
+from triptych.model.checkpoint.generation_config import (
     GENERATION,
     GenerationTask,
     generation_tasks,
@@ -23,10 +23,10 @@ from model.checkpoint.generation_config import (
     settings_of,
     without_generation,
 )
-from model.checkpoint.gguf.layout import gguf_config, origins
-from model.checkpoint.gguf.settings import named_by_metadata, pooling, raw_settings, recommended_sampling
-from model.checkpoint.json_files import read_json
-from model.checkpoint.layouts import (
+from triptych.model.checkpoint.gguf.layout import gguf_config, origins
+from triptych.model.checkpoint.gguf.settings import named_by_metadata, pooling, raw_settings, recommended_sampling
+from triptych.model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.layouts import (
     Layout,
     Packed,
     consumed_names,
@@ -34,8 +34,8 @@ from model.checkpoint.layouts import (
     logical_names,
     pack_projections,
 )
-from model.checkpoint.load_plan import few, leftover_tensors, stored_projections
-from model.checkpoint.processors import (
+from triptych.model.checkpoint.load_plan import few, leftover_tensors, stored_projections
+from triptych.model.checkpoint.processors import (
     AUDIO_PARTS,
     AUDIO_SETTINGS,
     IMAGE_PARTS,
@@ -44,23 +44,23 @@ from model.checkpoint.processors import (
     read_processor,
     warnings_of,
 )
-from model.checkpoint.sentence_modules import network_folder
-from model.checkpoint.sentence_transformers import SentenceSettings, read_colbert, read_sentence_settings
-from model.checkpoint.speech import NO_SPEECH_TOKENS, SpeechTokens, read_speech_tokens
-from model.checkpoint.static_embedding import as_static, static_settings
-from model.checkpoint.stored_formats import Quantization, made_for, quantization_of
-from model.checkpoint.weight_files import PLAIN, Wrapping, tensor_names, weight_files
-from model.config.formats import FLOAT
-from model.config.model import ModelConfig
-from model.errors import ConfigError, listed
-from model.families import family_for, find_family, read_settings
-from model.families.table.heads import token_classifier
-from model.families.table.token_rules import within_vocabulary
-from model.gguf.container import read_gguf
-from model.gguf.paths import gguf_path
-from model.media.images import ImageProcessing, prepared_size, read_image_processing
-from model.speech.log_mel import LogMel, read_log_mel
-from model.system.folder_files import has_file
+from triptych.model.checkpoint.sentence_modules import network_folder
+from triptych.model.checkpoint.sentence_transformers import SentenceSettings, read_colbert, read_sentence_settings
+from triptych.model.checkpoint.speech import NO_SPEECH_TOKENS, SpeechTokens, read_speech_tokens
+from triptych.model.checkpoint.static_embedding import as_static, static_settings
+from triptych.model.checkpoint.stored_formats import Quantization, made_for, quantization_of
+from triptych.model.checkpoint.weight_files import PLAIN, Wrapping, tensor_names, weight_files
+from triptych.model.config.formats import FLOAT
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError, listed
+from triptych.model.families import family_for, find_family, read_settings
+from triptych.model.families.table.heads import token_classifier
+from triptych.model.families.table.token_rules import within_vocabulary
+from triptych.model.gguf.container import read_gguf
+from triptych.model.gguf.paths import gguf_path
+from triptych.model.media.images import ImageProcessing, prepared_size, read_image_processing
+from triptych.model.speech.log_mel import LogMel, read_log_mel
+from triptych.model.system.folder_files import has_file
 
 _MOST_CHARACTERS = 600  # of a message about a folder
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")

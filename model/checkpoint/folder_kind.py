@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from model.system.folder_files import has_file
+from triptych.model.system.folder_files import has_file
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _MOST_ENTRIES = 2_000  # of a folder, that are looked at

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model.checkpoint.tensor_files import StoredTensor
-from model.errors import CheckpointError
-from model.families.table.rules import Family, FusedExperts
+from triptych.model.checkpoint.tensor_files import StoredTensor
+from triptych.model.errors import CheckpointError
+from triptych.model.families.table.rules import Family, FusedExperts
 
 
 def parted(family: Family, stored: Mapping[str, StoredTensor], hidden_size: int) -> dict[str, StoredTensor]:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.api.parameters import MAX_INT
-from model.api.sampling_bounds import check_value
-from model.api.sampling_params import SAMPLING
-from model.checkpoint.json_files import read_json
-from model.checkpoint.setting_tables import Use, asked_for, table, unknown
-from model.errors import ConfigError, listed
-from model.families.table.token_rules import generation_rules, only_token
-from model.system.folder_files import has_file
+from triptych.model.api.parameters import MAX_INT
+from triptych.model.api.sampling_bounds import check_value
+from triptych.model.api.sampling_params import SAMPLING
+from triptych.model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.setting_tables import Use, asked_for, table, unknown
+from triptych.model.errors import ConfigError, listed
+from triptych.model.families.table.token_rules import generation_rules, only_token
+from triptych.model.system.folder_files import has_file
 
 GENERATION = "generation_config.json"
 _CONFIG = "config.json"

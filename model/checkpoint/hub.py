@@ -1,4 +1,4 @@
-"""Downloads models of the Hugging Face Hub (`model.checkpoint.hub_names` reads their names).
+"""Downloads models of the Hugging Face Hub (`triptych.model.checkpoint.hub_names` reads their names).
 
 Only the files that a folder is read from are downloaded, weights as safetensors where there are any, or one GGUF file,
 into the cache that all of Hugging Face's tools share. The library's environment variables hold: HF_ENDPOINT, HF_TOKEN,
@@ -18,12 +18,12 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import hub_names
-from model.checkpoint.hub_gguf import all_parts, choose
-from model.checkpoint.hub_names import HubName
-from model.checkpoint.hub_progress import Meter, bar_class
-from model.checkpoint.json_files import MODULE_PICKLES, MODULE_SAFETENSORS, PICKLES, SAFETENSORS, SETTINGS
-from model.errors import ConfigError
+from triptych.model.checkpoint import hub_names
+from triptych.model.checkpoint.hub_gguf import all_parts, choose
+from triptych.model.checkpoint.hub_names import HubName
+from triptych.model.checkpoint.hub_progress import Meter, bar_class
+from triptych.model.checkpoint.json_files import MODULE_PICKLES, MODULE_SAFETENSORS, PICKLES, SAFETENSORS, SETTINGS
+from triptych.model.errors import ConfigError
 
 _OTHERS = ("onnx/*", "openvino/*", "coreml/*", "original/*", "*/onnx/*", "*/openvino/*")
 _PATHS = " (the path of a folder here begins with / or ./)"

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
-from model.errors import ConfigError
-from model.gguf.paths import SHARD
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.paths import SHARD
 
 DEFAULT_FORMAT = "Q4_K_M"  # what llama.cpp and Ollama take where a name says nothing
 _MOST_SHOWN = 8

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from model.errors import ConfigError
+from triptych.model.errors import ConfigError
 
 PREFIX = "hf:"
 EXPECTED = "expected ORGANISATION/NAME, and then :QUANTIZATION or :FILE.gguf, @REVISION, or both"

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from model.checkpoint.layouts import Along, IntegerLayout, Layout
-from model.checkpoint.quantization_settings import WHERE, expect, group_size
-from model.checkpoint.target_patterns import matches
-from model.errors import ConfigError
+from triptych.model.checkpoint.layouts import Along, IntegerLayout, Layout
+from triptych.model.checkpoint.quantization_settings import WHERE, expect, group_size
+from triptych.model.checkpoint.target_patterns import matches
+from triptych.model.errors import ConfigError
 
 _BITS = (4, 8)
 _HOW = (  # it was quantised, and by whom; which kernels its makers prefer

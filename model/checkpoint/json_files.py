@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.folder_kind import lfs_pointer
-from model.errors import ConfigError
-from model.system.folder_files import has_file, read_file
+from triptych.model.checkpoint.folder_kind import lfs_pointer
+from triptych.model.errors import ConfigError
+from triptych.model.system.folder_files import has_file, read_file
 
 # -- Reads the JSON files of a folder.
 

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from model.checkpoint.coded_layouts import CodedLayout
-from model.config.formats import FLOAT, GROUPS, Storage, integers_in_groups, joined
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.families.table.rules import Family, LinearRule
+from triptych.model.checkpoint.coded_layouts import CodedLayout
+from triptych.model.config.formats import FLOAT, GROUPS, Storage, integers_in_groups, joined
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.rules import Family, LinearRule
 
 _SHAPE = "weight_shape"  # compressed-tensors: outputs and inputs
 _NEAREST = (8, 128)  # bits and group that C keeps what it cannot keep as it is stored in

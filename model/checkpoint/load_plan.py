@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 
-from model.config.formats import FLOAT, Storage
-from model.config.model import ModelConfig
-from model.errors import CheckpointError, listed
-from model.families.table.rules import Family, LinearRule, Shape, TensorRule, ZeroRule
+from triptych.model.config.formats import FLOAT, Storage
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import CheckpointError, listed
+from triptych.model.families.table.rules import Family, LinearRule, Shape, TensorRule, ZeroRule
 
 few = partial(listed, most=2, longest=80)  # names of tensors
 

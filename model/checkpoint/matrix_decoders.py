@@ -1,4 +1,4 @@
-"""Decodes the tensors of a storage (`model.config.formats`) from matrices that are stored in any other way."""
+"""Decodes the tensors of a storage (`triptych.model.config.formats`) from matrices that are stored in any other way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.checkpoint.tensor_files import DecodedTensor, Decoder, TensorReader
-from model.config.formats import Storage
-from model.families.table.rules import Shape
+from triptych.model.checkpoint.tensor_files import DecodedTensor, Decoder, TensorReader
+from triptych.model.config.formats import Storage
+from triptych.model.families.table.rules import Shape
 
 
 class StoredMatrix(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from model.families.table.rules import Shape
+from triptych.model.families.table.rules import Shape
 
 MAX_INSTRUCTIONS = 500_000  # some 35 a tensor
 _MAX_DIMENSIONS = 16

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.json_files import read_json
-from model.checkpoint.setting_tables import Table, Use, asked_for, table, unknown
-from model.errors import ConfigError, listed
+from triptych.model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.setting_tables import Table, Use, asked_for, table, unknown
+from triptych.model.errors import ConfigError, listed
 
 PROCESSOR = "processor_config.json"
 PREPROCESSOR = "preprocessor_config.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from model.errors import ConfigError
+from triptych.model.errors import ConfigError
 
 WHERE = "quantization_config"
 # What describes how the numbers were found, or which projections are left out: their tensors say that too.

@@ -12,9 +12,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.json_files import read_json_value
-from model.errors import ConfigError, listed
-from model.system.folder_files import has_file
+from triptych.model.checkpoint.json_files import read_json_value
+from triptych.model.errors import ConfigError, listed
+from triptych.model.system.folder_files import has_file
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NETWORKS = ("Transformer", "MLMTransformer", "CausalTransformer")

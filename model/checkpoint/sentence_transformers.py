@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from safetensors import safe_open
 
-from model.api.request import Pooling
-from model.checkpoint.json_files import COLBERT, COLBERT_SETTINGS, SPARSE, read_json
-from model.checkpoint.sentence_modules import (
+from triptych.model.api.request import Pooling
+from triptych.model.checkpoint.json_files import COLBERT, COLBERT_SETTINGS, SPARSE, read_json
+from triptych.model.checkpoint.sentence_modules import (
     KEYS,
     MODEL,
     NETWORK,
@@ -27,9 +27,9 @@ from model.checkpoint.sentence_modules import (
     read_step,
     refuse_multi_vector,
 )
-from model.checkpoint.state_dict import read_state_dict
-from model.errors import ConfigError, shown
-from model.system.folder_files import has_file
+from triptych.model.checkpoint.state_dict import read_state_dict
+from triptych.model.errors import ConfigError, shown
+from triptych.model.system.folder_files import has_file
 
 _MODES = {  # by the names of `pooling_mode`, and of the switches before it
     "cls": Pooling.CLS,
@@ -51,7 +51,7 @@ _UNBOUNDED = 10**9  # tokenizers without a length have larger ones
 
 
 class PromptTokenizer(Protocol):
-    """The part of `model.text.tokenizer.Tokenizer` that tells how long a prompt is."""
+    """The part of `triptych.model.text.tokenizer.Tokenizer` that tells how long a prompt is."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> Any: ...
 

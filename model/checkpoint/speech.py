@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.api.languages import language_code
-from model.api.timestamp_rules import TimestampRules
-from model.checkpoint.json_files import read_json
-from model.config.model import ModelConfig
-from model.errors import ConfigError, listed
-from model.families.table.helpers import ids
+from triptych.model.api.languages import language_code
+from triptych.model.api.timestamp_rules import TimestampRules
+from triptych.model.checkpoint.json_files import read_json
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError, listed
+from triptych.model.families.table.helpers import ids
 
 TASKS = ("transcribe", "translate")
 _GENERATION = "generation_config.json"

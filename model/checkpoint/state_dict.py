@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from model.checkpoint.pickle_program import Malformed, Program, Storage, TensorView
-from model.config.formats import STORED_BYTES
-from model.errors import CheckpointError
-from model.families.table.rules import Shape
+from triptych.model.checkpoint.pickle_program import Malformed, Program, Storage, TensorView
+from triptych.model.config.formats import STORED_BYTES
+from triptych.model.errors import CheckpointError
+from triptych.model.families.table.rules import Shape
 
 MAX_PROGRAM_BYTES = 64 << 20  # of the pickle without its tensors, which takes some 100 bytes a tensor
 MAX_DIRECTORY_BYTES = 4 << 20  # of an archive's directory, which takes some 100 bytes a tensor too

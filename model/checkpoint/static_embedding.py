@@ -13,13 +13,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from model.api.request import Pooling
-from model.checkpoint.json_files import read_json
-from model.checkpoint.sentence_modules import STATIC, first_module
-from model.checkpoint.sentence_transformers import SentenceSettings
-from model.checkpoint.state_dict import read_state_dict
-from model.checkpoint.weight_files import weight_files
-from model.errors import ConfigError, listed
+from triptych.model.api.request import Pooling
+from triptych.model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.sentence_modules import STATIC, first_module
+from triptych.model.checkpoint.sentence_transformers import SentenceSettings
+from triptych.model.checkpoint.state_dict import read_state_dict
+from triptych.model.checkpoint.weight_files import weight_files
+from triptych.model.errors import ConfigError, listed
 
 _MODEL2VEC = "model2vec"
 _TABLES = ("embedding.weight", "embeddings")

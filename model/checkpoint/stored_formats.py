@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.checkpoint.coded_layouts import bitsandbytes, e2m1, mxfp4
-from model.checkpoint.integer_formats import awq, compressed, gptq, targeted, torchao
-from model.checkpoint.layouts import Layout
-from model.checkpoint.quantization_settings import WHERE, either, expect
-from model.config.formats import FLOAT, INT8_ROWS, QUANTIZED_LAYERS, NumberKind, Storage
-from model.errors import ConfigError
+from triptych.model.checkpoint.coded_layouts import bitsandbytes, e2m1, mxfp4
+from triptych.model.checkpoint.integer_formats import awq, compressed, gptq, targeted, torchao
+from triptych.model.checkpoint.layouts import Layout
+from triptych.model.checkpoint.quantization_settings import WHERE, either, expect
+from triptych.model.config.formats import FLOAT, INT8_ROWS, QUANTIZED_LAYERS, NumberKind, Storage
+from triptych.model.errors import ConfigError
 
 OURS = "triptych"  # the key of what only this program reads
 _SETTINGS = {"quant_method": "compressed-tensors", "quantization_status": ("compressed", "frozen")}

@@ -22,10 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.checkpoint.state_dict import read_state_dict
-from model.config.formats import NumberKind
-from model.errors import CheckpointError
-from model.families.table.rules import Shape
+from triptych.model.checkpoint.state_dict import read_state_dict
+from triptych.model.config.formats import NumberKind
+from triptych.model.errors import CheckpointError
+from triptych.model.families.table.rules import Shape
 
 BUFFER_BYTES = 16 << 20  # of a read; a single row may be larger
 _MIN_RUN = 4096  # bytes of adjacent columns that are read separately: a page of the file

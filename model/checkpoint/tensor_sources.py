@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model.checkpoint.decoders import unpacked
-from model.checkpoint.folder import Checkpoint
-from model.checkpoint.fused_experts import parted
-from model.checkpoint.gguf.tensors import gguf_tensors
-from model.checkpoint.tensor_files import TensorSource, read_headers
-from model.families import family_for
-from model.gguf.paths import is_gguf
+from triptych.model.checkpoint.decoders import unpacked
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.checkpoint.fused_experts import parted
+from triptych.model.checkpoint.gguf.tensors import gguf_tensors
+from triptych.model.checkpoint.tensor_files import TensorSource, read_headers
+from triptych.model.families import family_for
+from triptych.model.gguf.paths import is_gguf
 
 
 def tensor_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:

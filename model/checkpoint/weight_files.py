@@ -10,12 +10,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from model.checkpoint.folder_kind import describe_folder, lfs_pointer
-from model.checkpoint.json_files import read_json
-from model.checkpoint.state_dict import read_state_dict
-from model.errors import ConfigError, listed, shown
-from model.families.table.rules import Family
-from model.system.folder_files import has_file
+from triptych.model.checkpoint.folder_kind import describe_folder, lfs_pointer
+from triptych.model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.state_dict import read_state_dict
+from triptych.model.errors import ConfigError, listed, shown
+from triptych.model.families.table.rules import Family
+from triptych.model.system.folder_files import has_file
 
 # -- What stored tensors are called without the names of wrappers: torch.compile, FSDP, modules of trainers.
 

@@ -23,10 +23,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.checkpoint.content import Signs
-from model.checkpoint.packed_file import ArraySpec, PackedFileError, PackedFileWriter, Table, read_table
-from model.errors import ConfigError
-from model.system.cache_folders import untrusted
+from triptych.model.checkpoint.content import Signs
+from triptych.model.checkpoint.packed_file import ArraySpec, PackedFileError, PackedFileWriter, Table, read_table
+from triptych.model.errors import ConfigError
+from triptych.model.system.cache_folders import untrusted
 
 _LOCK_SECONDS = 900.0  # to wait for another process that packs; then this one packs for itself
 _POLL_SECONDS = 0.1

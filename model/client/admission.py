@@ -15,10 +15,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.api.request import EncodeOutput, EncodeRequest
-from model.api.stats import Demand, EngineStats
-from model.errors import QueueFullError
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.api.request import EncodeOutput, EncodeRequest
+from triptych.model.api.stats import Demand, EngineStats
+from triptych.model.errors import QueueFullError
 
 _MAX_RETRY_SECONDS = 60.0
 _SHARE_STEPS = 2  # that the inputs of one call may fill in the queue: while one is computed, the next is ready

@@ -20,15 +20,15 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Protocol
 
-from model.api.messages import Abort, Commands, Events, ModelSpec
-from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
-from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
-from model.client.admission import Encoding
-from model.client.generation_stream import Delivery, GenerationStream
-from model.client.model_table import FrontModel, ModelTable
-from model.errors import ConfigError, EngineDeadError, EngineGoneError
-from model.system.fault_limit import FaultLimit
-from model.text.tokenizer import Tokenizer
+from triptych.model.api.messages import Abort, Commands, Events, ModelSpec
+from triptych.model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
+from triptych.model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
+from triptych.model.client.admission import Encoding
+from triptych.model.client.generation_stream import Delivery, GenerationStream
+from triptych.model.client.model_table import FrontModel, ModelTable
+from triptych.model.errors import ConfigError, EngineDeadError, EngineGoneError
+from triptych.model.system.fault_limit import FaultLimit
+from triptych.model.text.tokenizer import Tokenizer
 
 _DEADLINE_GRACE = 2.0  # the engine ends late requests itself; after this the front does
 _WATCH_SECONDS = 0.5
@@ -112,7 +112,7 @@ class AsyncEngine:
         self._spawn(self._watch())
 
     async def load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> ModelInfo:
-        """Load a model while others are served, as `service.core.engine_client.EngineClient.load` says."""
+        """Load a model while others are served, as `triptych.service.core.engine_client.EngineClient.load` says."""
         self._check_ready()
         await self._table.wait_unloaded(spec.name)  # its load was given up just now, for example
         self._check_ready()

@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from model.api.request import FinishReason, Request, TokenOutput
-from model.errors import EngineDeadError
-from model.text.detokenizer import Detokenizer
-from model.text.tokenizer import Tokenizer
+from triptych.model.api.request import FinishReason, Request, TokenOutput
+from triptych.model.errors import EngineDeadError
+from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.tokenizer import Tokenizer
 
 # -- Delivery calls the readers of streams back, those of one frame of the engine together. A stream that has got
 # something to read is called once: when the callbacks that are due have run, so that the frames that have arrived

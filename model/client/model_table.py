@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from model.api.messages import Commands, FailureKind, LoadFailure, ModelSpec
-from model.api.stats import EngineStats, ModelInfo
-from model.client.admission import Admission
-from model.errors import (
+from triptych.model.api.messages import Commands, FailureKind, LoadFailure, ModelSpec
+from triptych.model.api.stats import EngineStats, ModelInfo
+from triptych.model.client.admission import Admission
+from triptych.model.errors import (
     ConfigError,
     EngineDeadError,
     LoadFailedError,
     MemoryShortageError,
     ModelNotLoadedError,
 )
-from model.text.tokenizer import Tokenizer
+from triptych.model.text.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
 

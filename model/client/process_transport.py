@@ -5,7 +5,7 @@ Frames are length-prefixed and decoded into types at both ends; nothing is pickl
     front (asyncio)  -- Commands -->  child: EngineLoop
                      <-- Events ----  one frame a round of steps
 
-The child, `python -m model.engine FD`, ends when its socket closes, so it never outlives the front.
+The child, `python -m triptych.model.engine FD`, ends when its socket closes, so it never outlives the front.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from model.api.messages import Commands, Events
-from model.system.child_process import ENGINE, HEADER, ConnectedChild, describe_exit
+from triptych.model.api.messages import Commands, Events
+from triptych.model.system.child_process import ENGINE, HEADER, ConnectedChild, describe_exit
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from model.config.bounds import MOST_HEADS, require_positive
-from model.errors import ConfigError
+from triptych.model.config.bounds import MOST_HEADS, require_positive
+from triptych.model.errors import ConfigError
 
 _MOST_DISTANCE = 65_536  # of bucketed distances, which a table has one by one
 

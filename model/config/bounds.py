@@ -6,7 +6,7 @@ import math
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from model.errors import ConfigError
+from triptych.model.errors import ConfigError
 
 MOST = 2**31 - 1  # of any size or position: kernels in C compute with sums and products of them in 64 bits
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from model.config.attention import AttentionConfig
-from model.config.formats import NumberKind
-from model.config.stack import StackConfig
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.formats import NumberKind
+from triptych.model.config.stack import StackConfig
 
 SCALED_KINDS = ("int8", "float8_e4m3fn")  # that have a float32 scale for each key and each value
 _FLOAT32_BYTES = 4

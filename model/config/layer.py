@@ -1,6 +1,6 @@
 """One layer of a Transformer as data: norms, positions, attention, feed-forward. Frozen, validated, without torch.
 
-A stack is a tuple of these (`model.config.stack.StackConfig`), and no two of them need be alike.
+A stack is a tuple of these (`triptych.model.config.stack.StackConfig`), and no two of them need be alike.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from model.config.attention import AttentionConfig, GatedDeltaConfig, NormConfig
-from model.config.bounds import require_positive
-from model.errors import ConfigError
+from triptych.model.config.attention import AttentionConfig, GatedDeltaConfig, NormConfig
+from triptych.model.config.bounds import require_positive
+from triptych.model.errors import ConfigError
 
 MOST_EXPERTS = 4096  # of a layer; a larger number is an error in the file
 MOST_EXPERTS_OF_STACK = 131_072  # of all layers
@@ -23,7 +23,7 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_tanh"
     SILU = "silu"
     TANH = "tanh"
-    # Rare ones: `model.network.activations` has their formulas.
+    # Rare ones: `triptych.model.network.activations` has their formulas.
     QUICK_GELU = "quick_gelu"
     CLIPPED_GELU = "clipped_gelu"
     MISH = "mish"

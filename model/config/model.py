@@ -1,7 +1,7 @@
 """What a Transformer is, as data: stacks, norms, positions, heads. Frozen, validated, without torch.
 
-A family (`model.families`) turns a config.json into a `ModelConfig`; `model.network.transformer` builds the network
-from it. A field exists only because a family needs it. Sizes count elements, not bytes.
+A family (`triptych.model.families`) turns a config.json into a `ModelConfig`; `triptych.model.network.transformer`
+builds the network from it. A field exists only because a family needs it. Sizes count elements, not bytes.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from model.config.attention import (
+from triptych.model.config.attention import (
     AttentionConfig,
     NormConfig,
     RopeScaling,
     RotaryConfig,
 )
-from model.config.bounds import require_numbers, require_positive
-from model.config.formats import Storage
-from model.config.layer import Activation, ExpertsConfig, LayerConfig
-from model.config.stack import StackConfig
-from model.errors import ConfigError
+from triptych.model.config.bounds import require_numbers, require_positive
+from triptych.model.config.formats import Storage
+from triptych.model.config.layer import Activation, ExpertsConfig, LayerConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 Matrices that make heads or MLP columns are split by rows, those that read them by columns: between the two a rank needs
 nothing of the others, and a sum over ranks ends each sublayer. How a projection is split stands in its `LinearSpec`
-(`model.linear.base`). The token table and the head are split by vocabulary. What is neither split by a spec nor in
-`_SPLITS` (norms, positions, classifiers, biases of sums) every rank holds whole.
+(`triptych.model.linear.base`). The token table and the head are split by vocabulary. What is neither split by a spec
+nor in `_SPLITS` (norms, positions, classifiers, biases of sums) every rank holds whole.
 
 A rank's network is the same network of a smaller configuration (`Shard.config`); only its sums are not its own
-(`model.network.transformer`).
+(`triptych.model.network.transformer`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from model.config.attention import AlibiConfig, AttentionConfig, GatedDeltaConfig, NormSpan
-from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig
-from model.config.model import EmbeddingConfig, ModelConfig
-from model.errors import ConfigError
+from triptych.model.config.attention import AlibiConfig, AttentionConfig, GatedDeltaConfig, NormSpan
+from triptych.model.config.layer import ExpertsConfig, LayerConfig, MLPConfig
+from triptych.model.config.model import EmbeddingConfig, ModelConfig
+from triptych.model.errors import ConfigError
 
 Shape = tuple[int, ...]
 Range = tuple[int, int]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from model.config.attention import (
+from triptych.model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
@@ -16,9 +16,15 @@ from model.config.attention import (
     RotaryConfig,
     XLNetRelativeConfig,
 )
-from model.config.bounds import require_positive
-from model.config.layer import MOST_EXPERTS_OF_STACK, Activation, ExpertsConfig, LayerConfig, LayerEmbeddingConfig
-from model.errors import ConfigError
+from triptych.model.config.bounds import require_positive
+from triptych.model.config.layer import (
+    MOST_EXPERTS_OF_STACK,
+    Activation,
+    ExpertsConfig,
+    LayerConfig,
+    LayerEmbeddingConfig,
+)
+from triptych.model.errors import ConfigError
 
 
 class PositionKind(StrEnum):

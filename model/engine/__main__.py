@@ -1,4 +1,4 @@
-"""The engine process: `python -m model.engine FD` runs the engine loop on the socket FD."""
+"""The engine process: `python -m triptych.model.engine FD` runs the engine loop on the socket FD."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 
 import msgspec
 
-from model.api.messages import Commands, Events
-from model.system.child_process import FrameSocket, ignore_signals
-from model.system.stacks import print_stacks_on_signal
+from triptych.model.api.messages import Commands, Events
+from triptych.model.system.child_process import FrameSocket, ignore_signals
+from triptych.model.system.stacks import print_stacks_on_signal
 
 _YOUNG_OBJECTS = 10_000  # between garbage collections; reference counting frees nearly all of a step's objects
 
@@ -50,7 +50,7 @@ def main() -> None:
     ignore_signals()
     print_stacks_on_signal()
     gc.disable()  # importing makes hardly any garbage, and collections take a quarter of a second of it
-    from model.engine.loop import EngineLoop
+    from triptych.model.engine.loop import EngineLoop
 
     gc.freeze()  # all libraries
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from model.api.messages import FailureKind, LoadFailure, ModelSpec
-from model.engine.builder import LoadedModel, loading
-from model.errors import ConfigError, EngineDeadError, MemoryShortageError
-from model.system.background_work import Call, Work, in_thread
-from model.system.host_memory import return_free_memory
+from triptych.model.api.messages import FailureKind, LoadFailure, ModelSpec
+from triptych.model.engine.builder import LoadedModel, loading
+from triptych.model.errors import ConfigError, EngineDeadError, MemoryShortageError
+from triptych.model.system.background_work import Call, Work, in_thread
+from triptych.model.system.host_memory import return_free_memory
 
 SHARE = 0.1  # the time of a job's parts, relative to that of the steps between them
 _IDLE_SECONDS = 5e-3  # a job's turn while there are no steps

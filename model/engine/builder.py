@@ -10,50 +10,50 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.api.messages import ModelSpec
-from model.api.stats import CachePool, ModelInfo
-from model.attention.selection import Selection
-from model.checkpoint.folder import Checkpoint, errors_about
-from model.engine.encode_engine import EncodeEngine
-from model.engine.execution.cuda_graphs import BATCHES, DECODE_STEPS, CudaRecorder, recording
-from model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.first_token import compute_first_token
-from model.engine.generate_builder import (
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.stats import CachePool, ModelInfo
+from triptych.model.attention.selection import Selection
+from triptych.model.checkpoint.folder import Checkpoint, errors_about
+from triptych.model.engine.encode_engine import EncodeEngine
+from triptych.model.engine.execution.cuda_graphs import BATCHES, DECODE_STEPS, CudaRecorder, recording
+from triptych.model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.first_token import compute_first_token
+from triptych.model.engine.generate_builder import (
     Drafting,
     build_generate_engine,
     measure_pool,
     plan_cache,
     unrecordable,
 )
-from model.engine.generate_engine import GenerateEngine
-from model.engine.kernel_checks import checked
-from model.engine.model_info import describe_model, weight_bytes
-from model.engine.network_plan import NetworkPlan, batch_limits, plan_network
-from model.engine.packing import Part, load_packed, packed_weights, weights_cache_use
-from model.engine.planning.cache_budget import max_context
-from model.engine.planning.memory_plan import plan_memory, plan_share
-from model.engine.planning.stored_weights import conversions
-from model.engine.speculation.plan import DraftPlan
-from model.engine.warmup import warm_up
-from model.errors import ConfigError
-from model.media.images import ImageProcessing
-from model.network.activation_dump import VARIABLE, dump_folder
-from model.network.adapters import load_adapters
-from model.network.native_scratch import planned_scratch
-from model.network.native_stack import attach_native_stacks
-from model.network.packed_weights import PackedWeights
-from model.network.transformer import Transformer
-from model.network.weights import load_model
-from model.parallel.rank0 import load_rank0, rank_processes_of
-from model.system import fallbacks, kernel_faults
-from model.system.background_work import Work, finish, in_thread
-from model.system.fault_limit import FaultLimit
-from model.system.host_memory import available_memory
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.kernel_checks import checked
+from triptych.model.engine.model_info import describe_model, weight_bytes
+from triptych.model.engine.network_plan import NetworkPlan, batch_limits, plan_network
+from triptych.model.engine.packing import Part, load_packed, packed_weights, weights_cache_use
+from triptych.model.engine.planning.cache_budget import max_context
+from triptych.model.engine.planning.memory_plan import plan_memory, plan_share
+from triptych.model.engine.planning.stored_weights import conversions
+from triptych.model.engine.speculation.plan import DraftPlan
+from triptych.model.engine.warmup import warm_up
+from triptych.model.errors import ConfigError
+from triptych.model.media.images import ImageProcessing
+from triptych.model.network.activation_dump import VARIABLE, dump_folder
+from triptych.model.network.adapters import load_adapters
+from triptych.model.network.native_scratch import planned_scratch
+from triptych.model.network.native_stack import attach_native_stacks
+from triptych.model.network.packed_weights import PackedWeights
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
+from triptych.model.parallel.rank0 import load_rank0, rank_processes_of
+from triptych.model.system import fallbacks, kernel_faults
+from triptych.model.system.background_work import Work, finish, in_thread
+from triptych.model.system.fault_limit import FaultLimit
+from triptych.model.system.host_memory import available_memory
 
 if TYPE_CHECKING:
-    from model.parallel.rank_processes import RankProcesses
+    from triptych.model.parallel.rank_processes import RankProcesses
 
 # What is told of parts of a model that torch computes because their kernels are broken.
 _REPLACED = {

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
-from model.engine.scheduling.sequence import SequenceState
-from model.errors import ConfigError, GrammarError
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.errors import ConfigError, GrammarError
 
 if TYPE_CHECKING:
-    from model.text.grammar_matcher import Grammars, Matcher
+    from triptych.model.text.grammar_matcher import Grammars, Matcher
 
 logger = logging.getLogger(__name__)
 

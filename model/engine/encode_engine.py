@@ -19,31 +19,31 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from model.api.request import (
+from triptych.model.api.request import (
     EncodeOutput,
     EncodeRequest,
     EncodeTask,
     FinishReason,
 )
-from model.api.stats import StepStats
-from model.attention.base import AttentionMetadata
-from model.checkpoint.sentence_transformers import SentenceSettings
-from model.engine.encode_results import ArrivingResults, LaunchedBatch
-from model.engine.execution.encoder_graphs import EncoderGraphs
-from model.engine.execution.sources import blank_source, source_input
-from model.engine.fault_isolation import run_isolated
-from model.engine.label_head import LabelHead
-from model.engine.output_heads import EncodeResult, SentenceHead, VocabularyHead
-from model.engine.scheduling.scheduled_step import (
+from triptych.model.api.stats import StepStats
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.checkpoint.sentence_transformers import SentenceSettings
+from triptych.model.engine.encode_results import ArrivingResults, LaunchedBatch
+from triptych.model.engine.execution.encoder_graphs import EncoderGraphs
+from triptych.model.engine.execution.sources import blank_source, source_input
+from triptych.model.engine.fault_isolation import run_isolated
+from triptych.model.engine.label_head import LabelHead
+from triptych.model.engine.output_heads import EncodeResult, SentenceHead, VocabularyHead
+from triptych.model.engine.scheduling.scheduled_step import (
     UNLIMITED,
     StepBudget,
     StepDemand,
 )
-from model.media.images import ImageProcessing
-from model.network.adapters import Adapters
-from model.network.inputs import CrossInput, StackInput, packed_input, with_unread_rows
-from model.network.stack import StackPass
-from model.network.transformer import Transformer
+from triptych.model.media.images import ImageProcessing
+from triptych.model.network.adapters import Adapters
+from triptych.model.network.inputs import CrossInput, StackInput, packed_input, with_unread_rows
+from triptych.model.network.stack import StackPass
+from triptych.model.network.transformer import Transformer
 
 _OF_LABELS = (EncodeTask.LOGITS, EncodeTask.SCORES)
 

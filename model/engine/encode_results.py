@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from model.api.request import EncodeOutput, EncodeRequest, FinishReason
-from model.engine.output_heads import EncodeResult
-from model.system.devices import HostCopies
+from triptych.model.api.request import EncodeOutput, EncodeRequest, FinishReason
+from triptych.model.engine.output_heads import EncodeResult
+from triptych.model.system.devices import HostCopies
 
 
 class ArrivingResults:

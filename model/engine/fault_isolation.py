@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TypeVar
 
-from model.engine.scheduling.scheduled_step import ScheduledSequence, SchedulerOutput
-from model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence, SchedulerOutput
+from triptych.model.engine.scheduling.sequence import SequenceState
 
 # -- Fault isolation retries the parts of a failed batch one by one. Stdlib only. A step that raises is run again part
 # by part. So a request on which the model raises fails alone, and a batch that was too large for the memory succeeds in

@@ -12,7 +12,7 @@ import math
 import numpy as np
 import torch
 
-from model.api.request import (
+from triptych.model.api.request import (
     EncodeOutput,
     EncodeRequest,
     EncodeTask,
@@ -21,14 +21,14 @@ from model.api.request import (
     Source,
     TokenOutput,
 )
-from model.api.sampling_params import SamplingParams
-from model.config.model import ModelConfig
-from model.engine.encode_engine import EncodeEngine
-from model.engine.execution.sources import blank_source
-from model.engine.generate_engine import GenerateEngine
-from model.engine.scheduling.scheduled_step import StepBudget
-from model.errors import ConfigError, EngineDeadError
-from model.system.background_work import Work
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.config.model import ModelConfig
+from triptych.model.engine.encode_engine import EncodeEngine
+from triptych.model.engine.execution.sources import blank_source
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.scheduling.scheduled_step import StepBudget
+from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.system.background_work import Work
 
 _PROMPT_TOKENS = 5  # so that tokens have neighbours at several distances
 _ID = "first token"

@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.api.messages import ModelSpec
-from model.api.stats import CachePool
-from model.attention.base import AttentionBackend
-from model.attention.layer_backends import recurrent_backend
-from model.cache.kv_cache import KVCache
-from model.checkpoint.folder import Checkpoint
-from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
-from model.config.layer import ExpertsConfig
-from model.config.model import GenerationRules, ModelConfig
-from model.config.stack import StackConfig
-from model.engine.execution.cuda_graphs import (
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.stats import CachePool
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.layer_backends import recurrent_backend
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.config.cache import PoolSize, StateSize, paged_specs, pools_of
+from triptych.model.config.layer import ExpertsConfig
+from triptych.model.config.model import GenerationRules, ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.engine.execution.cuda_graphs import (
     DECODE_STEPS,
     PROMPT_STEPS,
     CudaRecorder,
@@ -28,27 +28,27 @@ from model.engine.execution.cuda_graphs import (
     recorded,
     recording,
 )
-from model.engine.execution.encoder_graphs import EncoderGraphs
-from model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts, num_mixed
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import GenerateEngine
-from model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
-from model.engine.planning.cache_budget import Context, KVLayout, fit_context, kv_dtype, max_context
-from model.engine.planning.memory_plan import plan_pool
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduler import Scheduler
-from model.engine.speculation.draft_model import DraftModel
-from model.engine.speculation.propose import MAX_VERIFIED_ROWS
-from model.errors import ConfigError
-from model.network.activation_dump import VARIABLE, dump_folder
-from model.network.transformer import Transformer
-from model.parallel.rank0 import Rank0Transformer, rank_processes_of
-from model.system.background_work import Work, in_thread
-from model.system.host_memory import available_memory
-from model.system.kernel_faults import EXPERTS, NO_FAULTS, Faults
-from model.text.grammar_matcher import Grammars
-from model.text.token_bytes import TokenBytes, token_bytes
-from model.text.tokenizer import Tokenizer
+from triptych.model.engine.execution.encoder_graphs import EncoderGraphs
+from triptych.model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts, num_mixed
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.gpu_memory import CudaMemory, GpuMemory, pool_memory
+from triptych.model.engine.planning.cache_budget import Context, KVLayout, fit_context, kv_dtype, max_context
+from triptych.model.engine.planning.memory_plan import plan_pool
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.engine.speculation.draft_model import DraftModel
+from triptych.model.engine.speculation.propose import MAX_VERIFIED_ROWS
+from triptych.model.errors import ConfigError
+from triptych.model.network.activation_dump import VARIABLE, dump_folder
+from triptych.model.network.transformer import Transformer
+from triptych.model.parallel.rank0 import Rank0Transformer, rank_processes_of
+from triptych.model.system.background_work import Work, in_thread
+from triptych.model.system.host_memory import available_memory
+from triptych.model.system.kernel_faults import EXPERTS, NO_FAULTS, Faults
+from triptych.model.text.grammar_matcher import Grammars
+from triptych.model.text.token_bytes import TokenBytes, token_bytes
+from triptych.model.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from dataclasses import replace
 from itertools import chain, compress, count
 from typing import TYPE_CHECKING
 
-from model.api.request import FinishReason, Request, TokenOutput
-from model.api.stats import EngineStats, StepStats
-from model.engine.compiling_grammars import CompilingGrammars
-from model.engine.fault_isolation import Unit, group_units, run_isolated, select, uses_any
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduled_step import (
+from triptych.model.api.request import FinishReason, Request, TokenOutput
+from triptych.model.api.stats import EngineStats, StepStats
+from triptych.model.engine.compiling_grammars import CompilingGrammars
+from triptych.model.engine.fault_isolation import Unit, group_units, run_isolated, select, uses_any
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduled_step import (
     UNLIMITED,
     PendingStep,
     Runner,
@@ -33,14 +33,14 @@ from model.engine.scheduling.scheduled_step import (
     StepBudget,
     StepDemand,
 )
-from model.engine.scheduling.scheduler import Scheduler
-from model.engine.scheduling.sequence import PLACEHOLDER, Beams, SequenceState, SequenceStatus
-from model.engine.scheduling.source_blocks import LayersAhead
-from model.engine.speculation.speculation import Speculation
-from model.engine.token_outputs import search_outputs, token_output
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.engine.scheduling.sequence import PLACEHOLDER, Beams, SequenceState, SequenceStatus
+from triptych.model.engine.scheduling.source_blocks import LayersAhead
+from triptych.model.engine.speculation.speculation import Speculation
+from triptych.model.engine.token_outputs import search_outputs, token_output
 
 if TYPE_CHECKING:
-    from model.text.grammar_matcher import Grammars
+    from triptych.model.text.grammar_matcher import Grammars
 
 logger = logging.getLogger(__name__)
 

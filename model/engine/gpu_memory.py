@@ -19,15 +19,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.api.engine_config import BatchLimits
-from model.api.sampling_params import SamplingParams
-from model.attention.base import AttentionMetadata
-from model.config.cache import paged_specs, pools_of
-from model.engine.execution.sources import blank_source, source_input
-from model.errors import ConfigError
-from model.network.inputs import CrossInput, StackInput, packed_input
-from model.network.transformer import Transformer
-from model.sampling.sampler import SamplingRow, sample
+from triptych.model.api.engine_config import BatchLimits
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.config.cache import paged_specs, pools_of
+from triptych.model.engine.execution.sources import blank_source, source_input
+from triptych.model.errors import ConfigError
+from triptych.model.network.inputs import CrossInput, StackInput, packed_input
+from triptych.model.network.transformer import Transformer
+from triptych.model.sampling.sampler import SamplingRow, sample
 
 MARGIN = 256 << 20  # bytes; not measured on a GPU yet
 GRAPH_MARGIN = 8 << 20  # bytes for each recorded step; the batches of BERT-base took 6 MiB each on an H200

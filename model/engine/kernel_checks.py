@@ -9,23 +9,23 @@ from importlib.util import find_spec
 
 import torch
 
-from model.attention.selection import Selection
-from model.config.model import ModelConfig
-from model.engine.execution import static_row
-from model.engine.network_plan import NetworkPlan
-from model.engine.planning.cache_budget import kv_dtype
-from model.engine.planning.kernels import select_kernels
-from model.kernel_check.check import Check, LaunchCheck
-from model.kernel_check.child import MEMORY, run_check
-from model.kernel_check.memory import Memory, identity_of
-from model.kernel_check.plan import planned_checks
-from model.kernel_check.processes import Checker
-from model.linear.factory import LinearFactory
-from model.linear.float import use_cublas
-from model.network import fused_ops
-from model.sampling import random_sampling
-from model.system.background_work import Work, in_thread
-from model.system.kernel_faults import ROW_PRODUCT, SAMPLING, STATIC_ROW, Faults, step_of
+from triptych.model.attention.selection import Selection
+from triptych.model.config.model import ModelConfig
+from triptych.model.engine.execution import static_row
+from triptych.model.engine.network_plan import NetworkPlan
+from triptych.model.engine.planning.cache_budget import kv_dtype
+from triptych.model.engine.planning.kernels import select_kernels
+from triptych.model.kernel_check.check import Check, LaunchCheck
+from triptych.model.kernel_check.child import MEMORY, run_check
+from triptych.model.kernel_check.memory import Memory, identity_of
+from triptych.model.kernel_check.plan import planned_checks
+from triptych.model.kernel_check.processes import Checker
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.float import use_cublas
+from triptych.model.network import fused_ops
+from triptych.model.sampling import random_sampling
+from triptych.model.system.background_work import Work, in_thread
+from triptych.model.system.kernel_faults import ROW_PRODUCT, SAMPLING, STATIC_ROW, Faults, step_of
 
 logger = logging.getLogger(__name__)
 

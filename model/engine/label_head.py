@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from model.api.request import EncodeRequest, EncodeTask
-from model.config.model import ClassifierInput
-from model.engine.output_heads import EncodeResult
-from model.network.transformer import Transformer
+from triptych.model.api.request import EncodeRequest, EncodeTask
+from triptych.model.config.model import ClassifierInput
+from triptych.model.engine.output_heads import EncodeResult
+from triptych.model.network.transformer import Transformer
 
 
 class LabelHead:

@@ -6,7 +6,7 @@ that model's sequences and resets the engine. A model with too many of them (`MA
 smallest forward pass, is lost: it is served no more if another model still computes. Else the loop ends with a
 `failure` frame.
 
-Models come and go while others are served (`model.engine.models`).
+Models come and go while others are served (`triptych.model.engine.models`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from model.api.messages import Abort, Channel, Commands, Events, FailureKind, LoadFailure, ModelSpec
-from model.api.request import EncodeOutput, FinishReason, TokenOutput
-from model.api.stats import EngineStats, StepStats
-from model.engine.background_jobs import load_failure
-from model.engine.builder import LoadedModel
-from model.engine.models import EngineModels
-from model.engine.scheduling.scheduled_step import StepBudget, StepDemand
-from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, EngineKey, StepPacer, StepWork
-from model.errors import ConfigError, EngineDeadError
+from triptych.model.api.messages import Abort, Channel, Commands, Events, FailureKind, LoadFailure, ModelSpec
+from triptych.model.api.request import EncodeOutput, FinishReason, TokenOutput
+from triptych.model.api.stats import EngineStats, StepStats
+from triptych.model.engine.background_jobs import load_failure
+from triptych.model.engine.builder import LoadedModel
+from triptych.model.engine.models import EngineModels
+from triptych.model.engine.scheduling.scheduled_step import StepBudget, StepDemand
+from triptych.model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, EngineKey, StepPacer, StepWork
+from triptych.model.errors import ConfigError, EngineDeadError
 
 HEARTBEAT_SECONDS = 1.0
 GRAMMAR_POLL_SECONDS = 0.002  # while all requests wait for grammars to be compiled

@@ -9,25 +9,25 @@ from pathlib import Path
 
 import torch
 
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.api.messages import ModelSpec
-from model.api.stats import ModelInfo
-from model.attention.selection import Selection
-from model.checkpoint.folder import Checkpoint
-from model.config.cache import state_bytes
-from model.config.formats import NumberFormat, Storage, kept_as_stored, nearest_kept
-from model.config.model import ModelConfig
-from model.config.sharding import Shard
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import GenerateEngine
-from model.engine.planning.cache_budget import Context, kv_bytes_per_token
-from model.engine.planning.kernels import choose_dtype
-from model.engine.planning.stored_weights import stored_formats
-from model.linear.base import linears
-from model.linear.fp8 import keeps
-from model.network.build import plain_parameters
-from model.network.parameter_counts import parameters_by_part
-from model.network.transformer import Transformer
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.stats import ModelInfo
+from triptych.model.attention.selection import Selection
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.config.cache import state_bytes
+from triptych.model.config.formats import NumberFormat, Storage, kept_as_stored, nearest_kept
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.sharding import Shard
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.planning.cache_budget import Context, kv_bytes_per_token
+from triptych.model.engine.planning.kernels import choose_dtype
+from triptych.model.engine.planning.stored_weights import stored_formats
+from triptych.model.linear.base import linears
+from triptych.model.linear.fp8 import keeps
+from triptych.model.network.build import plain_parameters
+from triptych.model.network.parameter_counts import parameters_by_part
+from triptych.model.network.transformer import Transformer
 
 
 def weight_bytes(model: Transformer) -> int:

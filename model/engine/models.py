@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from model.api.messages import Events, ModelSpec
-from model.engine.background_jobs import BackgroundJobs, FreeJob, LoadJob
-from model.engine.builder import LoadedModel, load
+from triptych.model.api.messages import Events, ModelSpec
+from triptych.model.engine.background_jobs import BackgroundJobs, FreeJob, LoadJob
+from triptych.model.engine.builder import LoadedModel, load
 
 
 class EngineModels:

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import torch
 
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.api.messages import ModelSpec
-from model.attention.selection import Selection
-from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.config.model import ModelConfig
-from model.config.sharding import Shard
-from model.engine.planning.cache_budget import max_context
-from model.engine.planning.fp8_settings import check_kv_dtype
-from model.engine.planning.kernels import check_kernels, choose_dtype, linears_of, select_kernels
-from model.engine.speculation.plan import DraftPlan, plan_draft
-from model.errors import ConfigError
-from model.linear.factory import LinearFactory
-from model.system.devices import add_in_float32, resolve_device
-from model.system.kernel_cache import use_kernel_cache
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.attention.selection import Selection
+from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.sharding import Shard
+from triptych.model.engine.planning.cache_budget import max_context
+from triptych.model.engine.planning.fp8_settings import check_kv_dtype
+from triptych.model.engine.planning.kernels import check_kernels, choose_dtype, linears_of, select_kernels
+from triptych.model.engine.speculation.plan import DraftPlan, plan_draft
+from triptych.model.errors import ConfigError
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.system.devices import add_in_float32, resolve_device
+from triptych.model.system.kernel_cache import use_kernel_cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.api.request import EncodeRequest, EncodeTask, Pooling
-from model.checkpoint.sentence_modules import DenseConfig, UnitLength, VectorNorm, VectorStep
-from model.checkpoint.sentence_transformers import SentenceSettings
-from model.checkpoint.tensor_files import TensorReader, read_headers
-from model.errors import CheckpointError
-from model.network.transformer import Transformer
-from model.system.devices import to_device
+from triptych.model.api.request import EncodeRequest, EncodeTask, Pooling
+from triptych.model.checkpoint.sentence_modules import DenseConfig, UnitLength, VectorNorm, VectorStep
+from triptych.model.checkpoint.sentence_transformers import SentenceSettings
+from triptych.model.checkpoint.tensor_files import TensorReader, read_headers
+from triptych.model.errors import CheckpointError
+from triptych.model.network.transformer import Transformer
+from triptych.model.system.devices import to_device
 
 # -- From an input's hidden states to its vector: pooling, the modules after it, truncation.
 

@@ -1,6 +1,6 @@
 """Maps the packed weights of networks on a CPU; a child process packs them first if the cache lacks them.
 
-    engine process                                   python -m model.pack
+    engine process                                   python -m triptych.model.pack
     plan_network, PackedWeights -- PackOrder ---->   plan_network, PackedWeights.pack
     receive, map <------ PackReply and the file --
 
@@ -21,16 +21,16 @@ from pathlib import Path
 
 import torch
 
-from model.api.engine_config import AUTO_CACHE, EngineConfig
-from model.api.messages import FailureKind, ModelSpec
-from model.checkpoint.weights_cache import WeightsCache
-from model.engine.network_plan import NetworkPlan
-from model.errors import CheckpointError, ConfigError, EngineDeadError
-from model.network.packed_weights import PackedWeights
-from model.network.transformer import Transformer
-from model.system.background_work import Work, in_thread
-from model.system.cache_folders import user_cache
-from model.system.child_process import FrameSocket, describe_exit, start_child
+from triptych.model.api.engine_config import AUTO_CACHE, EngineConfig
+from triptych.model.api.messages import FailureKind, ModelSpec
+from triptych.model.checkpoint.weights_cache import WeightsCache
+from triptych.model.engine.network_plan import NetworkPlan
+from triptych.model.errors import CheckpointError, ConfigError, EngineDeadError
+from triptych.model.network.packed_weights import PackedWeights
+from triptych.model.network.transformer import Transformer
+from triptych.model.system.background_work import Work, in_thread
+from triptych.model.system.cache_folders import user_cache
+from triptych.model.system.child_process import FrameSocket, describe_exit, start_child
 
 SMALL_BYTES = 16 << 20  # weights up to this size are packed in the engine process
 AUTO_CACHE_BYTES = 32 << 30  # of all files in the user's cache
@@ -129,7 +129,7 @@ class _Child:
     def run(self) -> None:
         """Have the weights packed."""
         with self._connection, self._other:
-            process = start_child("model.pack", self._other.fileno(), descriptors=[self._other.fileno()])
+            process = start_child("triptych.model.pack", self._other.fileno(), descriptors=[self._other.fileno()])
             try:
                 self._other.close()
                 self._receive(process)

@@ -1,9 +1,9 @@
 """The process of a rank from 1 on: it holds its shard of one model, and runs rank 0's steps and calls with it.
 
 A step is one message of integers. Each rank builds the same inputs from it, or replays the same graph; the host does
-not wait for its device. Rank 0 starts `python -m model.engine.rank_main SOCKET RENDEZVOUS RING RANK SIZE`. The process
-ends when its socket closes, so it never outlives rank 0, even within a collective operation. It ends on an exception
-too, which rank 0 detects.
+not wait for its device. Rank 0 starts `python -m triptych.model.engine.rank_main SOCKET RENDEZVOUS RING RANK SIZE`. The
+process ends when its socket closes, so it never outlives rank 0, even within a collective operation. It ends on an
+exception too, which rank 0 detects.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Any
 import msgspec
 import torch
 
-from model.attention.selection import select_backend, select_layers
-from model.cache.kv_cache import KVCache
-from model.checkpoint.folder import read_checkpoint
-from model.config.sharding import Shard
-from model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, recorded
-from model.engine.execution.step_program import StepPlan, StepProgram
-from model.engine.kernel_checks import use_torch
-from model.engine.warmup import compile_own_kernels
-from model.linear.factory import LinearFactory
-from model.network.transformer import Transformer
-from model.network.weights import load_model
-from model.parallel.group import Group
-from model.parallel.messages import (
+from triptych.model.attention.selection import select_backend, select_layers
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.sharding import Shard
+from triptych.model.engine.execution.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, recorded
+from triptych.model.engine.execution.step_program import StepPlan, StepProgram
+from triptych.model.engine.kernel_checks import use_torch
+from triptych.model.engine.warmup import compile_own_kernels
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
+from triptych.model.parallel.group import Group
+from triptych.model.parallel.messages import (
     Answer,
     Call,
     Load,
@@ -45,11 +45,11 @@ from model.parallel.messages import (
     receive_tensors,
     unpack_arguments,
 )
-from model.parallel.step_ring import RingReader
-from model.system.background_work import finish
-from model.system.child_process import FrameSocket, ignore_signals
-from model.system.devices import add_in_float32
-from model.system.stacks import print_stacks_on_signal
+from triptych.model.parallel.step_ring import RingReader
+from triptych.model.system.background_work import finish
+from triptych.model.system.child_process import FrameSocket, ignore_signals
+from triptych.model.system.devices import add_in_float32
+from triptych.model.system.stacks import print_stacks_on_signal
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 The engines of a process compute one step at a time. Before each step they state their demands (`StepDemand`), and the
 pacer chooses the engine of the next step and its budget (`Turn`). It learns costs from the steps themselves: for each
-engine the seconds of a decode step, and for prefill a curve of seconds over tokens (`model.engine.step_cost`), one for
-prompts and one for whole inputs (sources and texts to encode, whose tokens cannot be split).
+engine the seconds of a decode step, and for prefill a curve of seconds over tokens (`triptych.model.engine.step_cost`),
+one for prompts and one for whole inputs (sources and texts to encode, whose tokens cannot be split).
 
 While any engine decodes, work is of two kinds:
 
@@ -29,8 +29,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from model.engine.scheduling.scheduled_step import DECODES_ONLY, StepBudget, StepDemand
-from model.engine.step_cost import DecodeCost, WorkCost
+from triptych.model.engine.scheduling.scheduled_step import DECODES_ONLY, StepBudget, StepDemand
+from triptych.model.engine.step_cost import DecodeCost, WorkCost
 
 SLOWDOWN = 2.2
 MAX_SLOWDOWN = 8.0

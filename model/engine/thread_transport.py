@@ -10,8 +10,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from model.api.messages import Commands, Events
-from model.engine.loop import EngineLoop
+from triptych.model.api.messages import Commands, Events
+from triptych.model.engine.loop import EngineLoop
 
 
 class ThreadTransport:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from model.api.request import FinishReason, TokenOutput
-from model.engine.scheduling.scheduled_step import SampledToken
-from model.engine.scheduling.sequence import Beams, SequenceState
+from triptych.model.api.request import FinishReason, TokenOutput
+from triptych.model.engine.scheduling.scheduled_step import SampledToken
+from triptych.model.engine.scheduling.sequence import Beams, SequenceState
 
 
 def token_output(sequence: SequenceState, token: SampledToken) -> TokenOutput:

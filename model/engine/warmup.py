@@ -16,27 +16,27 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from model.api.request import EncodeRequest, EncodeTask, Request
-from model.api.sampling_params import SamplingParams
-from model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
-from model.attention.layer_backends import backend_of
-from model.cache.kv_cache import KVCache, whole_segments
-from model.config.attention import AttentionConfig, BucketBiasConfig
-from model.engine.encode_engine import EncodeEngine
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.execution.sources import blank_source
-from model.engine.execution.step_logits import candidate_columns
-from model.engine.generate_engine import GenerateEngine
-from model.engine.speculation.model_drafts import COMPUTED_AT_ONCE
-from model.linear.base import CompiledLinear, linears
-from model.linear.factory import ParallelLinear
-from model.linear.float import ExpertsLinear, row_kernel_kind
-from model.network.inputs import CrossInput, StackInput
-from model.network.stack import Stack
-from model.network.transformer import Transformer
-from model.sampling.random_sampling import LIKELIEST_PARTS, likeliest
-from model.sampling.sampler import SamplingRow, sample
-from model.system.background_work import Work
+from triptych.model.api.request import EncodeRequest, EncodeTask, Request
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.attention.base import AttentionMetadata, CompiledBackend, DeviceLengths
+from triptych.model.attention.layer_backends import backend_of
+from triptych.model.cache.kv_cache import KVCache, whole_segments
+from triptych.model.config.attention import AttentionConfig, BucketBiasConfig
+from triptych.model.engine.encode_engine import EncodeEngine
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.execution.sources import blank_source
+from triptych.model.engine.execution.step_logits import candidate_columns
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.speculation.model_drafts import COMPUTED_AT_ONCE
+from triptych.model.linear.base import CompiledLinear, linears
+from triptych.model.linear.factory import ParallelLinear
+from triptych.model.linear.float import ExpertsLinear, row_kernel_kind
+from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.stack import Stack
+from triptych.model.network.transformer import Transformer
+from triptych.model.sampling.random_sampling import LIKELIEST_PARTS, likeliest
+from triptych.model.sampling.sampler import SamplingRow, sample
+from triptych.model.system.background_work import Work
 
 LENGTHS = (3, 40, 200)  # tokens of the requests
 

@@ -10,16 +10,16 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from model.config.model import ModelConfig
-from model.errors import ConfigError, shown
-from model.families.not_served import NOT_SERVED
-from model.families.table.blamed_keys import MissingKeyError, WrongKindError, blamed_keys, names_a_key
-from model.families.table.known_keys import known_keys
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
-from model.families.table.text_part import check_architecture, text_part
-from model.families.table.token_rules import generation_rules
-from model.families.wholes import WHOLES
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError, shown
+from triptych.model.families.not_served import NOT_SERVED
+from triptych.model.families.table.blamed_keys import MissingKeyError, WrongKindError, blamed_keys, names_a_key
+from triptych.model.families.table.known_keys import known_keys
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family
+from triptych.model.families.table.text_part import check_architecture, text_part
+from triptych.model.families.table.token_rules import generation_rules
+from triptych.model.families.wholes import WHOLES
 
 
 def _found() -> dict[str, Family]:

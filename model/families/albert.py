@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind
-from model.config.layer import LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig, ModelConfig
-from model.config.stack import PositionConfig, PositionKind, StackConfig
-from model.errors import ConfigError
-from model.families.table.heads import (
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import EmbeddingConfig, ModelConfig
+from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.heads import (
     classifier,
     classifier_rules,
     has_pooler,
@@ -18,9 +18,9 @@ from model.families.table.heads import (
     masked_head_rules,
     tied_names,
 )
-from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

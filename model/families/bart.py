@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind
-from model.config.layer import LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig
-from model.config.stack import PositionConfig, PositionKind, StackConfig
-from model.families.table.heads import classifier, classifier_rules
-from model.families.table.helpers import (
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import EmbeddingConfig, HeadConfig, ModelConfig
+from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
+from triptych.model.families.table.heads import classifier, classifier_rules
+from triptych.model.families.table.helpers import (
     activation,
     affine,
     cross_attention,
@@ -28,8 +28,8 @@ from model.families.table.helpers import (
     split_width,
     tied,
 )
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 # The decoder's start token by default.
 _START = {"plbart": "bos_token_id", "bart": "eos_token_id", "mbart": "eos_token_id", "m2m_100": "eos_token_id"}

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind
-from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig, ModelConfig
-from model.config.stack import PositionConfig, PositionKind, StackConfig
-from model.families.table.heads import (
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import EmbeddingConfig, ModelConfig
+from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
+from triptych.model.families.table.heads import (
     classifier,
     classifier_rules,
     has_pooler,
@@ -23,7 +23,7 @@ from model.families.table.heads import (
     masked_head_rules,
     tied_names,
 )
-from model.families.table.helpers import (
+from triptych.model.families.table.helpers import (
     activation,
     affine,
     refuse_unless,
@@ -31,8 +31,8 @@ from model.families.table.helpers import (
     self_attention,
     split_width,
 )
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _POST_NORMS = {"attention.output.LayerNorm": "attn_norms.post", "output.LayerNorm": "mlp_norms.post"}
 _XL_NORMS = {"attention.self_attn_layer_norm": "attn_norms.pre", "LayerNorm": "mlp_norms.pre"}

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import Norms
-from model.config.model import ModelConfig
-from model.families import bert
-from model.families.table.heads import tied_names
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Rule, TensorRule
+from triptych.model.config.layer import Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import bert
+from triptych.model.families.table.heads import tied_names
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, Rule, TensorRule
 
 _MEGATRON_NORMS = {"attention.ln": "attn_norms.pre", "ln": "mlp_norms.pre"}
 _PRE_NORMS = {"attention.LayerNorm": "attn_norms.pre", "intermediate.LayerNorm": "mlp_norms.pre"}

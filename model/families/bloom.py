@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.attention import AlibiConfig, AttentionConfig, NormConfig, NormKind
-from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
-from model.config.model import ModelConfig
-from model.config.stack import StackConfig
-from model.families.table.decoders import decoder_model
-from model.families.table.heads import classifier_rules
-from model.families.table.helpers import affine, ignore_unless, refuse_unless, repeat, split_width
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import AlibiConfig, AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.families.table.decoders import decoder_model
+from triptych.model.families.table.heads import classifier_rules
+from triptych.model.families.table.helpers import affine, ignore_unless, refuse_unless, repeat, split_width
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
 _OLDER = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
 # Of training, or of kernels that are as good as others.

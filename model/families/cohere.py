@@ -11,14 +11,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.attention import NormConfig, NormKind, NormSpan
-from model.config.layer import Norms
-from model.config.model import ModelConfig
-from model.families import llama
-from model.families.table.decoders import either_way, turning_neighbours, with_attention, with_layers
-from model.families.table.helpers import layers_by_type, refuse_unless
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from triptych.model.config.attention import NormConfig, NormKind, NormSpan
+from triptych.model.config.layer import Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import either_way, turning_neighbours, with_attention, with_layers
+from triptych.model.families.table.helpers import layers_by_type, refuse_unless
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family
 
 _PERIOD = 4  # every fourth layer of cohere2 has full attention
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
-from model.config.attention import AttentionConfig, DisentangledConfig, NormConfig, NormKind
-from model.config.layer import LayerConfig, MLPConfig, Norms
-from model.config.model import ClassifierConfig, EmbeddingConfig, ModelConfig
-from model.config.stack import ConvolutionConfig, PositionConfig, PositionKind, StackConfig
-from model.errors import ConfigError
-from model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
-from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule, ZeroRule
+from triptych.model.config.attention import AttentionConfig, DisentangledConfig, NormConfig, NormKind
+from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import ClassifierConfig, EmbeddingConfig, ModelConfig
+from triptych.model.config.stack import ConvolutionConfig, PositionConfig, PositionKind, StackConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
+from triptych.model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule, ZeroRule
 
 _KINDS = {"c2p", "p2c"}
 

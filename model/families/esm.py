@@ -9,16 +9,16 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import Activation, Norms
-from model.config.model import MaskDropout, ModelConfig
-from model.config.stack import PositionConfig, PositionKind
-from model.errors import ConfigError
-from model.families import bert
-from model.families.table.heads import tied_names
-from model.families.table.helpers import refuse_unless
-from model.families.table.raw_config import Settings
-from model.families.table.rope import rotary
-from model.families.table.rules import Family
+from triptych.model.config.layer import Activation, Norms
+from triptych.model.config.model import MaskDropout, ModelConfig
+from triptych.model.config.stack import PositionConfig, PositionKind
+from triptych.model.errors import ConfigError
+from triptych.model.families import bert
+from triptych.model.families.table.heads import tied_names
+from triptych.model.families.table.helpers import refuse_unless
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rope import rotary
+from triptych.model.families.table.rules import Family
 
 _MASKED = 0.15 * 0.8  # of the tokens in training
 _NORMS = {"attention.LayerNorm": "attn_norms.pre", "LayerNorm": "mlp_norms.pre"}

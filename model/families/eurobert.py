@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.model import ClassifierInput, ModelConfig
-from model.families import llama
-from model.families.table.decoders import as_encoder, encoder_rules
-from model.families.table.heads import masked_head, masked_head_rules, pooled_by
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Rule
+from triptych.model.config.model import ClassifierInput, ModelConfig
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import as_encoder, encoder_rules
+from triptych.model.families.table.heads import masked_head, masked_head_rules, pooled_by
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, Rule
 
 _POOLING = {"bos": ClassifierInput.FIRST, "mean": ClassifierInput.MEAN, "late": ClassifierInput.ALL}
 

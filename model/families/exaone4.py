@@ -7,15 +7,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import Norms
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.families import llama
-from model.families.olmo import OUTPUT_NORMS
-from model.families.table.decoders import either_way, with_attention, with_layers
-from model.families.table.helpers import layers_by_type
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from triptych.model.config.layer import Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families import llama
+from triptych.model.families.olmo import OUTPUT_NORMS
+from triptych.model.families.table.decoders import either_way, with_attention, with_layers
+from triptych.model.families.table.helpers import layers_by_type
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

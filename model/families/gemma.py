@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from model.config.layer import Norms
-from model.config.model import ModelConfig
-from model.families import llama
-from model.families.table.decoders import either_way
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from triptych.model.config.layer import Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import either_way
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family
 
 # The stored names of Gemma 2's and 3's norms before and after each sublayer.
 SANDWICH_NORMS = {

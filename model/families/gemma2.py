@@ -6,12 +6,12 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.model import ModelConfig
-from model.families import gemma, llama
-from model.families.table.decoders import either_way
-from model.families.table.helpers import layers_by_type, query_scale, refuse_unless
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import gemma, llama
+from triptych.model.families.table.decoders import either_way
+from triptych.model.families.table.helpers import layers_by_type, query_scale, refuse_unless
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family
 
 _PERIOD = 2  # every second layer has full attention
 

@@ -11,13 +11,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.model import ModelConfig
-from model.families import gemma, llama
-from model.families.table.decoders import as_encoder, either_way
-from model.families.table.helpers import ignore_unless, layers_by_type, query_scale
-from model.families.table.raw_config import Settings
-from model.families.table.rope import number, rotary, settings_by_type
-from model.families.table.rules import Family
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import gemma, llama
+from triptych.model.families.table.decoders import as_encoder, either_way
+from triptych.model.families.table.helpers import ignore_unless, layers_by_type, query_scale
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rope import number, rotary, settings_by_type
+from triptych.model.families.table.rules import Family
 
 _PERIOD = 6  # every sixth layer has full attention
 

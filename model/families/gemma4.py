@@ -12,17 +12,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind
-from model.config.layer import ExpertsConfig, LayerConfig, LayerEmbeddingConfig, MLPConfig, Norms
-from model.config.model import ModelConfig
-from model.config.stack import StackConfig
-from model.errors import ConfigError
-from model.families import gemma, llama
-from model.families.table.decoders import ExpertNames, decoder_model
-from model.families.table.helpers import activation, affine, check_layers
-from model.families.table.raw_config import Settings
-from model.families.table.rope import rotary, settings_by_type
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import ExpertsConfig, LayerConfig, LayerEmbeddingConfig, MLPConfig, Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families import gemma, llama
+from triptych.model.families.table.decoders import ExpertNames, decoder_model
+from triptych.model.families.table.helpers import activation, affine, check_layers
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rope import rotary, settings_by_type
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _PERIOD = 6  # every sixth layer has full attention, and the last one
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import Norms
-from model.config.model import ModelConfig
-from model.families import llama
-from model.families.table.decoders import either_way, turning_neighbours, with_attention, with_layers
-from model.families.table.helpers import affine
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule
+from triptych.model.config.layer import Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import either_way, turning_neighbours, with_attention, with_layers
+from triptych.model.families.table.helpers import affine
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule
 
 _NORMS = {"input_layernorm": "attn_norms.pre", "post_attention_layernorm": "mlp_norms.pre"}
 _SANDWICH = {**_NORMS, "post_self_attn_layernorm": "attn_norms.output", "post_mlp_layernorm": "mlp_norms.output"}

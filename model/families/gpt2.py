@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind
-from model.config.layer import LayerConfig, MLPConfig, Norms
-from model.config.model import ModelConfig
-from model.config.stack import PositionConfig, PositionKind, StackConfig
-from model.families.table.decoders import decoder_model, with_attention
-from model.families.table.heads import classifier_rules
-from model.families.table.helpers import activation, affine, ignore_unless, refuse_unless, repeat, split_width
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
+from triptych.model.families.table.decoders import decoder_model, with_attention
+from triptych.model.families.table.heads import classifier_rules
+from triptych.model.families.table.helpers import activation, affine, ignore_unless, refuse_unless, repeat, split_width
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind
-from model.config.layer import LayerConfig, MLPConfig, Norms
-from model.config.model import ModelConfig
-from model.config.stack import PositionConfig, PositionKind, StackConfig
-from model.errors import ConfigError
-from model.families.table.decoders import decoder_model
-from model.families.table.heads import classifier_rules
-from model.families.table.helpers import activation, affine, check_layers, self_attention, split_width
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.decoders import decoder_model
+from triptych.model.families.table.heads import classifier_rules
+from triptych.model.families.table.helpers import activation, affine, check_layers, self_attention, split_width
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _KINDS = ("global", "local")
 

@@ -9,13 +9,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import ExpertsConfig, GateClamp
-from model.config.model import ModelConfig
-from model.families import llama
-from model.families.table.decoders import ExpertNames, with_attention, with_experts
-from model.families.table.helpers import layers_by_type
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, FusedExperts
+from triptych.model.config.layer import ExpertsConfig, GateClamp
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import ExpertNames, with_attention, with_experts
+from triptych.model.families.table.helpers import layers_by_type
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, FusedExperts
 
 _ROPE = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
 _ROPE |= dict(original_max_position_embeddings=4096)

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind, RotaryConfig
-from model.config.layer import LayerConfig, MLPConfig, Norms
-from model.config.model import ModelConfig
-from model.config.stack import StackConfig
-from model.errors import ConfigError
-from model.families.table.decoders import decoder_model
-from model.families.table.heads import classifier_rules
-from model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind, RotaryConfig
+from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.decoders import decoder_model
+from triptych.model.families.table.heads import classifier_rules
+from triptych.model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
 _CORES = 4  # CodeGen's q, v and k are stored for each of the 4 cores that it was trained on
 

@@ -9,12 +9,12 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.layer import ExpertsConfig
-from model.config.model import ModelConfig
-from model.families import llama
-from model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts, with_layers
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from triptych.model.config.layer import ExpertsConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts, with_layers
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -10,14 +10,14 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind
-from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig, Norms
-from model.config.model import ModelConfig
-from model.config.stack import StackConfig
-from model.errors import ConfigError
-from model.families.table.decoders import ExpertNames, decoder_model, either_way, with_attention
-from model.families.table.heads import classifier_rules
-from model.families.table.helpers import (
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import ExpertsConfig, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.decoders import ExpertNames, decoder_model, either_way, with_attention
+from triptych.model.families.table.heads import classifier_rules
+from triptych.model.families.table.helpers import (
     activation,
     affine,
     fused,
@@ -29,9 +29,9 @@ from model.families.table.helpers import (
     split_width,
     switched_on,
 )
-from model.families.table.raw_config import Settings
-from model.families.table.rope import rotary
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rope import rotary
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _PRE_NORMS = {"input_layernorm": "attn_norms.pre", "post_attention_layernorm": "mlp_norms.pre"}
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-from model.config.attention import NormConfig, NormKind
-from model.config.layer import Activation, ExpertsConfig, MLPConfig
-from model.config.model import ModelConfig
-from model.errors import ConfigError, shown
-from model.families import llama
-from model.families.table.decoders import ExpertNames, either_way, with_attention, with_layers
-from model.families.table.helpers import refuse_unless
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Rule, TensorRule
+from triptych.model.config.attention import NormConfig, NormKind
+from triptych.model.config.layer import Activation, ExpertsConfig, MLPConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError, shown
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import ExpertNames, either_way, with_attention, with_layers
+from triptych.model.families.table.helpers import refuse_unless
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, Rule, TensorRule
 
 
 def seed_oss(raw: Settings, names: Collection[str] | None) -> ModelConfig:

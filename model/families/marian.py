@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind
-from model.config.layer import LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig
-from model.config.stack import PositionConfig, PositionKind, StackConfig
-from model.families.table.helpers import activation, affine, ids, refuse_unless, repeat, split_width, tied
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import EmbeddingConfig, HeadConfig, ModelConfig
+from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
+from triptych.model.families.table.helpers import activation, affine, ids, refuse_unless, repeat, split_width, tied
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _HEAD = "generator.weight"
 

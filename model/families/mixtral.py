@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import partial
 
-from model.config.layer import ExpertsConfig
-from model.config.model import ModelConfig
-from model.families import llama
-from model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from triptych.model.config.layer import ExpertsConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family
 
 _MOE = "block_sparse_moe"
 NAMES = ExpertNames(f"{_MOE}.gate", f"{_MOE}.experts", ("w1", "w3", "w2"))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind
-from model.config.layer import LayerConfig, MLPConfig, Norms
-from model.config.model import ClassifierConfig, ClassifierInput, EmbeddingConfig, ModelConfig
-from model.config.stack import StackConfig
-from model.families.table.heads import (
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import ClassifierConfig, ClassifierInput, EmbeddingConfig, ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.families.table.heads import (
     classifier,
     classifier_rules,
     masked_head,
@@ -21,10 +21,10 @@ from model.families.table.heads import (
     pooled_by,
     tied_names,
 )
-from model.families.table.helpers import activation, affine, layers_by_type, refuse_unless, repeat, split_width
-from model.families.table.raw_config import Settings
-from model.families.table.rope import number, rotary, settings_by_type
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.families.table.helpers import activation, affine, layers_by_type, refuse_unless, repeat, split_width
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rope import number, rotary, settings_by_type
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _POOLING = {"cls": ClassifierInput.FIRST, "mean": ClassifierInput.MEAN}
 # Of training, of how `transformers` computes, and what old files say in other words too.

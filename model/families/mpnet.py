@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.attention import BucketBiasConfig
-from model.config.model import ModelConfig
-from model.families import bert
-from model.families.table.heads import classifier_rules, masked_head_rules, tied_names
-from model.families.table.helpers import affine, refuse_unless, self_attention
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import BucketBiasConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import bert
+from triptych.model.families.table.heads import classifier_rules, masked_head_rules, tied_names
+from triptych.model.families.table.helpers import affine, refuse_unless, self_attention
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _PAD = 1  # for the positions, whatever pad_token_id says
 

@@ -11,15 +11,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.attention import NormConfig, NormKind, NormSpan
-from model.config.layer import ExpertsConfig, Norms
-from model.config.model import ModelConfig
-from model.families import llama
-from model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts, with_layers
-from model.families.table.helpers import layers_by_type
-from model.families.table.raw_config import Settings
-from model.families.table.rope import rotary, settings_by_type
-from model.families.table.rules import Family
+from triptych.model.config.attention import NormConfig, NormKind, NormSpan
+from triptych.model.config.layer import ExpertsConfig, Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts, with_layers
+from triptych.model.families.table.helpers import layers_by_type
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rope import rotary, settings_by_type
+from triptych.model.families.table.rules import Family
 
 # The stored names of norms after the sublayers; EXAONE 4 has the same.
 OUTPUT_NORMS = {"post_attention_layernorm": "attn_norms.output", "post_feedforward_layernorm": "mlp_norms.output"}

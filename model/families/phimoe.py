@@ -9,15 +9,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.attention import NormConfig, NormKind, RotaryConfig
-from model.config.layer import ExpertsConfig
-from model.config.model import ModelConfig
-from model.errors import ConfigError, shown
-from model.families import llama, mixtral
-from model.families.table.decoders import either_way, with_attention, with_experts
-from model.families.table.helpers import refuse_unless
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from triptych.model.config.attention import NormConfig, NormKind, RotaryConfig
+from triptych.model.config.layer import ExpertsConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError, shown
+from triptych.model.families import llama, mixtral
+from triptych.model.families.table.decoders import either_way, with_attention, with_experts
+from triptych.model.families.table.helpers import refuse_unless
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family
 
 _CONTEXT = "original_max_position_embeddings"
 _TEMPERATURES = ("short_mscale", "long_mscale")

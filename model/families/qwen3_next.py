@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from math import gcd
 
-from model.config.attention import AttentionConfig, GatedDeltaConfig, NormConfig, NormKind
-from model.config.layer import Norms
-from model.config.model import ModelConfig
-from model.families import llama, qwen_moe
-from model.families.table.helpers import fused, heads_norm, layers_by_type, refuse_unless
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import AttentionConfig, GatedDeltaConfig, NormConfig, NormKind
+from triptych.model.config.layer import Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import llama, qwen_moe
+from triptych.model.families.table.helpers import fused, heads_norm, layers_by_type, refuse_unless
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
 
 _PERIOD = 4  # every fourth layer has attention, where the types of layers are not listed
 

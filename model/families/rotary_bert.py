@@ -11,16 +11,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind, RopeScaling, RotaryConfig
-from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
-from model.config.model import AdapterConfig, ClassifierInput, EmbeddingConfig, ModelConfig
-from model.config.stack import StackConfig
-from model.errors import ConfigError
-from model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
-from model.families.table.helpers import activation, affine, fused, refuse_unless, repeat, split_width
-from model.families.table.raw_config import Settings
-from model.families.table.rope import number, rotary
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind, RopeScaling, RotaryConfig
+from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import AdapterConfig, ClassifierInput, EmbeddingConfig, ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
+from triptych.model.families.table.helpers import activation, affine, fused, refuse_unless, repeat, split_width
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rope import number, rotary
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def _config(

@@ -10,14 +10,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from model.config.attention import NormSpan
-from model.config.layer import ChoiceConfig, ExpertsConfig
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.families import glm, llama, mixtral
-from model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from triptych.model.config.attention import NormSpan
+from triptych.model.config.layer import ChoiceConfig, ExpertsConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families import glm, llama, mixtral
+from triptych.model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family
 
 
 def glm4_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:

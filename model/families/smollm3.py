@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from model.config.layer import LayerConfig
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.families import llama
-from model.families.table.decoders import either_way
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family
+from triptych.model.config.layer import LayerConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import either_way
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family
 
 _KINDS = ("full_attention", "sliding_attention")
 

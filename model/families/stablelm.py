@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.attention import NormConfig, NormKind, NormSpan
-from model.config.layer import Norms
-from model.config.model import ModelConfig
-from model.families import llama
-from model.families.table.decoders import either_way, with_attention, with_layers
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Rule, TensorRule
+from triptych.model.config.attention import NormConfig, NormKind, NormSpan
+from triptych.model.config.layer import Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import either_way, with_attention, with_layers
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.attention import NormConfig, NormKind
-from model.config.layer import MLPConfig
-from model.config.model import ModelConfig
-from model.families import llama
-from model.families.table.decoders import either_way, with_attention, with_layers
-from model.families.table.heads import classifier_rules
-from model.families.table.helpers import activation, affine, refuse_unless, self_attention
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import NormConfig, NormKind
+from triptych.model.config.layer import MLPConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import either_way, with_attention, with_layers
+from triptych.model.families.table.heads import classifier_rules
+from triptych.model.families.table.helpers import activation, affine, refuse_unless, self_attention
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 # Of StarCoder's first files: how its softmax was computed, and what has other names now.
 _OLDER = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "activation_function", "layer_norm_epsilon")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.model import EmbeddingConfig, ModelConfig
-from model.config.stack import StackConfig
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Rule, TensorRule
+from triptych.model.config.model import EmbeddingConfig, ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

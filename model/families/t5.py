@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.attention import AttentionConfig, BucketBiasConfig, NormConfig, NormKind
-from model.config.layer import LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig, HeadConfig, ModelConfig
-from model.config.stack import StackConfig
-from model.families.table.helpers import (
+from triptych.model.config.attention import AttentionConfig, BucketBiasConfig, NormConfig, NormKind
+from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import EmbeddingConfig, HeadConfig, ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.families.table.helpers import (
     activation,
     affine,
     cross_attention,
@@ -24,8 +24,8 @@ from model.families.table.helpers import (
     self_attention,
     tied,
 )
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def _stack(raw: Settings, side: str) -> StackConfig:

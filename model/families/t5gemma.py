@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.layer import LayerConfig
-from model.config.model import HeadConfig, ModelConfig
-from model.config.stack import StackConfig
-from model.families import gemma2
-from model.families.table.decoders import as_encoder, see_one_more
-from model.families.table.helpers import affine, cross_attention, fused, ids, self_attention, tied
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.config.layer import LayerConfig
+from triptych.model.config.model import HeadConfig, ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.families import gemma2
+from triptych.model.families.table.decoders import as_encoder, see_one_more
+from triptych.model.families.table.helpers import affine, cross_attention, fused, ids, self_attention, tied
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 _HEAD = "lm_head.out_proj.weight"
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind
-from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
-from model.config.model import ClassifierInput, EmbeddingConfig, ImageConfig, ModelConfig
-from model.config.stack import PositionConfig, PositionKind, StackConfig
-from model.families.table.heads import classifier, classifier_rules, has_pooler
-from model.families.table.helpers import (
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import ClassifierInput, EmbeddingConfig, ImageConfig, ModelConfig
+from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
+from triptych.model.families.table.heads import classifier, classifier_rules, has_pooler
+from triptych.model.families.table.helpers import (
     activation,
     affine,
     ignore_unless,
@@ -23,8 +23,8 @@ from model.families.table.helpers import (
     self_attention,
     split_width,
 )
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind
-from model.config.layer import LayerConfig, MLPConfig, Norms
-from model.config.model import AudioConfig, EmbeddingConfig, HeadConfig, ModelConfig
-from model.config.stack import PositionConfig, PositionKind, StackConfig
-from model.families.table.helpers import (
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
+from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import AudioConfig, EmbeddingConfig, HeadConfig, ModelConfig
+from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
+from triptych.model.families.table.helpers import (
     activation,
     affine,
     ids,
@@ -22,8 +22,8 @@ from model.families.table.helpers import (
     split_width,
     tied,
 )
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule, ZeroRule
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule, ZeroRule
 
 # Of training, of classifiers of sounds, and of generation: a request says what its decoder begins with.
 _OTHERS = (

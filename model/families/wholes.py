@@ -6,7 +6,7 @@ PaliGemma is not one of them: it reads its prompts in both directions.
 
 from __future__ import annotations
 
-from model.families.table.text_part import Whole
+from triptych.model.families.table.text_part import Whole
 
 _LLAMA, _QWEN2, _QWEN3, _MISTRAL = Whole("llama"), Whole("qwen2"), Whole("qwen3"), Whole("mistral")
 WHOLES: dict[str, Whole] = {

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind, XLNetRelativeConfig
-from model.config.layer import LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig, ModelConfig
-from model.config.stack import StackConfig
-from model.families.table.heads import classifier, classifier_rules
-from model.families.table.helpers import activation, affine, ignore_unless, refuse_unless, repeat
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind, XLNetRelativeConfig
+from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import EmbeddingConfig, ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.families.table.heads import classifier, classifier_rules
+from triptych.model.families.table.helpers import activation, affine, ignore_unless, refuse_unless, repeat
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
 
 
 def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:

@@ -20,9 +20,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from model.errors import ConfigError
-from model.gguf.paths import MAGIC, SHARD
-from model.gguf.types import BLOCK_TYPES, SERVED_NAMES, BlockType, reason
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.paths import MAGIC, SHARD
+from triptych.model.gguf.types import BLOCK_TYPES, SERVED_NAMES, BlockType, reason
 
 _VERSIONS = (2, 3)
 _MAX_TENSORS, _MAX_ENTRIES, _MAXSHARDS = 1 << 20, 1 << 16, 1 << 10

@@ -6,7 +6,7 @@ import re
 import struct
 from pathlib import Path
 
-from model.errors import ConfigError
+from triptych.model.errors import ConfigError
 
 _SUFFIX = ".gguf"
 MAGIC = b"GGUF"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.config.attention import (
+from triptych.model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
@@ -19,11 +19,11 @@ from model.config.attention import (
     RotaryConfig,
     XLNetRelativeConfig,
 )
-from model.config.cache import StateSize, cached_elements, state_bytes
-from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig
-from model.config.model import ModelConfig
-from model.config.stack import StackConfig
-from model.network.parameter_counts import parameters_by_part
+from triptych.model.config.cache import StateSize, cached_elements, state_bytes
+from triptych.model.config.layer import ExpertsConfig, LayerConfig, MLPConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.network.parameter_counts import parameters_by_part
 
 _POSITIONS = {
     RotaryConfig: "rotary",

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup
-from model.attention.reference import ReferenceBackend
-from model.checkpoint.folder import read_checkpoint
-from model.config.attention import AttentionConfig
-from model.errors import ConfigError
-from model.network.inputs import CrossInput, packed_input
-from model.network.transformer import Transformer
-from model.network.weights import load_model
-from model.text.tokenizer import Tokenizer
+from triptych.model.attention.base import AttentionMetadata, ScoreBias, SegmentGroup
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.errors import ConfigError
+from triptych.model.network.inputs import CrossInput, packed_input
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
+from triptych.model.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 128  # the page holds a square of them for every head
 _MAX_OUTPUT_TOKENS = 48  # of an encoder-decoder

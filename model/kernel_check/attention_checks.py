@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Preparation
-from model.attention.base import given as known
-from model.attention.reference import ReferenceBackend
-from model.cache.kv_cache import LayerCache, StateTables, whole_segments
-from model.config.attention import (
+from triptych.model.attention.base import Preparation
+from triptych.model.attention.base import given as known
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.cache.kv_cache import LayerCache, StateTables, whole_segments
+from triptych.model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
@@ -23,13 +23,13 @@ from model.config.attention import (
     RopeScaling,
     RotaryConfig,
 )
-from model.kernel_check.attention_problems import Problem, ProblemTensors, make_tensors
-from model.kernel_check.check import BOUNDS, compare, repeated
-from model.kernel_check.recurrent_problems import RecurrentProblem, RecurrentStep
-from model.network.delta_net import recur
-from model.network.norms import build_norm, head_norm
-from model.network.positions import rotary_frequencies, rotate, turns
-from model.system import kernel_faults
+from triptych.model.kernel_check.attention_problems import Problem, ProblemTensors, make_tensors
+from triptych.model.kernel_check.check import BOUNDS, compare, repeated
+from triptych.model.kernel_check.recurrent_problems import RecurrentProblem, RecurrentStep
+from triptych.model.network.delta_net import recur
+from triptych.model.network.norms import build_norm, head_norm
+from triptych.model.network.positions import rotary_frequencies, rotate, turns
+from triptych.model.system import kernel_faults
 
 _LONG = 600  # keys that are divided over several programs
 _EIGHT_BITS = 0.1  # the bound of pages in 8 bits, where rounding may go either way
@@ -54,7 +54,7 @@ class AttentionCheck:
         return kernel_faults.attention_part(self.layer)
 
     def run(self, device: torch.device) -> None:
-        from model.attention.triton import TritonBackend
+        from triptych.model.attention.triton import TritonBackend
 
         backend = TritonBackend()
         problem = _problem(self.layer, self.pages, self.block_size, causal=self.causal, writes=not self.cross)
@@ -66,7 +66,7 @@ class AttentionCheck:
 
     def _segments(self, backend: object, device: torch.device) -> Iterator[tuple[tuple[int, int], ...]]:
         """Yield (queries, keys) of segments for each kind of launch, for a window's edge and for a mixed step."""
-        from model.attention.triton import TritonBackend
+        from triptych.model.attention.triton import TritonBackend
 
         assert isinstance(backend, TritonBackend)
         bounds = backend.launch_bounds(
@@ -110,7 +110,7 @@ class PreparationCheck:
         return kernel_faults.PREPARATION
 
     def run(self, device: torch.device) -> None:
-        from model.attention.triton_heads import prepare
+        from triptych.model.attention.triton_heads import prepare
 
         problem = _problem(self.layer, self.pages, self.block_size, causal=True)
         given = make_tensors(replace(problem, segments=((1, 20), (9, 30))), device, self.dtype)
@@ -217,7 +217,7 @@ class RecurrenceCheck:
         return kernel_faults.RECURRENCE
 
     def run(self, device: torch.device) -> None:
-        from model.attention import triton_delta
+        from triptych.model.attention import triton_delta
 
         for lengths in ((1, 1, 1), (1, 35, 2)):
             step = RecurrentStep(RecurrentProblem(lengths, self.config), device, self.dtype)

@@ -8,10 +8,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionBackend, AttentionMetadata, DeviceLengths
-from model.cache.kv_cache import LayerCache
-from model.config.attention import AlibiConfig, AttentionConfig, BucketBiasConfig
-from model.network.positions import AlibiBias, BucketBias
+from triptych.model.attention.base import AttentionBackend, AttentionMetadata, DeviceLengths
+from triptych.model.cache.kv_cache import LayerCache
+from triptych.model.config.attention import AlibiConfig, AttentionConfig, BucketBiasConfig
+from triptych.model.network.positions import AlibiBias, BucketBias
 
 
 @dataclass(frozen=True, slots=True)

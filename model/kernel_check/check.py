@@ -1,7 +1,7 @@
 """What a check of a kernel is: small problems of the shapes that a model has, compared with torch in float32.
 
 A check is data, so that it can be sent to another process and remembered. `part` names what torch computes instead if
-the check fails (`model.system.kernel_faults`).
+the check fails (`triptych.model.system.kernel_faults`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from model.kernel_check.product_problems import difference
-from model.system.kernel_faults import TRITON
+from triptych.model.kernel_check.product_problems import difference
+from triptych.model.system.kernel_faults import TRITON
 
 Result = TypeVar("Result")
 
@@ -60,7 +60,7 @@ class LaunchCheck:
         return TRITON
 
     def run(self, device: torch.device) -> None:
-        from model.kernel_check.triton_launch import try_launch
+        from triptych.model.kernel_check.triton_launch import try_launch
 
         if not try_launch(device):
             raise WrongNumbersError("the smallest kernel computes wrong numbers")

@@ -1,4 +1,4 @@
-"""The process that checks kernels: `python -m model.kernel_check.child FD`.
+"""The process that checks kernels: `python -m triptych.model.kernel_check.child FD`.
 
 The socket FD gives the device and the checks, and takes one JSON object when the process is ready, then one for each
 check. A kernel that reads or writes where it must not ends this process, or makes the device unusable
@@ -18,10 +18,10 @@ import threading
 
 import torch
 
-from model.kernel_check.check import Check, WrongNumbersError
-from model.kernel_check.codec import decode
-from model.system.child_process import FrameSocket, ignore_signals
-from model.system.fallbacks import summary
+from triptych.model.kernel_check.check import Check, WrongNumbersError
+from triptych.model.kernel_check.codec import decode
+from triptych.model.system.child_process import FrameSocket, ignore_signals
+from triptych.model.system.fallbacks import summary
 
 MEMORY = "out of memory"  # the reason if the device has too little
 _MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from model.config.attention import (
+from triptych.model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
@@ -21,12 +21,12 @@ from model.config.attention import (
     RopeScaling,
     RotaryConfig,
 )
-from model.config.layer import Activation
-from model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
-from model.kernel_check.check import Check, LaunchCheck
-from model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
-from model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
-from model.kernel_check.step_checks import RowProductCheck, StaticRowCheck, StepCheck
+from triptych.model.config.layer import Activation
+from triptych.model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
+from triptych.model.kernel_check.check import Check, LaunchCheck
+from triptych.model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
+from triptych.model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
+from triptych.model.kernel_check.step_checks import RowProductCheck, StaticRowCheck, StepCheck
 
 _TYPES: dict[str, type[Any]] = {
     one.__name__: one

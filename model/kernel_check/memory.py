@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from model.kernel_check.check import Check
-from model.system.cache_folders import untrusted
-from model.system.kernel_cache import kernel_cache
+from triptych.model.kernel_check.check import Check
+from triptych.model.system.cache_folders import untrusted
+from triptych.model.system.kernel_cache import kernel_cache
 
 _MODEL = Path(__file__).parents[1]
 # Folders with kernels, with what launches them, or with checks.

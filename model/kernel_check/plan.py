@@ -6,22 +6,22 @@ from collections.abc import Iterator
 
 import torch
 
-from model.attention.base import AttentionBackend
-from model.attention.layer_backends import backend_of, recurrent_backend
-from model.config.attention import AttentionConfig
-from model.config.model import ModelConfig
-from model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
-from model.kernel_check.check import Check, LaunchCheck
-from model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
-from model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
-from model.kernel_check.step_plan import planned_steps, row_product
-from model.linear.base import Linear, linears
-from model.linear.factory import LinearFactory, ParallelLinear
-from model.linear.float import ExpertsLinear
-from model.linear.fp8 import Fp8Linear
-from model.linear.integers import IntegerLinear
-from model.network.attention import prepares_heads
-from model.network.build import build_model
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.layer_backends import backend_of, recurrent_backend
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
+from triptych.model.kernel_check.check import Check, LaunchCheck
+from triptych.model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
+from triptych.model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
+from triptych.model.kernel_check.step_plan import planned_steps, row_product
+from triptych.model.linear.base import Linear, linears
+from triptych.model.linear.factory import LinearFactory, ParallelLinear
+from triptych.model.linear.float import ExpertsLinear
+from triptych.model.linear.fp8 import Fp8Linear
+from triptych.model.linear.integers import IntegerLinear
+from triptych.model.network.attention import prepares_heads
+from triptych.model.network.build import build_model
 
 _WIDE = 1 << 15  # outputs from which on a product has other tiles, on every card
 _MATRIX = 1 << 23  # weights of a checked product, at most some times this number

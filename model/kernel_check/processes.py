@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from model.kernel_check.check import Check
-from model.kernel_check.child import MEMORY
-from model.kernel_check.codec import encode
-from model.system.child_process import ConnectedChild, FrameSocket, describe_exit
-from model.system.kernel_faults import TRITON
+from triptych.model.kernel_check.check import Check
+from triptych.model.kernel_check.child import MEMORY
+from triptych.model.kernel_check.codec import encode
+from triptych.model.system.child_process import ConnectedChild, FrameSocket, describe_exit
+from triptych.model.system.kernel_faults import TRITON
 
-CHILD = "model.kernel_check.child"
+CHILD = "triptych.model.kernel_check.child"
 _START_SECONDS = 180.0  # to import torch and make a device context
 _CHECK_SECONDS = 120.0  # to compile and run one check, on a slow machine
 _END_SECONDS = 10.0

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from model.api.sampling_params import SamplingParams
-from model.kernel_check.check import BOUNDS, WrongNumbersError, compare, repeated
-from model.kernel_check.product_problems import (
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.kernel_check.check import BOUNDS, WrongNumbersError, compare, repeated
+from triptych.model.kernel_check.product_problems import (
     ExpertsShape,
     Fp8Shape,
     IntegerShape,
@@ -21,9 +21,9 @@ from model.kernel_check.product_problems import (
     integer_projection,
     routes_of,
 )
-from model.linear.base import CompiledLinear
-from model.sampling.random_sampling import LIKELIEST_PARTS, likeliest, sample_rows
-from model.system import kernel_faults
+from triptych.model.linear.base import CompiledLinear
+from triptych.model.sampling.random_sampling import LIKELIEST_PARTS, likeliest, sample_rows
+from triptych.model.system import kernel_faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class SamplingCheck:
         return kernel_faults.SAMPLING
 
     def run(self, device: torch.device) -> None:
-        from model.sampling import triton_sampling
+        from triptych.model.sampling import triton_sampling
 
         params = list(_SAMPLED) * _TIMES
         generator = torch.Generator().manual_seed(0)
@@ -129,7 +129,7 @@ class SamplingCheck:
     @staticmethod
     def _check_greedy(logits: Tensor) -> None:
         """Compare the first of the largest logits, for each division of a row over programs."""
-        from model.sampling import triton_sampling
+        from triptych.model.sampling import triton_sampling
 
         for least, parts in LIKELIEST_PARTS.items():
             rows = logits[torch.arange(least, device=logits.device) % len(logits)]

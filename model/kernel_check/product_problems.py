@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.checkpoint.stored_formats import fp8_storage
-from model.config.formats import FLOAT, NumberKind, integers, integers_in_groups
-from model.linear.base import LinearSpec, Part
-from model.linear.float import ExpertsLinear
-from model.linear.fp8 import Fp8Linear
-from model.linear.integers import IntegerLinear
+from triptych.model.checkpoint.stored_formats import fp8_storage
+from triptych.model.config.formats import FLOAT, NumberKind, integers, integers_in_groups
+from triptych.model.linear.base import LinearSpec, Part
+from triptych.model.linear.float import ExpertsLinear
+from triptych.model.linear.fp8 import Fp8Linear
+from triptych.model.linear.integers import IntegerLinear
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.attention.layer_backends import Recurrence
-from model.cache.kv_cache import StateCache, StateSpan, StateTables
-from model.config.attention import GatedDeltaConfig
-from model.network.delta_net import recur
+from triptych.model.attention.layer_backends import Recurrence
+from triptych.model.cache.kv_cache import StateCache, StateSpan, StateTables
+from triptych.model.config.attention import GatedDeltaConfig
+from triptych.model.network.delta_net import recur
 
 QWEN = GatedDeltaConfig(16, 32, 128, 128, 4, 1e-6)  # Qwen3-Next, Qwen3.5
 
@@ -56,6 +56,6 @@ class RecurrentStep:
         return recur(self.layer, self.inputs.float(), self.gates.float(), spans, states), states
 
     def by_kernels(self, tables: StateTables) -> Tensor:
-        from model.attention import triton_delta
+        from triptych.model.attention import triton_delta
 
         return triton_delta.compute(self.layer, self.inputs, self.gates, tables, self.states)

@@ -8,19 +8,19 @@ from functools import partial
 import torch
 from torch.nn.functional import linear
 
-from model.config.layer import Activation
-from model.engine.execution.batch import BatchLayout
-from model.engine.execution.static_row import fill_row
-from model.kernel_check.check import BOUNDS, WrongNumbersError, compare, repeated
-from model.kernel_check.step_problems import StepProblem, step_problems
-from model.system import kernel_faults
+from triptych.model.config.layer import Activation
+from triptych.model.engine.execution.batch import BatchLayout
+from triptych.model.engine.execution.static_row import fill_row
+from triptych.model.kernel_check.check import BOUNDS, WrongNumbersError, compare, repeated
+from triptych.model.kernel_check.step_problems import StepProblem, step_problems
+from triptych.model.system import kernel_faults
 
 _ROWS = (1, 33)
 
 
 @dataclass(frozen=True, slots=True)
 class StepCheck:
-    """A function of `model.network.fused_ops`, over rows of `width`; of gates with one activation."""
+    """A function of `triptych.model.network.fused_ops`, over rows of `width`; of gates with one activation."""
 
     function: str
     width: int
@@ -32,7 +32,7 @@ class StepCheck:
         return kernel_faults.step_part(self.function)
 
     def run(self, device: torch.device) -> None:
-        from model.network import fused_kernels
+        from triptych.model.network import fused_kernels
 
         kernel = getattr(fused_kernels, self.function)
         for rows in _ROWS:
@@ -65,7 +65,7 @@ class RowProductCheck:
         return kernel_faults.ROW_PRODUCT
 
     def run(self, device: torch.device) -> None:
-        from model.linear import triton_floats
+        from triptych.model.linear import triton_floats
 
         generator = torch.Generator(device).manual_seed(0)
         x, weight, bias = (
@@ -90,7 +90,7 @@ class StaticRowCheck:
         return kernel_faults.STATIC_ROW
 
     def run(self, device: torch.device) -> None:
-        from model.engine.execution import triton_static_row
+        from triptych.model.engine.execution import triton_static_row
 
         sources = 5 if self.has_sources else 0
         recorded = BatchLayout(16, 16, blocks=9, source_blocks=sources, pools=self.pools, state_columns=3)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from model.config.attention import AttentionConfig, NormConfig, NormKind, RotaryConfig
-from model.config.layer import Activation, ExpertsConfig, LayerConfig, MLPConfig, Norms
-from model.config.model import ModelConfig
-from model.kernel_check.check import Check
-from model.kernel_check.step_checks import RowProductCheck, StaticRowCheck, StepCheck
-from model.linear.base import Linear
-from model.linear.float import row_kernel_kind
+from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind, RotaryConfig
+from triptych.model.config.layer import Activation, ExpertsConfig, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.kernel_check.check import Check
+from triptych.model.kernel_check.step_checks import RowProductCheck, StaticRowCheck, StepCheck
+from triptych.model.linear.base import Linear
+from triptych.model.linear.float import row_kernel_kind
 
 _ROTATED = 64  # the width that turns are checked with: it is that of a head
 

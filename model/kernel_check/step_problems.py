@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config.layer import Activation
-from model.network import fused_ops
+from triptych.model.config.layer import Activation
+from triptych.model.network import fused_ops
 
 
 @dataclass(frozen=True, slots=True)
 class StepProblem:
-    """One call of a function of `model.network.fused_ops`."""
+    """One call of a function of `triptych.model.network.fused_ops`."""
 
     name: str
     function: Callable[..., Any]
@@ -34,7 +34,7 @@ class StepProblem:
 
     @property
     def kernel(self) -> str:
-        """The kernel's name in `model.network.fused_kernels`."""
+        """The kernel's name in `triptych.model.network.fused_kernels`."""
         plain = self.function.__wrapped__  # type: ignore[attr-defined]
         name: str = plain.__name__.removeprefix("_")
         return name

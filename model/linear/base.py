@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from model.config.sharding import Index, Range, Shape, Shard, ShardSlice
-from model.errors import ConfigError
+from triptych.model.config.sharding import Index, Range, Shape, Shard, ShardSlice
+from triptych.model.errors import ConfigError
 
 # -- Projections of a network: a `LinearSpec` says what is wanted, a `Linear` computes it. `LinearFactory` makes each
 # `Linear` once. It is then filled with the tensors that it names, a few rows at a time and in any order, but scales

@@ -10,16 +10,22 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from model.config.formats import FLOAT, NumberFormat, NumberKind, Storage, kept_as_stored, nearest_kept
-from model.config.sharding import WHOLE, Index, Range, Shard
-from model.linear.base import CompiledLinear, Linear, LinearSpec, Split, TensorShape
-from model.linear.float import DequantizedExpertsLinear, DequantizedLinear, ExpertsLinear, FloatLinear, TiedLinear
-from model.linear.fp8 import Fp8Linear, keeps
-from model.linear.integers import integer_linear
-from model.linear.native import native_linear
-from model.native.library import Library
-from model.system import kernel_faults
-from model.system.kernel_faults import Faults
+from triptych.model.config.formats import FLOAT, NumberFormat, NumberKind, Storage, kept_as_stored, nearest_kept
+from triptych.model.config.sharding import WHOLE, Index, Range, Shard
+from triptych.model.linear.base import CompiledLinear, Linear, LinearSpec, Split, TensorShape
+from triptych.model.linear.float import (
+    DequantizedExpertsLinear,
+    DequantizedLinear,
+    ExpertsLinear,
+    FloatLinear,
+    TiedLinear,
+)
+from triptych.model.linear.fp8 import Fp8Linear, keeps
+from triptych.model.linear.integers import integer_linear
+from triptych.model.linear.native import native_linear
+from triptych.model.native.library import Library
+from triptych.model.system import kernel_faults
+from triptych.model.system.kernel_faults import Faults
 
 # -- Projections in which each rank multiplies some of the inputs.
 

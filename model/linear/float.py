@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config.formats import Storage
-from model.linear.base import Linear, LinearSpec, Split, TensorShape, softcapped
-from model.linear.scales import DequantizedWhileRead
-from model.system import fallbacks
+from triptych.model.config.formats import Storage
+from triptych.model.linear.base import Linear, LinearSpec, Split, TensorShape, softcapped
+from triptych.model.linear.scales import DequantizedWhileRead
+from triptych.model.system import fallbacks
 
 # -- Products of floats: by torch, and on a GPU in the way that is fastest for the number of rows and of outputs.
 
@@ -61,7 +61,7 @@ def use_cublas(error: Exception) -> None:
 
 def _row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not fallbacks.noted(_ROW_KERNEL):
-        from model.linear import triton_floats
+        from triptych.model.linear import triton_floats
 
         try:
             return triton_floats.multiply_row(x.contiguous(), weight.contiguous(), bias)
@@ -155,7 +155,7 @@ class ExpertsLinear(FloatLinear):
         weights = self.weight.unflatten(0, (count, -1))
         biases = None if self.bias is None else self.bias.unflatten(0, (count, -1))
         if self.kernels:
-            from model.linear import triton_experts
+            from triptych.model.linear import triton_experts
 
             return triton_experts.multiply(x, weights, biases, starts, out=self._out(x))
         y = self._out(x)

@@ -16,11 +16,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from model.config.formats import FLOAT, NumberKind, Storage
-from model.config.sharding import Index
-from model.linear.base import CompiledLinear, LinearSpec, TensorShape
-from model.linear.scales import StoredScales
-from model.system import fallbacks
+from triptych.model.config.formats import FLOAT, NumberKind, Storage
+from triptych.model.config.sharding import Index
+from triptych.model.linear.base import CompiledLinear, LinearSpec, TensorShape
+from triptych.model.linear.scales import StoredScales
+from triptych.model.system import fallbacks
 
 LARGEST = 448.0  # of float8_e4m3fn
 FEW = 16  # rows that the Triton kernel multiplies, of weights with a scale for each output
@@ -107,7 +107,7 @@ class Fp8Linear(CompiledLinear):
         self._scales = None
 
     def by_kernels(self, x: Tensor) -> Tensor:
-        from model.linear import triton_fp8
+        from triptych.model.linear import triton_fp8
 
         numbers, scales = triton_fp8.quantize_rows(x, self.block[1])
         if len(x) > FEW and self.by_torch(x):

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from model.config.formats import FLOAT, NumberFormat, Storage, kept_as_stored
-from model.config.sharding import Index
-from model.linear.base import CompiledLinear, LinearSpec, TensorShape
-from model.linear.scales import DequantizedWhileRead, StoredScales
+from triptych.model.config.formats import FLOAT, NumberFormat, Storage, kept_as_stored
+from triptych.model.config.sharding import Index
+from triptych.model.linear.base import CompiledLinear, LinearSpec, TensorShape
+from triptych.model.linear.scales import DequantizedWhileRead, StoredScales
 
 # -- Rounding of floats to integers in groups that share a scale, by the rules of the C kernels (`quantise.c`).
 
@@ -140,7 +140,7 @@ class IntegerLinear(CompiledLinear):
     def finish(self) -> None:
         """Keep scales and offsets that were stored in as few bits as hold them."""
         if self.device.type == "cuda":
-            from model.linear.triton_integers import counters
+            from triptych.model.linear.triton_integers import counters
 
             counters(self.device)  # made before steps are recorded
         if self._given is None:
@@ -161,14 +161,14 @@ class IntegerLinear(CompiledLinear):
 
     def by_triton(self, x: Tensor) -> Tensor:
         """The product of packed weights."""
-        from model.linear.triton_integers import multiply
+        from triptych.model.linear.triton_integers import multiply
 
         packed = (self.weight, self.weight_scale, self.weight_offset)
         return multiply(x, *packed, self.bias, self.bits, self.group)
 
     def by_torch(self, x: Tensor) -> Tensor:
         """The product of weights that become floats in memory first."""
-        from model.linear.triton_integers import dequantized
+        from triptych.model.linear.triton_integers import dequantized
 
         packed = (self.weight, self.weight_scale, self.weight_offset)
         weight = dequantized(*packed, self.bits, self.group, self.spec.inputs, x.dtype)

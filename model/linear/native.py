@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config.formats import INT8_ROWS, NumberFormat, NumberKind, Storage, kept_as_stored
-from model.config.sharding import Index, Shape
-from model.linear.base import Linear, LinearSpec, Part, TensorShape
-from model.linear.scales import DequantizedWhileRead
-from model.native.library import KINDS, Kind, Library
-from model.native.structures import PackedMatrix
-from model.system.huge_pages import reserve
+from triptych.model.config.formats import INT8_ROWS, NumberFormat, NumberKind, Storage, kept_as_stored
+from triptych.model.config.sharding import Index, Shape
+from triptych.model.linear.base import Linear, LinearSpec, Part, TensorShape
+from triptych.model.linear.scales import DequantizedWhileRead
+from triptych.model.native.library import KINDS, Kind, Library
+from triptych.model.native.structures import PackedMatrix
+from triptych.model.system.huge_pages import reserve
 
 PANEL_WIDTH = 16  # outputs of a panel
 _STEPS = {Kind.F32: 1, Kind.BF16: 2, Kind.INT8: 4, Kind.INT4: 8}  # of k that lie together, in 4 bytes

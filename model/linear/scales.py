@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from model.config.formats import Storage
-from model.config.sharding import Index
-from model.linear.base import Linear, LinearSpec, TensorShape
+from triptych.model.config.formats import Storage
+from triptych.model.config.sharding import Index
+from triptych.model.linear.base import Linear, LinearSpec, TensorShape
 
 
 class StoredScales:

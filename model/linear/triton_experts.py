@@ -11,8 +11,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from model.linear.base import FEW, SEVERAL, Tiles
-from model.system.held_kernels import cdiv, held
+from triptych.model.linear.base import FEW, SEVERAL, Tiles
+from triptych.model.system.held_kernels import cdiv, held
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from model.system.held_kernels import cdiv, held, overlap
+from triptych.model.system.held_kernels import cdiv, held, overlap
 
 # Two outputs and 1,024 inputs at a time were the fastest of eight on an H200 for ten matrices of models with 0.6 to 8
 # billion parameters: 0.7 to 0.95 of cuBLAS's time.
@@ -28,7 +28,7 @@ def one_row(
     K,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,  # as `model.system.held_kernels.overlap`
+    OVERLAP: tl.constexpr,  # as `triptych.model.system.held_kernels.overlap`
 ):
     """`out = weight @ x + bias`, summed in float32. Grid: blocks of outputs.
 

@@ -11,9 +11,9 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from model.linear.base import FEW, SEVERAL, Tiles
-from model.system.float8_kernels import to_float8
-from model.system.held_kernels import cdiv, held, next_power_of_2
+from triptych.model.linear.base import FEW, SEVERAL, Tiles
+from triptych.model.system.float8_kernels import to_float8
+from triptych.model.system.held_kernels import cdiv, held, next_power_of_2
 
 _GROUPS = 16  # groups that a program quantises
 _MOST = tl.constexpr(448.0)  # of float8_e4m3fn

@@ -15,9 +15,9 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from model.linear.base import FEW, SEVERAL
-from model.system.devices import processors
-from model.system.held_kernels import cdiv, held
+from triptych.model.linear.base import FEW, SEVERAL
+from triptych.model.system.devices import processors
+from triptych.model.system.held_kernels import cdiv, held
 
 _COUNTERS = 1 << 14  # tiles of a launch whose inputs are divided, at most
 _MOST_PARTS = 8

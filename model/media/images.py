@@ -1,8 +1,8 @@
 """Image preprocessing for vision models, as the checkpoint's preprocessor_config.json describes it.
 
 Decoding is bounded: format, pixel count and frame count are checked in the header before any pixel is decoded.
-The service runs `prepare` in a process of its own (`service.sandbox.image_main`); it needs Pillow, no torch. It returns
-8 bits a channel; the engine normalises them on the model's device with `scale` and `shift`.
+The service runs `prepare` in a process of its own (`triptych.service.sandbox.image_main`); it needs Pillow, no torch.
+It returns 8 bits a channel; the engine normalises them on the model's device with `scale` and `shift`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from model.config.model import ImageConfig
-from model.errors import ConfigError
+from triptych.model.config.model import ImageConfig
+from triptych.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL import Image  # imported where an image is read: text models do not need it

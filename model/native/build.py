@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from model.system.cache_folders import user_cache
+from triptych.model.system.cache_folders import user_cache
 
 # -- Levels of instructions for which libraries are compiled ahead of time, and which of them a CPU can run. The x86-64
 # levels are those of the psABI (https://gitlab.com/x86-psABIs/x86-64-ABI). CPU flags are spelt as Linux spells them in
@@ -84,11 +84,11 @@ def fitting(cpuinfo: str, machine: str) -> list[Level]:
 
 
 # -- Finds the library that came with the package, or compiles one for this CPU and keeps it. `python -m
-# model.native.build --portable DIR` compiles a library for each level of instructions of this kind of machine, under a
-# name made of the level, the sources and the flags. They are loaded from the package's own folder only. A library that
-# is compiled on first use is kept in a cache folder that only its owner may write, under a name made of the sources,
-# the compiler, its flags and the CPU: one of another machine or version is never loaded. Processes that start at the
-# same time compile it once.
+# triptych.model.native.build --portable DIR` compiles a library for each level of instructions of this kind of machine,
+# under a name made of the level, the sources and the flags. They are loaded from the package's own folder only. A
+# library that is compiled on first use is kept in a cache folder that only its owner may write, under a name made of
+# the sources, the compiler, its flags and the CPU: one of another machine or version is never loaded. Processes that
+# start at the same time compile it once.
 
 _SOURCES = Path(__file__).parent / "kernels"
 _PREBUILT = Path(__file__).parent / "prebuilt"
@@ -275,7 +275,7 @@ def _run(command: list[str]) -> str:
 
 def main() -> None:
     """Compile the C library before the first start: for this machine, or with `--portable` for others."""
-    parser = argparse.ArgumentParser(prog="python -m model.native.build", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m triptych.model.native.build", description=main.__doc__)
     parser.add_argument(
         "--portable", type=Path, metavar="DIR", help="a library for each level of CPUs, into this folder"
     )

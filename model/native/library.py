@@ -13,9 +13,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from model.config.layer import Activation
-from model.native.build import BuildError, Built, build, prebuilt
-from model.native.structures import (
+from triptych.model.config.layer import Activation
+from triptych.model.native.build import BuildError, Built, build, prebuilt
+from triptych.model.native.structures import (
     STRUCTURES,
     Attention,
     AttentionShape,

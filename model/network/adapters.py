@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.checkpoint.tensor_files import StoredTensor, TensorReader, read_headers
-from model.config.model import AdapterConfig, ModelConfig
-from model.errors import CheckpointError
-from model.families import family_for
-from model.families.table.rules import LinearRule, Shape, TensorRule, ZeroRule
+from triptych.model.checkpoint.tensor_files import StoredTensor, TensorReader, read_headers
+from triptych.model.config.model import AdapterConfig, ModelConfig
+from triptych.model.errors import CheckpointError
+from triptych.model.families import family_for
+from triptych.model.families.table.rules import LinearRule, Shape, TensorRule, ZeroRule
 
 # -- Low-rank adapters: what each of several tasks adds to the matrices of one network (Hu et al. 2021: LoRA). A row's
 # adapter adds `scale * B A x` to a projection `W x`, and `scale * A[id] B` to an embedding. The matrices of all

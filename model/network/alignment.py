@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.native.library import loaded
+from triptych.model.native.library import loaded
 
 
 def head_weights(query: Tensor, key: Tensor, scale: float, *, positions: int, crops_first: bool) -> Tensor:

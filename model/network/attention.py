@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import Preparation, PreparingBackend, ScoreBias
-from model.attention.layer_backends import backend_of
-from model.cache.kv_cache import LayerCache
-from model.config.attention import AttentionConfig, NormSpan, RotaryConfig
-from model.linear.base import LinearSpec, Part, Split
-from model.linear.factory import LinearFactory
-from model.network.fused_ops import rotate_both, sigmoid_gated
-from model.network.inputs import StepContext
-from model.network.norms import build_heads_norm, head_norm
-from model.network.positions import rotate
+from triptych.model.attention.base import Preparation, PreparingBackend, ScoreBias
+from triptych.model.attention.layer_backends import backend_of
+from triptych.model.cache.kv_cache import LayerCache
+from triptych.model.config.attention import AttentionConfig, NormSpan, RotaryConfig
+from triptych.model.linear.base import LinearSpec, Part, Split
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.fused_ops import rotate_both, sigmoid_gated
+from triptych.model.network.inputs import StepContext
+from triptych.model.network.norms import build_heads_norm, head_norm
+from triptych.model.network.positions import rotate
 
 
 def prepares_heads(config: AttentionConfig) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from model.attention.base import AttentionBackend
-from model.config.model import ModelConfig
-from model.config.sharding import Shape, Shard, ShardSlice
-from model.linear.base import linears
-from model.linear.factory import LinearFactory
-from model.network.transformer import Transformer
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.sharding import Shape, Shard, ShardSlice
+from triptych.model.linear.base import linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.transformer import Transformer
 
 FLOAT32 = LinearFactory()
 

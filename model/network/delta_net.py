@@ -1,8 +1,8 @@
 """Gated DeltaNet: a recurrent layer in the place of attention (Yang et al. 2025), as Qwen3-Next has it.
 
-Between its projections a backend may compute it (`model.attention.layer_backends`), else torch does: prompts in chunks,
-whose tokens are solved for together (section 3.3 there: the UT transform of Yang et al. 2024), single tokens by the
-recurrence itself. Both are in float32.
+Between its projections a backend may compute it (`triptych.model.attention.layer_backends`), else torch does: prompts
+in chunks, whose tokens are solved for together (section 3.3 there: the UT transform of Yang et al. 2024), single tokens
+by the recurrence itself. Both are in float32.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.attention.base import AttentionBackend
-from model.attention.layer_backends import Recurrence, RecurrentBackend, recurrent_backend
-from model.cache.kv_cache import StateCache, StateSpan, independent_spans, whole_segments
-from model.config.attention import GatedDeltaConfig
-from model.linear.base import LinearSpec, Part, Split
-from model.linear.factory import LinearFactory
-from model.network.inputs import StepContext
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.layer_backends import Recurrence, RecurrentBackend, recurrent_backend
+from triptych.model.cache.kv_cache import StateCache, StateSpan, independent_spans, whole_segments
+from triptych.model.config.attention import GatedDeltaConfig
+from triptych.model.linear.base import LinearSpec, Part, Split
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.inputs import StepContext
 
 CHUNK = 64
 _LENGTH_EPS = 1e-6  # of queries' and keys' squared lengths

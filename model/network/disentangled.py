@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import SegmentGroup
-from model.config.attention import AttentionConfig, DisentangledConfig, NormConfig
-from model.linear.base import Linear, LinearSpec, Part, Split
-from model.linear.factory import LinearFactory
-from model.network.norms import build_norm
+from triptych.model.attention.base import SegmentGroup
+from triptych.model.config.attention import AttentionConfig, DisentangledConfig, NormConfig
+from triptych.model.linear.base import Linear, LinearSpec, Part, Split
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.norms import build_norm
 
 
 class RelativeTable(nn.Module):

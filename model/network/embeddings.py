@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.attention.base import AttentionMetadata
-from model.config.model import AudioConfig, ImageConfig, MaskDropout
-from model.config.sharding import Range
-from model.config.stack import ConvolutionConfig, PositionConfig
-from model.linear.base import Linear, LinearSpec, Part
-from model.linear.factory import Collective, LinearFactory
-from model.network.activations import ACTIVATIONS
-from model.network.inputs import StackInput
-from model.network.positions import inverse_frequencies
-from model.system.devices import to_device
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.config.model import AudioConfig, ImageConfig, MaskDropout
+from triptych.model.config.sharding import Range
+from triptych.model.config.stack import ConvolutionConfig, PositionConfig
+from triptych.model.linear.base import Linear, LinearSpec, Part
+from triptych.model.linear.factory import Collective, LinearFactory
+from triptych.model.network.activations import ACTIVATIONS
+from triptych.model.network.inputs import StackInput
+from triptych.model.network.positions import inverse_frequencies
+from triptych.model.system.devices import to_device
 
 # -- Tokens, positions, image patches and frames of sound to vectors.
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config.layer import ChoiceConfig, ExpertsConfig, MLPConfig, Norms
-from model.linear.base import LinearSpec, Part, Split
-from model.linear.factory import LinearFactory
-from model.network.activations import ACTIVATIONS
-from model.network.fused_ops import clamped, gated, weighted_sums
-from model.network.inputs import StepContext
-from model.network.norms import SublayerNorms, build_norm
+from triptych.model.config.layer import ChoiceConfig, ExpertsConfig, MLPConfig, Norms
+from triptych.model.linear.base import LinearSpec, Part, Split
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.activations import ACTIVATIONS
+from triptych.model.network.fused_ops import clamped, gated, weighted_sums
+from triptych.model.network.inputs import StepContext
+from triptych.model.network.norms import SublayerNorms, build_norm
 
 # -- The feed-forward sublayer.
 

@@ -1,8 +1,8 @@
 """Triton kernels of the small steps between products. Import this module only if Triton is installed.
 
-Each function computes what the one of this name in `model.network.fused_ops` does, in one launch, and rounds where
-that one rounds. It returns NotImplemented for what it has no kernel for. Widths are compiled in, numbers of rows and
-floats are not; a row's numbers do not depend on how many rows there are.
+Each function computes what the one of this name in `triptych.model.network.fused_ops` does, in one launch, and rounds
+where that one rounds. It returns NotImplemented for what it has no kernel for. Widths are compiled in, numbers of rows
+and floats are not; a row's numbers do not depend on how many rows there are.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from model.attention.base import Preparation
-from model.config.layer import Activation
-from model.system.held_kernels import cdiv, held, next_power_of_2, overlap
+from triptych.model.attention.base import Preparation
+from triptych.model.config.layer import Activation
+from triptych.model.system.held_kernels import cdiv, held, next_power_of_2, overlap
 
 Pair = tuple[Tensor, Tensor]
 
@@ -26,7 +26,7 @@ _WIDEST = 32768  # a row that one program normalises: it stays in registers
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # Gates have these rarely.
 _ACTIVATIONS = set(Activation) - {Activation.TANH, Activation.MISH, Activation.LAPLACE, Activation.SQRT_SOFTPLUS}
-_CLAMPED = "clamped"  # the value of ACTIVATION for `model.config.layer.GateClamp`
+_CLAMPED = "clamped"  # the value of ACTIVATION for `triptych.model.config.layer.GateClamp`
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def sum_and_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,  # a power of two, at least WIDTH
     CENTRED: tl.constexpr,  # the norm takes the mean off
-    OVERLAP: tl.constexpr,  # as `model.system.held_kernels.overlap`
+    OVERLAP: tl.constexpr,  # as `triptych.model.system.held_kernels.overlap`
 ):
     """Grid: rows."""
     if OVERLAP:
@@ -93,7 +93,9 @@ def sum_and_norm(
 
 @triton.jit
 def _activated(x, like, ACTIVATION: tl.constexpr):
-    """An activation of `model.network.activations` by its name; operations of torch round to the type of `like`."""
+    """An activation of `triptych.model.network.activations` by its name; operations of torch round to the type of
+    `like`.
+    """
     if ACTIVATION == "silu":
         result = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu" or ACTIVATION == "clipped_gelu":
@@ -351,7 +353,7 @@ def turns(
 
 
 def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Pair | NotImplementedType:
-    from model.attention.triton_heads import prepare
+    from triptych.model.attention.triton_heads import prepare
 
     if q.dtype not in _DTYPES or q.shape[-1] != k.shape[-1] or q.stride(-1) != 1 or k.stride(-1) != 1:
         return NotImplemented

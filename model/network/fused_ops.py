@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config.attention import RopeScaling, RotaryConfig
-from model.config.layer import Activation
-from model.network.activations import ACTIVATIONS
-from model.network.norms import OffsetRMSNorm
-from model.network.positions import rotary_frequencies, rotate, turns
-from model.system import fallbacks
+from triptych.model.config.attention import RopeScaling, RotaryConfig
+from triptych.model.config.layer import Activation
+from triptych.model.network.activations import ACTIVATIONS
+from triptych.model.network.norms import OffsetRMSNorm
+from triptych.model.network.positions import rotary_frequencies, rotate, turns
+from triptych.model.system import fallbacks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,8 +29,8 @@ broken: set[str] = set()  # names of kernels that failed, which torch replaces i
 
 
 def fused(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Compute a function of rows by its kernel `name` of `model.network.fused_kernels` where its first argument is on
-    a GPU; go on with torch if that fails."""
+    """Compute a function of rows by its kernel `name` of `triptych.model.network.fused_kernels` where its first
+    argument is on a GPU; go on with torch if that fails."""
 
     STEPS.add(name)
 
@@ -55,7 +55,7 @@ def fused(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @cache
 def _kernels() -> ModuleType:
-    from model.network import fused_kernels  # which imports Triton
+    from triptych.model.network import fused_kernels  # which imports Triton
 
     return fused_kernels
 
@@ -134,7 +134,7 @@ def sigmoid_gated(rows: Tensor, gate: Tensor) -> Tensor:
 
 @fused("clamped")
 def clamped(hidden: Tensor, limit: float, gain: float) -> Tensor:
-    """`model.config.layer.GateClamp` of `[gate; up]`: `[T, 2 f]` to `[T, f]`."""
+    """`triptych.model.config.layer.GateClamp` of `[gate; up]`: `[T, 2 f]` to `[T, f]`."""
     gate, up = hidden.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return (up.clamp(-limit, limit) + 1.0) * gate * torch.sigmoid(gain * gate)
@@ -164,7 +164,7 @@ _turns = fused("turns")(turns)
 def rotary_tables(
     config: RotaryConfig, positions: Tensor, dtype: torch.dtype, contexts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[T, 1, R]` of positions `[T]`, for `model.network.positions.rotate`.
+    """Cosine and sine `[T, 1, R]` of positions `[T]`, for `triptych.model.network.positions.rotate`.
 
     `contexts` `[T]` are the tokens that the rows' keys are turned for, which LongRoPE asks for.
     """

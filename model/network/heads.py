@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from model.config.model import ClassifierConfig, ClassifierInput, MaskedHeadConfig
-from model.linear.base import Linear, LinearSpec, Part, Split
-from model.linear.factory import LinearFactory
-from model.network.activations import ACTIVATIONS
-from model.network.norms import build_norm
+from triptych.model.config.model import ClassifierConfig, ClassifierInput, MaskedHeadConfig
+from triptych.model.linear.base import Linear, LinearSpec, Part, Split
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.activations import ACTIVATIONS
+from triptych.model.network.norms import build_norm
 
 
 class Classifier(nn.Module):

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionBackend, AttentionMetadata
-from model.cache.kv_cache import LayerCache, StateSpan, StateTables, whole_segments
-from model.config.attention import RopeScaling, RotaryConfig
-from model.linear.base import Linear
-from model.network.adapters import RowAdapters
-from model.network.disentangled import RelativeTable
-from model.network.fused_ops import rotary_tables
-from model.network.positions import BucketBias, StepBias, query_growth, sinusoids_of_distances
-from model.system.devices import device_tensor, to_device
+from triptych.model.attention.base import AttentionBackend, AttentionMetadata
+from triptych.model.cache.kv_cache import LayerCache, StateSpan, StateTables, whole_segments
+from triptych.model.config.attention import RopeScaling, RotaryConfig
+from triptych.model.linear.base import Linear
+from triptych.model.network.adapters import RowAdapters
+from triptych.model.network.disentangled import RelativeTable
+from triptych.model.network.fused_ops import rotary_tables
+from triptych.model.network.positions import BucketBias, StepBias, query_growth, sinusoids_of_distances
+from triptych.model.system.devices import device_tensor, to_device
 
 # -- What a forward pass reads: packed rows, and where each sequence begins.
 
@@ -147,7 +147,7 @@ class StepContext:
         return y if adapters is None else adapters.added(linear.spec.name, x, y)
 
     def rotary(self, config: RotaryConfig) -> tuple[Tensor, Tensor]:
-        """Cosine and sine `[T, 1, R]` of the rows' positions, for `model.network.positions.rotate`."""
+        """Cosine and sine `[T, 1, R]` of the rows' positions, for `triptych.model.network.positions.rotate`."""
         if config not in self._rotaries:
             long = config.scaling is RopeScaling.LONGROPE
             contexts = self._contexts if long else None

@@ -7,26 +7,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import ScoreBias, SegmentGroup
-from model.cache.kv_cache import LayerCache, StateCache
-from model.config.attention import (
+from triptych.model.attention.base import ScoreBias, SegmentGroup
+from triptych.model.cache.kv_cache import LayerCache, StateCache
+from triptych.model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
     XLNetRelativeConfig,
 )
-from model.config.layer import LayerConfig
-from model.linear.factory import LinearFactory
-from model.network.attention import CrossAttention, SelfAttention
-from model.network.delta_net import GatedDeltaNet
-from model.network.disentangled import DisentangledBias
-from model.network.feed_forward import build_feed_forward
-from model.network.fused_ops import add_norm
-from model.network.inputs import StepContext
-from model.network.layer_embeddings import VectorGate
-from model.network.norms import SublayerNorms
-from model.network.positions import AlibiBias, BucketBias, RelativeBias
+from triptych.model.config.layer import LayerConfig
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.attention import CrossAttention, SelfAttention
+from triptych.model.network.delta_net import GatedDeltaNet
+from triptych.model.network.disentangled import DisentangledBias
+from triptych.model.network.feed_forward import build_feed_forward
+from triptych.model.network.fused_ops import add_norm
+from triptych.model.network.inputs import StepContext
+from triptych.model.network.layer_embeddings import VectorGate
+from triptych.model.network.norms import SublayerNorms
+from triptych.model.network.positions import AlibiBias, BucketBias, RelativeBias
 
 
 @dataclass(slots=True)
@@ -57,7 +57,9 @@ class Residual:
 
 
 class Layer(nn.Module):
-    """`x = post(x + output(sublayer(pre(x))))` for attention, cross attention and MLP (`model.config.layer.Norms`)."""
+    """`x = post(x + output(sublayer(pre(x))))` for attention, cross attention and MLP
+    (`triptych.model.config.layer.Norms`).
+    """
 
     attn: SelfAttention  # of a layer with attention
     delta: GatedDeltaNet  # of a recurrent one

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from model.config.layer import LayerEmbeddingConfig
-from model.config.model import EmbeddingConfig
-from model.linear.base import LinearSpec, Part
-from model.linear.factory import LinearFactory
-from model.network.activations import ACTIVATIONS
-from model.network.embeddings import token_table
-from model.network.norms import build_norm
+from triptych.model.config.layer import LayerEmbeddingConfig
+from triptych.model.config.model import EmbeddingConfig
+from triptych.model.linear.base import LinearSpec, Part
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.activations import ACTIVATIONS
+from triptych.model.network.embeddings import token_table
+from triptych.model.network.norms import build_norm
 
 
 class LayerEmbeddings(nn.Module):

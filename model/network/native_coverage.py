@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from model.config.attention import (
+from triptych.model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
@@ -19,9 +19,17 @@ from model.config.attention import (
     RotaryConfig,
     XLNetRelativeConfig,
 )
-from model.config.layer import Activation, ExpertsConfig, GateClamp, LayerConfig, LayerEmbeddingConfig, MLPConfig, Norms
-from model.config.stack import ConvolutionConfig, PositionConfig, StackConfig
-from model.native.library import ACTIVATIONS
+from triptych.model.config.layer import (
+    Activation,
+    ExpertsConfig,
+    GateClamp,
+    LayerConfig,
+    LayerEmbeddingConfig,
+    MLPConfig,
+    Norms,
+)
+from triptych.model.config.stack import ConvolutionConfig, PositionConfig, StackConfig
+from triptych.model.native.library import ACTIVATIONS
 
 _READ: dict[type, str] = {  # by class, the fields that C reads, or that torch takes care of around it
     StackConfig: "layers hidden_size causal position embed_norm final_norm token_types tasks embed_norm_last "

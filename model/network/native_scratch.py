@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from model.config.attention import AttentionConfig
-from model.config.cache import pool_of_layers
-from model.config.formats import QUANTIZED_LAYERS, kept_as_stored, nearest_kept
-from model.config.layer import LayerConfig
-from model.config.model import ModelConfig
-from model.config.stack import StackConfig
-from model.linear.native import kernel_of
-from model.native.library import KINDS, Kind, Library
-from model.native.structures import KVPages, Layer, PackedMatrix, Segments
-from model.native.structures import Step as StepData
-from model.network.native_stack import NativeStack, layer_structure, stack_structure
-from model.network.native_structures import plan_delta, plan_feed_forward, relative_bytes
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.cache import pool_of_layers
+from triptych.model.config.formats import QUANTIZED_LAYERS, kept_as_stored, nearest_kept
+from triptych.model.config.layer import LayerConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.linear.native import kernel_of
+from triptych.model.native.library import KINDS, Kind, Library
+from triptych.model.native.structures import KVPages, Layer, PackedMatrix, Segments
+from triptych.model.native.structures import Step as StepData
+from triptych.model.network.native_stack import NativeStack, layer_structure, stack_structure
+from triptych.model.network.native_structures import plan_delta, plan_feed_forward, relative_bytes
 
 
 def planned_scratch(

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import AttentionMetadata
-from model.attention.native import bias_width, fill_segments, kv_pages, shape_of
-from model.cache.kv_cache import KVCache, whole_segments
-from model.config.attention import (
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.attention.native import bias_width, fill_segments, kv_pages, shape_of
+from triptych.model.cache.kv_cache import KVCache, whole_segments
+from triptych.model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
@@ -27,15 +27,15 @@ from model.config.attention import (
     NormSpan,
     RotaryConfig,
 )
-from model.config.cache import pool_of_layers
-from model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind
-from model.config.layer import LayerConfig
-from model.config.model import ModelConfig
-from model.config.stack import StackConfig
-from model.linear.factory import LinearFactory
-from model.linear.native import packed_matrix
-from model.native.library import ACTIVATIONS, KINDS, Library
-from model.native.structures import (
+from triptych.model.config.cache import pool_of_layers
+from triptych.model.config.formats import QUANTIZED_LAYERS, NumberFormat, NumberKind
+from triptych.model.config.layer import LayerConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.native import packed_matrix
+from triptych.model.native.library import ACTIVATIONS, KINDS, Library
+from triptych.model.native.structures import (
     AttentionLayer,
     KVPages,
     LayerStates,
@@ -46,12 +46,12 @@ from model.native.structures import (
     StateSpan,
     SublayerNorms,
 )
-from model.native.structures import Layer as LayerData
-from model.native.structures import Stack as StackData
-from model.native.structures import Step as StepData
-from model.network.disentangled import DisentangledBias
-from model.network.native_coverage import unsupported_stack
-from model.network.native_structures import (
+from triptych.model.native.structures import Layer as LayerData
+from triptych.model.native.structures import Stack as StackData
+from triptych.model.native.structures import Step as StepData
+from triptych.model.network.disentangled import DisentangledBias
+from triptych.model.network.native_coverage import unsupported_stack
+from triptych.model.network.native_structures import (
     NativePositions,
     delta_structure,
     feed_forward_structure,
@@ -59,15 +59,15 @@ from model.network.native_structures import (
     fill_feed_forward,
     layer_states,
 )
-from model.network.norms import HeadsNorm, OffsetLayerNorm, OffsetRMSNorm
-from model.network.positions import AlibiBias, BucketBias
+from triptych.model.network.norms import HeadsNorm, OffsetLayerNorm, OffsetRMSNorm
+from triptych.model.network.positions import AlibiBias, BucketBias
 
 if TYPE_CHECKING:
-    from model.network.inputs import CrossInput, StepContext
-    from model.network.layer import Layer
-    from model.network.norms import SublayerNorms as NormModules
-    from model.network.stack import Stack
-    from model.network.transformer import Transformer
+    from triptych.model.network.inputs import CrossInput, StepContext
+    from triptych.model.network.layer import Layer
+    from triptych.model.network.norms import SublayerNorms as NormModules
+    from triptych.model.network.stack import Stack
+    from triptych.model.network.transformer import Transformer
 
 _NORM_KINDS = {NormKind.LAYER: 1, NormKind.RMS: 2}
 _SPANS = {NormSpan.HEAD: 0, NormSpan.OWN_GAINS: 1, NormSpan.ALL_HEADS: 2}

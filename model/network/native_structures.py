@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from model.cache.kv_cache import StateCache
-from model.config.attention import AttentionConfig, DisentangledConfig, GatedDeltaConfig
-from model.config.layer import ExpertsConfig, MLPConfig
-from model.config.stack import StackConfig
-from model.linear.base import Linear
-from model.linear.native import NativeLinear, packed_bytes, packed_linear, packed_matrix
-from model.native.library import ACTIVATIONS, CLAMPED_SILU, KINDS, Kind, Library
-from model.native.structures import (
+from triptych.model.cache.kv_cache import StateCache
+from triptych.model.config.attention import AttentionConfig, DisentangledConfig, GatedDeltaConfig
+from triptych.model.config.layer import ExpertsConfig, MLPConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.linear.base import Linear
+from triptych.model.linear.native import NativeLinear, packed_bytes, packed_linear, packed_matrix
+from triptych.model.native.library import ACTIVATIONS, CLAMPED_SILU, KINDS, Kind, Library
+from triptych.model.native.structures import (
     DeltaLayer,
     Expert,
     ExpertsLayer,
@@ -27,13 +27,13 @@ from model.native.structures import (
     PackedMatrix,
     RelativePositions,
 )
-from model.network.delta_net import GatedDeltaNet
-from model.network.disentangled import DisentangledBias
-from model.network.feed_forward import MLP, Experts
+from triptych.model.network.delta_net import GatedDeltaNet
+from triptych.model.network.disentangled import DisentangledBias
+from triptych.model.network.feed_forward import MLP, Experts
 
 if TYPE_CHECKING:
-    from model.network.layer import Layer
-    from model.network.stack import Stack
+    from triptych.model.network.layer import Layer
+    from triptych.model.network.stack import Stack
 
 
 # -- Feed-forwards as C reads them: one MLP, or a router and experts.

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.attention.base import HeadNorm
-from model.config.attention import NormConfig, NormKind, NormSpan
-from model.config.layer import Norms
-from model.errors import ConfigError
-from model.linear.factory import Collective
+from triptych.model.attention.base import HeadNorm
+from triptych.model.config.attention import NormConfig, NormKind, NormSpan
+from triptych.model.config.layer import Norms
+from triptych.model.errors import ConfigError
+from triptych.model.linear.factory import Collective
 
 
 class OffsetRMSNorm(nn.Module):
@@ -112,7 +112,7 @@ def head_norm(norm: nn.Module) -> HeadNorm:
 
 
 class SublayerNorms(nn.Module):
-    """The norms around one sublayer, as `model.config.layer.Norms` has them."""
+    """The norms around one sublayer, as `triptych.model.config.layer.Norms` has them."""
 
     def __init__(self, config: Norms, size: int) -> None:
         super().__init__()

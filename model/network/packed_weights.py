@@ -5,7 +5,7 @@ depend on: which stored tensor goes where, number formats, the C library with it
 is the checkpoint's bytes. So a file is what packing would give now, bit for bit, or it is not found.
 
 `pack` reads the checkpoint and writes the file: into the cache, else without a name. Its arrays are given back for
-their places in the file once they are written there. `python -m model.pack` calls it in a process of its own.
+their places in the file once they are written there. `python -m triptych.model.pack` calls it in a process of its own.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionBackend
-from model.checkpoint.content import content_digest, signs_of
-from model.checkpoint.folder import Checkpoint
-from model.checkpoint.packed_file import ArraySpec, PackedFileError, PackedFileWriter, Table, read_table
-from model.checkpoint.tensor_files import DecodedTensor
-from model.checkpoint.weights_cache import WeightsCache
-from model.errors import ConfigError
-from model.linear.base import Linear, linears
-from model.linear.factory import LinearFactory
-from model.network.build import build_model, plain_parameters
-from model.network.transformer import Transformer
-from model.network.weights import TOKEN_TABLES, WeightSources, adopt_parameters, fill_weights, plan_sources
-from model.system.mapped_file import MappedFile
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.checkpoint.content import content_digest, signs_of
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.checkpoint.packed_file import ArraySpec, PackedFileError, PackedFileWriter, Table, read_table
+from triptych.model.checkpoint.tensor_files import DecodedTensor
+from triptych.model.checkpoint.weights_cache import WeightsCache
+from triptych.model.errors import ConfigError
+from triptych.model.linear.base import Linear, linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.build import build_model, plain_parameters
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import TOKEN_TABLES, WeightSources, adopt_parameters, fill_weights, plan_sources
+from triptych.model.system.mapped_file import MappedFile
 
 _CODE = ("checkpoint", "config", "families", "linear", "network", "system")  # the Python that weights pass through
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from model.attention.reference import ReferenceBackend
-from model.config.layer import ExpertsConfig
-from model.config.model import ModelConfig
-from model.network.build import build_model
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.config.layer import ExpertsConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.network.build import build_model
 
 _SUBLAYERS = {
     "attn": "attention",

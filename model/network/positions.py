@@ -8,10 +8,10 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import ScoreBias, SegmentGroup, distance_table
-from model.config.attention import AlibiConfig, AttentionConfig, BucketBiasConfig, RopeScaling, RotaryConfig
-from model.linear.base import LinearSpec, Part, Split
-from model.linear.factory import LinearFactory
+from triptych.model.attention.base import ScoreBias, SegmentGroup, distance_table
+from triptych.model.config.attention import AlibiConfig, AttentionConfig, BucketBiasConfig, RopeScaling, RotaryConfig
+from triptych.model.linear.base import LinearSpec, Part, Split
+from triptych.model.linear.factory import LinearFactory
 
 # -- Rotary positions: queries and keys turned by their position (Su et al. 2021); sinusoids of distances. Frequencies
 # are kept as long as the process: recorded steps read them where they lie.

@@ -7,21 +7,21 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import AttentionBackend
-from model.cache.kv_cache import KVCache
-from model.config.attention import BucketBiasConfig
-from model.config.model import EmbeddingConfig
-from model.config.stack import PositionKind, StackConfig
-from model.linear.base import Linear, LinearSpec, Part
-from model.linear.factory import LinearFactory
-from model.network.activation_dump import PassDump, Write
-from model.network.disentangled import RelativeTable
-from model.network.embeddings import Convolution, LearnedPositions, SinusoidalPositions, TokenTable
-from model.network.inputs import CrossInput, StackInput, StepContext
-from model.network.layer import Layer, Residual
-from model.network.layer_embeddings import LayerEmbeddings
-from model.network.norms import build_norm
-from model.network.positions import BucketBias
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.config.attention import BucketBiasConfig
+from triptych.model.config.model import EmbeddingConfig
+from triptych.model.config.stack import PositionKind, StackConfig
+from triptych.model.linear.base import Linear, LinearSpec, Part
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.activation_dump import PassDump, Write
+from triptych.model.network.disentangled import RelativeTable
+from triptych.model.network.embeddings import Convolution, LearnedPositions, SinusoidalPositions, TokenTable
+from triptych.model.network.inputs import CrossInput, StackInput, StepContext
+from triptych.model.network.layer import Layer, Residual
+from triptych.model.network.layer_embeddings import LayerEmbeddings
+from triptych.model.network.norms import build_norm
+from triptych.model.network.positions import BucketBias
 
 
 class StackRunner(Protocol):

@@ -12,20 +12,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from model.attention.base import AttentionBackend
-from model.attention.native import write_rows
-from model.cache.kv_cache import KVCache
-from model.config.model import ClassifierInput, EmbeddingConfig, ModelConfig
-from model.config.sharding import Shard
-from model.config.stack import StackConfig
-from model.linear.base import Linear, LinearSpec, Part, Split
-from model.linear.factory import LinearFactory
-from model.native.library import KINDS
-from model.network.activation_dump import dump_to
-from model.network.embeddings import AudioEmbedding, PatchEmbedding, TokenTable, token_table, without_masked
-from model.network.heads import Classifier, MaskedHead
-from model.network.inputs import CrossInput, StackInput
-from model.network.stack import Stack, StackPass
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.native import write_rows
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.config.model import ClassifierInput, EmbeddingConfig, ModelConfig
+from triptych.model.config.sharding import Shard
+from triptych.model.config.stack import StackConfig
+from triptych.model.linear.base import Linear, LinearSpec, Part, Split
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.native.library import KINDS
+from triptych.model.network.activation_dump import dump_to
+from triptych.model.network.embeddings import AudioEmbedding, PatchEmbedding, TokenTable, token_table, without_masked
+from triptych.model.network.heads import Classifier, MaskedHead
+from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.stack import Stack, StackPass
 
 
 class Transformer(nn.Module):

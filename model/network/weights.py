@@ -17,21 +17,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionBackend
-from model.checkpoint.folder import Checkpoint
-from model.checkpoint.fused_experts import joined
-from model.checkpoint.load_plan import few, plan_load
-from model.checkpoint.tensor_files import BUFFER_BYTES, TensorReader, TensorSource, bytes_in_flight
-from model.checkpoint.tensor_sources import tensor_sources
-from model.config.model import ModelConfig
-from model.config.sharding import WHOLE, Index, ShardSlice, cuts, local_shape
-from model.errors import CheckpointError
-from model.families import family_for
-from model.families.table.rules import Family, Shape, TensorRule, ZeroRule
-from model.linear.base import linears
-from model.linear.factory import LinearFactory
-from model.network.build import FLOAT32, build_model, plain_parameters, shard_slices, tensor_shapes
-from model.network.transformer import Transformer
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.checkpoint.fused_experts import joined
+from triptych.model.checkpoint.load_plan import few, plan_load
+from triptych.model.checkpoint.tensor_files import BUFFER_BYTES, TensorReader, TensorSource, bytes_in_flight
+from triptych.model.checkpoint.tensor_sources import tensor_sources
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.sharding import WHOLE, Index, ShardSlice, cuts, local_shape
+from triptych.model.errors import CheckpointError
+from triptych.model.families import family_for
+from triptych.model.families.table.rules import Family, Shape, TensorRule, ZeroRule
+from triptych.model.linear.base import linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.build import FLOAT32, build_model, plain_parameters, shard_slices, tensor_shapes
+from triptych.model.network.transformer import Transformer
 
 TOKEN_TABLES = ("tokens.weight", "source_tokens.weight")  # the second of an encoder that has its own
 PROGRESS_SECONDS = 5.0  # between two words of how far loading is

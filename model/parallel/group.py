@@ -1,6 +1,6 @@
 """Collective operations of tensor parallel ranks by torch.distributed: Gloo on CPUs, NCCL on GPUs.
 
-Sums on GPUs that share memory are NCCL's only if they are large (`model.parallel.symmetric_sums`).
+Sums on GPUs that share memory are NCCL's only if they are large (`triptych.model.parallel.symmetric_sums`).
 
 A group is an object, not torch's default group, since a process may hold ranks of several models. The rendezvous is a
 file in memory whose descriptor only the ranks' processes have. Gloo and NCCL listen on the loopback interface alone.
@@ -18,8 +18,8 @@ import torch.distributed
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.config.sharding import Range, Shard
-from model.parallel.symmetric_sums import SymmetricSums, prepare
+from triptych.model.config.sharding import Range, Shard
+from triptych.model.parallel.symmetric_sums import SymmetricSums, prepare
 
 _c10d: Any = torch.distributed  # untyped: its annotations lack most of the backends' interface
 TIMEOUT_SECONDS = 60.0  # for a rank that hangs; one that ends is detected at once

@@ -1,6 +1,6 @@
 """Messages from rank 0 to the other ranks: plain data over a socket; the tensors of a call by broadcast.
 
-A step of the generate engine is one message; its integers are in shared memory (`model.parallel.step_ring`).
+A step of the generate engine is one message; its integers are in shared memory (`triptych.model.parallel.step_ring`).
 Everything else is calls (of the encode engine, and what is measured at start), whose arguments are sent as the fields
 of their dataclasses, with a placeholder for each tensor.
 Nothing is pickled.
@@ -16,13 +16,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from model.api.request import Source
-from model.attention.base import AttentionMetadata, DeviceLengths
-from model.cache.kv_cache import StateSpan
-from model.config.formats import NumberFormat
-from model.network.inputs import CrossInput, StackInput
-from model.parallel.group import Group
-from model.parallel.step_ring import Place
+from triptych.model.api.request import Source
+from triptych.model.attention.base import AttentionMetadata, DeviceLengths
+from triptych.model.cache.kv_cache import StateSpan
+from triptych.model.config.formats import NumberFormat
+from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.parallel.group import Group
+from triptych.model.parallel.step_ring import Place
 
 _TYPES: dict[str, type[Any]] = {
     type_.__name__: type_ for type_ in (StackInput, CrossInput, AttentionMetadata, DeviceLengths, StateSpan)

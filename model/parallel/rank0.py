@@ -5,8 +5,8 @@
                                                          v
                                                      ranks 1 and up, which make the same call
 
-Steps of the generate engine are no calls (`model.engine.execution.step_program`). Requests, scheduling and sampling
-exist on rank 0 only.
+Steps of the generate engine are no calls (`triptych.model.engine.execution.step_program`). Requests, scheduling and
+sampling exist on rank 0 only.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionBackend
-from model.attention.selection import Selection
-from model.cache.kv_cache import KVCache
-from model.checkpoint.folder import Checkpoint
-from model.config.model import ModelConfig
-from model.linear.factory import LinearFactory
-from model.network.inputs import CrossInput, StackInput
-from model.network.transformer import Transformer
-from model.network.weights import load_weights
-from model.parallel.group import Group
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.selection import Selection
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.config.model import ModelConfig
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_weights
+from triptych.model.parallel.group import Group
 
 if TYPE_CHECKING:
-    from model.parallel.rank_processes import RankProcesses
+    from triptych.model.parallel.rank_processes import RankProcesses
 
 
 class Rank0Transformer(Transformer):
@@ -86,8 +86,8 @@ def load_rank0(
 
     Raises `CheckpointError` as `load_model` does, `EngineDeadError` if a rank does not start.
     """
-    from model.parallel.messages import Load, dtype_name
-    from model.parallel.rank_processes import RankProcesses  # a machine with one rank needs no msgspec
+    from triptych.model.parallel.messages import Load, dtype_name
+    from triptych.model.parallel.rank_processes import RankProcesses  # a machine with one rank needs no msgspec
 
     preferred = selection.preferred or selection.backend.name  # each rank chooses by layer what this one does
     group, path, dtype = linear.collective, str(checkpoint.path), dtype_name(linear.dtype)

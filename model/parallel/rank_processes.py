@@ -22,9 +22,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from model.errors import ConfigError, EngineDeadError
-from model.parallel.group import TIMEOUT_SECONDS, Group
-from model.parallel.messages import (
+from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.parallel.group import TIMEOUT_SECONDS, Group
+from triptych.model.parallel.messages import (
     Answer,
     Load,
     Message,
@@ -35,8 +35,8 @@ from model.parallel.messages import (
     pack_call,
     send_tensors,
 )
-from model.parallel.step_ring import MOST, Place, StepRing
-from model.system.child_process import FrameSocket, describe_exit, start_child
+from triptych.model.parallel.step_ring import MOST, Place, StepRing
+from triptych.model.system.child_process import FrameSocket, describe_exit, start_child
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class RankProcesses:
 def _start(rank: int, size: int, rendezvous: int, ring: int) -> _RankProcess:
     parent_end, child_end = socket.socketpair()
     descriptors = (child_end.fileno(), rendezvous, ring)
-    process = start_child("model.engine.rank_main", *descriptors, rank, size, descriptors=descriptors)
+    process = start_child("triptych.model.engine.rank_main", *descriptors, rank, size, descriptors=descriptors)
     child_end.close()
     return _RankProcess(rank, process, FrameSocket(parent_end))
 

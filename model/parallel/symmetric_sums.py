@@ -22,8 +22,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from model.config.sharding import Shard
-from model.system import fallbacks
+from triptych.model.config.sharding import Shard
+from triptych.model.system import fallbacks
 
 VARIABLE = "TRIPTYCH_SYMMETRIC_SUMS"  # 1: sums are computed here; otherwise NCCL computes all
 FALLBACK = "sums over ranks are NCCL's alone"

@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.checkpoint.json_files import PICKLES, SAFETENSORS, read_json, read_json_value
-from model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, TensorSource
-from model.checkpoint.tensor_sources import tensor_sources
-from model.config.formats import QUANTIZED_LAYERS, NumberKind
-from model.engine.planning.kernels import choose_dtype
-from model.errors import ConfigError
-from model.gguf.paths import gguf_path
-from model.native.library import Kind, Library, native
-from model.quantization.moments import input_moments, read_texts
-from model.quantization.projections import Projection, describe, find_projections
-from model.quantization.safetensors_file import Described, SafetensorsFile
+from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
+from triptych.model.checkpoint.json_files import PICKLES, SAFETENSORS, read_json, read_json_value
+from triptych.model.checkpoint.tensor_files import BUFFER_BYTES, StoredTensor, TensorReader, TensorSource
+from triptych.model.checkpoint.tensor_sources import tensor_sources
+from triptych.model.config.formats import QUANTIZED_LAYERS, NumberKind
+from triptych.model.engine.planning.kernels import choose_dtype
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.paths import gguf_path
+from triptych.model.native.library import Kind, Library, native
+from triptych.model.quantization.moments import input_moments, read_texts
+from triptych.model.quantization.projections import Projection, describe, find_projections
+from triptych.model.quantization.safetensors_file import Described, SafetensorsFile
 
 SHARD_BYTES = 5_000_000_000  # of a file of weights, unless a single tensor has more
 # What the new folder has in another form, or has not: the network's weights in all formats, and how they are stored.

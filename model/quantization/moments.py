@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from model.api.engine_config import EngineConfig
-from model.api.sampling_params import SamplingParams
-from model.errors import ConfigError
-from model.linear.base import Linear, linears
-from model.llm import LLM
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.errors import ConfigError
+from triptych.model.linear.base import Linear, linears
+from triptych.model.llm import LLM
 
 MAX_TEXTS = 256  # of a file, the first ones
 TEXT_TOKENS = 512  # of a text; what is longer is cut into several

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from model.attention.reference import ReferenceBackend
-from model.checkpoint.folder import Checkpoint
-from model.checkpoint.tensor_files import TensorSource
-from model.errors import ConfigError
-from model.families import family_for
-from model.families.table.rules import LinearRule
-from model.linear.base import linears
-from model.linear.native import NativeLinear
-from model.native.library import Kind
-from model.network.build import build_model, tensor_shapes
-from model.network.native_stack import native_linears
-from model.network.weights import plan_tensors
-from model.quantization.safetensors_file import Described
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.checkpoint.tensor_files import TensorSource
+from triptych.model.errors import ConfigError
+from triptych.model.families import family_for
+from triptych.model.families.table.rules import LinearRule
+from triptych.model.linear.base import linears
+from triptych.model.linear.native import NativeLinear
+from triptych.model.native.library import Kind
+from triptych.model.network.build import build_model, tensor_shapes
+from triptych.model.network.native_stack import native_linears
+from triptych.model.network.weights import plan_tensors
+from triptych.model.quantization.safetensors_file import Described
 
 _WORD = 32  # bits
 

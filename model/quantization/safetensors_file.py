@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from model.config.formats import STORED_BYTES
-from model.errors import ConfigError
+from triptych.model.config.formats import STORED_BYTES
+from triptych.model.errors import ConfigError
 
 _ALIGNED = 8  # bytes that tensors begin at a multiple of
 

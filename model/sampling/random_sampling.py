@@ -4,8 +4,8 @@ Each row is sampled from one uniform number by inversion of its cumulative distr
 (Devroye 1986, section II.2), so the result of a row depends only on that row. Top-k, top-p and min-p keep the tokens
 whose score reaches a threshold, ties included. The threshold is nearly always found in the H highest scores (the head);
 otherwise a longer head is taken, and at last all scores are sorted. On a GPU one Triton kernel does all of this for
-all rows (`model.sampling.triton_sampling`). This module is its reference, and samples rows with typical-p or cutoffs
-everywhere.
+all rows (`triptych.model.sampling.triton_sampling`). This module is its reference, and samples rows with typical-p or
+cutoffs everywhere.
 
 Shapes: B rows, V tokens, H tokens of the head.
 """
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.api.sampling_params import SAMPLING, SamplingParams
-from model.system import fallbacks
-from model.system.devices import device_tensor
+from triptych.model.api.sampling_params import SAMPLING, SamplingParams
+from triptych.model.system import fallbacks
+from triptych.model.system.devices import device_tensor
 
 HEADS = (64, 1024)  # sizes of the head, tried before the whole vocabulary is sorted
 # How many programs search a row for its largest logit on a GPU, by the first number of rows: few kinds of launch, since
@@ -81,7 +81,7 @@ def _kernel(device: torch.device) -> ModuleType | None:
     """Return the module of the Triton kernel; None on a CPU and after a failed launch."""
     if device.type != "cuda" or fallbacks.noted(_FALLBACK) or not _has_triton(device):
         return None
-    from model.sampling import triton_sampling
+    from triptych.model.sampling import triton_sampling
 
     return triton_sampling
 

@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.api.request import TokenLogprob
-from model.api.sampling_params import SamplingParams
-from model.api.token_history import History
-from model.native.library import loaded
-from model.sampling.random_sampling import likeliest, sample_into
-from model.system.devices import device_tensor, to_device
+from triptych.model.api.request import TokenLogprob
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.api.token_history import History
+from triptych.model.native.library import loaded
+from triptych.model.sampling.random_sampling import likeliest, sample_into
+from triptych.model.system.devices import device_tensor, to_device
 
 # -- Top-k and logsumexp of rows of logits; a logit minus its row's logsumexp is a log-probability. The result of a row
 # depends only on that row, bit for bit. On a CPU the native kernels compute it if they are in use: torch takes four to

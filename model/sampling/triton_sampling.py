@@ -1,7 +1,7 @@
 """Triton kernels choose one token for each row: the likeliest, or by temperature, top-k, top-p, min-p and inversion.
 
-The results are those of `model.sampling.random_sampling`, up to the rounding of probabilities: truncation keeps the
-tokens whose logit reaches a threshold, ties included, and the row's uniform number selects one of them in the
+The results are those of `triptych.model.sampling.random_sampling`, up to the rounding of probabilities: truncation
+keeps the tokens whose logit reaches a threshold, ties included, and the row's uniform number selects one of them in the
 vocabulary's order. Nothing is sorted. The threshold, as a distance below the row's maximum, is found by an eight-way
 search on the distance's bits: positive floats are in the order of their bits. No pass writes to memory, and the host
 waits for none. Import this module only if Triton is installed.
@@ -20,9 +20,9 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from model.api.sampling_params import SAMPLING, SamplingParams
-from model.system.devices import to_device
-from model.system.held_kernels import cdiv, held, next_power_of_2
+from triptych.model.api.sampling_params import SAMPLING, SamplingParams
+from triptych.model.system.devices import to_device
+from triptych.model.system.held_kernels import cdiv, held, next_power_of_2
 
 # Tokens of an iteration, and warps. On an H200, 1 to 64 rows of 128,256 logits with top-p take 268 us, and 340 us in
 # blocks of 2,048 with 8 warps; 256 rows take 557 and 547 us.

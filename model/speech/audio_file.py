@@ -7,7 +7,7 @@ addresses are never opened.
 
 A file is decoded block by block and mixed and resampled at once, so memory is bounded by the result. Bounds are
 checked in the header first, then on what is decoded, as headers lie. Time is not bounded here: files of strangers
-belong in a process that can be killed (`service.speech.audio_pool`).
+belong in a process that can be killed (`triptych.service.speech.audio_pool`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.speech.resampling import Resampler
+from triptych.model.speech.resampling import Resampler
 
 FORMATS = ("WAV", "FLAC", "Ogg", "MP3")
 EXTRA_FORMATS = ("MP4", "WebM", "AAC")  # with the extra `audio`

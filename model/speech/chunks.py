@@ -14,9 +14,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from model.api.request import Source, audio_source
-from model.speech.log_mel import LogMel
-from model.speech.segments import FRAMES_PER_POSITION, Window
+from triptych.model.api.request import Source, audio_source
+from triptych.model.speech.log_mel import LogMel
+from triptych.model.speech.segments import FRAMES_PER_POSITION, Window
 
 OVERLAP = 6  # a chunk shares a sixth of its length with each neighbour
 

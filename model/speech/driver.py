@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from model.api.request import FinishReason, Request, Source, TokenLogprob, TokenOutput
-from model.speech.chunks import Chunk, ChunkMerger, ChunkOutput, Merged, Spectrogram, Token, cut_chunks
-from model.speech.log_mel import LogMel
-from model.speech.requests import Output, RequestMaker, token_times
-from model.speech.segments import LiveText, Window, Word, words_of
-from model.speech.transcription import Attempt, Segment, SequentialWindows
-from model.text.detokenizer import Detokenizer
-from model.text.tokenizer import Tokenizer
+from triptych.model.api.request import FinishReason, Request, Source, TokenLogprob, TokenOutput
+from triptych.model.speech.chunks import Chunk, ChunkMerger, ChunkOutput, Merged, Spectrogram, Token, cut_chunks
+from triptych.model.speech.log_mel import LogMel
+from triptych.model.speech.requests import Output, RequestMaker, token_times
+from triptych.model.speech.segments import LiveText, Window, Word, words_of
+from triptych.model.speech.transcription import Attempt, Segment, SequentialWindows
+from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.tokenizer import Tokenizer
 
 Take = Callable[[TokenOutput], None]
 Compute = Callable[[Request, Take], Awaitable[None]]  # calls back with each output of a request until it has ended

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.errors import ConfigError
+from triptych.model.errors import ConfigError
 
 _HIGHEST = 8000.0  # Hz of the upper edge of the last filter, whatever the sampling rate
 _FLOOR = 1e-10  # of a filter's power

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.api.request import Alignment, FinishReason, Request, Source, TokenLogprob, TokenOutput
-from model.api.sampling_params import Probe, SamplingParams
-from model.checkpoint.speech import SpeechTokens
-from model.speech.segments import FRAMES_PER_POSITION, Window
-from model.speech.transcription import TEMPERATURES, Attempt, Decoding, Outcome
+from triptych.model.api.request import Alignment, FinishReason, Request, Source, TokenLogprob, TokenOutput
+from triptych.model.api.sampling_params import Probe, SamplingParams
+from triptych.model.checkpoint.speech import SpeechTokens
+from triptych.model.speech.segments import FRAMES_PER_POSITION, Window
+from triptych.model.speech.transcription import TEMPERATURES, Attempt, Decoding, Outcome
 
 _MAX_SEED = 2**63 - 1
 

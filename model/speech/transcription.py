@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from model.speech.segments import Window, compression_ratio, cut_segments
+from triptych.model.speech.segments import Window, compression_ratio, cut_segments
 
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 _UNRELIABLE_FROM = 0.5  # what was drawn at such a temperature is no context for the next window

@@ -1,7 +1,8 @@
 """Work in parts, for a thread that has something more urgent to do between them. Stdlib only.
 
 Work is a generator. It yields None where a part ends, which should be after milliseconds, and a `Call` where it waits
-for a file, a process or a device. `finish` runs work to its end; `model.engine.background_jobs` runs it between steps.
+for a file, a process or a device. `finish` runs work to its end; `triptych.model.engine.background_jobs` runs it
+between steps.
 """
 
 from __future__ import annotations

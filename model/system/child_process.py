@@ -9,10 +9,10 @@ import struct
 import subprocess
 from collections.abc import Iterable
 
-from model.system import python_child
+from triptych.model.system import python_child
 
 ENGINE_VARIABLE = "TRIPTYCH_ENGINE_MODULE"  # names another module that speaks the same frames, for measurements
-ENGINE = os.environ.get(ENGINE_VARIABLE) or "model.engine"  # the module of the engine process
+ENGINE = os.environ.get(ENGINE_VARIABLE) or "triptych.model.engine"  # the module of the engine process
 HEADER = struct.Struct("<I")  # the size of the frame that follows, in bytes
 # OpenMP threads spin this often (tens of microseconds) at a barrier, then sleep. GCC's default is milliseconds, which
 # on a machine shared by several engines takes CPU time from the threads that are waited for.

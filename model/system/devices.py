@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from model.errors import ConfigError
+from triptych.model.errors import ConfigError
 
 # -- Selection of the device that a model is computed on, and detection of the CPU's bfloat16 support.
 

@@ -9,7 +9,7 @@ import errno
 import stat
 from pathlib import Path
 
-from model.errors import ConfigError
+from triptych.model.errors import ConfigError
 
 MOST_BYTES = 128 << 20  # the largest file that is read whole; the largest published tokenizer.json has 33 MB
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)

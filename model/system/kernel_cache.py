@@ -13,8 +13,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from model.errors import ConfigError
-from model.system.cache_folders import untrusted, user_cache
+from triptych.model.errors import ConfigError
+from triptych.model.system.cache_folders import untrusted, user_cache
 
 VARIABLE = "TRIPTYCH_KERNEL_CACHE"
 TRITONS = "TRITON_CACHE_DIR"

@@ -1,6 +1,7 @@
 """Names the parts of a model whose GPU kernels may be replaced by torch's. Stdlib only.
 
-The self-check (`model.kernel_check`) compares kernels with torch. What is wrong is a `Faults`: the reason by the part.
+The self-check (`triptych.model.kernel_check`) compares kernels with torch. What is wrong is a `Faults`: the reason by
+the part.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def attention_part(layer: object) -> str:
 
 
 def step_part(function: str) -> str:
-    """Return the name of a function of `model.network.fused_ops`."""
+    """Return the name of a function of `triptych.model.network.fused_ops`."""
     return f"{_STEP}{function}"
 
 

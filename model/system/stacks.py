@@ -11,7 +11,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from model.system.process_tree import descendants
+from triptych.model.system.process_tree import descendants
 
 _SIGNAL = signal.SIGUSR1
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from model.api.languages import NAMES, language_code
-from model.errors import ConfigError
-from model.text.gguf_pretokenizers import QWEN2_PATTERN, QWEN35_PATTERN
-from model.text.special_tokens import Token, token_text
-from model.text.tokenizer_class import (
+from triptych.model.api.languages import NAMES, language_code
+from triptych.model.errors import ConfigError
+from triptych.model.text.gguf_pretokenizers import QWEN2_PATTERN, QWEN35_PATTERN
+from triptych.model.text.special_tokens import Token, token_text
+from triptych.model.text.tokenizer_class import (
     Texts,
     TokenizerClass,
     around_cls_and_sep,
@@ -25,7 +25,7 @@ from model.text.tokenizer_class import (
     set_bpe,
     set_template,
 )
-from model.text.tokenizer_files import Files
+from triptych.model.text.tokenizer_files import Files
 
 _CLIP = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 Dress = Callable[[Tokenizer, Files, bytes], None]

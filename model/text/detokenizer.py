@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from model.api.request import FinishReason, TokenOutput
-from model.api.sampling_params import SamplingParams
-from model.text.decoders import StreamCleaner
-from model.text.tokenizer import REPLACEMENT, Tokenizer
+from triptych.model.api.request import FinishReason, TokenOutput
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.text.decoders import StreamCleaner
+from triptych.model.text.tokenizer import REPLACEMENT, Tokenizer
 
 _MAX_HELD = 16  # tokens that are held back without emitting part of their text
 _CHARACTER_BYTES = 4  # of the longest UTF-8 character

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from model.text.gbnf_syntax import EMPTY, Choice, Name, Node, Repeat, Sequence, names_in
+from triptych.model.text.gbnf_syntax import EMPTY, Choice, Name, Node, Repeat, Sequence, names_in
 
 _MAX_LOOKS = 200_000  # at names: a grammar that needs more is not judged
 _MAX_DEPTH = 100

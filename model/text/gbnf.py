@@ -7,9 +7,9 @@ could go on with a character that may also follow is left to the parser, piece b
 
 from __future__ import annotations
 
-from model.errors import GrammarError
-from model.text.endless_rules import endless_rule
-from model.text.gbnf_syntax import ALL, Choice, Name, Node, Repeat, Sequence, Text, names_in, parsed, place_of
+from triptych.model.errors import GrammarError
+from triptych.model.text.endless_rules import endless_rule
+from triptych.model.text.gbnf_syntax import ALL, Choice, Name, Node, Repeat, Sequence, Text, names_in, parsed, place_of
 
 _MAX_PASSES = 30  # over all rules, to find what may follow each
 

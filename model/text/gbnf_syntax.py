@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from model.errors import GrammarError
-from model.text.patterns import literal
+from triptych.model.errors import GrammarError
+from triptych.model.text.patterns import literal
 
 _MAX_RULES, _MAX_NESTING, _MAX_COUNT = 2_000, 100, 10_000
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")

@@ -17,16 +17,16 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from model.errors import ConfigError
-from model.gguf.container import GGUFModel, read_gguf, shown
-from model.text.gguf_pretokenizers import PRE_TOKENIZERS
-from model.text.sentencepiece_bpe import sentencepiece_bpe, set_llama_steps
-from model.text.sentencepiece_classes import model_tokens, scored
-from model.text.sentencepiece_model import SPACE, Algorithm, Piece, PieceKind, SentencePieceModel
-from model.text.sentencepiece_steps import precompiled, set_normalizers, set_words
-from model.text.tokenizer_class import put_cls_and_sep, set_template
-from model.text.tokenizer_files import Files, library_errors
-from model.text.tokenizer_limits import check_cost
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.container import GGUFModel, read_gguf, shown
+from triptych.model.text.gguf_pretokenizers import PRE_TOKENIZERS
+from triptych.model.text.sentencepiece_bpe import sentencepiece_bpe, set_llama_steps
+from triptych.model.text.sentencepiece_classes import model_tokens, scored
+from triptych.model.text.sentencepiece_model import SPACE, Algorithm, Piece, PieceKind, SentencePieceModel
+from triptych.model.text.sentencepiece_steps import precompiled, set_normalizers, set_words
+from triptych.model.text.tokenizer_class import put_cls_and_sep, set_template
+from triptych.model.text.tokenizer_files import Files, library_errors
+from triptych.model.text.tokenizer_limits import check_cost
 
 _log = logging.getLogger(__name__)
 _PREFIX = "tokenizer.ggml"

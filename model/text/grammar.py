@@ -1,7 +1,8 @@
 """Grammars for constrained decoding, written as plain text that travels with the request.
 
 The text is in llguidance's language: Lark rules around a JSON schema, a regular expression or a list of strings. Only
-what that language cannot express, or reads otherwise, is refused here; `model.text.grammar_matcher` compiles the text.
+what that language cannot express, or reads otherwise, is refused here; `triptych.model.text.grammar_matcher` compiles
+the text.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from threading import Lock
 from typing import Any
 
-from model.errors import GrammarError as GrammarError  # what this module raises
-from model.text.gbnf import gbnf_rules
-from model.text.lark import is_lark, lark_rules
-from model.text.patterns import whole_pattern
-from model.text.schemas.translate import translated
+from triptych.model.errors import GrammarError as GrammarError  # what this module raises
+from triptych.model.text.gbnf import gbnf_rules
+from triptych.model.text.lark import is_lark, lark_rules
+from triptych.model.text.patterns import whole_pattern
+from triptych.model.text.schemas.translate import translated
 
 # Allow every tokenisation of a matching text, not only the tokenizer's own.
 _HEADER = '%llguidance {"no_forcing": true}\n'

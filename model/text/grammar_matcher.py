@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from model.errors import ConfigError, GrammarError
-from model.text.token_bytes import TokenBytes
+from triptych.model.errors import ConfigError, GrammarError
+from triptych.model.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     import llguidance

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from model.errors import GrammarError
-from model.text.endless_rules import Parts, endless_rule, lark_rule
-from model.text.gbnf_syntax import place_of
-from model.text.patterns import whole_pattern
+from triptych.model.errors import GrammarError
+from triptych.model.text.endless_rules import Parts, endless_rule, lark_rule
+from triptych.model.text.gbnf_syntax import place_of
+from triptych.model.text.patterns import whole_pattern
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+|//[^\n]*|\#[^\n]*)

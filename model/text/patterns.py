@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from model.errors import GrammarError
+from triptych.model.errors import GrammarError
 
 MAX_NESTING = 200  # of groups
 LONGEST = 65_536  # characters that counts and lengths allow; each takes one of the lexer's 100,000 states

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from model.errors import ConfigError
-from model.text.sentencepiece_model import SPACE, read_sentencepiece
-from model.text.tokenizer_class import set_template
-from model.text.tokenizer_files import Files
+from triptych.model.errors import ConfigError
+from triptych.model.text.sentencepiece_model import SPACE, read_sentencepiece
+from triptych.model.text.tokenizer_class import set_template
+from triptych.model.text.tokenizer_files import Files
 
 # -- The characters that stand for bytes in byte-level vocabularies.
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from model.errors import ConfigError
-from model.text.sentencepiece_model import SPACE, Algorithm, Piece, PieceKind, SentencePieceModel
-from model.text.sentencepiece_steps import (
+from triptych.model.errors import ConfigError
+from triptych.model.text.sentencepiece_model import SPACE, Algorithm, Piece, PieceKind, SentencePieceModel
+from triptych.model.text.sentencepiece_steps import (
     MAX_PIECE,
     SPACES,
     fairseq_first,
@@ -18,13 +18,13 @@ from model.text.sentencepiece_steps import (
     set_normalizers,
     set_words,
 )
-from model.text.tokenizer_class import (
+from triptych.model.text.tokenizer_class import (
     Texts,
     put_begin_and_end,
     set_bpe,
     set_template,
 )
-from model.text.tokenizer_files import Files
+from triptych.model.text.tokenizer_files import Files
 
 
 def merges(pieces: Sequence[Piece], ids: dict[str, int]) -> list[tuple[str, str]]:

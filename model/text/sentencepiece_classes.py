@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from model.text.piece_tokenizers import MBART50_LANGUAGES, MBART_LANGUAGES
-from model.text.sentencepiece_bpe import (
+from triptych.model.text.piece_tokenizers import MBART50_LANGUAGES, MBART_LANGUAGES
+from triptych.model.text.sentencepiece_bpe import (
     around_code_llama,
     around_llama,
     dress_code_llama,
@@ -19,10 +19,10 @@ from model.text.sentencepiece_bpe import (
     read_bpe,
     read_nllb,
 )
-from model.text.sentencepiece_model import Algorithm, Piece, PieceKind
-from model.text.sentencepiece_steps import SPACES, fairseq_first, precompiled, set_normalizers, set_words
-from model.text.special_tokens import Token
-from model.text.tokenizer_class import (
+from triptych.model.text.sentencepiece_model import Algorithm, Piece, PieceKind
+from triptych.model.text.sentencepiece_steps import SPACES, fairseq_first, precompiled, set_normalizers, set_words
+from triptych.model.text.special_tokens import Token
+from triptych.model.text.tokenizer_class import (
     Texts,
     TokenizerClass,
     around_cls_and_sep,
@@ -30,7 +30,7 @@ from model.text.tokenizer_class import (
     put_begin_and_end,
     set_template,
 )
-from model.text.tokenizer_files import Files
+from triptych.model.text.tokenizer_files import Files
 
 Vocabulary = list[tuple[str, float]]  # pieces by id, with their scores
 Dress = Callable[[Tokenizer, Files, bytes], None]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from model.errors import ConfigError
-from model.system.folder_files import read_file
+from triptych.model.errors import ConfigError
+from triptych.model.system.folder_files import read_file
 
 SPACE = "\u2581"  # how pieces show a space
 

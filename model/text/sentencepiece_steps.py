@@ -6,8 +6,8 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
-from model.text.sentencepiece_model import SPACE
-from model.text.tokenizer_files import Files
+from triptych.model.text.sentencepiece_model import SPACE
+from triptych.model.text.tokenizer_files import Files
 
 SPACES = normalizers.Replace(Regex(" {2,}"), " ")
 

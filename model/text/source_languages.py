@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import tokenizers
 
-from model.errors import ConfigError
-from model.text.piece_tokenizers import M2M100_LANGUAGES, MBART50_LANGUAGES, MBART_LANGUAGES, PieceTokenizer
-from model.text.tokenizer_class import set_template
-from model.text.tokenizer_files import Files
+from triptych.model.errors import ConfigError
+from triptych.model.text.piece_tokenizers import M2M100_LANGUAGES, MBART50_LANGUAGES, MBART_LANGUAGES, PieceTokenizer
+from triptych.model.text.tokenizer_class import set_template
+from triptych.model.text.tokenizer_files import Files
 
 _NLLB_LANGUAGE = re.compile(r"[a-z]{3}_[A-Z][a-z]{3}")
 

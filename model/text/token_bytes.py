@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model.errors import ConfigError
-from model.text.piece_tokenizers import byte_alphabet
-from model.text.tokenizer import Tokenizer
+from triptych.model.errors import ConfigError
+from triptych.model.text.piece_tokenizers import byte_alphabet
+from triptych.model.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token of SentencePiece's byte fallback

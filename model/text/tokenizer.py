@@ -12,17 +12,17 @@ from typing import Any, ParamSpec, TypeVar
 
 import tokenizers
 
-from model.errors import ConfigError, TokenizerError, TooManyTokensError
-from model.gguf.container import read_gguf
-from model.gguf.paths import gguf_path
-from model.text.decoders import clean_up, has_fixed_texts
-from model.text.gguf_tokenizer import GGUFFiles, build_gguf_tokenizer
-from model.text.piece_tokenizers import PieceTokenizer
-from model.text.source_languages import SourceLanguages, source_languages
-from model.text.tokenizer_builder import build_tokenizer, cleans_up
-from model.text.tokenizer_class import put_end_after_texts
-from model.text.tokenizer_files import Files, is_panic, library_errors
-from model.text.word_cache import WordCache
+from triptych.model.errors import ConfigError, TokenizerError, TooManyTokensError
+from triptych.model.gguf.container import read_gguf
+from triptych.model.gguf.paths import gguf_path
+from triptych.model.text.decoders import clean_up, has_fixed_texts
+from triptych.model.text.gguf_tokenizer import GGUFFiles, build_gguf_tokenizer
+from triptych.model.text.piece_tokenizers import PieceTokenizer
+from triptych.model.text.source_languages import SourceLanguages, source_languages
+from triptych.model.text.tokenizer_builder import build_tokenizer, cleans_up
+from triptych.model.text.tokenizer_class import put_end_after_texts
+from triptych.model.text.tokenizer_files import Files, is_panic, library_errors
+from triptych.model.text.word_cache import WordCache
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """Builds a folder's tokenizer: from tokenizer.json and what lies over it, or from the files before tokenizer.json.
 
 Both go the way of `transformers` 5: the tokenizer's class says how texts are normalised and cut, the files which tokens
-there are. `model.text.tokenizer_class` finds the class.
+there are. `triptych.model.text.tokenizer_class` finds the class.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from model.errors import ConfigError
-from model.text import byte_level_classes, sentencepiece_classes
-from model.text.piece_tokenizers import PIECE_CLASSES, PieceTokenizer
-from model.text.special_tokens import add_special_tokens
-from model.text.tokenizer_class import TokenizerClass, class_of_older_files, class_over_json
-from model.text.tokenizer_files import SENTENCEPIECE_NAMES, Files, library_errors
+from triptych.model.errors import ConfigError
+from triptych.model.text import byte_level_classes, sentencepiece_classes
+from triptych.model.text.piece_tokenizers import PIECE_CLASSES, PieceTokenizer
+from triptych.model.text.special_tokens import add_special_tokens
+from triptych.model.text.tokenizer_class import TokenizerClass, class_of_older_files, class_over_json
+from triptych.model.text.tokenizer_files import SENTENCEPIECE_NAMES, Files, library_errors
 
 # -- Mends how a Mistral folder's tokenizer.json cuts texts, as `transformers` does where `fix_mistral_regex` asks for
 # it. Folders saved before version 5 cut letters, digits and spaces otherwise than the tokenizers that the models were

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models, processors
 
-from model.text.special_tokens import Token
-from model.text.tokenizer_files import SENTENCEPIECE_NAMES, Files
+from triptych.model.text.special_tokens import Token
+from triptych.model.text.tokenizer_files import SENTENCEPIECE_NAMES, Files
 
 # -- What a tokenizer class of `transformers` does to a vocabulary, and the helpers that its entries share. A class
 # decides how texts are normalised and cut, whatever tokenizer.json says, and often what stands around them.

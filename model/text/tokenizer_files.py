@@ -13,11 +13,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from model.errors import ConfigError
-from model.system.folder_files import has_file, read_file
-from model.text.sentencepiece_model import SentencePieceModel, read_sentencepiece
-from model.text.special_tokens import SpecialTokens, read_special_tokens
-from model.text.tokenizer_limits import check_cost
+from triptych.model.errors import ConfigError
+from triptych.model.system.folder_files import has_file, read_file
+from triptych.model.text.sentencepiece_model import SentencePieceModel, read_sentencepiece
+from triptych.model.text.special_tokens import SpecialTokens, read_special_tokens
+from triptych.model.text.tokenizer_limits import check_cost
 
 SENTENCEPIECE_NAMES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model")
 _VERSIONED = re.compile(r"tokenizer\.(\d{1,4}(?:\.\d{1,4})*)\.json")

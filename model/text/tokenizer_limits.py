@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, normalizers
 
-from model.errors import ConfigError
+from triptych.model.errors import ConfigError
 
 _MAX_WORD = 1_000  # characters of a word that WordPiece splits, which takes the square of it; published ones have 100
 _MAX_GROWTH = 1_000  # how many characters the replacements of a tokenizer may make of one

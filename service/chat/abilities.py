@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from model.errors import ConfigError
-from service.chat.chat_template import ChatTemplate
-from service.chat.formats import AUTO, reasoning_format, tool_format
-from service.chat.template_probe import read_chat_template
+from triptych.model.errors import ConfigError
+from triptych.service.chat.chat_template import ChatTemplate
+from triptych.service.chat.formats import AUTO, reasoning_format, tool_format
+from triptych.service.chat.template_probe import read_chat_template
 
 
 def chat_abilities(

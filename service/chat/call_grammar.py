@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.text.grammar import json_rule, rules_grammar, rules_of
-from service.chat.call_texts import is_text, known_texts
-from service.chat.chat_template import ID, INDEX, KIND, VARYING, ArgumentSyntax, CallSyntax
-from service.chat.formats import ReasoningFormat
-from service.chat.reply_parser import ReplyFormat
-from service.chat.tools import ToolUse
+from triptych.model.text.grammar import json_rule, rules_grammar, rules_of
+from triptych.service.chat.call_texts import is_text, known_texts
+from triptych.service.chat.chat_template import ID, INDEX, KIND, VARYING, ArgumentSyntax, CallSyntax
+from triptych.service.chat.formats import ReasoningFormat
+from triptych.service.chat.reply_parser import ReplyFormat
+from triptych.service.chat.tools import ToolUse
 
 # -- Grammar rules for the arguments of calls: one JSON object, or each argument between the marks of the family.
 # Unconstrained strings are written unquoted; every other value is JSON that matches its schema. If a schema constrains

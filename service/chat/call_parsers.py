@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from service.chat.call_texts import json_calls, json_value, properties_of, value_json
-from service.chat.parts import PartSink
-from service.chat.reader import Reader, Steps
-from service.chat.tools import Tool
+from triptych.service.chat.call_texts import json_calls, json_value, properties_of, value_json
+from triptych.service.chat.parts import PartSink
+from triptych.service.chat.reader import Reader, Steps
+from triptych.service.chat.tools import Tool
 
 CallParser: TypeAlias = Callable[[Reader, PartSink, Mapping[str, Tool]], Steps[None]]
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from service.chat.parts import PartSink
-from service.chat.reader import Reader, Steps
-from service.chat.tools import Tool
+from triptych.service.chat.parts import PartSink
+from triptych.service.chat.reader import Reader, Steps
+from triptych.service.chat.tools import Tool
 
 # -- Tool calls written as JSON: {"name": ..., "arguments": {...}}, alone or in an array.
 

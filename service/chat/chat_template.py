@@ -1,8 +1,8 @@
 """Chat templates of checkpoints, which turn a conversation into a prompt.
 
-A template comes only from the checkpoint's folder (`service.chat.template_files`). A request can set tools,
+A template comes only from the checkpoint's folder (`triptych.service.chat.template_files`). A request can set tools,
 `add_generation_prompt`, `continue_final_message`, and the template's own variables. Templates are rendered in a
-process that can be killed (`service.chat.render_main`). Loading a model renders its template first, as a test.
+process that can be killed (`triptych.service.chat.render_main`). Loading a model renders its template first, as a test.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from service.chat.render_pool import RenderError, RenderPool, RenderWorker
-from service.chat.template_files import TOKENS, TemplateError
-from service.core.context_bound import ContextBound, context_exceeded
-from service.core.errors import ApiError, invalid, scrub, try_again
+from triptych.service.chat.render_pool import RenderError, RenderPool, RenderWorker
+from triptych.service.chat.template_files import TOKENS, TemplateError
+from triptych.service.core.context_bound import ContextBound, context_exceeded
+from triptych.service.core.errors import ApiError, invalid, scrub, try_again
 
 # -- The texts around tool calls, as data for grammars and parsers. Three characters of Unicode's private use area mark
 # what differs from call to call: `ID` the call's id, `INDEX` its number, `KIND` the type of an argument.
@@ -73,7 +73,8 @@ class CallSyntax:
         return tuple(dict.fromkeys(mark for text in texts for mark in _MARK.findall(text)))
 
 
-# -- What a chat template does with messages, found by rendering a few conversations (`service.chat.template_probe`).
+# -- What a chat template does with messages, found by rendering a few conversations
+# (`triptych.service.chat.template_probe`).
 
 
 class CallIds(StrEnum):
@@ -96,8 +97,8 @@ class ReasoningMarks:
 class TemplateTraits:
     """How to give messages to a template, and how it writes calls and reasoning.
 
-    `tool_format` and `reasoning_format` name formats of `service.chat.formats`. If none of these fits, `call_syntax`
-    and `reasoning_marks` are the texts that the template writes.
+    `tool_format` and `reasoning_format` name formats of `triptych.service.chat.formats`. If none of these fits,
+    `call_syntax` and `reasoning_marks` are the texts that the template writes.
     """
 
     tool_format: str = ""

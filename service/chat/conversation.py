@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.errors import TooManyTokensError
-from service.chat.call_grammar import reply_grammar
-from service.chat.chat_template import ChatTemplate, TemplateTraits
-from service.chat.formats import ToolFormat, reasoning_format, tool_format
-from service.chat.message_fit import fitted_messages, given_ids, shown_tools
-from service.chat.reply_parser import ReplyFormat
-from service.chat.tools import Json, ToolUse
-from service.core.context_bound import ContextBound, context_exceeded
-from service.core.errors import ApiError, invalid, shorten
-from service.core.models import ServedModel
-from service.lifecycle.state import Service
-from service.planning.admission import check_room
-from service.planning.checks import ReplyShape
-from service.planning.response_format import OutputConstraint, check_schema, schema_constraint
+from triptych.model.errors import TooManyTokensError
+from triptych.service.chat.call_grammar import reply_grammar
+from triptych.service.chat.chat_template import ChatTemplate, TemplateTraits
+from triptych.service.chat.formats import ToolFormat, reasoning_format, tool_format
+from triptych.service.chat.message_fit import fitted_messages, given_ids, shown_tools
+from triptych.service.chat.reply_parser import ReplyFormat
+from triptych.service.chat.tools import Json, ToolUse
+from triptych.service.core.context_bound import ContextBound, context_exceeded
+from triptych.service.core.errors import ApiError, invalid, shorten
+from triptych.service.core.models import ServedModel
+from triptych.service.lifecycle.state import Service
+from triptych.service.planning.admission import check_room
+from triptych.service.planning.checks import ReplyShape
+from triptych.service.planning.response_format import OutputConstraint, check_schema, schema_constraint
 
 _JSON_TRAITS = TemplateTraits(tool_format="json")  # of templates that read no tools: messages ask for JSON
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from service.chat.chat_template import ID, KIND, VARYING, ArgumentSyntax, CallSyntax
+from triptych.service.chat.chat_template import ID, KIND, VARYING, ArgumentSyntax, CallSyntax
 
 _JSON_START = re.compile(r"""[\[{]\s*[\[{"]|["'\[{(]|$""")
 _WORD = re.compile(r"[\w.:\-]*")

@@ -1,8 +1,8 @@
 """The formats in which families of models mark reasoning and tool calls in their replies.
 
-`service.chat.template_probe` finds the format that a chat template writes; a setting overrides it. A family whose calls
-differ only in the texts around them is a row here, which `MarkedCalls` parses. If no row fits a template, its syntax is
-read from what it renders.
+`triptych.service.chat.template_probe` finds the format that a chat template writes; a setting overrides it. A family
+whose calls differ only in the texts around them is a row here, which `MarkedCalls` parses. If no row fits a template,
+its syntax is read from what it renders.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from service.chat import call_parsers
-from service.chat.call_parsers import DEEPSEEK_MARKS, CallParser
-from service.chat.call_texts import pythonic
-from service.chat.chat_template import (
+from triptych.service.chat import call_parsers
+from triptych.service.chat.call_parsers import DEEPSEEK_MARKS, CallParser
+from triptych.service.chat.call_texts import pythonic
+from triptych.service.chat.chat_template import (
     ID,
     INDEX,
     KIND,
@@ -26,8 +26,8 @@ from service.chat.chat_template import (
     ReasoningMarks,
     TemplateTraits,
 )
-from service.chat.marked_calls import MarkedCalls
-from service.chat.parts import call_id
+from triptych.service.chat.marked_calls import MarkedCalls
+from triptych.service.chat.parts import call_id
 
 AUTO, NONE = "auto", "none"
 OWN = "template"  # name of a format that was read from a template

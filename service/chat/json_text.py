@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from service.core.json_bounds import VALUE_LEVELS, deep_place
+from triptych.service.core.json_bounds import VALUE_LEVELS, deep_place
 
 _NO_NUMBERS = ("NaN", "Infinity", "-Infinity")
 _OUTSIDE, _INSIDE = re.compile('"|NaN|-?Infinity'), re.compile(r'["\\\x00-\x1f]')

@@ -9,11 +9,11 @@ import json
 import re
 from collections.abc import Mapping
 
-from service.chat.call_texts import json_calls, properties_of, python_call, value_json
-from service.chat.chat_template import INDEX, KIND, VARYING, ArgumentSyntax, CallSyntax
-from service.chat.parts import PartSink
-from service.chat.reader import Reader, Steps
-from service.chat.tools import Tool
+from triptych.service.chat.call_texts import json_calls, properties_of, python_call, value_json
+from triptych.service.chat.chat_template import INDEX, KIND, VARYING, ArgumentSyntax, CallSyntax
+from triptych.service.chat.parts import PartSink
+from triptych.service.chat.reader import Reader, Steps
+from triptych.service.chat.tools import Tool
 
 _ENVELOPE = re.compile(r'(\[\s*)?\{\s*"[^{]*:\s*"$')  # the beginning of a JSON object with a name
 _CLOSED = re.compile(r"[^}]*\}\s*")  # the end of such an object

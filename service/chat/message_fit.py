@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from service.chat.call_grammar import written_calls
-from service.chat.chat_template import CallIds, ChatTemplate, TemplateTraits, in_parts
-from service.chat.formats import ToolFormat, fitting_id
-from service.chat.tools import Json, Tool
+from triptych.service.chat.call_grammar import written_calls
+from triptych.service.chat.chat_template import CallIds, ChatTemplate, TemplateTraits, in_parts
+from triptych.service.chat.formats import ToolFormat, fitting_id
+from triptych.service.chat.tools import Json, Tool
 
 # -- Tools for chat templates that know none: plain messages describe the tools and the earlier calls.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from service.chat.json_text import JsonText
+from triptych.service.chat.json_text import JsonText
 
 _ID_BYTES = 12
 

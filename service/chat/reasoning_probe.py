@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from service.chat.chat_template import ChatTemplate, ReasoningMarks
-from service.chat.formats import OWN, REASONING_FORMATS, ReasoningFormat, own_reasoning
+from triptych.service.chat.chat_template import ChatTemplate, ReasoningMarks
+from triptych.service.chat.formats import OWN, REASONING_FORMATS, ReasoningFormat, own_reasoning
 
 _USER = {"role": "user", "content": "Question-3"}
 _THOUGHT, _SAID = "Thought-9", "Answer-5"

@@ -1,9 +1,10 @@
-"""The process that renders chat templates: `python -m service.chat.render_main`.
+"""The process that renders chat templates: `python -m triptych.service.chat.render_main`.
 
 A template is a program. Neither Jinja's sandbox nor a tracing function limits its cost: one operation such as
 `9**9**9` or `'x' * 10**10` does not return to the interpreter. So it runs in a process that
-`service.sandbox.worker_main` confines and the kernel kills at the time limit. Templates are compiled here too, because
-the compiler evaluates constants. The process serves many requests, because compiling takes longer than rendering.
+`triptych.service.sandbox.worker_main` confines and the kernel kills at the time limit. Templates are compiled here too,
+because the compiler evaluates constants. The process serves many requests, because compiling takes longer than
+rendering.
 
 A request `{template, variables, limit, seconds}` gets one reply, `{"text"}` or `{"error", "message"}`. Without
 `variables` the reply is `{"names"}`: the variables that the template reads and does not define.
@@ -28,7 +29,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from service.sandbox import worker_main
+from triptych.service.sandbox import worker_main
 
 _MEMORY = 512 << 20
 _MESSAGE = 300

@@ -1,11 +1,11 @@
-"""Worker processes that render chat templates (`service.chat.render_main`)."""
+"""Worker processes that render chat templates (`triptych.service.chat.render_main`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from service.sandbox.process_pool import Worker, WorkerError, WorkerPool
+from triptych.service.sandbox.process_pool import Worker, WorkerError, WorkerPool
 
 _CHAT_WORKERS = 4
 
@@ -17,7 +17,7 @@ class RenderWorker(Worker):
     """One process with an empty environment, which starts on first use; not thread-safe."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__(seconds, "service.chat.render_main")
+        super().__init__(seconds, "triptych.service.chat.render_main")
 
     def render(self, template: str, variables: Mapping[str, Any], limit: int) -> str:
         """Render a template to at most `limit` characters; raises `RenderError`."""

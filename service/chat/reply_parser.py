@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from service.chat.call_parsers import harmony
-from service.chat.chat_template import CallIds
-from service.chat.formats import ReasoningFormat, ToolFormat, id_maker
-from service.chat.parts import Content, Part, PartSink, WholeReply
-from service.chat.reader import Reader, Steps
-from service.chat.tools import Tool
+from triptych.service.chat.call_parsers import harmony
+from triptych.service.chat.chat_template import CallIds
+from triptych.service.chat.formats import ReasoningFormat, ToolFormat, id_maker
+from triptych.service.chat.parts import Content, Part, PartSink, WholeReply
+from triptych.service.chat.reader import Reader, Steps
+from triptych.service.chat.tools import Tool
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.folder_kind import lfs_pointer
-from model.checkpoint.json_files import read_json
-from model.errors import ConfigError
-from model.gguf.paths import gguf_path
-from model.system.folder_files import has_file
-from model.text.gguf_tokenizer import gguf_tokenizer_config
+from triptych.model.checkpoint.folder_kind import lfs_pointer
+from triptych.model.checkpoint.json_files import read_json
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.paths import gguf_path
+from triptych.model.system.folder_files import has_file
+from triptych.model.text.gguf_tokenizer import gguf_tokenizer_config
 
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST_TEMPLATES = 32

@@ -15,17 +15,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from service.chat.call_grammar import Calls, is_written, written_calls
-from service.chat.chat_template import CallIds, ChatTemplate, Messages, TemplateTraits, in_parts
-from service.chat.derived_syntax import WrittenCalls, derived, shared_beginning
-from service.chat.formats import OWN, TOOL_FORMATS, ToolFormat, own_format
-from service.chat.parts import Arguments, Call, Content
-from service.chat.reasoning_probe import ReasoningProbe
-from service.chat.render_pool import RenderError, RenderWorker
-from service.chat.reply_parser import ReplyFormat, ReplyParser
-from service.chat.template_files import TemplateError, TemplateFiles, template_files
-from service.chat.tools import Tool
-from service.core.errors import scrub
+from triptych.service.chat.call_grammar import Calls, is_written, written_calls
+from triptych.service.chat.chat_template import CallIds, ChatTemplate, Messages, TemplateTraits, in_parts
+from triptych.service.chat.derived_syntax import WrittenCalls, derived, shared_beginning
+from triptych.service.chat.formats import OWN, TOOL_FORMATS, ToolFormat, own_format
+from triptych.service.chat.parts import Arguments, Call, Content
+from triptych.service.chat.reasoning_probe import ReasoningProbe
+from triptych.service.chat.render_pool import RenderError, RenderWorker
+from triptych.service.chat.reply_parser import ReplyFormat, ReplyParser
+from triptych.service.chat.template_files import TemplateError, TemplateFiles, template_files
+from triptych.service.chat.tools import Tool
+from triptych.service.core.errors import scrub
 
 _RENDER_SECONDS, _PROBE_SECONDS = 5.0, 20.0
 _MOST_RENDERED, _MOST_REPLY = 200_000, 20_000  # characters

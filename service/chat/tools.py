@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from service.chat.json_text import read_json
-from service.core.errors import invalid, shorten
+from triptych.service.chat.json_text import read_json
+from triptych.service.core.errors import invalid, shorten
 
 Json = dict[str, Any]
 Choice = Literal["none", "auto", "required"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from model.text.tokenizer import Tokenizer
-from service.chat.reply_parser import ReplyFormat
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.chat.reply_parser import ReplyFormat
 
 _AFTER_ANALYSIS = ("<|channel|>final", "<|channel|>commentary")  # marks that end the reasoning of gpt-oss
 _WINDOW = 256  # tokens that are decoded together, so that each is decoded about once

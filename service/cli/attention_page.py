@@ -10,7 +10,7 @@ from importlib import resources
 
 import torch
 
-from model.inspection.attention_maps import AttentionMap
+from triptych.model.inspection.attention_maps import AttentionMap
 
 _LEVELS = 255  # a weight is stored as one byte
 

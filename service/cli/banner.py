@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from model.api.stats import CachePool, ModelInfo
-from service.lifecycle.state import version
-from service.settings.serve_config import ModelUse, Ready, ServeConfig
+from triptych.model.api.stats import CachePool, ModelInfo
+from triptych.service.lifecycle.state import version
+from triptych.service.settings.serve_config import ModelUse, Ready, ServeConfig
 
 _ROUTES = "/v1/models /info /metrics /readyz; all of them in /docs"
 _MOST_EXAMPLES = 3

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from model.pretrained import named_models
+from triptych.model.pretrained import named_models
 
 SHELLS = ("bash", "zsh", "fish")
 _WORD = re.compile(r"[a-z0-9][\w.-]*")

@@ -20,12 +20,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from model.errors import ConfigError
-from model.native import build
-from model.system.cache_folders import untrusted, user_cache
-from model.system.host_memory import available_memory
-from service.settings import sources
-from service.settings.option_table import BY_NAME
+from triptych.model.errors import ConfigError
+from triptych.model.native import build
+from triptych.model.system.cache_folders import untrusted, user_cache
+from triptych.model.system.host_memory import available_memory
+from triptych.service.settings import sources
+from triptych.service.settings.option_table import BY_NAME
 
 OPTIONS = tuple(BY_NAME[name] for name in ("host", "port"))
 _GB = 1e9
@@ -97,7 +97,7 @@ def _kernels(_: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _loaded(library: build.Built) -> Iterator[Check]:
-    from model.native.library import Library
+    from triptych.model.native.library import Library
 
     try:
         yield Check("kernels", "ok", Library(library).description)

@@ -12,17 +12,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.config.cache import paged_specs, pools_of, state_bytes
-from model.engine.planning.cache_budget import KVLayout
-from model.engine.planning.memory_plan import WeightPlan, cpu_formats, plan_weights
-from model.errors import ConfigError
-from model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
-from service.chat.abilities import folder_abilities
-from service.planning.capabilities import Capability, capabilities
-from service.runtimes.model_reader import read_model
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
+from triptych.model.config.cache import paged_specs, pools_of, state_bytes
+from triptych.model.engine.planning.cache_budget import KVLayout
+from triptych.model.engine.planning.memory_plan import WeightPlan, cpu_formats, plan_weights
+from triptych.model.errors import ConfigError
+from triptych.model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
+from triptych.service.chat.abilities import folder_abilities
+from triptych.service.planning.capabilities import Capability, capabilities
+from triptych.service.runtimes.model_reader import read_model
 
 _DTYPE = "float32"
 _URL = "http://127.0.0.1:8000"  # where `triptych serve` listens by default
@@ -94,8 +94,8 @@ def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
 
 def write_attention(name: str, path: Path, text: str, out: Path) -> None:
     """Write the HTML page of all attention weights over `text`; raises `ConfigError`."""
-    from model.inspection.attention_maps import attention_maps
-    from service.cli.attention_page import attention_page
+    from triptych.model.inspection.attention_maps import attention_maps
+    from triptych.service.cli.attention_page import attention_page
 
     page = attention_page(name, text, attention_maps(path, text))
     try:

@@ -13,21 +13,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model import names
-from model.checkpoint import hub, hub_names
-from model.errors import ConfigError, EngineError, GrammarError
-from model.system.child_process import ENGINE, ConnectedChild
-from service.cli import completion
-from service.cli.model_arguments import folder, named, show_downloads
-from service.cli.parser import SAMPLING, make_parser
-from service.settings import sources
-from service.settings.option import Option
-from service.settings.option_table import BY_NAME, OPTIONS
-from service.settings.parsers import byte_size
-from service.settings.resolve import embedded_model_settings, models_or_embedded
+from triptych.model import names
+from triptych.model.checkpoint import hub, hub_names
+from triptych.model.errors import ConfigError, EngineError, GrammarError
+from triptych.model.system.child_process import ENGINE, ConnectedChild
+from triptych.service.cli import completion
+from triptych.service.cli.model_arguments import folder, named, show_downloads
+from triptych.service.cli.parser import SAMPLING, make_parser
+from triptych.service.settings import sources
+from triptych.service.settings.option import Option
+from triptych.service.settings.option_table import BY_NAME, OPTIONS
+from triptych.service.settings.parsers import byte_size
+from triptych.service.settings.resolve import embedded_model_settings, models_or_embedded
 
 if TYPE_CHECKING:
-    from model.llm import LLM
+    from triptych.model.llm import LLM
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -106,7 +106,7 @@ def _run(
     groups: Mapping[str, sources.FileSettings] | None,
     engine: ConnectedChild | None,
 ) -> int:
-    from service.cli import serve  # takes a second, so it comes after all usage errors
+    from triptych.service.cli import serve  # takes a second, so it comes after all usage errors
 
     return serve.serve(models, settings, groups, engine)
 
@@ -114,7 +114,7 @@ def _run(
 def _serve_config(arguments: argparse.Namespace) -> int:
     import yaml
 
-    from service.runtimes.ray_serve.config_file import serve_config
+    from triptych.service.runtimes.ray_serve.config_file import serve_config
 
     made = serve_config(Path(arguments.file), arguments.num_cpus)
     print(f"# Made from {arguments.file} by `triptych serve-config`.")
@@ -145,7 +145,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _transcribe(arguments: argparse.Namespace) -> int:
     sound = _read_audio(arguments.file)
     llm = _llm(arguments, "")
-    from service.cli.transcribe import run
+    from triptych.service.cli.transcribe import run
 
     return run(arguments, sound, llm)
 
@@ -160,17 +160,17 @@ def _read_audio(path: str) -> bytes:
 
 def _llm(arguments: argparse.Namespace, default: str) -> LLM:
     path, engine = folder(named(arguments.model or default)[1]), _engine(arguments)
-    from model.system.child_process import SPIN_COUNT
+    from triptych.model.system.child_process import SPIN_COUNT
 
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # OpenMP reads it when the next import loads torch
-    from model.llm import LLM
+    from triptych.model.llm import LLM
 
     return LLM(path, engine)
 
 
 def _grammar(arguments: argparse.Namespace) -> str:
     """Return the grammar that constrains the output; empty: none."""
-    from model.text import grammar
+    from triptych.model.text import grammar
 
     if arguments.json:
         return grammar.json_grammar({"type": "object"})
@@ -225,7 +225,7 @@ def _encode(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.attention is not None:
         name, path = named(arguments.model or "embed")
-        from service.cli import inspection
+        from triptych.service.cli import inspection
 
         inspection.write_attention(name, folder(path), arguments.attention, Path(arguments.out))
         return 0
@@ -235,7 +235,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         if arguments.model
         else {n: m["path"] for n, m in embedded_model_settings().items()}
     )
-    from service.cli import inspection
+    from triptych.service.cli import inspection
 
     for name, path in wanted.items():
         report = inspection.print_json if arguments.json else inspection.show
@@ -245,19 +245,19 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _quantize(arguments: argparse.Namespace) -> int:
     path = folder(named(arguments.model)[1])
-    from service.cli import quantize
+    from triptych.service.cli import quantize
 
     return quantize.run(arguments, path)
 
 
 def _engine(arguments: argparse.Namespace) -> Any:
-    from model.api.engine_config import EngineConfig
+    from triptych.model.api.engine_config import EngineConfig
 
     return EngineConfig(**sources.from_arguments(arguments, (BY_NAME["device"], BY_NAME["dtype"])))
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from service.cli import run
+    from triptych.service.cli import run
 
     def find(text: str) -> tuple[str, str]:
         name, path = named(text)
@@ -267,19 +267,19 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _models(arguments: argparse.Namespace) -> int:
-    from service.cli import models
+    from triptych.service.cli import models
 
     return models.run(arguments)
 
 
 def _ps(arguments: argparse.Namespace) -> int:
-    from service.cli import ps
+    from triptych.service.cli import ps
 
     return ps.run(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from service.cli import doctor
+    from triptych.service.cli import doctor
 
     return doctor.run(arguments)
 

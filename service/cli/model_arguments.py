@@ -6,9 +6,9 @@ import logging
 import sys
 from pathlib import Path
 
-from model import names
-from model.checkpoint import hub, hub_names, hub_progress
-from model.errors import ConfigError
+from triptych.model import names
+from triptych.model.checkpoint import hub, hub_names, hub_progress
+from triptych.model.errors import ConfigError
 
 _UNNAMED = ("/", "./", "../", "~", "hf:", "http://", "https://")  # with these a text begins with its path
 

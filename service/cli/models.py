@@ -10,8 +10,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from model.errors import ConfigError, EngineError
-from service.cli.service_client import checked_url, error_message
+from triptych.model.errors import ConfigError, EngineError
+from triptych.service.cli.service_client import checked_url, error_message
 
 _COLUMNS = ("name", "state", "memory", "replicas", "idle", "from", "reason")
 

@@ -7,13 +7,13 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from model.api.engine_config import INTEGERS
-from model.api.sampling_bounds import check_value
-from model.api.sampling_params import SAMPLING as PARAMETERS
-from model.errors import ConfigError
-from service.cli.completion import SHELLS
-from service.settings import sources
-from service.settings.option_table import BY_NAME, OPTIONS
+from triptych.model.api.engine_config import INTEGERS
+from triptych.model.api.sampling_bounds import check_value
+from triptych.model.api.sampling_params import SAMPLING as PARAMETERS
+from triptych.model.errors import ConfigError
+from triptych.service.cli.completion import SHELLS
+from triptych.service.settings import sources
+from triptych.service.settings.option_table import BY_NAME, OPTIONS
 
 _MODEL = (
     "an embedded model, the path of a checkpoint folder or GGUF file, or ORGANISATION/NAME[:QUANTIZATION] of the Hub"

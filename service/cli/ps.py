@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from service.cli.run import DEFAULT_URL
-from service.cli.service_client import ServiceClient, checked_url
+from triptych.service.cli.run import DEFAULT_URL
+from triptych.service.cli.service_client import ServiceClient, checked_url
 
 _SAMPLE = re.compile(r'triptych_(?P<name>\w+)\{[^}]*\bmodel="(?P<model>[^"]*)"[^}]*\} (?P<value>\S+)')
 _GAUGES = {  # key of a row, by the metric's name

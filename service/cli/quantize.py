@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from model.quantization.folder import Report, quantize
+from triptych.model.quantization.folder import Report, quantize
 
 _PROGRESS_SECONDS = 2.0  # between two lines of progress
 _WORST = 3  # matrices listed with the largest errors

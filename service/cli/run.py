@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from model.errors import ConfigError, EngineError
-from service.cli.service_client import Json, ServiceClient, checked_url, started_service
+from triptych.model.errors import ConfigError, EngineError
+from triptych.service.cli.service_client import Json, ServiceClient, checked_url, started_service
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _WRITES = ("chat", "complete", "translate", "summarize", "rewrite")  # abilities whose reply is text

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from model.errors import ConfigError, EngineDeadError
-from model.system.child_process import ConnectedChild
-from model.system.stacks import print_stacks_on_signal
-from service.cli.banner import banner
-from service.lifecycle.state import version
-from service.observability import logs
-from service.settings.resolve import resolve_config
-from service.settings.serve_config import OnReady, Ready, ServeConfig
-from service.settings.sources import FileSettings
+from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.system.child_process import ConnectedChild
+from triptych.model.system.stacks import print_stacks_on_signal
+from triptych.service.cli.banner import banner
+from triptych.service.lifecycle.state import version
+from triptych.service.observability import logs
+from triptych.service.settings.resolve import resolve_config
+from triptych.service.settings.serve_config import OnReady, Ready, ServeConfig
+from triptych.service.settings.sources import FileSettings
 
 
 def serve(
@@ -52,18 +52,20 @@ def run(config: ServeConfig, on_ready: OnReady, engine: ConnectedChild | None = 
     logs.setup(config.settings.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     print_stacks_on_signal(of_descendants=True)
-    from service.runtimes.assembly import pin_models
+    from triptych.service.runtimes.assembly import pin_models
 
     config = pin_models(config)
     if config.runtime == "local":
-        from service.runtimes.local import run_local
+        from triptych.service.runtimes.local import run_local
 
         return run_local(config, on_ready, engine)
-    from service.runtimes.ray_serve import environment
+    from triptych.service.runtimes.ray_serve import environment
 
     with environment.prepared(config) as folder:
         try:
-            from service.runtimes.ray_serve.deployment import run_ray  # reads the environment when it is imported
+            from triptych.service.runtimes.ray_serve.deployment import (
+                run_ray,  # reads the environment when it is imported
+            )
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"--runtime ray: the package {error.name} is not installed; pip install 'triptych[ray]', "

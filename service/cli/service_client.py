@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from model.errors import ConfigError, EngineError
+from triptych.model.errors import ConfigError, EngineError
 
 Json = dict[str, Any]
 
@@ -93,7 +93,7 @@ def started_service(name: str, path: str, options: list[str]) -> Iterator[Servic
     key = secrets.token_urlsafe(24)
     own = ("TRIPTYCH_PORT", "TRIPTYCH_HOST", "TRIPTYCH_CONFIG", "TRIPTYCH_API_KEY_FILE")  # settings of other services
     environment = {name: value for name, value in os.environ.items() if name not in own} | {"TRIPTYCH_API_KEYS": key}
-    command = [sys.executable, "-m", "service.cli.main", "serve", f"{name}={path}", *options]
+    command = [sys.executable, "-m", "triptych.service.cli.main", "serve", f"{name}={path}", *options]
     command += ["--runtime", "local", "--host", "127.0.0.1", "--port", "0"]
     child = subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True

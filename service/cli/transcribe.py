@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from model.errors import ConfigError
-from model.llm import LLM
-from model.speech.driver import Piece, Transcription
-from model.speech.requests import SpeechOptions
-from model.speech.segments import srt, vtt
+from triptych.model.errors import ConfigError
+from triptych.model.llm import LLM
+from triptych.model.speech.driver import Piece, Transcription
+from triptych.model.speech.requests import SpeechOptions
+from triptych.model.speech.segments import srt, vtt
 
 
 def run(arguments: argparse.Namespace, sound: bytes, llm: LLM) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from service.core.errors import ApiError, invalid
+from triptych.service.core.errors import ApiError, invalid
 
 
 class ContextBound(NamedTuple):

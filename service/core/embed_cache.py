@@ -23,13 +23,13 @@ from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Protocol
 
-from model.api.messages import ModelSpec
-from model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
-from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
-from model.errors import EngineDeadError
-from model.text.tokenizer import Tokenizer
-from service.core.engine_client import EngineClient, GenerationStream
-from service.core.request_context import current
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import EncodeOutput, EncodeRequest, FinishReason, Request
+from triptych.model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
+from triptych.model.errors import EngineDeadError
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.core.engine_client import EngineClient, GenerationStream
+from triptych.service.core.request_context import current
 
 ENTRY_BYTES = 1_024  # of an entry in addition to its numbers: key, digest, links
 _FIELDS = tuple(
@@ -40,7 +40,7 @@ Key = tuple[Hashable, ...]
 
 
 class CacheObserver(Protocol):
-    """A counter of lookups and sizes of the cache (`service.observability.metrics.Metrics`)."""
+    """A counter of lookups and sizes of the cache (`triptych.service.observability.metrics.Metrics`)."""
 
     def cache_lookups(self, model: str, *, kept: int, in_flight: int, computed: int) -> None: ...
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from model.api.messages import ModelSpec
-from model.api.request import EncodeOutput, EncodeRequest, Request, TokenOutput
-from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
-from model.text.tokenizer import Tokenizer
-from service.core.models import ServedModel
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import EncodeOutput, EncodeRequest, Request, TokenOutput
+from triptych.model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.core.models import ServedModel
 
-# -- The interface to the engines. `model.client.async_engine.AsyncEngine` implements it with engines in a child process
-# or a thread; `service.core.fake_engine.FakeEngineClient` is a scripted implementation for tests of HTTP semantics.
+# -- The interface to the engines. `triptych.model.client.async_engine.AsyncEngine` implements it with engines in a
+# child process or a thread; `triptych.service.core.fake_engine.FakeEngineClient` is a scripted implementation for tests
+# of HTTP semantics.
 
 
 class GenerationStream(Protocol):
@@ -107,8 +108,8 @@ class EngineClient(Protocol):
         """Call `observe` for every step of every engine, from any thread (metrics)."""
 
 
-# -- The interface to the reading and downloading of models. `service.runtimes.model_reader` implements it; tests of
-# HTTP semantics use an implementation that reads nothing.
+# -- The interface to the reading and downloading of models. `triptych.service.runtimes.model_reader` implements it;
+# tests of HTTP semantics use an implementation that reads nothing.
 
 
 class ModelReader(Protocol):

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from model.errors import EngineGoneError, ModelNotLoadedError, QueueFullError
-from service.core.request_context import current
+from triptych.model.errors import EngineGoneError, ModelNotLoadedError, QueueFullError
+from triptych.service.core.request_context import current
 
 logger = logging.getLogger("triptych.errors")
 
@@ -281,7 +281,7 @@ def _unknown_field(location: Sequence[int | str], known: Sequence[str]) -> str:
 
 
 def _without_tags(location: Sequence[int | str]) -> list[int | str]:
-    """Remove Pydantic's marks: `<name>` of union members in `service.schemas`, and `[key]` of dictionaries."""
+    """Remove Pydantic's marks: `<name>` of union members in `triptych.service.schemas`, and `[key]` of dictionaries."""
     return [part for part in location if not (isinstance(part, str) and (part[:1] == "<" or part == "[key]"))]
 
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from model.api.messages import ModelSpec
-from model.api.request import (
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import (
     EncodeOutput,
     EncodeRequest,
     EncodeTask,
@@ -23,10 +23,10 @@ from model.api.request import (
     TokenLogprob,
     TokenOutput,
 )
-from model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
-from model.errors import ConfigError, EngineDeadError, EngineGoneError, ModelNotLoadedError, QueueFullError
-from model.text.detokenizer import Detokenizer
-from model.text.tokenizer import Tokenizer
+from triptych.model.api.stats import Demand, EngineStats, Health, ModelInfo, StepStats
+from triptych.model.errors import ConfigError, EngineDeadError, EngineGoneError, ModelNotLoadedError, QueueFullError
+from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.tokenizer import Tokenizer
 
 _CRASH = "/usr/lib/secret 0xdeadbeef canary"  # text of an exception that must reach no client and no log
 

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Final, NamedTuple
 
-from service.core.errors import ApiError, invalid
+from triptych.service.core.errors import ApiError, invalid
 
 BODY_LEVELS: Final = 200  # of a body, the limit of Pydantic's parser
 VALUE_LEVELS: Final = 190  # of a value within a body, such as a schema; the rest is for the levels around it

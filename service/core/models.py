@@ -1,9 +1,9 @@
 """The models of the service: their descriptions and states, the requests that hold them, and the choice of a model.
 
 Models come and go while the service runs. `Models` is the front process's only registry of them;
-`service.lifecycle.model_loader` loads and unloads them. A `ServedModel` has what is known without the engine: the
-checkpoint's description, the tokenizer, the engine settings. `EngineClient.models` has what the engine determines when
-it loads a model (context length, KV blocks).
+`triptych.service.lifecycle.model_loader` loads and unloads them. A `ServedModel` has what is known without the engine:
+the checkpoint's description, the tokenizer, the engine settings. `EngineClient.models` has what the engine determines
+when it loads a model (context length, KV blocks).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.checkpoint.folder import Checkpoint
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.text.tokenizer import Tokenizer
-from service.chat.chat_template import ChatTemplate
-from service.core.errors import ApiError, invalid, listed, not_found, shorten, unavailable, unknown_model
-from service.core.models_folder import Stamp
-from service.core.pair_template import PairTemplate
-from service.core.request_context import RequestContext
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.chat.chat_template import ChatTemplate
+from triptych.service.core.errors import ApiError, invalid, listed, not_found, shorten, unavailable, unknown_model
+from triptych.service.core.models_folder import Stamp
+from triptych.service.core.pair_template import PairTemplate
+from triptych.service.core.request_context import RequestContext
 
 
 class Task(StrEnum):

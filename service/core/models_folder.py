@@ -13,10 +13,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.errors import ConfigError
-from model.gguf.paths import gguf_files, is_gguf
-from model.gguf.paths import model_name as gguf_name
+from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.paths import gguf_files, is_gguf
+from triptych.model.gguf.paths import model_name as gguf_name
 
 # Names of models that are loaded while the service runs: one part, or two as on the Hub.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(/[A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"

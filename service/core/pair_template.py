@@ -2,7 +2,7 @@
 
 sentence-transformers gives a reranker's template the prompt as a system message, then two messages of the roles `query`
 and `document`. The template is rendered once, when the model is loaded, in a process that can be killed
-(`service.chat.render_main`). Requests insert their texts into the result.
+(`triptych.service.chat.render_main`). Requests insert their texts into the result.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.sentence_transformers import MessageSettings
-from model.errors import ConfigError
-from model.text.tokenizer import Encoded, Tokenizer
-from service.chat.render_pool import RenderError, RenderWorker
-from service.chat.template_files import template_files
+from triptych.model.checkpoint.sentence_transformers import MessageSettings
+from triptych.model.errors import ConfigError
+from triptych.model.text.tokenizer import Encoded, Tokenizer
+from triptych.service.chat.render_pool import RenderError, RenderWorker
+from triptych.service.chat.template_files import template_files
 
 _SECONDS, _MAX_CHARACTERS = 5.0, 1_000_000
 _PLACES = ("query-u3Xq", "document-Zt7w")

@@ -1,7 +1,7 @@
 """The context of an HTTP request, for log lines, reply headers and metrics.
 
-`service.http.middleware` creates a `RequestContext` for each request, and routes fill it in. It never holds a prompt,
-an output or a key.
+`triptych.service.http.middleware` creates a `RequestContext` for each request, and routes fill it in. It never holds a
+prompt, an output or a key.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from service.core.json_bounds import json_size
+from triptych.service.core.json_bounds import json_size
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from service.chat.parts import Arguments, Call, Part, Reasoning
-from service.chat.reply_parser import ReplyFormat, ReplyParser
-from service.chat.usage import reasoning_tokens
-from service.http.json_replies import Generation, Json, NamedEvents
+from triptych.service.chat.parts import Arguments, Call, Part, Reasoning
+from triptych.service.chat.reply_parser import ReplyFormat, ReplyParser
+from triptych.service.chat.usage import reasoning_tokens
+from triptych.service.http.json_replies import Generation, Json, NamedEvents
 
 Kind = Literal["reasoning", "content", "call"]
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from service.core.errors import invalid
-from service.core.models import ServedModel
-from service.dialects.common import (
+from triptych.service.core.errors import invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.dialects.common import (
     Extended,
     Ignored,
     Native,
@@ -24,12 +24,12 @@ from service.dialects.common import (
     native_encode,
     native_field,
 )
-from service.dialects.ranking import CohereEmbedBody
-from service.http.json_replies import Json
-from service.planning.encode import EncodePlan
-from service.planning.outputs.vectors import quantized
-from service.schemas.encode_bodies import EncodeBody, Ranges
-from service.schemas.types import EncodeInput, TextPair
+from triptych.service.dialects.ranking import CohereEmbedBody
+from triptych.service.http.json_replies import Json
+from triptych.service.planning.encode import EncodePlan
+from triptych.service.planning.outputs.vectors import quantized
+from triptych.service.schemas.encode_bodies import EncodeBody, Ranges
+from triptych.service.schemas.types import EncodeInput, TextPair
 
 # -- Cohere's embeddings. Its vectors have length 1.
 

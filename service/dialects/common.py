@@ -14,15 +14,15 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from service.core.errors import NOT_SUPPORTED, ApiError, from_validation, invalid, shorten
-from service.core.json_bounds import check_levels, too_deep
-from service.core.models import ServedModel
-from service.core.request_context import REQUEST_ID_PATTERN
-from service.schemas.bodies import GenerateBody
-from service.schemas.encode_bodies import EncodeBody
-from service.schemas.field_paths import NotRead, walk
-from service.schemas.parameters import Dialect
-from service.schemas.types import Body
+from triptych.service.core.errors import NOT_SUPPORTED, ApiError, from_validation, invalid, shorten
+from triptych.service.core.json_bounds import check_levels, too_deep
+from triptych.service.core.models import ServedModel
+from triptych.service.core.request_context import REQUEST_ID_PATTERN
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.schemas.encode_bodies import EncodeBody
+from triptych.service.schemas.field_paths import NotRead, walk
+from triptych.service.schemas.parameters import Dialect
+from triptych.service.schemas.types import Body
 
 B = TypeVar("B", bound=Body)
 

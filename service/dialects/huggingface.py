@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from service.core.errors import invalid
-from service.dialects.common import (
+from triptych.service.core.errors import invalid
+from triptych.service.dialects.common import (
     DialectBody,
     Extended,
     Ignored,
@@ -30,12 +30,12 @@ from service.dialects.common import (
     native_field,
     native_seed,
 )
-from service.http.json_replies import DataEvents, Generation, Json
-from service.planning.encode import EncodePlan
-from service.schemas.bodies import GenerateBody
-from service.schemas.encode_bodies import EncodeBody
-from service.schemas.parameters import HUGGING_FACE, Parameters
-from service.schemas.types import Prompt, Text, Texts
+from triptych.service.http.json_replies import DataEvents, Generation, Json
+from triptych.service.planning.encode import EncodePlan
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.schemas.encode_bodies import EncodeBody
+from triptych.service.schemas.parameters import HUGGING_FACE, Parameters
+from triptych.service.schemas.types import Prompt, Text, Texts
 
 # -- Request bodies of TGI and TEI.
 

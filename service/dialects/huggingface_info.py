@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from service.core.models import ServedModel
-from service.http.json_replies import Json
-from service.lifecycle.state import Service
+from triptych.service.core.models import ServedModel
+from triptych.service.http.json_replies import Json
+from triptych.service.lifecycle.state import Service
 
 _TAGS = {
     "decoder-only": "text-generation",

@@ -12,15 +12,15 @@ from typing import Any
 
 import pydantic_core
 
-from service.chat.conversation import Conversation, template_variables
-from service.chat.parts import Arguments, Part
-from service.chat.reply_parser import ReplyFormat
-from service.chat.tools import Json, Tool, tool_use
-from service.core.errors import ApiError, anthropic_error, invalid
-from service.core.models import ServedModel
-from service.dialects.blocks import Block, BlockRendering
-from service.dialects.common import native_generate, sampling_fields
-from service.dialects.messages_bodies import (
+from triptych.service.chat.conversation import Conversation, template_variables
+from triptych.service.chat.parts import Arguments, Part
+from triptych.service.chat.reply_parser import ReplyFormat
+from triptych.service.chat.tools import Json, Tool, tool_use
+from triptych.service.core.errors import ApiError, anthropic_error, invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.dialects.blocks import Block, BlockRendering
+from triptych.service.dialects.common import native_generate, sampling_fields
+from triptych.service.dialects.messages_bodies import (
     ConversationMessage,
     CountBody,
     MessagesBody,
@@ -31,9 +31,9 @@ from service.dialects.messages_bodies import (
     ToolUseBlock,
     UnservedText,
 )
-from service.http.json_replies import Generation
-from service.schemas.bodies import GenerateBody
-from service.schemas.parameters import MESSAGES
+from triptych.service.http.json_replies import Generation
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.schemas.parameters import MESSAGES
 
 NAMES = {
     **MESSAGES.names,

@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
-from service.chat.tools import NAME_PATTERN
-from service.core.errors import NOT_SUPPORTED
-from service.dialects.common import (
+from triptych.service.chat.tools import NAME_PATTERN
+from triptych.service.core.errors import NOT_SUPPORTED
+from triptych.service.dialects.common import (
     OTHER,
     DialectBody,
     Extended,
@@ -25,9 +25,9 @@ from service.dialects.common import (
     by_content,
     by_type,
 )
-from service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort
-from service.dialects.other_fields import Cached, Transferred
-from service.schemas.parameters import MESSAGES, Parameters
+from triptych.service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort
+from triptych.service.dialects.other_fields import Cached, Transferred
+from triptych.service.schemas.parameters import MESSAGES, Parameters
 
 
 class TextBlock(DialectBody):

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.chat.conversation import Conversation, template_variables
-from service.chat.tools import Tool, ToolUse, called_arguments, tool_use
-from service.core.errors import invalid
-from service.core.models import ServedModel
-from service.dialects.common import json_format, native_generate, native_top_k, sampling_fields
-from service.dialects.openai_bodies import (
+from triptych.service.chat.conversation import Conversation, template_variables
+from triptych.service.chat.tools import Tool, ToolUse, called_arguments, tool_use
+from triptych.service.core.errors import invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.dialects.common import json_format, native_generate, native_top_k, sampling_fields
+from triptych.service.dialects.openai_bodies import (
     AllowedToolChoice,
     ChatBody,
     CompletionBody,
@@ -27,9 +27,9 @@ from service.dialects.openai_bodies import (
     ToolBody,
     UnservedPart,
 )
-from service.http.json_replies import Json
-from service.schemas.bodies import GenerateBody
-from service.schemas.parameters import OPENAI
+from triptych.service.http.json_replies import Json
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.schemas.parameters import OPENAI
 
 COMPLETION_NAMES = OPENAI.names | {"prompt_logprobs": "logprobs"}
 CHAT_NAMES = {**COMPLETION_NAMES, "prediction": "prediction.content", "prompt": "messages", "logprobs": "top_logprobs"}

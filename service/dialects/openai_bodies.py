@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-from service.chat.tools import NAME_PATTERN
-from service.dialects.common import (
+from triptych.service.chat.tools import NAME_PATTERN
+from triptych.service.dialects.common import (
     OTHER,
     DialectBody,
     Extended,
@@ -23,9 +23,9 @@ from service.dialects.common import (
     by_content,
     by_type,
 )
-from service.dialects.other_fields import Cached, ChatNotServed, Harmless, NotServed, OtherNames
-from service.schemas.parameters import OPENAI, Parameters
-from service.schemas.types import Prompt, Text, TextOrTexts, TokenId
+from triptych.service.dialects.other_fields import Cached, ChatNotServed, Harmless, NotServed, OtherNames
+from triptych.service.schemas.parameters import OPENAI, Parameters
+from triptych.service.schemas.types import Prompt, Text, TextOrTexts, TokenId
 
 SCHEMA_EXAMPLE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 

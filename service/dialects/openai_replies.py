@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from model.text.detokenizer import Detokenizer
-from model.text.tokenizer import Tokenizer
-from service.chat.parts import Arguments, Call, Content, Part, Reasoning, WholeReply
-from service.chat.reply_parser import ReplyFormat, ReplyParser
-from service.chat.usage import reasoning_tokens
-from service.dialects.openai import prompt_only
-from service.dialects.openai_bodies import ChatBody, CompletionBody, Sampling
-from service.http.json_replies import DataEvents, Generation, Json
+from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.chat.parts import Arguments, Call, Content, Part, Reasoning, WholeReply
+from triptych.service.chat.reply_parser import ReplyFormat, ReplyParser
+from triptych.service.chat.usage import reasoning_tokens
+from triptych.service.dialects.openai import prompt_only
+from triptych.service.dialects.openai_bodies import ChatBody, CompletionBody, Sampling
+from triptych.service.http.json_replies import DataEvents, Generation, Json
 
 _FINISH = {"stop": "stop", "length": "length", "deadline": "abort", "cancelled": "abort", "error": "error"}
 

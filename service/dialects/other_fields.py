@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from service.dialects.common import DialectBody, Ignored, NotFilled, NotSupported, NotTrue, Refused
+from triptych.service.dialects.common import DialectBody, Ignored, NotFilled, NotSupported, NotTrue, Refused
 
 Cached = Annotated[Any, Ignored("prefixes are cached without marks")]
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, cast
 import numpy as np
 from pydantic import Field
 
-from service.dialects.common import DialectBody, Native, NotSupported, fields_of, native, native_field
-from service.dialects.huggingface import HuggingFaceBody, Truncated, encode_fields
-from service.http.json_replies import Json
-from service.planning.encode import EncodePlan
-from service.schemas.encode_bodies import EncodeBody
-from service.schemas.types import PIXEL, Prompt, Text, TextOrTexts, Texts
+from triptych.service.dialects.common import DialectBody, Native, NotSupported, fields_of, native, native_field
+from triptych.service.dialects.huggingface import HuggingFaceBody, Truncated, encode_fields
+from triptych.service.http.json_replies import Json
+from triptych.service.planning.encode import EncodePlan
+from triptych.service.schemas.encode_bodies import EncodeBody
+from triptych.service.schemas.types import PIXEL, Prompt, Text, TextOrTexts, Texts
 
 # -- Request bodies of Hugging Face's tasks (`inputs`, and `parameters` of each task), and of TEI's routes.
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Discriminator, Field, Tag
 
-from service.core.errors import invalid
-from service.core.models import ServedModel
-from service.dialects.common import (
+from triptych.service.core.errors import invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.dialects.common import (
     DialectBody,
     Extended,
     Ignored,
@@ -26,10 +26,10 @@ from service.dialects.common import (
     fields_of,
     native,
 )
-from service.http.json_replies import Json
-from service.planning.encode import EncodePlan
-from service.schemas.encode_bodies import EncodeBody
-from service.schemas.types import Text, TextOrTexts, Texts
+from triptych.service.http.json_replies import Json
+from triptych.service.planning.encode import EncodePlan
+from triptych.service.schemas.encode_bodies import EncodeBody
+from triptych.service.schemas.types import Text, TextOrTexts, Texts
 
 # -- Request bodies of Cohere, Jina and vLLM for ranking, scoring and classification, and of Cohere for embeddings.
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from service.chat.tools import Json
-from service.core.errors import invalid, shorten
+from triptych.service.chat.tools import Json
+from triptych.service.core.errors import invalid, shorten
 
 
 def page(items: Sequence[Json], *, after: str | None, limit: int, descends: bool) -> Json:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from service.chat.conversation import Conversation, template_variables
-from service.chat.reply_parser import ReplyFormat
-from service.chat.tools import Json, Tool, ToolUse, called_arguments, tool_use
-from service.core.errors import ApiError
-from service.core.models import ServedModel
-from service.dialects.blocks import Block, BlockRendering
-from service.dialects.common import native_generate, native_top_k, sampling_fields
-from service.dialects.responses_bodies import (
+from triptych.service.chat.conversation import Conversation, template_variables
+from triptych.service.chat.reply_parser import ReplyFormat
+from triptych.service.chat.tools import Json, Tool, ToolUse, called_arguments, tool_use
+from triptych.service.core.errors import ApiError
+from triptych.service.core.models import ServedModel
+from triptych.service.dialects.blocks import Block, BlockRendering
+from triptych.service.dialects.common import native_generate, native_top_k, sampling_fields
+from triptych.service.dialects.responses_bodies import (
     InputCall,
     InputCallOutput,
     InputMessage,
@@ -27,9 +27,9 @@ from service.dialects.responses_bodies import (
     ResponsesNamespace,
     ResponsesTool,
 )
-from service.http.json_replies import Generation
-from service.schemas.bodies import GenerateBody
-from service.schemas.parameters import RESPONSES
+from triptych.service.http.json_replies import Generation
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.schemas.parameters import RESPONSES
 
 NAMES = {
     **RESPONSES.names,

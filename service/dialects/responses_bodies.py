@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-from service.chat.tools import NAME_PATTERN
-from service.dialects.common import (
+from triptych.service.chat.tools import NAME_PATTERN
+from triptych.service.dialects.common import (
     OTHER,
     DialectBody,
     Extended,
@@ -23,10 +23,10 @@ from service.dialects.common import (
     by_content,
     by_type,
 )
-from service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort, RefusalPart, choice_shape
-from service.dialects.other_fields import Cached, Routed
-from service.schemas.parameters import RESPONSES, Parameters
-from service.schemas.types import TextOrTexts
+from triptych.service.dialects.openai_bodies import SCHEMA_EXAMPLE, Effort, RefusalPart, choice_shape
+from triptych.service.dialects.other_fields import Cached, Routed
+from triptych.service.schemas.parameters import RESPONSES, Parameters
+from triptych.service.schemas.types import TextOrTexts
 
 _Marked = Annotated[Any, Ignored("clients copy it from replies")]
 _Direct = Annotated[Any, Refused({"type": "direct"})]

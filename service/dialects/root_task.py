@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from service.core.models import ServedModel
-from service.dialects.huggingface import GenerateParameters
-from service.dialects.text2text import GenerationOptions, TranslationParameters
+from triptych.service.core.models import ServedModel
+from triptych.service.dialects.huggingface import GenerateParameters
+from triptych.service.dialects.text2text import GenerationOptions, TranslationParameters
 
 
 class RootTask(StrEnum):

@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from model.text.decoders import clean_up
-from service.core.errors import invalid
-from service.core.models import ServedModel
-from service.dialects.common import DialectBody, Ignored, NotSupported, Refused, native, native_seed
-from service.dialects.huggingface import HuggingFaceBody
-from service.http.json_replies import DataEvents, Generation, Json
-from service.planning.translation import Translation, translation
-from service.schemas.bodies import GenerateBody
-from service.schemas.parameters import TEXT2TEXT, Parameters
-from service.schemas.types import TextOrTexts
+from triptych.model.text.decoders import clean_up
+from triptych.service.core.errors import invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.dialects.common import DialectBody, Ignored, NotSupported, Refused, native, native_seed
+from triptych.service.dialects.huggingface import HuggingFaceBody
+from triptych.service.http.json_replies import DataEvents, Generation, Json
+from triptych.service.planning.translation import Translation, translation
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.schemas.parameters import TEXT2TEXT, Parameters
+from triptych.service.schemas.types import TextOrTexts
 
 # -- Request bodies of Hugging Face's tasks for encoder-decoders: translation, summarization and text2text-generation.
 

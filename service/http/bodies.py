@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from service.core.errors import ApiError, client_gone, invalid
-from service.core.request_context import RequestContext, current
-from service.http.connections import LOSS, ConnectionLoss
-from service.http.parsing import one_of, parsed
-from service.lifecycle.state import service_of
+from triptych.service.core.errors import ApiError, client_gone, invalid
+from triptych.service.core.request_context import RequestContext, current
+from triptych.service.http.connections import LOSS, ConnectionLoss
+from triptych.service.http.parsing import one_of, parsed
+from triptych.service.lifecycle.state import service_of
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)

@@ -21,11 +21,11 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
-from service.http.connections import LOSS, ConnectionLoss, HalfClosed, IdleConnections
-from service.http.message_head import check_head, read_target
-from service.http.reply_writing import ReplyTransport, last_if_unread, without_chunks
-from service.settings.service_settings import Limits
+from triptych.service.core.errors import ApiError, headers_too_large, invalid, request_too_slow
+from triptych.service.http.connections import LOSS, ConnectionLoss, HalfClosed, IdleConnections
+from triptych.service.http.message_head import check_head, read_target
+from triptych.service.http.reply_writing import ReplyTransport, last_if_unread, without_chunks
+from triptych.service.settings.service_settings import Limits
 
 # Times `max_header_bytes`. Up to here the application refuses headers, with a request id. HAProxy has the same factor.
 _HEADER_FACTOR = 4

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol, TypeVar
 
-from service.core.errors import client_gone
+from triptych.service.core.errors import client_gone
 
 # -- Lost connections, reported by a callback: a task that waits for the loss would cost 50 us per request.
 # `BoundedProtocol` puts a `ConnectionLoss` into the scope of each request. Other servers do not; there the ASGI message

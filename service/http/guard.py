@@ -9,7 +9,7 @@ import base64
 
 from starlette.types import Scope
 
-from service.core.errors import (
+from triptych.service.core.errors import (
     ApiError,
     forbidden,
     headers_too_large,
@@ -18,12 +18,12 @@ from service.core.errors import (
     unauthorized,
     unsupported_coding,
 )
-from service.core.request_context import current
-from service.http.message_head import Headers, all_of, header_of
-from service.http.route_table import MAX_BODY, RouteTable
-from service.http.sites import Sites
-from service.settings.api_keys import KeyRing, Tenants
-from service.settings.service_settings import Limits
+from triptych.service.core.request_context import current
+from triptych.service.http.message_head import Headers, all_of, header_of
+from triptych.service.http.route_table import MAX_BODY, RouteTable
+from triptych.service.http.sites import Sites
+from triptych.service.settings.api_keys import KeyRing, Tenants
+from triptych.service.settings.service_settings import Limits
 
 _BROWSER = 'Basic realm="triptych", charset="UTF-8"'  # a browser asks for a password: the key
 

@@ -1,8 +1,8 @@
 """Conversion of engine outputs to JSON replies and events.
 
 A `Generation` turns each `TokenOutput` into a delta. A stream sends the deltas, an unstreamed reply joins them, so both
-have the same content. Replies are plain dictionaries of the shapes in `service.schemas.replies`; a `Rendering` converts
-them for a dialect.
+have the same content. Replies are plain dictionaries of the shapes in `triptych.service.schemas.replies`; a `Rendering`
+converts them for a dialect.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from model.api.request import FinishReason, Timings, TokenLogprob, TokenOutput
-from model.text.tokenizer import Tokenizer
-from service.core.errors import ApiError
-from service.lifecycle.jobs import Job, combined_outcome
-from service.observability.metrics import Metrics
-from service.planning.encode import EncodePlan
-from service.planning.generate import GeneratePlan
-from service.planning.response_format import invalid_grammar
+from triptych.model.api.request import FinishReason, Timings, TokenLogprob, TokenOutput
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.core.errors import ApiError
+from triptych.service.lifecycle.jobs import Job, combined_outcome
+from triptych.service.observability.metrics import Metrics
+from triptych.service.planning.encode import EncodePlan
+from triptych.service.planning.generate import GeneratePlan
+from triptych.service.planning.response_format import invalid_grammar
 
 Json = dict[str, Any]
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from service.core.errors import ApiError, invalid
+from triptych.service.core.errors import ApiError, invalid
 
 Headers = Iterable[tuple[bytes, bytes]]
 

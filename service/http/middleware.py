@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.core.errors import ANTHROPIC_PATHS, ApiError, internal, log_unexpected, render, request_too_slow
-from service.core.request_context import RequestContext, current, request_id_from, set_current
-from service.http.connections import LOSS, ConnectionLoss
-from service.http.guard import FREE_BYTES, BodyRoom, Guard, HeldBody
-from service.http.message_head import all_of, header_of
-from service.observability.logs import access
-from service.observability.metrics import Metrics
-from service.settings.service_settings import Limits
+from triptych.service.core.errors import ANTHROPIC_PATHS, ApiError, internal, log_unexpected, render, request_too_slow
+from triptych.service.core.request_context import RequestContext, current, request_id_from, set_current
+from triptych.service.http.connections import LOSS, ConnectionLoss
+from triptych.service.http.guard import FREE_BYTES, BodyRoom, Guard, HeldBody
+from triptych.service.http.message_head import all_of, header_of
+from triptych.service.observability.logs import access
+from triptych.service.observability.metrics import Metrics
+from triptych.service.settings.service_settings import Limits
 
 
 class Accounts:

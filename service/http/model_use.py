@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
-from service.core.models import ServedModel, Task
-from service.http.bodies import cancel_on_disconnect, context_of_request
-from service.lifecycle.state import service_of
+from triptych.service.core.models import ServedModel, Task
+from triptych.service.http.bodies import cancel_on_disconnect, context_of_request
+from triptych.service.lifecycle.state import service_of
 
 
 async def hold_model(request: Request, name: str | None, task: Task, timeout_s: float | None = None) -> None:

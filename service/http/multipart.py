@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from service.core.errors import ApiError, invalid, shorten
+from triptych.service.core.errors import ApiError, invalid, shorten
 
 MAX_PARTS = 64
 _MAX_HEAD = 4096  # bytes of a part's headers

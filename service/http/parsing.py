@@ -14,12 +14,12 @@ import pydantic_core
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from service.core.errors import ApiError, from_validation, invalid, path_of, too_large
-from service.core.json_bounds import BODY_LEVELS, deep_place, json_size, too_deep
-from service.core.request_context import current
-from service.lifecycle.state import service_of
-from service.schemas.field_paths import check_counts, read_part, siblings
-from service.settings.service_settings import Limits
+from triptych.service.core.errors import ApiError, from_validation, invalid, path_of, too_large
+from triptych.service.core.json_bounds import BODY_LEVELS, deep_place, json_size, too_deep
+from triptych.service.core.request_context import current
+from triptych.service.lifecycle.state import service_of
+from triptych.service.schemas.field_paths import check_counts, read_part, siblings
+from triptych.service.settings.service_settings import Limits
 
 B = TypeVar("B", bound=BaseModel)
 Choose = Callable[[Sequence[str]], type[B]]  # returns the model of a body with these keys

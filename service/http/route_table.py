@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.core.errors import ApiError, not_found, render
-from service.core.request_context import current
+from triptych.service.core.errors import ApiError, not_found, render
+from triptych.service.core.request_context import current
 
 Handler = Callable[[Request], Awaitable[Response]]
 Access = Literal["open", "key", "admin"]  # required key of a route: none, an API key, an admin key
@@ -32,7 +32,8 @@ class Example:
     """An example of a body: the ability that a model needs for it, and the body without the model's name.
 
     /openapi.json names a served model with the ability in it. `{text}` becomes a text for that model, `{mask}` its mask
-    token. With `own`, or without a body, the example is the model's own one in `service.planning.capabilities`.
+    token. With `own`, or without a body, the example is the model's own one in
+    `triptych.service.planning.capabilities`.
     """
 
     ability: str

@@ -9,8 +9,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.core.errors import ApiError, forbidden
-from service.http.message_head import header_of
+from triptych.service.core.errors import ApiError, forbidden
+from triptych.service.http.message_head import header_of
 
 # -- Cross-origin requests: the web pages that may call the API from a browser and read its replies. By default there
 # are none: without these headers a browser hides replies and sends no JSON. Credentials of browsers (cookies, saved

@@ -22,16 +22,16 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from model.api.request import FinishReason, TokenOutput
-from model.errors import EngineError
-from service.core.engine_client import GenerationStream, ListenableStream
-from service.core.errors import ApiError, engine_failed, internal, log_unexpected
-from service.core.write_batch import WriteBatch
-from service.http.bodies import cancel_all, wait_for_disconnect
-from service.http.json_replies import Generation, Json, Rendering
-from service.http.reply_writing import StreamWriter
-from service.lifecycle.jobs import Job
-from service.settings.service_settings import Limits
+from triptych.model.api.request import FinishReason, TokenOutput
+from triptych.model.errors import EngineError
+from triptych.service.core.engine_client import GenerationStream, ListenableStream
+from triptych.service.core.errors import ApiError, engine_failed, internal, log_unexpected
+from triptych.service.core.write_batch import WriteBatch
+from triptych.service.http.bodies import cancel_all, wait_for_disconnect
+from triptych.service.http.json_replies import Generation, Json, Rendering
+from triptych.service.http.reply_writing import StreamWriter
+from triptych.service.lifecycle.jobs import Job
+from triptych.service.settings.service_settings import Limits
 
 # -- Templates of events: the bytes around text and token ids, which are the same in all events of a running sequence. A
 # template is made from an event that was rendered with marks for both, so that it has the shape of the other events.

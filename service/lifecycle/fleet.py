@@ -1,6 +1,6 @@
 """Loads and unloads models on all replicas of the service. The local runtime has one replica.
 
-`service.runtimes.ray_serve.replicated_fleet` is the implementation for several.
+`triptych.service.runtimes.ray_serve.replicated_fleet` is the implementation for several.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from model.api.messages import ModelSpec
-from model.checkpoint import hub_names
-from model.errors import ConfigError
-from model.gguf.paths import is_gguf
-from service.core.engine_client import EngineClient
-from service.core.errors import ApiError, conflict, forbidden, invalid, scrub
-from service.core.models import Model, Models, Origin, State
-from service.core.models_folder import ModelsFolder, valid_name
-from service.lifecycle.model_loader import ModelLoader
-from service.settings import sources
-from service.settings.resolve import engine_config
-from service.settings.service_settings import ModelSettings
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint import hub_names
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.paths import is_gguf
+from triptych.service.core.engine_client import EngineClient
+from triptych.service.core.errors import ApiError, conflict, forbidden, invalid, scrub
+from triptych.service.core.models import Model, Models, Origin, State
+from triptych.service.core.models_folder import ModelsFolder, valid_name
+from triptych.service.lifecycle.model_loader import ModelLoader
+from triptych.service.settings import sources
+from triptych.service.settings.resolve import engine_config
+from triptych.service.settings.service_settings import ModelSettings
 
 # -- Orders of operators to load models, checked against the settings. An order names a known model, or a new one with a
 # path: a folder in `models_dir`, a model of the Hub, or, if `load_from` lists `any`, any folder of the machine.

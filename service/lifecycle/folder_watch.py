@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import Collection
 
-from model.api.messages import ModelSpec
-from service.core.errors import invalid, scrub, unavailable
-from service.core.models import Model, Models, Origin, State
-from service.core.models_folder import FoundModel, ModelsFolder
-from service.settings.service_settings import ModelSettings
+from triptych.model.api.messages import ModelSpec
+from triptych.service.core.errors import invalid, scrub, unavailable
+from triptych.service.core.models import Model, Models, Origin, State
+from triptych.service.core.models_folder import FoundModel, ModelsFolder
+from triptych.service.settings.service_settings import ModelSettings
 
 SCAN_SECONDS = 5.0
 _MIN_SECONDS = 1.0  # between two scans that requests for unknown models cause

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from model.api.request import FinishReason, Timings
-from service.core.engine_client import EngineClient
-from service.core.request_context import RequestContext
-from service.observability.metrics import Metrics
-from service.observability.tracing import Tracer
+from triptych.model.api.request import FinishReason, Timings
+from triptych.service.core.engine_client import EngineClient
+from triptych.service.core.request_context import RequestContext
+from triptych.service.observability.metrics import Metrics
+from triptych.service.observability.tracing import Tracer
 
 _BY_SEVERITY = (
     FinishReason.ERROR,

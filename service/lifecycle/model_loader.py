@@ -2,7 +2,7 @@
 
 One load runs at a time, while other models serve. All requests for a model wait for the same load, which goes on even
 if they are cancelled. A model is evicted for another one only if that frees enough memory and no request uses it. The
-models themselves are in `service.core.models.Models`.
+models themselves are in `triptych.service.core.models.Models`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from model.api.messages import ModelSpec
-from model.errors import ConfigError, EngineDeadError, EngineError, MemoryShortageError, ModelNotLoadedError
-from service.core.engine_client import EngineClient, ModelReader
-from service.core.errors import (
+from triptych.model.api.messages import ModelSpec
+from triptych.model.errors import ConfigError, EngineDeadError, EngineError, MemoryShortageError, ModelNotLoadedError
+from triptych.service.core.engine_client import EngineClient, ModelReader
+from triptych.service.core.errors import (
     ApiError,
     conflict,
     deadline_passed,
@@ -29,11 +29,11 @@ from service.core.errors import (
     try_again,
     unavailable,
 )
-from service.core.models import Model, Models, Origin, ServedModel, State, Task
-from service.core.request_context import RequestContext
-from service.lifecycle.folder_watch import SCAN_SECONDS, FolderWatch
-from service.observability.metrics import Metrics
-from service.settings.service_settings import ServiceSettings
+from triptych.service.core.models import Model, Models, Origin, ServedModel, State, Task
+from triptych.service.core.request_context import RequestContext
+from triptych.service.lifecycle.folder_watch import SCAN_SECONDS, FolderWatch
+from triptych.service.observability.metrics import Metrics
+from triptych.service.settings.service_settings import ServiceSettings
 
 _RETRY_SECONDS = 30.0  # until a request may load a failed model again
 _SHORTAGE_RETRY_SECONDS = 5.0  # the same after a lack of memory: other models may be idle by then

@@ -11,29 +11,29 @@ from importlib import metadata
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from model.api.stats import ModelInfo
-from service.chat.render_pool import RenderPool
-from service.core.embed_cache import CachingClient
-from service.core.engine_client import EngineClient, ModelReader
-from service.core.errors import draining, scrub, unavailable
-from service.core.models import Models
-from service.core.models_folder import ModelsFolder
-from service.core.response_store import ResponseStore
-from service.core.threads import Threads
-from service.core.write_batch import WriteBatch
-from service.lifecycle.fleet import Fleet, LocalFleet, ModelOrders, Replicas
-from service.lifecycle.folder_watch import FolderWatch
-from service.lifecycle.jobs import Jobs
-from service.lifecycle.model_loader import ModelLoader
-from service.observability.metrics import Metrics
-from service.observability.tracing import Tracer
-from service.planning.encode import EncodePlanner
-from service.planning.generate import GeneratePlanner
-from service.planning.response_format import GrammarChecker
-from service.planning.tokenization import TokenizerThreads
-from service.sandbox import confinement
-from service.sandbox.image_pool import ImagePool
-from service.settings.service_settings import ServiceSettings
+from triptych.model.api.stats import ModelInfo
+from triptych.service.chat.render_pool import RenderPool
+from triptych.service.core.embed_cache import CachingClient
+from triptych.service.core.engine_client import EngineClient, ModelReader
+from triptych.service.core.errors import draining, scrub, unavailable
+from triptych.service.core.models import Models
+from triptych.service.core.models_folder import ModelsFolder
+from triptych.service.core.response_store import ResponseStore
+from triptych.service.core.threads import Threads
+from triptych.service.core.write_batch import WriteBatch
+from triptych.service.lifecycle.fleet import Fleet, LocalFleet, ModelOrders, Replicas
+from triptych.service.lifecycle.folder_watch import FolderWatch
+from triptych.service.lifecycle.jobs import Jobs
+from triptych.service.lifecycle.model_loader import ModelLoader
+from triptych.service.observability.metrics import Metrics
+from triptych.service.observability.tracing import Tracer
+from triptych.service.planning.encode import EncodePlanner
+from triptych.service.planning.generate import GeneratePlanner
+from triptych.service.planning.response_format import GrammarChecker
+from triptych.service.planning.tokenization import TokenizerThreads
+from triptych.service.sandbox import confinement
+from triptych.service.sandbox.image_pool import ImagePool
+from triptych.service.settings.service_settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
 

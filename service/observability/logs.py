@@ -24,10 +24,10 @@ from typing import Any, TextIO
 
 import msgspec
 
-from model.api.stats import StepStats
-from service.core.engine_client import EngineClient
-from service.core.request_context import RequestContext, current
-from service.settings.service_settings import LogFormat
+from triptych.model.api.stats import StepStats
+from triptych.service.core.engine_client import EngineClient
+from triptych.service.core.request_context import RequestContext, current
+from triptych.service.settings.service_settings import LogFormat
 
 _access = logging.getLogger("triptych.access")
 _QUIET = frozenset({"/livez", "/readyz", "/health", "/metrics"})  # polled: logged only at debug level

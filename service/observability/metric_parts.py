@@ -11,8 +11,8 @@ from typing import Any, Final
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
-from model.api.stats import ModelInfo
-from model.errors import ConfigError
+from triptych.model.api.stats import ModelInfo
+from triptych.model.errors import ConfigError
 
 # -- The metrics under vLLM's names, for gateways, autoscalers and load generators that read those. Only metrics with
 # the same meaning are exported; the label `model` becomes `model_name`. Source: `docs.vllm.ai`, "Production Metrics".
@@ -119,8 +119,8 @@ class TokenTally:
         self._tokens, self._seconds = 0, 0.0
 
 
-# -- The folder in which several processes share their metrics (`service.observability.metrics`). prometheus_client
-# reads its name from the environment when it is imported.
+# -- The folder in which several processes share their metrics (`triptych.service.observability.metrics`).
+# prometheus_client reads its name from the environment when it is imported.
 
 MULTIPROCESS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
 

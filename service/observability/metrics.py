@@ -1,8 +1,8 @@
 """Prometheus metrics. Each application has one `Metrics` object with its own registry.
 
-If `PROMETHEUS_MULTIPROC_DIR` is set (`service.runtimes.ray_serve.environment` sets it for replicas), every process
-writes its values to files in that folder, and each process reports the values of all. Counters and histograms are
-summed; they include ended processes, because a counter must not decrease. Gauges include running processes only.
+If `PROMETHEUS_MULTIPROC_DIR` is set (`triptych.service.runtimes.ray_serve.environment` sets it for replicas), every
+process writes its values to files in that folder, and each process reports the values of all. Counters and histograms
+are summed; they include ended processes, because a counter must not decrease. Gauges include running processes only.
 
 Invariants: every request to a model's route counts once as received, then once as rejected (by reason) or accepted. An
 accepted request counts once in `triptych_requests_total`, by its outcome. Labels are names of loaded models and fixed
@@ -30,13 +30,13 @@ from prometheus_client import (
 )
 from prometheus_client.registry import Collector
 
-from model.api.request import FinishReason, Timings
-from model.api.stats import EngineStats, ModelInfo, StepStats
-from service.core.engine_client import EngineClient
-from service.core.errors import SERVER_FAULTS
-from service.core.models import Task
-from service.core.request_context import RequestContext
-from service.observability.metric_parts import MULTIPROCESS_FOLDER, TokenTally, make_folder, vllm_families
+from triptych.model.api.request import FinishReason, Timings
+from triptych.model.api.stats import EngineStats, ModelInfo, StepStats
+from triptych.service.core.engine_client import EngineClient
+from triptych.service.core.errors import SERVER_FAULTS
+from triptych.service.core.models import Task
+from triptych.service.core.request_context import RequestContext
+from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER, TokenTally, make_folder, vllm_families
 
 disable_created_metrics()  # these times would be a fifth of all series, and have no use
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from model.api.request import FinishReason, Timings
-from model.errors import ConfigError
-from service.core.request_context import RequestContext
+from triptych.model.api.request import FinishReason, Timings
+from triptych.model.errors import ConfigError
+from triptych.service.core.request_context import RequestContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from model.api.stats import ModelInfo
-from model.errors import ModelNotLoadedError
-from service.core.engine_client import EngineClient
-from service.core.errors import REFUSALS, engine_refusal, invalid
-from service.core.models import ServedModel
-from service.core.request_context import current
-from service.settings.service_settings import Limits
+from triptych.model.api.stats import ModelInfo
+from triptych.model.errors import ModelNotLoadedError
+from triptych.service.core.engine_client import EngineClient
+from triptych.service.core.errors import REFUSALS, engine_refusal, invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.core.request_context import current
+from triptych.service.settings.service_settings import Limits
 
 
 def check_room(client: EngineClient, served: ServedModel, sequences: int = 1) -> None:

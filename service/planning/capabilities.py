@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from service.core.models import ServedModel
-from service.planning.outputs.registry import available
-from service.planning.translation import languages_to_try
-from service.schemas.types import PIXEL
+from triptych.service.core.models import ServedModel
+from triptych.service.planning.outputs.registry import available
+from triptych.service.planning.translation import languages_to_try
+from triptych.service.schemas.types import PIXEL
 
 Json = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """The first pass over a body of /generate: all checks that need no tokens.
 
 It returns the engine's parameters and the inputs to tokenise. Lengths are checked once tokens are known
-(`service.planning.requests`).
+(`triptych.service.planning.requests`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
-from model.api.parameters import Beams
-from model.api.sampling_bounds import lacks_tokens
-from model.api.sampling_defaults import beams_of, over_defaults
-from model.api.sampling_params import SAMPLING
-from model.api.stats import ModelInfo
-from model.text.source_languages import SourceLanguages
-from service.core.context_bound import ContextBound
-from service.core.errors import invalid, shorten
-from service.core.models import ServedModel
-from service.planning.response_format import Constrain, OutputConstraint
-from service.planning.tokenization import PromptInput, outside_vocabulary
-from service.schemas.bodies import GenerateBody
-from service.settings.service_settings import Limits
+from triptych.model.api.parameters import Beams
+from triptych.model.api.sampling_bounds import lacks_tokens
+from triptych.model.api.sampling_defaults import beams_of, over_defaults
+from triptych.model.api.sampling_params import SAMPLING
+from triptych.model.api.stats import ModelInfo
+from triptych.model.text.source_languages import SourceLanguages
+from triptych.service.core.context_bound import ContextBound
+from triptych.service.core.errors import invalid, shorten
+from triptych.service.core.models import ServedModel
+from triptych.service.planning.response_format import Constrain, OutputConstraint
+from triptych.service.planning.tokenization import PromptInput, outside_vocabulary
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.settings.service_settings import Limits
 
 _SENT = {name: column for name, column in SAMPLING.items() if column.row.sent}
 _LIMITED = [column for column in _SENT.values() if column.row.limit]

@@ -3,7 +3,7 @@
 An input must fit one engine step (its attention is bidirectional, so it is never split), the model's context, and the
 length that the checkpoint was trained for. A longer input is refused or, if the client allows it, truncated. Outputs
 with positions in the text divide it into windows. Only the size of the body limits a text that may be truncated.
-What each output needs and reads is in `service.planning.outputs`.
+What each output needs and reads is in `triptych.service.planning.outputs`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.api.request import EncodeOutput, EncodeRequest, Pooling, image_source, token_source
-from model.media.images import ImageError
-from model.text.tokenizer import Encoded
-from service.core.engine_client import EngineClient
-from service.core.errors import invalid, unavailable
-from service.core.models import Models, ServedModel, Task
-from service.planning.admission import check_room, check_timeout, loaded_info
-from service.planning.encode_checks import check_inputs, texts_of
-from service.planning.encode_tokens import Reading, read
-from service.planning.outputs.base import CheckedInputs, EncodeInput, InputResult, Json, OutputKind, PartResult
-from service.planning.requests import engine_id
-from service.planning.tokenization import TokenizerThreads
-from service.sandbox.image_pool import ImagePool, RequestImages
-from service.sandbox.process_pool import WorkerError
-from service.schemas.encode_bodies import EncodeBody
-from service.settings.service_settings import Limits
+from triptych.model.api.request import EncodeOutput, EncodeRequest, Pooling, image_source, token_source
+from triptych.model.media.images import ImageError
+from triptych.model.text.tokenizer import Encoded
+from triptych.service.core.engine_client import EngineClient
+from triptych.service.core.errors import invalid, unavailable
+from triptych.service.core.models import Models, ServedModel, Task
+from triptych.service.planning.admission import check_room, check_timeout, loaded_info
+from triptych.service.planning.encode_checks import check_inputs, texts_of
+from triptych.service.planning.encode_tokens import Reading, read
+from triptych.service.planning.outputs.base import CheckedInputs, EncodeInput, InputResult, Json, OutputKind, PartResult
+from triptych.service.planning.requests import engine_id
+from triptych.service.planning.tokenization import TokenizerThreads
+from triptych.service.sandbox.image_pool import ImagePool, RequestImages
+from triptych.service.sandbox.process_pool import WorkerError
+from triptych.service.schemas.encode_bodies import EncodeBody
+from triptych.service.settings.service_settings import Limits
 
 _INLINE_IDS = 4_096  # token ids that are checked on the event loop; more are checked in a thread
 

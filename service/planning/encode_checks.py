@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from model.api.stats import ModelInfo
-from service.core.context_bound import ContextBound
-from service.core.errors import invalid, shorten, too_large
-from service.core.models import ServedModel
-from service.planning.outputs.base import CheckedInputs, EncodeBounds, EncodeInput
-from service.planning.outputs.registry import OUTPUTS, output_of
-from service.schemas.encode_bodies import EncodeBody
-from service.schemas.types import ImageFile, TextPair
-from service.settings.service_settings import Limits
+from triptych.model.api.stats import ModelInfo
+from triptych.service.core.context_bound import ContextBound
+from triptych.service.core.errors import invalid, shorten, too_large
+from triptych.service.core.models import ServedModel
+from triptych.service.planning.outputs.base import CheckedInputs, EncodeBounds, EncodeInput
+from triptych.service.planning.outputs.registry import OUTPUTS, output_of
+from triptych.service.schemas.encode_bodies import EncodeBody
+from triptych.service.schemas.types import ImageFile, TextPair
+from triptych.service.settings.service_settings import Limits
 
 
 def check_inputs(

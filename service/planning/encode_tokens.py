@@ -7,13 +7,13 @@ from itertools import islice
 
 import msgspec
 
-from model.errors import TooManyTokensError
-from model.text.tokenizer import Encoded, Located
-from service.core.context_bound import context_exceeded
-from service.core.errors import invalid
-from service.core.models import ServedModel
-from service.planning.outputs.base import CheckedInputs, EncodeInput
-from service.planning.tokenization import Side, check_vocabulary, truncate_ids, truncate_text
+from triptych.model.errors import TooManyTokensError
+from triptych.model.text.tokenizer import Encoded, Located
+from triptych.service.core.context_bound import context_exceeded
+from triptych.service.core.errors import invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.planning.outputs.base import CheckedInputs, EncodeInput
+from triptych.service.planning.tokenization import Side, check_vocabulary, truncate_ids, truncate_text
 
 _DEFAULT_STRIDE = 128  # tokens that two adjacent windows of a long text share
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model.api.request import Request
-from service.core.engine_client import EngineClient
-from service.core.models import Models, ServedModel, Task
-from service.planning.admission import check_request, check_room, loaded_info
-from service.planning.checks import CheckedPrompts, ReplyShape, check_body, with_constraint
-from service.planning.requests import Tokens, check_length, requests_of
-from service.planning.response_format import GrammarChecker, OutputConstraint
-from service.planning.tokenization import PromptInput, TokenizerThreads, tokenise
-from service.schemas.bodies import GenerateBody
-from service.settings.service_settings import Limits
+from triptych.model.api.request import Request
+from triptych.service.core.engine_client import EngineClient
+from triptych.service.core.models import Models, ServedModel, Task
+from triptych.service.planning.admission import check_request, check_room, loaded_info
+from triptych.service.planning.checks import CheckedPrompts, ReplyShape, check_body, with_constraint
+from triptych.service.planning.requests import Tokens, check_length, requests_of
+from triptych.service.planning.response_format import GrammarChecker, OutputConstraint
+from triptych.service.planning.tokenization import PromptInput, TokenizerThreads, tokenise
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.settings.service_settings import Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from model.api.request import Request, token_source
-from model.api.sampling_defaults import length_of
-from model.api.sampling_params import SamplingParams
-from model.api.stats import ModelInfo
-from service.core.context_bound import context_exceeded
-from service.core.errors import ApiError, invalid
-from service.core.models import ServedModel
-from service.core.request_context import current
-from service.planning.checks import CheckedPrompts, check_beams
-from service.planning.tokenization import PromptInput
-from service.schemas.bodies import GenerateBody
-from service.settings.service_settings import Limits
+from triptych.model.api.request import Request, token_source
+from triptych.model.api.sampling_defaults import length_of
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.api.stats import ModelInfo
+from triptych.service.core.context_bound import context_exceeded
+from triptych.service.core.errors import ApiError, invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.core.request_context import current
+from triptych.service.planning.checks import CheckedPrompts, check_beams
+from triptych.service.planning.tokenization import PromptInput
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.settings.service_settings import Limits
 
 _numbers = count(1)
 

@@ -1,7 +1,7 @@
 """Output constraints: turns `response_format`, `regex`, `choice` or `grammar` of a body into a grammar that compiles.
 
-Sizes are checked first. The grammar is then compiled in a process that can be killed (`service.sandbox.grammar_main`).
-Whether that succeeds is cached.
+Sizes are checked first. The grammar is then compiled in a process that can be killed
+(`triptych.service.sandbox.grammar_main`). Whether that succeeds is cached.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import pydantic_core
 
-from model.errors import GrammarError
-from model.text.grammar import choice_grammar, json_grammar, regex_grammar, written_grammar
-from service.core.errors import ApiError, invalid, try_again, unavailable
-from service.core.models import ServedModel
-from service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
-from service.schemas.bodies import GenerateBody, ResponseFormat
-from service.settings.service_settings import Limits
+from triptych.model.errors import GrammarError
+from triptych.model.text.grammar import choice_grammar, json_grammar, regex_grammar, written_grammar
+from triptych.service.core.errors import ApiError, invalid, try_again, unavailable
+from triptych.service.core.models import ServedModel
+from triptych.service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
+from triptych.service.schemas.bodies import GenerateBody, ResponseFormat
+from triptych.service.settings.service_settings import Limits
 
 CONSTRAINT_FIELDS = ("response_format", "regex", "choice", "grammar")
 SCHEMA_PARAM = "response_format.json_schema.schema"
@@ -198,4 +198,4 @@ def invalid_grammar(param: str, reason: str) -> ApiError:
 
 
 def _worker(seconds: float) -> ForkingWorker:
-    return ForkingWorker(seconds, "service.sandbox.grammar_main")
+    return ForkingWorker(seconds, "triptych.service.sandbox.grammar_main")

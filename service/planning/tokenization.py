@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-from model.errors import TooManyTokensError
-from model.text.tokenizer import Encoded, Tokenizer
-from service.core.errors import ApiError, invalid
-from service.core.models import ServedModel
-from service.core.threads import Threads
+from triptych.model.errors import TooManyTokensError
+from triptych.model.text.tokenizer import Encoded, Tokenizer
+from triptych.service.core.errors import ApiError, invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.core.threads import Threads
 
 T = TypeVar("T")
 _LONGEST_TOKEN = 16  # characters; a text with longer tokens on average is cut shorter than necessary

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from service.core.errors import ApiError, invalid, listed, shorten
-from service.core.models import ServedModel
+from triptych.service.core.errors import ApiError, invalid, listed, shorten
+from triptych.service.core.models import ServedModel
 
 _MARKS = ("<2{}>", ">>{}<<")  # marks of a target language: MADLAD's, Marian's
 _THREE = {"en": "eng_", "fr": "fra_"}

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from service.http.route_table import FORM, JSON, Body, Example
-from service.planning.capabilities import MEANINGS, SAMPLE, SOUND, Choice
-from service.schemas.types import PIXEL
+from triptych.service.http.route_table import FORM, JSON, Body, Example
+from triptych.service.planning.capabilities import MEANINGS, SAMPLE, SOUND, Choice
+from triptych.service.schemas.types import PIXEL
 
 Json = dict[str, Any]
 Choices = Mapping[str, Choice]

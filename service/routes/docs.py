@@ -12,14 +12,14 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from service.core.errors import ANTHROPIC_PATHS
-from service.http.route_prefix import prefix_of
-from service.http.route_table import JSON, Parameter, Reply, Route, Routes, RouteTable
-from service.http.static_pages import page
-from service.lifecycle.state import service_of
-from service.planning.capabilities import Choice, choices
-from service.routes.doc_examples import Choices, body_content
-from service.schemas.replies import AnthropicError, ErrorReply
+from triptych.service.core.errors import ANTHROPIC_PATHS
+from triptych.service.http.route_prefix import prefix_of
+from triptych.service.http.route_table import JSON, Parameter, Reply, Route, Routes, RouteTable
+from triptych.service.http.static_pages import page
+from triptych.service.lifecycle.state import service_of
+from triptych.service.planning.capabilities import Choice, choices
+from triptych.service.routes.doc_examples import Choices, body_content
+from triptych.service.schemas.replies import AnthropicError, ErrorReply
 
 routes = Routes()
 

@@ -10,29 +10,29 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.api.request import EncodeOutput, FinishReason
-from model.errors import EngineError
-from service.core.errors import REFUSALS, cancelled, deadline_passed, engine_failed, engine_refusal
-from service.core.models import Task
-from service.dialects import huggingface
-from service.dialects.common import naming_errors
-from service.dialects.huggingface import EmbedBody
-from service.http.bodies import (
+from triptych.model.api.request import EncodeOutput, FinishReason
+from triptych.model.errors import EngineError
+from triptych.service.core.errors import REFUSALS, cancelled, deadline_passed, engine_failed, engine_refusal
+from triptych.service.core.models import Task
+from triptych.service.dialects import huggingface
+from triptych.service.dialects.common import naming_errors
+from triptych.service.dialects.huggingface import EmbedBody
+from triptych.service.http.bodies import (
     cancel_on_disconnect,
     context_of_request,
     json_response,
     read_one_of,
 )
-from service.http.json_replies import Json, encode_reply
-from service.http.model_use import choose_model, hold_model
-from service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
-from service.lifecycle.jobs import Job, combined_outcome
-from service.lifecycle.state import Service, service_of
-from service.planning.capabilities import ANSWER, EMBED, EMBED_IMAGE, FILL, LATE, SPARSE, TAG, ZERO_SHOT
-from service.planning.encode import EncodePlan
-from service.planning.outputs.registry import OUTPUTS, missing
-from service.schemas.encode_bodies import EncodeBody
-from service.schemas.replies import EncodeReply
+from triptych.service.http.json_replies import Json, encode_reply
+from triptych.service.http.model_use import choose_model, hold_model
+from triptych.service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
+from triptych.service.lifecycle.jobs import Job, combined_outcome
+from triptych.service.lifecycle.state import Service, service_of
+from triptych.service.planning.capabilities import ANSWER, EMBED, EMBED_IMAGE, FILL, LATE, SPARSE, TAG, ZERO_SHOT
+from triptych.service.planning.encode import EncodePlan
+from triptych.service.planning.outputs.registry import OUTPUTS, missing
+from triptych.service.schemas.encode_bodies import EncodeBody
+from triptych.service.schemas.replies import EncodeReply
 
 routes = Routes("encode")
 _LARGE_REPLY = 1 << 18  # bytes of numbers, which take a few milliseconds to write as JSON

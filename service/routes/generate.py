@@ -9,36 +9,36 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.api.request import FinishReason
-from model.errors import EngineError
-from service.core.engine_client import GenerationStream
-from service.core.errors import REFUSALS, deadline_passed, engine_failed, engine_refusal
-from service.core.models import Task
-from service.dialects import huggingface
-from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
-from service.dialects.huggingface import TextGenerationBody
-from service.http.bodies import (
+from triptych.model.api.request import FinishReason
+from triptych.model.errors import EngineError
+from triptych.service.core.engine_client import GenerationStream
+from triptych.service.core.errors import REFUSALS, deadline_passed, engine_failed, engine_refusal
+from triptych.service.core.models import Task
+from triptych.service.dialects import huggingface
+from triptych.service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
+from triptych.service.dialects.huggingface import TextGenerationBody
+from triptych.service.http.bodies import (
     cancel_on_disconnect,
     context_of_request,
     json_response,
     raw_body,
     with_model,
 )
-from service.http.json_replies import Generation, Json, NativeRendering, Render
-from service.http.model_use import hold_model
-from service.http.parsing import one_of, parsed
-from service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
-from service.http.sse import EventStream, GenerationEvents
-from service.lifecycle.jobs import Job
-from service.lifecycle.state import Service, service_of
-from service.planning.capabilities import COMPLETE, GENERATE, REWRITE, SUMMARIZE, TRANSCRIBE, TRANSLATE
-from service.planning.checks import ReplyShape
-from service.planning.generate import GeneratePlan
-from service.schemas.bodies import GenerateBody
-from service.schemas.replies import GenerateEvent, GenerateReply
-from service.schemas.types import TONE
-from service.speech import routes as audio
-from service.speech.bodies import TranscribeBody, TranscribeEvent, TranscribeReply
+from triptych.service.http.json_replies import Generation, Json, NativeRendering, Render
+from triptych.service.http.model_use import hold_model
+from triptych.service.http.parsing import one_of, parsed
+from triptych.service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
+from triptych.service.http.sse import EventStream, GenerationEvents
+from triptych.service.lifecycle.jobs import Job
+from triptych.service.lifecycle.state import Service, service_of
+from triptych.service.planning.capabilities import COMPLETE, GENERATE, REWRITE, SUMMARIZE, TRANSCRIBE, TRANSLATE
+from triptych.service.planning.checks import ReplyShape
+from triptych.service.planning.generate import GeneratePlan
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.schemas.replies import GenerateEvent, GenerateReply
+from triptych.service.schemas.types import TONE
+from triptych.service.speech import routes as audio
+from triptych.service.speech.bodies import TranscribeBody, TranscribeEvent, TranscribeReply
 
 routes = Routes("generate")
 

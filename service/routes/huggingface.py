@@ -12,11 +12,11 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.models import ServedModel
-from service.dialects import huggingface
-from service.dialects.common import naming_errors
-from service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
-from service.dialects.pipelines import (
+from triptych.service.core.models import ServedModel
+from triptych.service.dialects import huggingface
+from triptych.service.dialects.common import naming_errors
+from triptych.service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
+from triptych.service.dialects.pipelines import (
     ClassBody,
     EntityBody,
     FillMaskBody,
@@ -25,16 +25,16 @@ from service.dialects.pipelines import (
     SimilarityBody,
     ZeroShotBody,
 )
-from service.dialects.ranking import RankBody
-from service.dialects.root_task import RootBody, RootTask, task_of_file
-from service.dialects.text2text import TranslationBody
-from service.http.bodies import named_model, raw_body, read_body, read_one_of, with_model
-from service.http.parsing import parsed
-from service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
-from service.lifecycle.state import service_of
-from service.planning.capabilities import COMPLETE, EMBED, JUDGE
-from service.routes import encode, generate, images, pipelines, ranking, text2text
-from service.speech import routes as audio
+from triptych.service.dialects.ranking import RankBody
+from triptych.service.dialects.root_task import RootBody, RootTask, task_of_file
+from triptych.service.dialects.text2text import TranslationBody
+from triptych.service.http.bodies import named_model, raw_body, read_body, read_one_of, with_model
+from triptych.service.http.parsing import parsed
+from triptych.service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
+from triptych.service.lifecycle.state import service_of
+from triptych.service.planning.capabilities import COMPLETE, EMBED, JUDGE
+from triptych.service.routes import encode, generate, images, pipelines, ranking, text2text
+from triptych.service.speech import routes as audio
 
 routes = Routes("encode")
 

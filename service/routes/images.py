@@ -8,18 +8,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.errors import ApiError, invalid
-from service.core.models import ServedModel
-from service.dialects import pipelines
-from service.dialects.common import naming_errors
-from service.dialects.pipelines import ImageBody
-from service.http.bodies import named_model, raw_body, whole_body, with_model
-from service.http.model_use import choose_model
-from service.http.parsing import parsed
-from service.http.route_table import MODEL_IN_QUERY, Routes, file_body, replies
-from service.planning.capabilities import CLASSIFY_IMAGE
-from service.routes import encode
-from service.schemas.types import PIXEL
+from triptych.service.core.errors import ApiError, invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.dialects import pipelines
+from triptych.service.dialects.common import naming_errors
+from triptych.service.dialects.pipelines import ImageBody
+from triptych.service.http.bodies import named_model, raw_body, whole_body, with_model
+from triptych.service.http.model_use import choose_model
+from triptych.service.http.parsing import parsed
+from triptych.service.http.route_table import MODEL_IN_QUERY, Routes, file_body, replies
+from triptych.service.planning.capabilities import CLASSIFY_IMAGE
+from triptych.service.routes import encode
+from triptych.service.schemas.types import PIXEL
 
 routes = Routes("encode")
 

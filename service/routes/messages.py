@@ -7,17 +7,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.chat import conversation
-from service.dialects import messages
-from service.dialects.common import naming_errors
-from service.dialects.messages_bodies import CountBody, MessagesBody
-from service.http.bodies import context_of_request, json_response, read_body
-from service.http.model_use import chat_model
-from service.http.route_table import Example, Routes, json_body, replies
-from service.lifecycle.state import service_of
-from service.planning.capabilities import CHAT
-from service.planning.requests import output_room
-from service.routes import generate
+from triptych.service.chat import conversation
+from triptych.service.dialects import messages
+from triptych.service.dialects.common import naming_errors
+from triptych.service.dialects.messages_bodies import CountBody, MessagesBody
+from triptych.service.http.bodies import context_of_request, json_response, read_body
+from triptych.service.http.model_use import chat_model
+from triptych.service.http.route_table import Example, Routes, json_body, replies
+from triptych.service.lifecycle.state import service_of
+from triptych.service.planning.capabilities import CHAT
+from triptych.service.planning.requests import output_room
+from triptych.service.routes import generate
 
 routes = Routes()
 

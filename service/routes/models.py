@@ -8,12 +8,12 @@ from dataclasses import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.errors import forbidden, not_found, shorten
-from service.http.bodies import context_of_request, json_response, read_body
-from service.http.route_table import BODY_ERRORS, Reply, Routes, json_body, replies
-from service.lifecycle.fleet import LoadOrder
-from service.lifecycle.state import Service, service_of
-from service.schemas.replies import LoadBody, ModelState, ModelStates, UnloadBody
+from triptych.service.core.errors import forbidden, not_found, shorten
+from triptych.service.http.bodies import context_of_request, json_response, read_body
+from triptych.service.http.route_table import BODY_ERRORS, Reply, Routes, json_body, replies
+from triptych.service.lifecycle.fleet import LoadOrder
+from triptych.service.lifecycle.state import Service, service_of
+from triptych.service.schemas.replies import LoadBody, ModelState, ModelStates, UnloadBody
 
 routes = Routes(access="admin")
 

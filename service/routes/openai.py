@@ -7,20 +7,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.chat.conversation import take_turn
-from service.core.models import Task
-from service.dialects import cohere as embedding_dialect
-from service.dialects import openai
-from service.dialects.cohere import EmbeddingBody
-from service.dialects.common import naming_errors
-from service.dialects.openai_bodies import ChatBody, CompletionBody
-from service.dialects.openai_replies import ChatCompletions, Completions
-from service.http.bodies import read_body
-from service.http.model_use import chat_model, hold_model
-from service.http.route_table import Example, Routes, json_body, replies
-from service.lifecycle.state import service_of
-from service.planning.capabilities import CHAT, COMPLETE, EMBED
-from service.routes import encode, generate
+from triptych.service.chat.conversation import take_turn
+from triptych.service.core.models import Task
+from triptych.service.dialects import cohere as embedding_dialect
+from triptych.service.dialects import openai
+from triptych.service.dialects.cohere import EmbeddingBody
+from triptych.service.dialects.common import naming_errors
+from triptych.service.dialects.openai_bodies import ChatBody, CompletionBody
+from triptych.service.dialects.openai_replies import ChatCompletions, Completions
+from triptych.service.http.bodies import read_body
+from triptych.service.http.model_use import chat_model, hold_model
+from triptych.service.http.route_table import Example, Routes, json_body, replies
+from triptych.service.lifecycle.state import service_of
+from triptych.service.planning.capabilities import CHAT, COMPLETE, EMBED
+from triptych.service.routes import encode, generate
 
 routes = Routes("generate")
 

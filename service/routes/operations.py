@@ -8,19 +8,19 @@ from dataclasses import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from model.checkpoint.folder import Checkpoint
-from service.chat.abilities import chat_abilities
-from service.core.errors import not_found, shorten
-from service.core.models import ServedModel
-from service.dialects.huggingface_info import huggingface_info
-from service.http.bodies import json_response
-from service.http.json_replies import Json
-from service.http.route_table import Routes, in_path, replies
-from service.lifecycle.state import Service, service_of
-from service.observability.metrics import CONTENT_TYPE
-from service.planning.capabilities import capabilities
-from service.planning.outputs.registry import available
-from service.schemas.replies import CancelReply, HealthReply, InfoReply, ModelCard, ModelsReply
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.service.chat.abilities import chat_abilities
+from triptych.service.core.errors import not_found, shorten
+from triptych.service.core.models import ServedModel
+from triptych.service.dialects.huggingface_info import huggingface_info
+from triptych.service.http.bodies import json_response
+from triptych.service.http.json_replies import Json
+from triptych.service.http.route_table import Routes, in_path, replies
+from triptych.service.lifecycle.state import Service, service_of
+from triptych.service.observability.metrics import CONTENT_TYPE
+from triptych.service.planning.capabilities import capabilities
+from triptych.service.planning.outputs.registry import available
+from triptych.service.schemas.replies import CancelReply, HealthReply, InfoReply, ModelCard, ModelsReply
 
 routes = Routes()
 

@@ -11,10 +11,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.dialects import pipelines
-from service.dialects.common import names_of, naming_errors
-from service.dialects.huggingface import EmbedBody
-from service.dialects.pipelines import (
+from triptych.service.dialects import pipelines
+from triptych.service.dialects.common import names_of, naming_errors
+from triptych.service.dialects.huggingface import EmbedBody
+from triptych.service.dialects.pipelines import (
     ClassBody,
     EmbedAllBody,
     EmbedSparseBody,
@@ -24,11 +24,11 @@ from service.dialects.pipelines import (
     SimilarityBody,
     ZeroShotBody,
 )
-from service.http.bodies import read_body
-from service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
-from service.planning.capabilities import ANSWER, EMBED, FILL, JUDGE, SPARSE, TAG, ZERO_SHOT
-from service.routes import encode
-from service.routes.ranking import classifier_of
+from triptych.service.http.bodies import read_body
+from triptych.service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
+from triptych.service.planning.capabilities import ANSWER, EMBED, FILL, JUDGE, SPARSE, TAG, ZERO_SHOT
+from triptych.service.routes import encode
+from triptych.service.routes.ranking import classifier_of
 
 routes = Routes("encode")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response
 
-from model.pretrained import CHECKPOINTS
-from service.core.errors import not_found
-from service.http.route_prefix import is_bare, prefix_of
-from service.http.route_table import Reply, Routes
-from service.http.static_pages import page
-from service.planning.capabilities import SAMPLE
+from triptych.model.pretrained import CHECKPOINTS
+from triptych.service.core.errors import not_found
+from triptych.service.http.route_prefix import is_bare, prefix_of
+from triptych.service.http.route_table import Reply, Routes
+from triptych.service.http.static_pages import page
+from triptych.service.planning.capabilities import SAMPLE
 
 routes = Routes()
 _SAMPLE = CHECKPOINTS / "speech" / SAMPLE

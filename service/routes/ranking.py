@@ -7,17 +7,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.errors import invalid
-from service.core.models import ServedModel, Task
-from service.dialects import cohere, ranking
-from service.dialects.common import Extended, names_of, naming_errors
-from service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
-from service.http.bodies import read_body
-from service.http.model_use import choose_model, hold_model
-from service.http.route_table import Example, Routes, json_body, replies
-from service.lifecycle.state import service_of
-from service.planning.capabilities import EMBED, JUDGE, RERANK
-from service.routes import encode
+from triptych.service.core.errors import invalid
+from triptych.service.core.models import ServedModel, Task
+from triptych.service.dialects import cohere, ranking
+from triptych.service.dialects.common import Extended, names_of, naming_errors
+from triptych.service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
+from triptych.service.http.bodies import read_body
+from triptych.service.http.model_use import choose_model, hold_model
+from triptych.service.http.route_table import Example, Routes, json_body, replies
+from triptych.service.lifecycle.state import service_of
+from triptych.service.planning.capabilities import EMBED, JUDGE, RERANK
+from triptych.service.routes import encode
 
 routes = Routes("encode")
 

@@ -8,19 +8,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.chat.conversation import take_turn
-from service.core.errors import ApiError, invalid, not_found, shorten
-from service.core.response_store import ResponseStore
-from service.dialects import response_items, responses
-from service.dialects.common import naming_errors
-from service.dialects.responses_bodies import ResponsesBody
-from service.http.bodies import context_of_request, json_response, read_body
-from service.http.json_replies import Json
-from service.http.model_use import chat_model
-from service.http.route_table import Example, Routes, in_path, in_query, json_body, replies
-from service.lifecycle.state import Service, service_of
-from service.planning.capabilities import CHAT
-from service.routes import generate
+from triptych.service.chat.conversation import take_turn
+from triptych.service.core.errors import ApiError, invalid, not_found, shorten
+from triptych.service.core.response_store import ResponseStore
+from triptych.service.dialects import response_items, responses
+from triptych.service.dialects.common import naming_errors
+from triptych.service.dialects.responses_bodies import ResponsesBody
+from triptych.service.http.bodies import context_of_request, json_response, read_body
+from triptych.service.http.json_replies import Json
+from triptych.service.http.model_use import chat_model
+from triptych.service.http.route_table import Example, Routes, in_path, in_query, json_body, replies
+from triptych.service.lifecycle.state import Service, service_of
+from triptych.service.planning.capabilities import CHAT
+from triptych.service.routes import generate
 
 routes = Routes("generate")
 

@@ -8,21 +8,21 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.models import ServedModel, Task
-from service.dialects import text2text
-from service.dialects.common import naming_errors
-from service.dialects.huggingface import TextGenerationBody
-from service.dialects.text2text import AnyBody, Options, Text2TextBody, TranslationBody
-from service.http.bodies import read_body
-from service.http.model_use import choose_model
-from service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
-from service.lifecycle.state import service_of
-from service.planning.admission import loaded_info
-from service.planning.capabilities import COMPLETE, SEQ2SEQ
-from service.planning.checks import ReplyShape
-from service.planning.tokenization import beginning
-from service.planning.translation import Translation
-from service.routes import generate
+from triptych.service.core.models import ServedModel, Task
+from triptych.service.dialects import text2text
+from triptych.service.dialects.common import naming_errors
+from triptych.service.dialects.huggingface import TextGenerationBody
+from triptych.service.dialects.text2text import AnyBody, Options, Text2TextBody, TranslationBody
+from triptych.service.http.bodies import read_body
+from triptych.service.http.model_use import choose_model
+from triptych.service.http.route_table import MODEL_IN_QUERY, Example, Routes, json_body, replies
+from triptych.service.lifecycle.state import service_of
+from triptych.service.planning.admission import loaded_info
+from triptych.service.planning.capabilities import COMPLETE, SEQ2SEQ
+from triptych.service.planning.checks import ReplyShape
+from triptych.service.planning.tokenization import beginning
+from triptych.service.planning.translation import Translation
+from triptych.service.routes import generate
 
 routes = Routes("generate")
 

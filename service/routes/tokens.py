@@ -5,18 +5,18 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.context_bound import ContextBound
-from service.core.errors import invalid
-from service.core.models import Task
-from service.http.bodies import context_of_request, json_response, read_body
-from service.http.json_replies import Json
-from service.http.model_use import hold_model
-from service.http.route_table import BODY_ERRORS, Routes, json_body, replies
-from service.lifecycle.state import service_of
-from service.planning.capabilities import TOKENIZE
-from service.planning.tokenization import check_vocabulary
-from service.schemas.bodies import DetokenizeBody, TokenizeBody
-from service.schemas.replies import DetokenizeReply, TokenizeReply
+from triptych.service.core.context_bound import ContextBound
+from triptych.service.core.errors import invalid
+from triptych.service.core.models import Task
+from triptych.service.http.bodies import context_of_request, json_response, read_body
+from triptych.service.http.json_replies import Json
+from triptych.service.http.model_use import hold_model
+from triptych.service.http.route_table import BODY_ERRORS, Routes, json_body, replies
+from triptych.service.lifecycle.state import service_of
+from triptych.service.planning.capabilities import TOKENIZE
+from triptych.service.planning.tokenization import check_vocabulary
+from triptych.service.schemas.bodies import DetokenizeBody, TokenizeBody
+from triptych.service.schemas.replies import DetokenizeReply, TokenizeReply
 
 routes = Routes()
 

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from model.checkpoint import hub, hub_names
-from model.client.async_engine import AsyncEngine
-from model.client.process_transport import ProcessTransport
-from model.errors import ConfigError
-from model.system.child_process import ConnectedChild
-from service.app import Application, create_app
-from service.core.models import Models, ServedModel
-from service.lifecycle.fleet import Replicas
-from service.planning.capabilities import capabilities
-from service.runtimes.model_reader import FolderReader, read_model
-from service.sandbox import confinement
-from service.settings.serve_config import ModelUse, ServeConfig
-from service.settings.service_settings import ServiceSettings
+from triptych.model.checkpoint import hub, hub_names
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.client.process_transport import ProcessTransport
+from triptych.model.errors import ConfigError
+from triptych.model.system.child_process import ConnectedChild
+from triptych.service.app import Application, create_app
+from triptych.service.core.models import Models, ServedModel
+from triptych.service.lifecycle.fleet import Replicas
+from triptych.service.planning.capabilities import capabilities
+from triptych.service.runtimes.model_reader import FolderReader, read_model
+from triptych.service.sandbox import confinement
+from triptych.service.settings.serve_config import ModelUse, ServeConfig
+from triptych.service.settings.service_settings import ServiceSettings
 
 _GC_THRESHOLD = 5_000  # new objects after which the garbage collector runs
 

@@ -1,6 +1,6 @@
 """Downloads a model of the Hub in a separate process, which can be killed at any time.
 
-    python -m service.runtimes.hub_download hf:ORGANISATION/NAME PICKLE MAX_BYTES LOG_FORMAT
+    python -m triptych.service.runtimes.hub_download hf:ORGANISATION/NAME PICKLE MAX_BYTES LOG_FORMAT
 
 prints the folder; for an error it prints the error and exits 2. It ends when its standard input is closed, so that it
 does not outlive the service.
@@ -17,10 +17,10 @@ from asyncio import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from model.errors import ConfigError
-from model.system import python_child
-from service.observability import logs
-from service.settings.service_settings import LogFormat
+from triptych.model.errors import ConfigError
+from triptych.model.system import python_child
+from triptych.service.observability import logs
+from triptych.service.settings.service_settings import LogFormat
 
 
 async def download(path: str, *, pickle: bool, max_bytes: int, log_format: LogFormat) -> Path:
@@ -29,7 +29,9 @@ async def download(path: str, *, pickle: bool, max_bytes: int, log_format: LogFo
     The downloaded part stays in the cache, and the next attempt continues there.
     """
     process = await asyncio.create_subprocess_exec(
-        *python_child.command("service.runtimes.hub_download", path, str(int(pickle)), str(max_bytes), log_format),
+        *python_child.command(
+            "triptych.service.runtimes.hub_download", path, str(int(pickle)), str(max_bytes), log_format
+        ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | python_child.import_path(),
@@ -68,7 +70,7 @@ def main() -> int:
     _end_with_parent()
     path, pickle, max_bytes, log_format = sys.argv[1:]
     logs.setup(log_format)  # type: ignore[arg-type]
-    from model.checkpoint import hub
+    from triptych.model.checkpoint import hub
 
     try:
         folder = hub.local_folder(path, pickle=pickle == "1", max_bytes=int(max_bytes))

@@ -16,15 +16,22 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from model.system.child_process import ConnectedChild
-from service.app import Application
-from service.http.bodies import cancel_all
-from service.http.bounded_protocol import bounded_protocol
-from service.http.connections import raise_descriptor_limit
-from service.lifecycle.state import service_of
-from service.runtimes.assembly import base_url, build_app, exit_code, listening, tune_garbage_collector, uses_of
-from service.settings.serve_config import OnReady, Ready, ServeConfig
-from service.settings.service_settings import Limits
+from triptych.model.system.child_process import ConnectedChild
+from triptych.service.app import Application
+from triptych.service.http.bodies import cancel_all
+from triptych.service.http.bounded_protocol import bounded_protocol
+from triptych.service.http.connections import raise_descriptor_limit
+from triptych.service.lifecycle.state import service_of
+from triptych.service.runtimes.assembly import (
+    base_url,
+    build_app,
+    exit_code,
+    listening,
+    tune_garbage_collector,
+    uses_of,
+)
+from triptych.service.settings.serve_config import OnReady, Ready, ServeConfig
+from triptych.service.settings.service_settings import Limits
 
 _CLOSE_SECONDS = 5  # after the drain, for replies that are still being sent
 

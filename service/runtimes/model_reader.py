@@ -7,17 +7,17 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from model.api.messages import ModelSpec
-from model.checkpoint import hub_names
-from model.checkpoint.folder import Checkpoint, errors_about, read_checkpoint
-from model.errors import ConfigError
-from model.text.tokenizer import Tokenizer
-from service.chat.template_probe import read_chat_template
-from service.core.model_card import card_examples
-from service.core.models import ServedModel
-from service.core.pair_template import PairTemplate
-from service.runtimes.hub_download import download
-from service.settings.service_settings import Limits, LogFormat
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint import hub_names
+from triptych.model.checkpoint.folder import Checkpoint, errors_about, read_checkpoint
+from triptych.model.errors import ConfigError
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.chat.template_probe import read_chat_template
+from triptych.service.core.model_card import card_examples
+from triptych.service.core.models import ServedModel
+from triptych.service.core.pair_template import PairTemplate
+from triptych.service.runtimes.hub_download import download
+from triptych.service.settings.service_settings import Limits, LogFormat
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
-"""The process that test-compiles grammars: `python -m service.sandbox.grammar_main`.
+"""The process that test-compiles grammars: `python -m triptych.service.sandbox.grammar_main`.
 
 The grammar library limits most of a grammar's cost, but not all: `multipleOf: 1000003` takes seconds and hundreds of
-megabytes. So each grammar gets its own process, which `service.sandbox.worker_main` confines and the kernel kills at
-the time limit. A grammar that compiles is then matched against a few random one-byte tokens. So most grammars that are
-too expensive to match are refused before a request is accepted.
+megabytes. So each grammar gets its own process, which `triptych.service.sandbox.worker_main` confines and the kernel
+kills at the time limit. A grammar that compiles is then matched against a few random one-byte tokens. So most grammars
+that are too expensive to match are refused before a request is accepted.
 
 A request `{grammar, seconds}` gets one reply, `{}` or `{"error", "message"}`.
 """
@@ -14,10 +14,10 @@ import random
 import re
 from typing import Any
 
-from model.errors import GrammarError
-from model.text.grammar_matcher import Vocabulary, compile_grammar
-from model.text.token_bytes import TokenBytes
-from service.sandbox import worker_main
+from triptych.model.errors import GrammarError
+from triptych.model.text.grammar_matcher import Vocabulary, compile_grammar
+from triptych.model.text.token_bytes import TokenBytes
+from triptych.service.sandbox import worker_main
 
 _MEMORY = 512 << 20
 _TRIAL_TOKENS = 64

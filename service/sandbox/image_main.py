@@ -1,7 +1,7 @@
-"""The process that decodes image files, which its parent can kill: `python -m service.sandbox.image_main`.
+"""The process that decodes image files, which its parent can kill: `python -m triptych.service.sandbox.image_main`.
 
 A decoder is a C program that reads untrusted bytes, and a file of 100 KB may have 32 million pixels. So each file gets
-its own process, which `service.sandbox.worker_main` confines and the kernel kills at the time limit.
+its own process, which `triptych.service.sandbox.worker_main` confines and the kernel kills at the time limit.
 
 A request `{processing, most_pixels, all_pixels, seconds}` with a file gets `{"pixels"}`, the number of its pixels, and
 the pixels that the model reads. Otherwise it gets `{"error", "message"}`; the error is `refused` or `memory`.
@@ -14,8 +14,8 @@ from typing import Any
 
 from PIL import Image
 
-from model.media.images import MAX_PIXELS, ImageError, ImageProcessing, num_pixels
-from service.sandbox import worker_main
+from triptych.model.media.images import MAX_PIXELS, ImageError, ImageProcessing, num_pixels
+from triptych.service.sandbox import worker_main
 
 _MEMORY = (1 << 30) + 16 * MAX_PIXELS  # address space: the libraries, and two or three copies of the pixels
 

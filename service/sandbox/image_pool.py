@@ -1,11 +1,11 @@
-"""Worker processes that decode untrusted image files (`service.sandbox.image_main`)."""
+"""Worker processes that decode untrusted image files (`triptych.service.sandbox.image_main`)."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
-from model.media.images import ImageError, ImageProcessing
-from service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
+from triptych.model.media.images import ImageError, ImageProcessing
+from triptych.service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
 
 _IMAGE_WORKERS = 2
 
@@ -15,7 +15,7 @@ class ImageWorker(ForkingWorker):
 
     def __init__(self, seconds: float, all_pixels: int) -> None:
         variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        super().__init__(seconds, "service.sandbox.image_main", variables=variables)
+        super().__init__(seconds, "triptych.service.sandbox.image_main", variables=variables)
         self._all_pixels = all_pixels
 
     def prepare(self, data: bytes, processing: ImageProcessing, most_pixels: int) -> tuple[bytes, int]:

@@ -1,7 +1,7 @@
 """A pool of processes for tasks that a client can make expensive; a process that takes too long is killed.
 
-Each process works on one task at a time. `service.sandbox.worker_main` confines it and describes its messages. The next
-task starts a new process in place of a killed one. Replies of a process are checked like any untrusted input.
+Each process works on one task at a time. `triptych.service.sandbox.worker_main` confines it and describes its messages.
+The next task starts a new process in place of a killed one. Replies of a process are checked like any untrusted input.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, Final, Generic, TypeVar
 
 import pydantic_core
 
-from model.system import python_child
-from service.sandbox.worker_main import LENGTH, STATUS
+from triptych.model.system import python_child
+from triptych.service.sandbox.worker_main import LENGTH, STATUS
 
 T = TypeVar("T")
 W = TypeVar("W", bound="Worker")

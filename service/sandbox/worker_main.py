@@ -17,8 +17,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from model.system.stacks import print_stacks_on_signal
-from service.sandbox import confinement
+from triptych.model.system.stacks import print_stacks_on_signal
+from triptych.service.sandbox import confinement
 
 READY = b"R"
 LENGTH = struct.Struct(">I")

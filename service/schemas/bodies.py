@@ -1,4 +1,4 @@
-"""The bodies of native requests. Limits that an operator can set are checked in `service.planning.checks`."""
+"""The bodies of native requests. Limits that an operator can set are checked in `triptych.service.planning.checks`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from service.core.request_context import REQUEST_ID_PATTERN
-from service.schemas.parameters import Parameters, native_body
-from service.schemas.types import (
+from triptych.service.core.request_context import REQUEST_ID_PATTERN
+from triptych.service.schemas.parameters import Parameters, native_body
+from triptych.service.schemas.types import (
     Body,
     Prompt,
     TextOrIds,

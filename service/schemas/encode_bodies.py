@@ -1,4 +1,4 @@
-"""The body of /encode. The table in `service.planning.outputs` lists the fields that each output reads."""
+"""The body of /encode. The table in `triptych.service.planning.outputs` lists the fields that each output reads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.schemas.bodies import ModelName, RequestId, Timeout
-from service.schemas.types import MAX_INT, Body, EncodeInput, Texts
+from triptych.service.schemas.bodies import ModelName, RequestId, Timeout
+from triptych.service.schemas.types import MAX_INT, Body, EncodeInput, Texts
 
 Chunk = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=2, max_length=2)]
 Ranges = Annotated[list[list[float]], Field(min_length=2, max_length=2)]

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
 
-from model.api.request import PARAMETERS
-from service.core.errors import from_validation, invalid, path_of, too_large
-from service.core.json_bounds import json_size
-from service.settings.service_settings import Limits
+from triptych.model.api.request import PARAMETERS
+from triptych.service.core.errors import from_validation, invalid, path_of, too_large
+from triptych.service.core.json_bounds import json_size
+from triptych.service.settings.service_settings import Limits
 
 # -- The fields of bodies at every depth: their paths, and the known names next to an unknown one.
 

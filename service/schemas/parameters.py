@@ -1,4 +1,4 @@
-"""Makes fields of bodies from the table of parameters (`model.api.request.PARAMETERS`)."""
+"""Makes fields of bodies from the table of parameters (`triptych.model.api.request.PARAMETERS`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import Field, create_model
 
-from model.api.parameters import EXTRA, Column, Taken
-from model.api.request import PARAMETERS
-from service.schemas.types import Body, TextOrTexts, TokenId
+from triptych.model.api.parameters import EXTRA, Column, Taken
+from triptych.model.api.request import PARAMETERS
+from triptych.service.schemas.types import Body, TextOrTexts, TokenId
 
 B = TypeVar("B", bound=Body)
 Never = Literal["never"]

@@ -1,4 +1,4 @@
-"""The replies, for /openapi.json. The frequent ones are built as dictionaries in `service.http.json_replies`.
+"""The replies, for /openapi.json. The frequent ones are built as dictionaries in `triptych.service.http.json_replies`.
 
 Tests compare those with these models.
 """
@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.config import JsonDict
 
-from service.core.models_folder import NAME_PATTERN
-from service.schemas.types import Body, Reply
-from service.settings.option_table import REQUEST_OPTIONS
+from triptych.service.core.models_folder import NAME_PATTERN
+from triptych.service.schemas.types import Body, Reply
+from triptych.service.settings.option_table import REQUEST_OPTIONS
 
 Finish = Literal["stop", "length", "deadline", "cancelled", "error"]
 

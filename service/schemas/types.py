@@ -1,7 +1,7 @@
 """Parts of bodies: the strict base class, bounded numbers, and unions that the first element decides.
 
-Members of a union have tags of the form `<name>`; `service.core.errors` removes them from `param`, so that an error
-names `prompt[1][5]`. The validation of a list stops at its first bad element.
+Members of a union have tags of the form `<name>`; `triptych.service.core.errors` removes them from `param`, so that an
+error names `prompt[1][5]`. The validation of a list stops at its first bad element.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from model.errors import ConfigError
-from service.settings.service_settings import ServiceSettings, check_key
+from triptych.model.errors import ConfigError
+from triptych.service.settings.service_settings import ServiceSettings, check_key
 
 _CHECK_SECONDS = 1.0  # minimum time between two checks of the file
 _MAX_BYTES = 1 << 20

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from model.errors import ConfigError
-from service.settings.parsers import (
+from triptych.model.errors import ConfigError
+from triptych.service.settings.parsers import (
     keys,
 )
 

@@ -1,7 +1,7 @@
 """The table of all settings of `triptych serve`: the name, parser, default and help of each.
 
-`service.settings.sources` reads their values from the command line, the environment and configuration files. This
-module imports nothing slow, because `--help` must answer at once.
+`triptych.service.settings.sources` reads their values from the command line, the environment and configuration files.
+This module imports nothing slow, because `--help` must answer at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
-from model.api.engine_config import (
+from triptych.model.api.engine_config import (
     ATTENTION_BACKENDS,
     AUTO_CACHE,
     DTYPES,
@@ -19,9 +19,9 @@ from model.api.engine_config import (
     SLOW_FALLBACKS,
     EngineConfig,
 )
-from service.settings import option_groups as groups
-from service.settings.option import Option
-from service.settings.parsers import (
+from triptych.service.settings import option_groups as groups
+from triptych.service.settings.option import Option
+from triptych.service.settings.parsers import (
     boolean,
     byte_size,
     cache_folder,
@@ -37,8 +37,14 @@ from service.settings.parsers import (
     route,
     sources,
 )
-from service.settings.serve_config import Scaling
-from service.settings.service_settings import REASONING_FORMATS, TOOL_FORMATS, Limits, ModelSettings, ServiceSettings
+from triptych.service.settings.serve_config import Scaling
+from triptych.service.settings.service_settings import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    Limits,
+    ModelSettings,
+    ServiceSettings,
+)
 
 _ENGINE = EngineConfig()
 _SERVICE = ServiceSettings()

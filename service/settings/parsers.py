@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from model import names
-from model.checkpoint.hub_names import is_hub_name
-from model.errors import ConfigError
-from service.settings.service_settings import LOAD_SOURCES
+from triptych.model import names
+from triptych.model.checkpoint.hub_names import is_hub_name
+from triptych.model.errors import ConfigError
+from triptych.service.settings.service_settings import LOAD_SOURCES
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _MOST_BYTES = 2**63

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from model import names
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.errors import ConfigError
-from model.pretrained import embedded_models
-from service.settings.api_keys import KeyRing
-from service.settings.option_table import ENGINE_OPTIONS, LIMIT_OPTIONS
-from service.settings.serve_config import Scaling, ServeConfig
-from service.settings.service_settings import Limits, ModelSettings, ServiceSettings
-from service.settings.sources import FileSettings
+from triptych.model import names
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.errors import ConfigError
+from triptych.model.pretrained import embedded_models
+from triptych.service.settings.api_keys import KeyRing
+from triptych.service.settings.option_table import ENGINE_OPTIONS, LIMIT_OPTIONS
+from triptych.service.settings.serve_config import Scaling, ServeConfig
+from triptych.service.settings.service_settings import Limits, ModelSettings, ServiceSettings
+from triptych.service.settings.sources import FileSettings
 
 Models = Mapping[str, Mapping[str, Any]]
 _DEFAULTS = EngineConfig(**{option.name: option.default for option in ENGINE_OPTIONS})

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from model.api.messages import ModelSpec
-from model.api.stats import ModelInfo
-from model.errors import ConfigError
-from service.settings.service_settings import ServiceSettings
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.stats import ModelInfo
+from triptych.model.errors import ConfigError
+from triptych.service.settings.service_settings import ServiceSettings
 
 # -- The number of replicas under Ray Serve, and how fast it changes.
 

@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from model.api.engine_config import EngineConfig
-from model.api.request import MIN_PRIORITY
-from model.errors import ConfigError
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.request import MIN_PRIORITY
+from triptych.model.errors import ConfigError
 
 # -- Settings of models that are loaded on demand: their sources, their memory, and when they are unloaded.
 
@@ -170,7 +170,9 @@ class ServiceSettings:
     log_format: LogFormat = "auto"  # plain lines on a terminal, JSON lines otherwise
     stall_timeout_s: float = 30.0  # without a finished step, after which an engine is restarted
     stream_interval_s: float = 0.0  # minimum time between a stream's events; 0: each token is sent at once
-    tool_format: str = "auto"  # how models write tool calls (`service.chat.formats`); auto: as their chat template does
+    tool_format: str = (
+        "auto"  # how models write tool calls (`triptych.service.chat.formats`); auto: as their chat template does
+    )
     reasoning_format: str = "auto"  # how models mark reasoning; none: it is part of the content
     embed_cache_bytes: int = 0  # cached results of /encode, of all models together; 0: none
     response_store_bytes: int = 64 << 20  # stored responses, which `previous_response_id` may name; 0: none

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.errors import ConfigError
-from service.settings import option_groups
-from service.settings.option import PREFIX, Option
-from service.settings.option_table import ENGINE_OPTIONS, GROUP_OPTIONS, OPTIONS, REQUEST_OPTIONS
-from service.settings.parsers import boolean
+from triptych.model.errors import ConfigError
+from triptych.service.settings import option_groups
+from triptych.service.settings.option import PREFIX, Option
+from triptych.service.settings.option_table import ENGINE_OPTIONS, GROUP_OPTIONS, OPTIONS, REQUEST_OPTIONS
+from triptych.service.settings.parsers import boolean
 
 _FEW = 12  # names that an error lists
 _NAMES_FOR_REPLICAS = ("data_parallel", "data_parallel_size", "dp_size", "dp")  # in other services
@@ -25,13 +25,13 @@ _REPEATED = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts")
 OTHER_VARIABLES = frozenset(  # each is read by one module
     {
         "TRIPTYCH_ADMIN_KEY",  # of a client: the commands that /docs shows
-        "TRIPTYCH_API_KEY",  # of a client: service.cli.run, and the commands that /docs shows
-        "TRIPTYCH_CONFIG",  # service.cli.main
-        "TRIPTYCH_DUMP_ACTIVATIONS",  # model.network.activation_dump
-        "TRIPTYCH_ENGINE_MODULE",  # model.system.child_process
-        "TRIPTYCH_KERNEL_CACHE",  # model.system.kernel_cache
-        "TRIPTYCH_SYMMETRIC_SUMS",  # model.parallel.symmetric_sums
-        "TRIPTYCH_URL",  # of a client: service.cli.run
+        "TRIPTYCH_API_KEY",  # of a client: triptych.service.cli.run, and the commands that /docs shows
+        "TRIPTYCH_CONFIG",  # triptych.service.cli.main
+        "TRIPTYCH_DUMP_ACTIVATIONS",  # triptych.model.network.activation_dump
+        "TRIPTYCH_ENGINE_MODULE",  # triptych.model.system.child_process
+        "TRIPTYCH_KERNEL_CACHE",  # triptych.model.system.kernel_cache
+        "TRIPTYCH_SYMMETRIC_SUMS",  # triptych.model.parallel.symmetric_sums
+        "TRIPTYCH_URL",  # of a client: triptych.service.cli.run
     }
 )
 

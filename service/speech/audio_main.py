@@ -1,7 +1,7 @@
-"""The process that decodes audio files: `python -m service.speech.audio_main`.
+"""The process that decodes audio files: `python -m triptych.service.speech.audio_main`.
 
 A decoder is a large program in C that reads bytes of a stranger, and a small file may decode to days of silence. So
-each file gets a process of its own, which `service.sandbox.worker_main` confines and the kernel ends in time.
+each file gets a process of its own, which `triptych.service.sandbox.worker_main` confines and the kernel ends in time.
 
 A request `{sampling_rate, limits, seconds}` with a file gets one reply: `{}` with mono samples in float32
 (little-endian), or `{"error", "message"}` without bytes; the error is refused (by `AudioError`) or memory.
@@ -13,8 +13,8 @@ import importlib
 import importlib.util
 from typing import Any
 
-from model.speech.audio_file import AudioError, AudioLimits, decode_audio
-from service.sandbox import worker_main
+from triptych.model.speech.audio_file import AudioError, AudioLimits, decode_audio
+from triptych.service.sandbox import worker_main
 
 _LIBRARIES = 1 << 30  # address space of the interpreter and the decoders' libraries, mostly unused
 

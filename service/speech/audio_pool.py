@@ -7,11 +7,12 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
-from model.speech.audio_file import AudioError, AudioLimits
-from service.core.errors import no_room
-from service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
+from triptych.model.speech.audio_file import AudioError, AudioLimits
+from triptych.service.core.errors import no_room
+from triptych.service.sandbox.process_pool import ForkingWorker, WorkerError, WorkerPool
 
-# -- Worker processes that decode audio files of strangers; `service.speech.audio_main` says why they are processes.
+# -- Worker processes that decode audio files of strangers; `triptych.service.speech.audio_main` says why they are
+# processes.
 
 _WORKERS = 2
 
@@ -21,7 +22,7 @@ class AudioWorker(ForkingWorker):
 
     def __init__(self, seconds: float, limits: AudioLimits) -> None:
         variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        super().__init__(seconds, "service.speech.audio_main", variables=variables)
+        super().__init__(seconds, "triptych.service.speech.audio_main", variables=variables)
         self._limits = limits
 
     def decode(self, data: bytes, sampling_rate: int) -> NDArray[np.float32]:

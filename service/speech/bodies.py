@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from model.api.request import MAX_PRIORITY, MIN_PRIORITY
-from service.schemas.bodies import ModelName, RequestId, Timeout
-from service.schemas.parameters import bounded
-from service.schemas.replies import Finish, ReplyFrame, TimingsReply, TokenLogprobReply, Usage
-from service.schemas.types import MAX_INT, ONE_OR_LIST, TONE, Body, Reply, TokenId
+from triptych.model.api.request import MAX_PRIORITY, MIN_PRIORITY
+from triptych.service.schemas.bodies import ModelName, RequestId, Timeout
+from triptych.service.schemas.parameters import bounded
+from triptych.service.schemas.replies import Finish, ReplyFrame, TimingsReply, TokenLogprobReply, Usage
+from triptych.service.schemas.types import MAX_INT, ONE_OR_LIST, TONE, Body, Reply, TokenId
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
 Temperatures = Annotated[

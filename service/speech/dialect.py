@@ -10,21 +10,21 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from model.api.languages import NAMES
-from model.api.request import TokenLogprob
-from model.speech.driver import Piece, Written
-from model.speech.segments import Line, srt, vtt
-from service.core.errors import from_validation, invalid
-from service.dialects.common import native
-from service.http.bodies import context_of_request, json_response
-from service.http.json_replies import DataEvents, Json
-from service.http.multipart import Form
-from service.lifecycle.jobs import Job
-from service.schemas.field_paths import siblings
-from service.speech.bodies import TranscribeBody
-from service.speech.dialect_bodies import AudioForm, SpeechBody, SpeechGeneration, TranscriptionForm
-from service.speech.running import RunningTranscription
-from service.speech.transcripts import check_complete
+from triptych.model.api.languages import NAMES
+from triptych.model.api.request import TokenLogprob
+from triptych.model.speech.driver import Piece, Written
+from triptych.model.speech.segments import Line, srt, vtt
+from triptych.service.core.errors import from_validation, invalid
+from triptych.service.dialects.common import native
+from triptych.service.http.bodies import context_of_request, json_response
+from triptych.service.http.json_replies import DataEvents, Json
+from triptych.service.http.multipart import Form
+from triptych.service.lifecycle.jobs import Job
+from triptych.service.schemas.field_paths import siblings
+from triptych.service.speech.bodies import TranscribeBody
+from triptych.service.speech.dialect_bodies import AudioForm, SpeechBody, SpeechGeneration, TranscriptionForm
+from triptych.service.speech.running import RunningTranscription
+from triptych.service.speech.transcripts import check_complete
 
 F = TypeVar("F", bound=AudioForm)
 

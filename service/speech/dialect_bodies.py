@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, Tag
 
-from service.dialects.common import DialectBody, Ignored, NotSupported, Refused
-from service.dialects.huggingface import HuggingFaceBody
-from service.schemas.bodies import RequestId
-from service.schemas.types import MAX_INT, ONE_OR_LIST, TONE, Body
+from triptych.service.dialects.common import DialectBody, Ignored, NotSupported, Refused
+from triptych.service.dialects.huggingface import HuggingFaceBody
+from triptych.service.schemas.bodies import RequestId
+from triptych.service.schemas.types import MAX_INT, ONE_OR_LIST, TONE, Body
 
 AudioFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 _FILE = Field(

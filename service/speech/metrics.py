@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from service.core.models import Models
-from service.observability.metric_parts import TokenTally
-from service.observability.metrics import Metrics
+from triptych.service.core.models import Models
+from triptych.service.observability.metric_parts import TokenTally
+from triptych.service.observability.metrics import Metrics
 
 _OUTCOMES = ("text", "silence", "repeated")
 _FACTORS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0)

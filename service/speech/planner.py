@@ -11,26 +11,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from model.api.request import Request
-from model.api.sampling_params import SamplingParams
-from model.api.stats import ModelInfo
-from model.checkpoint.speech import SpeechTokens
-from model.speech.audio_file import AudioError, AudioLimits
-from model.speech.log_mel import LogMel
-from model.speech.requests import RequestMaker, SpeechOptions
-from model.speech.transcription import TEMPERATURES
-from model.text.tokenizer import Tokenizer
-from service.core.engine_client import EngineClient
-from service.core.errors import invalid, unavailable
-from service.core.models import Models, ServedModel, Task
-from service.planning.admission import check_request, check_room, loaded_info
-from service.planning.requests import cache_salt, engine_id
-from service.planning.tokenization import TokenizerThreads, check_vocabulary
-from service.sandbox.process_pool import WorkerError
-from service.settings.service_settings import Limits
-from service.speech.audio_pool import AudioPool, AudioRoom, HeldAudio
-from service.speech.bodies import TranscribeBody
-from service.speech.metrics import SpeechMetrics
+from triptych.model.api.request import Request
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.api.stats import ModelInfo
+from triptych.model.checkpoint.speech import SpeechTokens
+from triptych.model.speech.audio_file import AudioError, AudioLimits
+from triptych.model.speech.log_mel import LogMel
+from triptych.model.speech.requests import RequestMaker, SpeechOptions
+from triptych.model.speech.transcription import TEMPERATURES
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.core.engine_client import EngineClient
+from triptych.service.core.errors import invalid, unavailable
+from triptych.service.core.models import Models, ServedModel, Task
+from triptych.service.planning.admission import check_request, check_room, loaded_info
+from triptych.service.planning.requests import cache_salt, engine_id
+from triptych.service.planning.tokenization import TokenizerThreads, check_vocabulary
+from triptych.service.sandbox.process_pool import WorkerError
+from triptych.service.settings.service_settings import Limits
+from triptych.service.speech.audio_pool import AudioPool, AudioRoom, HeldAudio
+from triptych.service.speech.bodies import TranscribeBody
+from triptych.service.speech.metrics import SpeechMetrics
 
 READS_AUDIO = "transcribes speech"
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core.errors import ApiError, invalid
-from service.core.models import Task
-from service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
-from service.http.bodies import (
+from triptych.service.core.errors import ApiError, invalid
+from triptych.service.core.models import Task
+from triptych.service.dialects.common import NATIVE_NAMES, naming_errors, rename_fields
+from triptych.service.http.bodies import (
     cancel_on_disconnect,
     context_of_request,
     named_model,
@@ -21,22 +21,22 @@ from service.http.bodies import (
     whole_body,
     with_model,
 )
-from service.http.model_use import choose_model
-from service.http.multipart import boundary_of, read_form
-from service.http.parsing import parsed
-from service.http.route_table import MODEL_IN_QUERY, Routes, file_body, form_body, replies
-from service.http.sse import EventStream
-from service.lifecycle.jobs import Job
-from service.lifecycle.state import Service, service_of
-from service.planning.capabilities import SAMPLE, SPEECH_TRANSLATE, TRANSCRIBE
-from service.speech import dialect
-from service.speech.audio_pool import AudioPool, HeldAudio
-from service.speech.bodies import TranscribeBody
-from service.speech.dialect_bodies import AudioForm, SpeechBody, TranscriptionForm, TranslationForm
-from service.speech.metrics import SpeechMetrics
-from service.speech.planner import READS_AUDIO, SpeechPlanner, audio_limits, lacks_for_audio, reads_audio
-from service.speech.running import RunningTranscription
-from service.speech.transcripts import NativeTranscript, RenderTranscript, TranscriptEvents
+from triptych.service.http.model_use import choose_model
+from triptych.service.http.multipart import boundary_of, read_form
+from triptych.service.http.parsing import parsed
+from triptych.service.http.route_table import MODEL_IN_QUERY, Routes, file_body, form_body, replies
+from triptych.service.http.sse import EventStream
+from triptych.service.lifecycle.jobs import Job
+from triptych.service.lifecycle.state import Service, service_of
+from triptych.service.planning.capabilities import SAMPLE, SPEECH_TRANSLATE, TRANSCRIBE
+from triptych.service.speech import dialect
+from triptych.service.speech.audio_pool import AudioPool, HeldAudio
+from triptych.service.speech.bodies import TranscribeBody
+from triptych.service.speech.dialect_bodies import AudioForm, SpeechBody, TranscriptionForm, TranslationForm
+from triptych.service.speech.metrics import SpeechMetrics
+from triptych.service.speech.planner import READS_AUDIO, SpeechPlanner, audio_limits, lacks_for_audio, reads_audio
+from triptych.service.speech.running import RunningTranscription
+from triptych.service.speech.transcripts import NativeTranscript, RenderTranscript, TranscriptEvents
 
 routes = Routes("generate")
 F = TypeVar("F", bound=AudioForm)

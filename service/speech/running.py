@@ -11,16 +11,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-from model.api.request import FinishReason, Request, TokenOutput
-from model.errors import EngineError, ModelNotLoadedError, QueueFullError
-from model.speech.driver import Piece, StoppedError, Take, Transcriber, Transcription
-from service.core.engine_client import EngineClient, GenerationStream
-from service.core.errors import REFUSALS, deadline_passed, draining, engine_refusal, log_unexpected
-from service.core.request_context import RequestContext
-from service.lifecycle.jobs import Job, Jobs
-from service.settings.service_settings import Limits
-from service.speech.metrics import SpeechMetrics
-from service.speech.planner import SpeechPlan
+from triptych.model.api.request import FinishReason, Request, TokenOutput
+from triptych.model.errors import EngineError, ModelNotLoadedError, QueueFullError
+from triptych.model.speech.driver import Piece, StoppedError, Take, Transcriber, Transcription
+from triptych.service.core.engine_client import EngineClient, GenerationStream
+from triptych.service.core.errors import REFUSALS, deadline_passed, draining, engine_refusal, log_unexpected
+from triptych.service.core.request_context import RequestContext
+from triptych.service.lifecycle.jobs import Job, Jobs
+from triptych.service.settings.service_settings import Limits
+from triptych.service.speech.metrics import SpeechMetrics
+from triptych.service.speech.planner import SpeechPlan
 
 _ROOM_SECONDS = 0.05  # between looks for room in the queue
 

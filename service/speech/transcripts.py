@@ -7,14 +7,14 @@ from typing import Protocol
 
 from starlette.responses import Response
 
-from model.api.request import FinishReason, TokenLogprob
-from model.speech.driver import Piece, Written
-from service.core.errors import ApiError, cancelled, engine_failed
-from service.http.bodies import json_response
-from service.http.json_replies import DataEvents, Json, timings_of, token_logprob, usage_of
-from service.http.sse import Chunk
-from service.lifecycle.jobs import Job
-from service.speech.running import RunningTranscription
+from triptych.model.api.request import FinishReason, TokenLogprob
+from triptych.model.speech.driver import Piece, Written
+from triptych.service.core.errors import ApiError, cancelled, engine_failed
+from triptych.service.http.bodies import json_response
+from triptych.service.http.json_replies import DataEvents, Json, timings_of, token_logprob, usage_of
+from triptych.service.http.sse import Chunk
+from triptych.service.lifecycle.jobs import Job
+from triptych.service.speech.running import RunningTranscription
 
 
 class TranscriptRendering(Protocol):
@@ -89,7 +89,7 @@ def check_complete(running: RunningTranscription) -> None:
 
 
 class NativeTranscript(DataEvents):
-    """Shows transcriptions as /generate has them (`service.speech.bodies`)."""
+    """Shows transcriptions as /generate has them (`triptych.service.speech.bodies`)."""
 
     def __init__(self, running: RunningTranscription, job: Job, *, segments: bool, token_ids: bool) -> None:
         self._running = running

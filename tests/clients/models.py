@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model.pretrained import CHECKPOINTS, embedded_models
 from tests.clients.environments import ROOT
+from triptych.model.pretrained import CHECKPOINTS, embedded_models
 
 
 def served_models() -> list[str]:

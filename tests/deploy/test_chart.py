@@ -12,18 +12,18 @@ import helm_python
 import pytest
 import yaml
 
-from model.api.engine_config import EngineConfig
-from service.app import TABLE
-from service.settings import sources
-from service.settings.option_table import OPTIONS
-from service.settings.parsers import byte_size
-from service.settings.resolve import resolve_config
-from service.settings.serve_config import Scaling, ServeConfig
-from service.settings.service_settings import ServiceSettings
-from service.settings.sources import OTHER_VARIABLES
 from tests.deploy import helm
 from tests.deploy.docker import ROOT
 from tests.deploy.kustomize import Manifest, pod_specs
+from triptych.model.api.engine_config import EngineConfig
+from triptych.service.app import TABLE
+from triptych.service.settings import sources
+from triptych.service.settings.option_table import OPTIONS
+from triptych.service.settings.parsers import byte_size
+from triptych.service.settings.resolve import resolve_config
+from triptych.service.settings.serve_config import Scaling, ServeConfig
+from triptych.service.settings.service_settings import ServiceSettings
+from triptych.service.settings.sources import OTHER_VARIABLES
 
 EXAMPLES = helm.examples()
 CHARTS = {name: helm.render(values) for name, values in EXAMPLES.items()}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from service.settings.option_table import OPTIONS
-from service.settings.service_settings import ServiceSettings
-from service.settings.sources import OTHER_VARIABLES
 from tests.deploy.docker import ROOT
+from triptych.service.settings.option_table import OPTIONS
+from triptych.service.settings.service_settings import ServiceSettings
+from triptych.service.settings.sources import OTHER_VARIABLES
 
 COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]

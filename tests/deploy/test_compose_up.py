@@ -15,10 +15,10 @@ import httpx
 import pytest
 import yaml
 
-from model.pretrained import CHECKPOINTS
 from tests.deploy.docker import BASE_IMAGE, ROOT, build, docker, inspect, need_engine
 from tests.deploy.monitoring import dashboard_queries, rules
 from tests.service.processes import eventually
+from triptych.model.pretrained import CHECKPOINTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.docker]
 
@@ -80,7 +80,7 @@ def images() -> list[str]:
 @pytest.fixture(scope="module")
 def project(images: list[str]) -> Iterator[Project]:
     """With the image's speech model in addition to the default models."""
-    folder = "from model.pretrained import CHECKPOINTS; print(CHECKPOINTS / 'speech')"
+    folder = "from triptych.model.pretrained import CHECKPOINTS; print(CHECKPOINTS / 'speech')"
     speech = docker("run", "--rm", "--entrypoint=python", IMAGE, "-c", folder).stdout.strip()
     one = Project(f"triptych-test-{os.getpid()}", {"MODELS": f"code normalize embed speech={speech}"})
     try:

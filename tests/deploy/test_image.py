@@ -13,14 +13,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.llm import LLM
-from model.native.build import fitting
-from model.speech.requests import SpeechOptions
 from tests.deploy.docker import ROOT, WHEELS, Container, build, container, docker, inspect, need_engine
 from tests.service.asking import post, read_all
 from tests.service.processes import eventually
 from tests.service.whisper import noise, wave_file, whisper
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.llm import LLM
+from triptych.model.native.build import fitting
+from triptych.model.speech.requests import SpeechOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.docker]
 
@@ -92,7 +92,9 @@ def test_the_bill_of_materials_equals_the_lock(image: str) -> None:
 
 
 def test_it_can_send_traces(image: str) -> None:
-    make = "from service.observability.tracing import Tracer; Tracer.to('http://127.0.0.1:9', 'x'); print('made')"
+    make = (
+        "from triptych.service.observability.tracing import Tracer; Tracer.to('http://127.0.0.1:9', 'x'); print('made')"
+    )
     assert inside(image, f'python -c "{make}"') == "made\n"
 
 

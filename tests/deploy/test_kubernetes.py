@@ -17,13 +17,13 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from model.api.messages import ModelSpec
-from service.runtimes.ray_serve import environment
-from service.settings.option_table import OPTIONS
-from service.settings.serve_config import ServeConfig
 from tests.deploy import helm
 from tests.deploy.docker import ROOT
 from tests.deploy.kustomize import Manifest, containers, pod_specs, render
+from triptych.model.api.messages import ModelSpec
+from triptych.service.runtimes.ray_serve import environment
+from triptych.service.settings.option_table import OPTIONS
+from triptych.service.settings.serve_config import ServeConfig
 
 KUBERAY = ROOT / "deploy" / "kuberay"
 VERSION = "1.37"
@@ -125,7 +125,7 @@ from ray import serve
 config, folder, port = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 ray.init(address="local", include_dashboard=False, num_cpus=4, _temp_dir=folder, _node_ip_address="127.0.0.1")
 serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-from service.runtimes.ray_serve.deployment import application
+from triptych.service.runtimes.ray_serve.deployment import application
 serve.run(application(config["applications"][0]["args"]), name="triptych")
 base = f"http://127.0.0.1:{port}"
 assert httpx.get(base + "/-/healthz").status_code == 200

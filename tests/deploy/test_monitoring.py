@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from deploy.monitoring import RULES, rendered
-from service.core.errors import SERVER_FAULTS
 from tests.deploy.docker import ROOT
 from tests.deploy.monitoring import dashboard, dashboard_queries, metrics_in, rules, scaling_queries
 from tests.service.processes import ServiceProcess
+from triptych.service.core.errors import SERVER_FAULTS
 
 RULE_QUERIES = {rule.get("alert") or rule["record"]: rule["expr"] for rule in rules()}
 QUERIES = {**dashboard_queries(), **RULE_QUERIES, **scaling_queries()}

@@ -112,7 +112,7 @@ def test_it_serves_on_the_worker_what_the_operator_tells_the_head(cluster: tuple
 def test_the_replica_is_not_on_the_head(cluster: tuple[Node, Node]) -> None:
     head, worker = cluster
     commands = "for c in /proc/[0-9]*/cmdline; do tr '\\0' ' ' <$c; echo; done 2>/dev/null"
-    engine = f"{commands} | grep -c 'm model.engine '"
+    engine = f"{commands} | grep -c 'm triptych.model.engine '"
     counts = [one.execute("sh", "-c", engine, check=False).stdout.strip() for one in (head, worker)]
     assert int(counts[0]) < int(counts[1])
 
@@ -120,7 +120,7 @@ def test_the_replica_is_not_on_the_head(cluster: tuple[Node, Node]) -> None:
 # A file for `triptych serve --config`, which knows the embedded models' folders of the image.
 GROUPS = """
 import json, pathlib
-from model.pretrained import embedded_models
+from triptych.model.pretrained import embedded_models
 at = {name: str(path) for name, path in embedded_models().items()}
 groups = {"text": {"models": {"code": at["code"]}}}
 file = {"host": "0.0.0.0", "models": {"normalize": at["normalize"]}, "groups": groups}

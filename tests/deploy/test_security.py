@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from service.app import TABLE
-from service.settings.service_settings import Limits
 from tests.deploy.docker import ROOT
+from triptych.service.app import TABLE
+from triptych.service.settings.service_settings import Limits
 
 TEXT = (ROOT / "SECURITY.md").read_text()
 

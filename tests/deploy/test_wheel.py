@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.native.build import build_portable, prebuilt
 from tests.deploy.docker import ROOT
 from tests.service.processes import running
+from triptych.model.native.build import build_portable, prebuilt
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = ("triptych", "model", "service", "loadtest")
@@ -83,11 +83,11 @@ def test_the_wheel_has_each_file_of_its_packages(tmp_path: Path) -> None:
     with zipfile.ZipFile(built(tmp_path, kernels=False)) as wheel:
         inside = set(wheel.namelist())
         [metadata] = [wheel.read(name).decode() for name in inside if name.endswith("METADATA")]
-    folders = [tmp_path / "source" / name for name in FOLDERS]
+    folders = [tmp_path / "source" / "triptych" / name for name in ("", *FOLDERS[1:])]
     files = {str(f.relative_to(tmp_path / "source")) for d in folders for f in d.rglob("*") if f.is_file()}
     assert files - inside == set()
-    assert {name.partition("/")[0] for name in inside if ".dist-info/" not in name} == set(FOLDERS)
-    assert "model/native/prebuilt/native-none.so" in inside
+    assert {name.partition("/")[0] for name in inside if ".dist-info/" not in name} == {"triptych"}
+    assert "triptych/model/native/prebuilt/native-none.so" in inside
     needed = names([line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Requires-Dist")])
     assert {"torch", "pydantic", "starlette", "uvicorn", "rich", "jinja2"} <= needed
 

@@ -25,17 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, FinishReason, Request
-from model.api.sampling_params import SamplingParams
-from model.client.async_engine import AsyncEngine
-from model.engine.execution.sources import blank_source
-from model.engine.thread_transport import ThreadTransport
-from model.errors import ConfigError
 from tests.engine.front import collect, ids_of
 from tests.engine.support import request
 from tests.model.checkpoints import saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import EncodeRequest, FinishReason, Request
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.engine.execution.sources import blank_source
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.errors import ConfigError
 
 KINDS = (
     *("llama-yarn", "llama-llama3", "mistral", "qwen3", "phi3", "gemma2", "gemma3", "gpt2", "gpt-neox"),
@@ -147,7 +147,7 @@ class Fuzz:
                 await self._engine.unload("tried")
 
     async def _ask(self, form: str) -> str:
-        from model.checkpoint.folder import read_checkpoint
+        from triptych.model.checkpoint.folder import read_checkpoint
 
         checkpoint = read_checkpoint(self._scratch)
         config = checkpoint.config

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import FinishReason, TokenOutput
-from model.client.async_engine import AsyncEngine, Transport
-from model.client.generation_stream import GenerationStream
-from model.engine.thread_transport import ThreadTransport
-from model.network.inputs import StackInput
-from model.network.transformer import Transformer
 from tests.model.checkpoints import saved
 from tests.model.texts import bytes_tokenizer
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import FinishReason, TokenOutput
+from triptych.model.client.async_engine import AsyncEngine, Transport
+from triptych.model.client.generation_stream import GenerationStream
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.network.inputs import StackInput
+from triptych.model.network.transformer import Transformer
 
 TEST_SECONDS = 300.0  # a test that takes longer hangs, even on a busy machine
 

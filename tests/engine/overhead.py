@@ -14,17 +14,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from model.api.request import Request, Source
-from model.api.sampling_params import SamplingParams
-from model.config.cache import PoolSize
-from model.config.model import GenerationRules
-from model.engine.execution.batch import BatchLayout, pack
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import GenerateEngine
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduled_step import SampledToken, SchedulerOutput
-from model.engine.scheduling.scheduler import Scheduler
 from tests.engine.scripted import Late
+from triptych.model.api.request import Request, Source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.config.cache import PoolSize
+from triptych.model.config.model import GenerationRules
+from triptych.model.engine.execution.batch import BatchLayout, pack
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduled_step import SampledToken, SchedulerOutput
+from triptych.model.engine.scheduling.scheduler import Scheduler
 
 SHAPES = ((64, 512), (64, 8192), (256, 1024))  # (sequences, tokens per sequence)
 STEPS = 200

@@ -8,15 +8,21 @@ from itertools import accumulate
 from operator import and_, eq
 from zlib import crc32
 
-from model.api.request import FinishReason, Request, Source, TokenOutput, token_source
-from model.api.sampling_params import SamplingParams
-from model.config.cache import NO_STATE, PoolSize, StateSize
-from model.engine.generate_engine import GenerateEngine
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.block_pool import NULL_BLOCK
-from model.engine.scheduling.scheduled_step import UNLIMITED, DraftRun, SampledToken, ScheduledSequence, SchedulerOutput
-from model.engine.scheduling.scheduler import Scheduler
-from model.engine.scheduling.sequence import PLACEHOLDER, SequenceStatus
+from triptych.model.api.request import FinishReason, Request, Source, TokenOutput, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.config.cache import NO_STATE, PoolSize, StateSize
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.block_pool import NULL_BLOCK
+from triptych.model.engine.scheduling.scheduled_step import (
+    UNLIMITED,
+    DraftRun,
+    SampledToken,
+    ScheduledSequence,
+    SchedulerOutput,
+)
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.engine.scheduling.sequence import PLACEHOLDER, SequenceStatus
 
 VOCAB = 1000
 

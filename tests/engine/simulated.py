@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from model.engine.scheduling.scheduled_step import StepBudget, StepDemand
-from model.engine.step_pacer import (
+from triptych.model.engine.scheduling.scheduled_step import StepBudget, StepDemand
+from triptych.model.engine.step_pacer import (
     EngineKey,
     StepPacer,
     StepWork,

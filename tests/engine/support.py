@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.api.request import Request, TokenOutput
-from model.api.sampling_params import SamplingParams
-from model.attention.base import AttentionBackend
-from model.cache.kv_cache import KVCache
-from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
-from model.config.stack import StackConfig
-from model.engine.execution.model_runner import ModelRunner, SampledToken, decodes_first
-from model.engine.execution.step_program import StepPlan, StepProgram
-from model.engine.generate_engine import GenerateEngine
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduled_step import SchedulerOutput
-from model.engine.scheduling.scheduler import Scheduler
-from model.network.transformer import Transformer
 from tests.model.checkpoints import AUDIO, CPU, DECODERS, START, loaded, prompt, reference_logits, source_of
+from triptych.model.api.request import Request, TokenOutput
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.config.cache import PoolSize, StateSize, paged_specs, pools_of
+from triptych.model.config.stack import StackConfig
+from triptych.model.engine.execution.model_runner import ModelRunner, SampledToken, decodes_first
+from triptych.model.engine.execution.step_program import StepPlan, StepProgram
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduled_step import SchedulerOutput
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.network.transformer import Transformer
 
 
 class RecordingProgram:

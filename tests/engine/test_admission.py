@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.client.admission import Admission
-from model.errors import ConfigError, QueueFullError
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.client.admission import Admission
+from triptych.model.errors import ConfigError, QueueFullError
 
 
 def admission(*, seqs: int = 2, requests: int = 3, tokens: int = 100) -> Admission:
@@ -106,7 +106,7 @@ def test_release_ignores_unknown_requests() -> None:
 
 def test_retry_after_follows_the_rate_at_which_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("model.client.admission.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("triptych.model.client.admission.time.monotonic", lambda: now[0])
     bound = admission(seqs=1, requests=9)
     for i in range(10):
         bound.admit({f"r{i}": 1})

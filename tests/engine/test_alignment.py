@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers.generation.utils import GenerateEncoderDecoderOutput
 from transformers.models.whisper.generation_whisper import _dynamic_time_warping, _median_filter
 
-from model.api.request import Alignment, AlignmentMethod, FinishReason, Request
-from model.attention.native import NativeBackend
-from model.engine.execution.model_runner import Launched
-from model.engine.scheduling.scheduled_step import ScheduledSequence
-from model.native.library import Library, native
-from model.network import alignment as rules
 from tests.engine.support import request, running
 from tests.model.checkpoints import AUDIO, START, prompt, reference_input, saved
+from triptych.model.api.request import Alignment, AlignmentMethod, FinishReason, Request
+from triptych.model.attention.native import NativeBackend
+from triptych.model.engine.execution.model_runner import Launched
+from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
+from triptych.model.native.library import Library, native
+from triptych.model.network import alignment as rules
 
 HEADS = ((0, 1), (1, 0), (1, 3))
 POSITIONS = AUDIO["whisper"].num_positions

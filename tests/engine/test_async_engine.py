@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, FinishReason, TokenOutput, token_source
-from model.client import async_engine
-from model.client.async_engine import AsyncEngine
-from model.engine import builder, network_plan
-from model.engine.thread_transport import ThreadTransport
-from model.errors import ConfigError, EngineDeadError, QueueFullError
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
 from tests.engine.support import mixed, request, running
 from tests.model.checkpoints import prompt
 from tests.model.texts import bytes_tokenizer
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import EncodeRequest, FinishReason, TokenOutput, token_source
+from triptych.model.client import async_engine
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.engine import builder, network_plan
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.errors import ConfigError, EngineDeadError, QueueFullError
 
 LLAMA = "llama-gqa"
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, Request, token_source
-from model.attention import selection
-from model.engine.builder import LoadedModel, load
-from model.errors import ConfigError
-from model.linear.float import FloatLinear
-from model.linear.native import NativeLinear
-from model.native.library import Kind, Library, native
 from tests.engine.support import mixed
 from tests.model.checkpoints import prompt, saved
 from tests.model.tiled import emulated, needs_vectors
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import EncodeRequest, Request, token_source
+from triptych.model.attention import selection
+from triptych.model.engine.builder import LoadedModel, load
+from triptych.model.errors import ConfigError
+from triptych.model.linear.float import FloatLinear
+from triptych.model.linear.native import NativeLinear
+from triptych.model.native.library import Kind, Library, native
 
 FORMATS = [
     (dtype, quantization, cache)

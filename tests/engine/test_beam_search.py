@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from model.api.request import FinishReason, Request, TokenOutput, token_source
-from model.api.sampling_params import SamplingParams
-from model.engine.scheduling.beam_search import BeamSearch
-from model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence, SchedulerOutput
 from tests.engine.scripted import Harness, Late, ScriptedRunner, expected_tokens, next_token, source_ids
 from tests.engine.support import running
 from tests.model.checkpoints import DECODERS, START, prompt, saved
+from triptych.model.api.request import FinishReason, Request, TokenOutput, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.engine.scheduling.beam_search import BeamSearch
+from triptych.model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence, SchedulerOutput
 
 SETTINGS: list[dict[str, Any]] = [
     {"num_beams": 2},

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config.cache import PoolSize
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.block_table import BlockTable
-from model.engine.scheduling.sequence import SequenceState
 from tests.engine.scripted import request
+from triptych.model.config.cache import PoolSize
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.block_table import BlockTable
+from triptych.model.engine.scheduling.sequence import SequenceState
 
 
 def sequence(prompt: int, source: int = 0) -> SequenceState:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.engine.execution.cuda_graphs import CudaRecorder, recorded
-from model.system.background_work import Work
-from model.system.devices import HostCopy
+from triptych.model.engine.execution.cuda_graphs import CudaRecorder, recorded
+from triptych.model.system.background_work import Work
+from triptych.model.system.devices import HostCopy
 
 SECOND = torch.device("cuda", 1)
 
@@ -109,7 +109,7 @@ def test_steps_are_recorded_on_their_models_device_and_one_stream(gpus: Gpus) ->
 
 def test_recorded_kernels_begin_early_from_hopper_on(gpus: Gpus) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from model.system.held_kernels import overlap
+    from triptych.model.system.held_kernels import overlap
 
     seen = []
     for device in (torch.device("cuda", 0), SECOND):

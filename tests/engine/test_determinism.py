@@ -9,12 +9,12 @@ from itertools import product
 import pytest
 import torch
 
-from model.api.request import Request
-from model.attention.base import AttentionBackend
-from model.attention.sdpa import SdpaBackend
 from tests.engine.support import add_all, mixed, running
 from tests.matrix import rest_is_slow
 from tests.model.checkpoints import native_backends
+from triptych.model.api.request import Request
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.sdpa import SdpaBackend
 
 KINDS = ("llama-gqa", "marian", "t5-gated-untied")
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}

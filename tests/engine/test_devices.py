@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.engine import network_plan
-from model.errors import ConfigError
-from model.system.devices import resolve_device
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.engine import network_plan
+from triptych.model.errors import ConfigError
+from triptych.model.system.devices import resolve_device
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -13,32 +13,32 @@ from zlib import crc32
 import pytest
 from safetensors.torch import load_file, save_file
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.sampling_params import SamplingParams
-from model.config.cache import NO_STATE, PoolSize, StateSize
-from model.engine import warmup
-from model.engine.builder import LoadedModel, load
-from model.engine.execution.batch import BatchLayout, pack
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.scheduling.block_pool import BlockHasher
-from model.engine.scheduling.scheduled_step import ScheduledSequence
-from model.engine.scheduling.sequence import SequenceState
-from model.engine.scheduling.state_slots import StateSlots
-from model.engine.speculation import propose
-from model.engine.speculation.model_drafts import DraftOdds, ModelDrafts
-from model.errors import ConfigError
-from model.linear.base import linears
-from model.linear.native import NativeLinear
-from model.llm import LLM
-from model.native.library import Kind
-from model.pretrained import embedded_models
-from model.quantization.folder import quantize
-from model.system.background_work import Work, finish
 from tests.engine.scripted import Harness, request
 from tests.engine.test_speculation import copying, crowd, generated, of_each_way, outcomes
 from tests.matrix import rest_is_slow
 from tests.model.checkpoints import native_backends, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.config.cache import NO_STATE, PoolSize, StateSize
+from triptych.model.engine import warmup
+from triptych.model.engine.builder import LoadedModel, load
+from triptych.model.engine.execution.batch import BatchLayout, pack
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.scheduling.block_pool import BlockHasher
+from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.scheduling.state_slots import StateSlots
+from triptych.model.engine.speculation import propose
+from triptych.model.engine.speculation.model_drafts import DraftOdds, ModelDrafts
+from triptych.model.errors import ConfigError
+from triptych.model.linear.base import linears
+from triptych.model.linear.native import NativeLinear
+from triptych.model.llm import LLM
+from triptych.model.native.library import Kind
+from triptych.model.pretrained import embedded_models
+from triptych.model.quantization.folder import quantize
+from triptych.model.system.background_work import Work, finish
 
 
 @pytest.fixture(autouse=True)

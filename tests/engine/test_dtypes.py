@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import model.engine.planning.kernels as dtypes
-from model.engine.planning.kernels import choose_dtype
-from model.errors import ConfigError
+import triptych.model.engine.planning.kernels as dtypes
 from tests.model.checkpoints import loaded
+from triptych.model.engine.planning.kernels import choose_dtype
+from triptych.model.errors import ConfigError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import (
+from tests.model.checkpoints import CPU, DECODERS, loaded, prompt, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import (
     EncodeOutput,
     EncodeRequest,
     EncodeTask,
@@ -23,16 +24,15 @@ from model.api.request import (
     image_source,
     token_source,
 )
-from model.checkpoint.sentence_transformers import SentenceSettings
-from model.engine import encode_results, output_heads
-from model.engine.builder import load
-from model.engine.encode_engine import EncodeEngine
-from model.engine.output_heads import SentenceHead
-from model.engine.scheduling.scheduled_step import StepBudget, StepDemand
-from model.network.inputs import packed_input
-from model.network.stack import StackPass
-from model.system import devices
-from tests.model.checkpoints import CPU, DECODERS, loaded, prompt, saved
+from triptych.model.checkpoint.sentence_transformers import SentenceSettings
+from triptych.model.engine import encode_results, output_heads
+from triptych.model.engine.builder import load
+from triptych.model.engine.encode_engine import EncodeEngine
+from triptych.model.engine.output_heads import SentenceHead
+from triptych.model.engine.scheduling.scheduled_step import StepBudget, StepDemand
+from triptych.model.network.inputs import packed_input
+from triptych.model.network.stack import StackPass
+from triptych.model.system import devices
 
 LENGTHS = (5, 30, 1, 12, 5, 22)
 

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from model.api.request import EncodeRequest, FinishReason, token_source
-from model.client import admission as admission_module
-from model.client.async_engine import AsyncEngine
-from model.errors import EngineDeadError, QueueFullError
 from tests.engine.front import Brake, async_test, idle, served, until
 from tests.model.checkpoints import prompt
+from triptych.model.api.request import EncodeRequest, FinishReason, token_source
+from triptych.model.client import admission as admission_module
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.errors import EngineDeadError, QueueFullError
 
 LLAMA = "llama-gqa"
 SMALL = dict(max_num_seqs=4, max_num_batched_tokens=16, max_queued_requests=8, max_queued_tokens=64)

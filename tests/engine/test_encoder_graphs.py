@@ -17,18 +17,21 @@ from torch import Tensor
 
 from lab.bench.gpu.shapes import GPU_MODELS
 from lab.bench.models import config_of
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, EncodeTask, Pooling, Source, token_source
-from model.attention.base import AttentionMetadata
-from model.attention.selection import Selection
-from model.cache.kv_cache import KVCache
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.sentence_transformers import SentenceSettings
-from model.engine import builder
-from model.engine.encode_engine import EncodeEngine
-from model.engine.execution import encoder_graphs
-from model.engine.execution.encoder_graphs import (
+from tests.engine.support import pools_for, request
+from tests.engine.test_overlap import LengthsBackend, recorded, tokens_of
+from tests.model.checkpoints import CPU, loaded, prompt, saved
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import EncodeRequest, EncodeTask, Pooling, Source, token_source
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.attention.selection import Selection
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.sentence_transformers import SentenceSettings
+from triptych.model.engine import builder
+from triptych.model.engine.encode_engine import EncodeEngine
+from triptych.model.engine.execution import encoder_graphs
+from triptych.model.engine.execution.encoder_graphs import (
     BatchSize,
     EncoderGraphs,
     batch_sizes,
@@ -36,17 +39,14 @@ from model.engine.execution.encoder_graphs import (
     most_tokens,
     pack_texts,
 )
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.execution.sources import blank_source, source_input
-from model.engine.generate_engine import GenerateEngine
-from model.engine.planning import kernels
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduler import Scheduler
-from model.network.transformer import Transformer
-from model.system.background_work import finish
-from tests.engine.support import pools_for, request
-from tests.engine.test_overlap import LengthsBackend, recorded, tokens_of
-from tests.model.checkpoints import CPU, loaded, prompt, saved
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.execution.sources import blank_source, source_input
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.planning import kernels
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.network.transformer import Transformer
+from triptych.model.system.background_work import finish
 
 SEQS, BUDGET = 12, 256
 

@@ -10,20 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from model.api.messages import Events
-from model.api.request import EncodeRequest, FinishReason, token_source
-from model.api.stats import Health
-from model.client import async_engine
-from model.engine.builder import MAX_FAULTS
-from model.engine.scheduling.scheduled_step import SchedulerOutput
-from model.engine.scheduling.scheduler import Scheduler
-from model.engine.thread_transport import ThreadTransport
-from model.errors import ConfigError, EngineDeadError, EngineGoneError, ModelNotLoadedError
-from model.system import fault_limit
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, until
 from tests.engine.support import mixed, request
 from tests.engine.test_async_engine import LLAMA, encodings, endless
 from tests.model.checkpoints import prompt
+from triptych.model.api.messages import Events
+from triptych.model.api.request import EncodeRequest, FinishReason, token_source
+from triptych.model.api.stats import Health
+from triptych.model.client import async_engine
+from triptych.model.engine.builder import MAX_FAULTS
+from triptych.model.engine.scheduling.scheduled_step import SchedulerOutput
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.errors import ConfigError, EngineDeadError, EngineGoneError, ModelNotLoadedError
+from triptych.model.system import fault_limit
 
 
 @pytest.fixture

@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import model.engine.builder as loading
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.attention.sdpa import SdpaBackend
-from model.attention.selection import Selection
-from model.checkpoint.folder import read_checkpoint
-from model.engine.builder import load, slow_ways
-from model.engine.generate_builder import unrecordable
-from model.errors import ConfigError
-from model.system import fallbacks
+import triptych.model.engine.builder as loading
 from tests.model.checkpoints import native_backends, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.attention.selection import Selection
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.engine.builder import load, slow_ways
+from triptych.model.engine.generate_builder import unrecordable
+from triptych.model.errors import ConfigError
+from triptych.model.system import fallbacks
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 TORCH = Selection(SdpaBackend(), "torch scaled_dot_product_attention: triton does not work here: no compiler")

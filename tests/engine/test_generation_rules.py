@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.api.request import FinishReason, TokenOutput, token_source
-from model.api.sampling_params import SamplingParams
-from model.checkpoint.folder import read_checkpoint
-from model.llm import LLM
 from tests.model.checkpoints import START, copied, prompt, reference_logits, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.request import FinishReason, TokenOutput, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.llm import LLM
 
 PROMPT = prompt(9)
 NEW = 12

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from model.api.request import (
+from tests.engine.front import async_test, ends_of, ids_of, text_of
+from tests.model.texts import bytes_tokenizer
+from triptych.model.api.request import (
     FinishReason,
     Request,
     TokenLogprob,
     TokenOutput,
 )
-from model.api.sampling_params import SamplingParams
-from model.client.generation_stream import Delivery, GenerationStream
-from model.errors import EngineDeadError
-from tests.engine.front import async_test, ends_of, ids_of, text_of
-from tests.model.texts import bytes_tokenizer
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.client.generation_stream import Delivery, GenerationStream
+from triptych.model.errors import EngineDeadError
 
 LONG = 30.0  # longer than any test waits
 TEXT = "naïve café — ☕ and so on, 日本 too"

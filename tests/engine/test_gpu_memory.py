@@ -10,13 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.engine import generate_builder, network_plan
-from model.engine.gpu_memory import GRAPH_MARGIN, MARGIN, GpuMemory, largest_step, measure_peak, pool_bytes, pool_memory
-from model.errors import ConfigError
-from model.network.inputs import StackInput
-from model.network.transformer import Transformer
 from tests.model.checkpoints import loaded
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.engine import generate_builder, network_plan
+from triptych.model.engine.gpu_memory import (
+    GRAPH_MARGIN,
+    MARGIN,
+    GpuMemory,
+    largest_step,
+    measure_peak,
+    pool_bytes,
+    pool_memory,
+)
+from triptych.model.errors import ConfigError
+from triptych.model.network.inputs import StackInput
+from triptych.model.network.transformer import Transformer
 
 GIB = 1 << 30
 LIMITS = BatchLimits(6, 50, 24, 400)

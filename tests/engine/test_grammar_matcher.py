@@ -14,17 +14,17 @@ from typing import Any
 import jsonschema
 import pytest
 
-from model.api.request import FinishReason, TokenOutput
-from model.text import grammar_matcher
-from model.text.grammar import GrammarError, choice_grammar, json_grammar, regex_grammar, written_grammar
-from model.text.grammar_matcher import Grammars, Matcher, Vocabulary, compile_grammar
-from model.text.token_bytes import TokenBytes
-from service.chat.call_grammar import reply_grammar
-from service.chat.formats import TOOL_FORMATS
-from service.chat.reply_parser import ReplyFormat, ReplyParser
-from service.chat.tools import Tool, ToolUse
 from tests.engine.support import Running, request, running
 from tests.model.checkpoints import VOCAB
+from triptych.model.api.request import FinishReason, TokenOutput
+from triptych.model.text import grammar_matcher
+from triptych.model.text.grammar import GrammarError, choice_grammar, json_grammar, regex_grammar, written_grammar
+from triptych.model.text.grammar_matcher import Grammars, Matcher, Vocabulary, compile_grammar
+from triptych.model.text.token_bytes import TokenBytes
+from triptych.service.chat.call_grammar import reply_grammar
+from triptych.service.chat.formats import TOOL_FORMATS
+from triptych.service.chat.reply_parser import ReplyFormat, ReplyParser
+from triptych.service.chat.tools import Tool, ToolUse
 
 EOS = 2
 CHARACTERS = [

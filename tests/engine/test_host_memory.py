@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from model.system.host_memory import available_memory
+from triptych.model.system.host_memory import available_memory
 
 MACHINE = {"proc/meminfo": "MemTotal:       1000 kB\nMemFree:          50 kB\nMemAvailable:    600 kB\n"}
 NEW = {

@@ -11,33 +11,33 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.api.engine_config import EngineConfig
-from model.api.sampling_params import SamplingParams
-from model.attention.sdpa import SdpaBackend
-from model.attention.selection import Selection, select_backend, select_layers
-from model.attention.triton import TritonBackend
-from model.attention.triton_kernels import INTERPRETED
-from model.checkpoint.folder import read_checkpoint
-from model.engine import kernel_checks
-from model.engine.generate_builder import unrecordable
-from model.errors import ConfigError
-from model.kernel_check import plan as planning
-from model.kernel_check.check import Check
-from model.kernel_check.child import MEMORY, run_check
-from model.kernel_check.memory import Memory
-from model.kernel_check.plan import planned_checks
-from model.kernel_check.processes import Checker, Outcome
-from model.linear.base import CompiledLinear, linears
-from model.linear.factory import LinearFactory
-from model.linear.float import ExpertsLinear
-from model.linear.integers import IntegerLinear
-from model.llm import LLM
-from model.network import fused_ops
-from model.network.build import FLOAT32, build_model
-from model.sampling import random_sampling
-from model.system import fallbacks, kernel_faults
 from tests.model.broken_kernels import broken
 from tests.model.checkpoints import prompt, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.attention.selection import Selection, select_backend, select_layers
+from triptych.model.attention.triton import TritonBackend
+from triptych.model.attention.triton_kernels import INTERPRETED
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.engine import kernel_checks
+from triptych.model.engine.generate_builder import unrecordable
+from triptych.model.errors import ConfigError
+from triptych.model.kernel_check import plan as planning
+from triptych.model.kernel_check.check import Check
+from triptych.model.kernel_check.child import MEMORY, run_check
+from triptych.model.kernel_check.memory import Memory
+from triptych.model.kernel_check.plan import planned_checks
+from triptych.model.kernel_check.processes import Checker, Outcome
+from triptych.model.linear.base import CompiledLinear, linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.float import ExpertsLinear
+from triptych.model.linear.integers import IntegerLinear
+from triptych.model.llm import LLM
+from triptych.model.network import fused_ops
+from triptych.model.network.build import FLOAT32, build_model
+from triptych.model.sampling import random_sampling
+from triptych.model.system import fallbacks, kernel_faults
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
 CPU, GPU, F32 = torch.device("cpu"), torch.device("cuda"), torch.float32

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import FinishReason
-from model.api.sampling_params import SamplingParams
-from model.engine.builder import load
-from model.engine.planning.memory_plan import max_context
-from model.errors import ConfigError, EngineDeadError
-from model.llm import LLM
 from tests.engine.support import request, running
 from tests.model.checkpoints import VOCAB, copied, loaded, prompt, reference_logits, saved
 from tests.model.texts import bytes_tokenizer
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import FinishReason
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.engine.builder import load
+from triptych.model.engine.planning.memory_plan import max_context
+from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.llm import LLM
 
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 SMALL = {"kv_cache_memory": 4 << 20, "device": "cpu", "dtype": "float32"}
@@ -112,9 +112,9 @@ def test_a_prompt_whose_step_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("broken")
 
     with monkeypatch.context() as broken:
-        broken.setattr("model.engine.execution.model_runner.ModelRunner.execute", fails)
-        broken.setattr("model.engine.execution.model_runner.ModelRunner.launch", fails)
-        broken.setattr("model.engine.execution.model_runner.ModelRunner.probe", lambda self: None)
+        broken.setattr("triptych.model.engine.execution.model_runner.ModelRunner.execute", fails)
+        broken.setattr("triptych.model.engine.execution.model_runner.ModelRunner.launch", fails)
+        broken.setattr("triptych.model.engine.execution.model_runner.ModelRunner.probe", lambda self: None)
         with pytest.raises(EngineDeadError, match="failed while the prompt was in it"):
             llm.generate([prompt(5)], SamplingParams(max_tokens=2))
     assert llm.generate([prompt(5)], SamplingParams(max_tokens=2)) == [""]

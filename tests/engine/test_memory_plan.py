@@ -13,35 +13,35 @@ from typing import Any
 import pytest
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.sampling_params import SamplingParams
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.checkpoint.tensor_files import TensorReader
-from model.config.cache import PoolSpec
-from model.config.model import ModelConfig
-from model.config.sharding import Shard
-from model.engine import builder
-from model.engine.builder import load
-from model.engine.model_info import weight_bytes
-from model.engine.planning.cache_budget import Context, KVLayout, fit_context, max_context
-from model.engine.planning.memory_plan import (
+from tests.model.checkpoints import CPU, copied, prompt, saved
+from tests.model.sparse import QWEN3_4B, QWEN3_8B, sparse_checkpoint
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
+from triptych.model.checkpoint.tensor_files import TensorReader
+from triptych.model.config.cache import PoolSpec
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.sharding import Shard
+from triptych.model.engine import builder
+from triptych.model.engine.builder import load
+from triptych.model.engine.model_info import weight_bytes
+from triptych.model.engine.planning.cache_budget import Context, KVLayout, fit_context, max_context
+from triptych.model.engine.planning.memory_plan import (
     plan_memory,
     plan_weights,
 )
-from model.errors import CheckpointError, ConfigError
-from model.linear.base import linears
-from model.linear.factory import LinearFactory
-from model.linear.native import NativeLinear
-from model.llm import LLM
-from model.native.library import Library
-from model.network.native_stack import native_linears
-from model.network.transformer import Transformer
-from model.network.weights import load_model
-from model.parallel.group import Group
-from tests.model.checkpoints import CPU, copied, prompt, saved
-from tests.model.sparse import QWEN3_4B, QWEN3_8B, sparse_checkpoint
+from triptych.model.errors import CheckpointError, ConfigError
+from triptych.model.linear.base import linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.native import NativeLinear
+from triptych.model.llm import LLM
+from triptych.model.native.library import Library
+from triptych.model.network.native_stack import native_linears
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
+from triptych.model.parallel.group import Group
 
 GIB = 1 << 30
 Large = dict[str, Checkpoint]

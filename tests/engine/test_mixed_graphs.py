@@ -13,14 +13,18 @@ from torch import Tensor
 
 from lab.bench.gpu.shapes import GPU_MODELS
 from lab.bench.models import config_of
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.api.request import Request
-from model.cache.kv_cache import KVCache
-from model.config.cache import PoolSize
-from model.engine import generate_builder
-from model.engine.execution import mixed_graphs
-from model.engine.execution.batch import NO_SLOT, BatchLayout, pack
-from model.engine.execution.mixed_graphs import (
+from tests.engine.support import request
+from tests.engine.test_overlap import LengthsBackend, assorted, outputs_of, recorded, tokens_of
+from tests.matrix import rest_is_slow
+from tests.model.checkpoints import CPU, loaded
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.api.request import Request
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.config.cache import PoolSize
+from triptych.model.engine import generate_builder
+from triptych.model.engine.execution import mixed_graphs
+from triptych.model.engine.execution.batch import NO_SLOT, BatchLayout, pack
+from triptych.model.engine.execution.mixed_graphs import (
     PROMPTS,
     MixedGraphs,
     MixedSize,
@@ -28,16 +32,12 @@ from model.engine.execution.mixed_graphs import (
     mixed_sizes,
     num_mixed,
 )
-from model.engine.execution.step_program import StepPlan, StepProgram
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduled_step import ScheduledSequence
-from model.engine.scheduling.scheduler import Scheduler
-from model.engine.scheduling.sequence import SequenceState
-from model.system.background_work import finish
-from tests.engine.support import request
-from tests.engine.test_overlap import LengthsBackend, assorted, outputs_of, recorded, tokens_of
-from tests.matrix import rest_is_slow
-from tests.model.checkpoints import CPU, loaded
+from triptych.model.engine.execution.step_program import StepPlan, StepProgram
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.system.background_work import finish
 
 
 @pytest.fixture(autouse=True)

@@ -17,17 +17,22 @@ from typing import Any
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import Events, ModelSpec
-from model.api.request import EncodeRequest, FinishReason, Request, token_source
-from model.api.sampling_params import SamplingParams
-from model.client import async_engine
-from model.client.async_engine import AsyncEngine
-from model.client.process_transport import ProcessTransport
-from model.engine import background_jobs, builder, generate_builder, loop
-from model.engine.loop import EngineLoop
-from model.engine.thread_transport import ThreadTransport
-from model.errors import (
+from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
+from tests.engine.support import request
+from tests.model.checkpoints import copied, prompt, saved
+from tests.model.sparse import qwen3, sparse_checkpoint
+from tests.model.texts import bytes_tokenizer
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import Events, ModelSpec
+from triptych.model.api.request import EncodeRequest, FinishReason, Request, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.client import async_engine
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.client.process_transport import ProcessTransport
+from triptych.model.engine import background_jobs, builder, generate_builder, loop
+from triptych.model.engine.loop import EngineLoop
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.errors import (
     ConfigError,
     EngineDeadError,
     EngineGoneError,
@@ -35,14 +40,9 @@ from model.errors import (
     MemoryShortageError,
     ModelNotLoadedError,
 )
-from model.linear.native import NativeLinear
-from model.pretrained import embedded_models
-from model.system.background_work import Work, in_thread
-from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
-from tests.engine.support import request
-from tests.model.checkpoints import copied, prompt, saved
-from tests.model.sparse import qwen3, sparse_checkpoint
-from tests.model.texts import bytes_tokenizer
+from triptych.model.linear.native import NativeLinear
+from triptych.model.pretrained import embedded_models
+from triptych.model.system.background_work import Work, in_thread
 
 LLAMA, OTHER = "llama-gqa", "marian"
 CONFIG = EngineConfig(kv_cache_memory=4 << 20, block_size=4, device="cpu", dtype="float32")

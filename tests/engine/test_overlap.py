@@ -15,29 +15,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.api.request import FinishReason, Request, TokenOutput
-from model.attention import base
-from model.attention.base import AttentionMetadata
-from model.attention.layer_backends import Recurrence
-from model.attention.sdpa import SdpaBackend
-from model.cache.kv_cache import KVCache, StateCache, StateSpan, StateTables
-from model.config.attention import GatedDeltaConfig
-from model.config.cache import NO_STATE, StateSize
-from model.engine.execution import cuda_graphs
-from model.engine.execution.cuda_graphs import DecodeGraphs, num_recorded, sizes_up_to, uneven_sizes
-from model.engine.execution.mixed_graphs import MixedGraphs
-from model.engine.execution.model_runner import Launched, ModelRunner
-from model.engine.execution.step_program import StepPlan, StepProgram
-from model.engine.generate_engine import GenerateEngine
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduled_step import SchedulerOutput
-from model.engine.scheduling.scheduler import Scheduler
-from model.network.delta_net import recur
 from tests.engine.scripted import Harness, Late, expected_tokens
 from tests.engine.support import pools_for, request
 from tests.engine.test_beam_search import BeamRunner
 from tests.matrix import rest_is_slow
 from tests.model.checkpoints import CPU, loaded
+from triptych.model.api.request import FinishReason, Request, TokenOutput
+from triptych.model.attention import base
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.attention.layer_backends import Recurrence
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.cache.kv_cache import KVCache, StateCache, StateSpan, StateTables
+from triptych.model.config.attention import GatedDeltaConfig
+from triptych.model.config.cache import NO_STATE, StateSize
+from triptych.model.engine.execution import cuda_graphs
+from triptych.model.engine.execution.cuda_graphs import DecodeGraphs, num_recorded, sizes_up_to, uneven_sizes
+from triptych.model.engine.execution.mixed_graphs import MixedGraphs
+from triptych.model.engine.execution.model_runner import Launched, ModelRunner
+from triptych.model.engine.execution.step_program import StepPlan, StepProgram
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduled_step import SchedulerOutput
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.network.delta_net import recur
 
 KINDS = ["gpt2", "llama-gqa", "phi3-longrope", "gemma3", "qwen3-next", "t5-relu", "bart"]
 

@@ -20,17 +20,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from model.api.engine_config import AUTO_CACHE, EngineConfig
-from model.api.messages import ModelSpec
-from model.checkpoint import content
-from model.checkpoint.weights_cache import WeightsCache
-from model.engine import packing
-from model.engine.builder import load
-from model.engine.packing import PackOrder, Part, open_cache
-from model.errors import ConfigError, EngineDeadError
-from model.system.child_process import start_child
 from tests.digests import digest
 from tests.model.checkpoints import copied, saved
+from triptych.model.api.engine_config import AUTO_CACHE, EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint import content
+from triptych.model.checkpoint.weights_cache import WeightsCache
+from triptych.model.engine import packing
+from triptych.model.engine.builder import load
+from triptych.model.engine.packing import PackOrder, Part, open_cache
+from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.system.child_process import start_child
 
 KIND = "llama-gqa"
 CONFIG = EngineConfig(device="cpu", dtype="float32", kv_cache_memory=1 << 20)
@@ -150,7 +150,7 @@ def test_a_load_that_is_given_up_ends_its_child(monkeypatch: pytest.MonkeyPatch)
 
 
 def packing_plan() -> Any:
-    from model.engine.network_plan import plan_network
+    from triptych.model.engine.network_plan import plan_network
 
     return plan_network(spec())
 
@@ -160,7 +160,7 @@ def test_a_child_ends_with_the_engine_while_it_waits_for_another(tmp_path: Path)
     order = PackOrder(spec(weights_cache=str(cache.folder)), Part.MODEL, 1, False, logging.INFO)
     ours, theirs = socket.socketpair()
     with cache.locked(), theirs:
-        process = start_child("model.pack", theirs.fileno(), descriptors=[theirs.fileno()])
+        process = start_child("triptych.model.pack", theirs.fileno(), descriptors=[theirs.fileno()])
         theirs.close()
         frame = msgspec.msgpack.encode(order)
         ours.sendall(len(frame).to_bytes(4, "little") + frame)

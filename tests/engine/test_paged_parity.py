@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.api.request import Request
-from model.attention.base import AttentionBackend
-from model.attention.reference import ReferenceBackend
-from model.attention.sdpa import SdpaBackend
 from tests.engine.support import Running, add_all, mixed, request, running
 from tests.matrix import rest_is_slow
 from tests.model.checkpoints import DECODERS, ENCODER_DECODERS, native_backends, reference_logits, saved
 from tests.model.decoder_rows import DENSE_DECODERS
+from triptych.model.api.request import Request
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.attention.sdpa import SdpaBackend
 
 KINDS = (
     *(

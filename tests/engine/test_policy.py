@@ -8,11 +8,11 @@ from itertools import product
 
 import pytest
 
-from model.api.request import FinishReason
-from model.engine.scheduling.scheduled_step import UNLIMITED, SampledToken, StepBudget
-from model.engine.scheduling.sequence import SequenceState
 from tests.engine.scripted import Harness, expected_tokens, next_token
 from tests.matrix import rest_is_slow
+from triptych.model.api.request import FinishReason
+from triptych.model.engine.scheduling.scheduled_step import UNLIMITED, SampledToken, StepBudget
+from triptych.model.engine.scheduling.sequence import SequenceState
 
 
 def test_sequences_join_and_leave_a_running_batch() -> None:

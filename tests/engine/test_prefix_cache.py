@@ -6,16 +6,16 @@ import random
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.request import Request, token_source
-from model.api.sampling_params import SamplingParams
-from model.config.cache import PoolSize
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.sequence import SequenceState
-from model.llm import LLM
 from tests.engine.scripted import Harness, breaks_on, expected_tokens, request
 from tests.engine.support import running
 from tests.model.checkpoints import START, prompt, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.request import Request, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.config.cache import PoolSize
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.llm import LLM
 
 PROMPT = list(range(100, 121))  # 21 tokens: five full blocks of four, and one token over
 

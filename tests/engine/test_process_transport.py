@@ -21,21 +21,21 @@ import msgspec
 import pytest
 import uvloop
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import Abort, Commands, Events, ModelSpec
-from model.api.request import EncodeRequest, FinishReason, SourceKind, audio_source, token_source
-from model.api.stats import Demand
-from model.client import async_engine
-from model.client.async_engine import AsyncEngine
-from model.client.process_transport import ProcessTransport
-from model.engine import __main__ as engine_main
-from model.engine.__main__ import SocketChannel
-from model.engine.thread_transport import ThreadTransport
-from model.errors import EngineDeadError
-from model.system.child_process import ENGINE, ConnectedChild, FrameSocket
 from tests.engine.front import async_test, collect, idle, ids_of, served, until
 from tests.engine.support import mixed, request, running
 from tests.model.checkpoints import prompt, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import Abort, Commands, Events, ModelSpec
+from triptych.model.api.request import EncodeRequest, FinishReason, SourceKind, audio_source, token_source
+from triptych.model.api.stats import Demand
+from triptych.model.client import async_engine
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.client.process_transport import ProcessTransport
+from triptych.model.engine import __main__ as engine_main
+from triptych.model.engine.__main__ import SocketChannel
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.errors import EngineDeadError
+from triptych.model.system.child_process import ENGINE, ConnectedChild, FrameSocket
 
 ROOT = Path(__file__).parents[2]
 
@@ -302,10 +302,10 @@ def test_garbage_collection_in_the_child_skips_loaded_objects(monkeypatch: pytes
 
 PARENT = """
 import asyncio, sys
-from model.client.async_engine import AsyncEngine
-from model.api.engine_config import EngineConfig
-from model.client.process_transport import ProcessTransport
-from model.api.messages import ModelSpec
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.client.process_transport import ProcessTransport
+from triptych.model.api.messages import ModelSpec
 
 async def main():
     config = EngineConfig(kv_cache_memory=4 << 20, device="cpu", dtype="float32")

@@ -17,12 +17,6 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from model.api.engine_config import EngineConfig
-from model.api.request import EncodeRequest, EncodeTask, token_source
-from model.api.sampling_params import SamplingParams
-from model.errors import ConfigError
-from model.llm import LLM
-from model.text.tokenizer import Tokenizer
 from tests.model.checkpoints import (
     BART,
     BERT,
@@ -38,6 +32,12 @@ from tests.model.checkpoints import (
     randomise,
 )
 from tests.model.tokenizer_folders import write_folder, write_nllb
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.request import EncodeRequest, EncodeTask, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.errors import ConfigError
+from triptych.model.llm import LLM
+from triptych.model.text.tokenizer import Tokenizer
 
 SMALL = {"kv_cache_memory": 4 << 20, "device": "cpu", "dtype": "float32"}
 TEXTS = ["Attention is a weighted sum.", "Grüße aus Köln, ça va?", "for name, tensor in files:  # 你好"]

@@ -14,31 +14,31 @@ from typing import Any
 import pytest
 import torch
 
-from model.api.request import FinishReason, Request, TokenLogprob, TokenOutput
-from model.api.sampling_bounds import check_sampling
-from model.api.sampling_params import Probe, SamplingParams
-from model.cache.kv_cache import KVCache
-from model.config.cache import PoolSize, StateSize, paged_specs, pools_of
-from model.engine.execution import encoder_graphs, mixed_graphs
-from model.engine.execution.cuda_graphs import DecodeGraphs
-from model.engine.execution.encoder_graphs import EncoderGraphs
-from model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import GenerateEngine
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduled_step import DECODES_ONLY, UNLIMITED, StepBudget
-from model.engine.scheduling.scheduler import Scheduler
-from model.engine.speculation.draft_model import DraftModel
-from model.engine.speculation.propose import MAX_VERIFIED_ROWS
-from model.network.transformer import Transformer
-from model.text.grammar import choice_grammar, regex_grammar
-from model.text.grammar_matcher import Grammars
-from model.text.token_bytes import TokenBytes
 from tests.engine.test_encoder_graphs import TextsBackend
 from tests.engine.test_overlap import recorded
 from tests.matrix import rest_is_slow
 from tests.model.checkpoints import AUDIO, CPU, DECODERS, START, loaded, native_backends, prompt, source_of
 from tests.model.decoder_rows import VOCAB
+from triptych.model.api.request import FinishReason, Request, TokenLogprob, TokenOutput
+from triptych.model.api.sampling_bounds import check_sampling
+from triptych.model.api.sampling_params import Probe, SamplingParams
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.config.cache import PoolSize, StateSize, paged_specs, pools_of
+from triptych.model.engine.execution import encoder_graphs, mixed_graphs
+from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
+from triptych.model.engine.execution.encoder_graphs import EncoderGraphs
+from triptych.model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduled_step import DECODES_ONLY, UNLIMITED, StepBudget
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.engine.speculation.draft_model import DraftModel
+from triptych.model.engine.speculation.propose import MAX_VERIFIED_ROWS
+from triptych.model.network.transformer import Transformer
+from triptych.model.text.grammar import choice_grammar, regex_grammar
+from triptych.model.text.grammar_matcher import Grammars
+from triptych.model.text.token_bytes import TokenBytes
 
 MAX_LEN = 80
 # Windows and sinks, experts, recurrent layers; text and sound encoders.

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from model.api.request import Request
-from model.attention.selection import Selection
-from model.engine import generate_builder
-from model.engine.execution.step_program import StepPlan, StepProgram
-from model.engine.planning import kernels
-from model.engine.speculation.model_drafts import DraftOdds
 from tests.engine.support import request
 from tests.engine.test_draft_model import built
 from tests.engine.test_overlap import LengthsBackend, recorded
 from tests.engine.test_speculation import generated
 from tests.model.checkpoints import saved
+from triptych.model.api.request import Request
+from triptych.model.attention.selection import Selection
+from triptych.model.engine import generate_builder
+from triptych.model.engine.execution.step_program import StepPlan, StepProgram
+from triptych.model.engine.planning import kernels
+from triptych.model.engine.speculation.model_drafts import DraftOdds
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4}
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from model.api.request import EncodeRequest, FinishReason, Request, token_source
-from model.client.async_engine import AsyncEngine
 from tests.engine.front import async_test, ends_of, idle, ids_of, served, until
 from tests.engine.support import request
 from tests.model.checkpoints import prompt
+from triptych.model.api.request import EncodeRequest, FinishReason, Request, token_source
+from triptych.model.client.async_engine import AsyncEngine
 
 AT_ONCE = 24
 

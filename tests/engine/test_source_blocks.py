@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.api.request import Request, token_source
-from model.api.sampling_params import SamplingParams
-from model.engine.scheduling.source_blocks import SourceBlocks
-from model.network.inputs import StackInput
-from model.network.transformer import Transformer
 from tests.engine.scripted import Harness, breaks_on, expected_tokens, request
 from tests.engine.support import running
 from tests.model.checkpoints import START, prompt
+from triptych.model.api.request import Request, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.engine.scheduling.source_blocks import SourceBlocks
+from triptych.model.network.inputs import StackInput
+from triptych.model.network.transformer import Transformer
 
 
 def encoded(harness: Harness) -> list[str]:

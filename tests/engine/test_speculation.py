@@ -10,18 +10,18 @@ from zlib import crc32
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import Request, TokenOutput
-from model.config.cache import PoolSize, StateSize
-from model.engine.builder import LoadedModel, load
-from model.engine.speculation import propose
-from model.engine.speculation.ngrams import LENGTHS, KnownText, NgramDrafts, NgramTables, hash_end
-from model.engine.speculation.propose import MAX_VERIFIED_ROWS
 from tests.engine.scripted import Harness
 from tests.engine.support import request
 from tests.matrix import rest_is_slow
 from tests.model.checkpoints import native_backends, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import Request, TokenOutput
+from triptych.model.config.cache import PoolSize, StateSize
+from triptych.model.engine.builder import LoadedModel, load
+from triptych.model.engine.speculation import propose
+from triptych.model.engine.speculation.ngrams import LENGTHS, KnownText, NgramDrafts, NgramTables, hash_end
+from triptych.model.engine.speculation.propose import MAX_VERIFIED_ROWS
 
 
 def copying(source: Sequence[int], tokens: Sequence[int]) -> int:

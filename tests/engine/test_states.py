@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.config.cache import PoolSize, PoolSpec, StateSize
-from model.engine.planning.cache_budget import Context, KVLayout, fit_context
-from model.engine.scheduling.block_pool import BlockHasher
-from model.engine.scheduling.sequence import SequenceState
-from model.engine.scheduling.state_slots import StateSlots
 from tests.engine.scripted import Harness, request
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.config.cache import PoolSize, PoolSpec, StateSize
+from triptych.model.engine.planning.cache_budget import Context, KVLayout, fit_context
+from triptych.model.engine.scheduling.block_pool import BlockHasher
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.scheduling.state_slots import StateSlots
 
 PREFIX = list(range(100, 122))  # 22 tokens: 5 blocks of 4, and 2 more
 

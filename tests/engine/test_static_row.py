@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.engine.execution.batch import BatchLayout
-from model.engine.execution.static_row import fill_row
+from triptych.model.engine.execution.batch import BatchLayout
+from triptych.model.engine.execution.static_row import fill_row
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -25,7 +25,7 @@ COUNTS = st.integers(1, 9)
 def test_the_kernel_fills_as_torch_does(
     tokens: int, segments: int, blocks: int, sources: int, pools: int, wider: int, states: bool, overlapped: bool
 ) -> None:
-    from model.engine.execution import triton_static_row
+    from triptych.model.engine.execution import triton_static_row
 
     used = BatchLayout(tokens, segments, blocks, sources, pools, 3 if states else 0)
     layout = replace(used, blocks=blocks + wider, source_blocks=sources + wider if sources else 0)

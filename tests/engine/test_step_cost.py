@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from model.engine.step_cost import DecodeCost, WorkCost
+from triptych.model.engine.step_cost import DecodeCost, WorkCost
 
 
 def learnt(fixed: float, per_token: float, sizes: tuple[int, ...]) -> WorkCost:

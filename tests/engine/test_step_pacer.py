@@ -8,15 +8,17 @@ from itertools import pairwise
 
 import pytest
 
-from model.engine import generate_engine as engine_module
-from model.engine.scheduling.scheduled_step import (
+from tests.engine.scripted import Harness, Late, ScriptedRunner, expected_tokens, request
+from tests.engine.simulated import Simulated, Streams, Texts, Translations, simulate
+from triptych.model.engine import generate_engine as engine_module
+from triptych.model.engine.scheduling.scheduled_step import (
     DECODES_ONLY,
     SampledToken,
     SchedulerOutput,
     StepBudget,
     StepDemand,
 )
-from model.engine.step_pacer import (
+from triptych.model.engine.step_pacer import (
     FIRST_TOKENS,
     MAX_STEP_SECONDS,
     MIN_GPU_TOKENS,
@@ -26,8 +28,6 @@ from model.engine.step_pacer import (
     StepPacer,
     StepWork,
 )
-from tests.engine.scripted import Harness, Late, ScriptedRunner, expected_tokens, request
-from tests.engine.simulated import Simulated, Streams, Texts, Translations, simulate
 
 CODE, EMBED, NORMALIZE = ("code", "generate"), ("embed", "encode"), ("normalize", "generate")
 OTHER = ("other", "encode")

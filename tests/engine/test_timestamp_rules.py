@@ -17,14 +17,14 @@ from transformers.generation.logits_process import (
     WhisperTimeStampLogitsProcessor,
 )
 
-from model.api.request import Request, TokenOutput, token_source
-from model.api.sampling_params import Probe, SamplingParams
-from model.api.timestamp_rules import TimestampRules
-from model.sampling.sampler import SamplingRow, process_logits
 from tests.engine.support import running
 from tests.engine.test_overlap import outputs_of, tokens_of
 from tests.model.checkpoints import AUDIO, START, prompt, reference_input, reference_logits, saved, source_of
 from tests.model.decoder_rows import VOCAB
+from triptych.model.api.request import Request, TokenOutput, token_source
+from triptych.model.api.sampling_params import Probe, SamplingParams
+from triptych.model.api.timestamp_rules import TimestampRules
+from triptych.model.sampling.sampler import SamplingRow, process_logits
 
 EOS, NO_TIMESTAMPS, BEGIN = 60, 63, 64  # of 97 tokens
 SUPPRESSED, SUPPRESSED_FIRST = (3, 61, 62), (7, EOS)

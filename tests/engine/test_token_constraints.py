@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.api.request import FinishReason, Request
-from model.api.sampling_params import SamplingParams
-from model.api.token_history import History
-from model.config.model import GenerationRules
-from model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence
-from model.engine.scheduling.sequence import SequenceState
-from model.engine.scheduling.token_constraints import banned_tokens, forced_token
 from tests.engine.scripted import Harness
 from tests.engine.test_beam_search import BeamRunner
+from triptych.model.api.request import FinishReason, Request
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.api.token_history import History
+from triptych.model.config.model import GenerationRules
+from triptych.model.engine.scheduling.scheduled_step import SampledToken, ScheduledSequence
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.scheduling.token_constraints import banned_tokens, forced_token
 
 
 def sequence(

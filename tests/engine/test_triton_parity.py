@@ -7,22 +7,22 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.api.engine_config import EngineConfig
-from model.api.request import token_source
-from model.api.sampling_params import SamplingParams
-from model.attention.triton import TritonBackend
-from model.attention.triton_kernels import INTERPRETED
-from model.engine import network_plan
-from model.engine.execution import encoder_graphs, mixed_graphs
-from model.engine.execution.encoder_graphs import BatchSize, EncoderGraphs
-from model.engine.execution.mixed_graphs import MixedSize
-from model.engine.execution.sources import source_input
-from model.llm import LLM
 from tests.engine import test_overlap
 from tests.engine.support import add_all, request, running
 from tests.engine.test_overlap import recorded
 from tests.model.checkpoints import CPU, DECODERS, loaded, prompt, saved
 from tests.model.parity import difference, hidden_states
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.request import token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.attention.triton import TritonBackend
+from triptych.model.attention.triton_kernels import INTERPRETED
+from triptych.model.engine import network_plan
+from triptych.model.engine.execution import encoder_graphs, mixed_graphs
+from triptych.model.engine.execution.encoder_graphs import BatchSize, EncoderGraphs
+from triptych.model.engine.execution.mixed_graphs import MixedSize
+from triptych.model.engine.execution.sources import source_input
+from triptych.model.llm import LLM
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
 KINDS = ("gemma2", "t5-relu")

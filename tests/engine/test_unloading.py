@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.client.process_transport import ProcessTransport
-from model.engine import builder
-from model.errors import LoadFailedError
-from model.parallel.rank_processes import RankProcesses
 from tests.engine.front import async_test, collect, ids_of, served
 from tests.engine.support import request
 from tests.engine.test_models_come_and_go import CONFIG, LLAMA, OTHER, spec
 from tests.engine.test_process_transport import is_alive
 from tests.model.checkpoints import saved
 from tests.model.sparse import qwen3, sparse_checkpoint
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.client.process_transport import ProcessTransport
+from triptych.model.engine import builder
+from triptych.model.errors import LoadFailedError
+from triptych.model.parallel.rank_processes import RankProcesses
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])

@@ -12,31 +12,31 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.api.request import EncodeRequest, EncodeTask, Pooling, image_source, token_source
-from model.attention import triton
-from model.attention.triton import TritonBackend
-from model.attention.triton_kernels import INTERPRETED
-from model.cache.kv_cache import KVCache
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.sentence_transformers import SentenceSettings
-from model.config.attention import AttentionConfig
-from model.config.cache import PoolSize, StateSize
-from model.engine import warmup
-from model.engine.encode_engine import EncodeEngine
-from model.engine.execution.cuda_graphs import DecodeGraphs
-from model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
-from model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import GenerateEngine
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduler import Scheduler
-from model.engine.warmup import compile_attention
-from model.linear import float as linear
-from model.sampling.random_sampling import LIKELIEST_PARTS
-from model.system.background_work import finish
 from tests.engine.support import pools_for, request
 from tests.model.checkpoints import loaded, prompt, saved
 from tests.model.launches import noted
+from triptych.model.api.request import EncodeRequest, EncodeTask, Pooling, image_source, token_source
+from triptych.model.attention import triton
+from triptych.model.attention.triton import TritonBackend
+from triptych.model.attention.triton_kernels import INTERPRETED
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.sentence_transformers import SentenceSettings
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.cache import PoolSize, StateSize
+from triptych.model.engine import warmup
+from triptych.model.engine.encode_engine import EncodeEngine
+from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
+from triptych.model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
+from triptych.model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.engine.warmup import compile_attention
+from triptych.model.linear import float as linear
+from triptych.model.sampling.random_sampling import LIKELIEST_PARTS
+from triptych.model.system.background_work import finish
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
 CPU = torch.device("cpu")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.stats import EngineStats
-from model.engine.builder import load
-from model.engine.warmup import warm_up
-from model.system.background_work import finish
 from tests.model.checkpoints import saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.stats import EngineStats
+from triptych.model.engine.builder import load
+from triptych.model.engine.warmup import warm_up
+from triptych.model.system.background_work import finish
 
 
 @pytest.mark.parametrize("kind", ["llama-gqa", "gpt2", "bart", "t5-relu", "bert", "vit"])

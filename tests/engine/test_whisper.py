@@ -8,14 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.api.request import EncodeRequest, EncodeTask, FinishReason, Source, audio_source, token_source
-from model.api.sampling_params import SamplingParams
-from model.engine.execution.sources import source_input
-from model.engine.scheduling.scheduled_step import StepBudget
-from model.engine.scheduling.source_blocks import SourcePasses
-from model.errors import ConfigError
-from model.llm import LLM
 from tests.engine.support import request, running
 from tests.model.checkpoints import (
     AUDIO,
@@ -29,6 +21,14 @@ from tests.model.checkpoints import (
     saved,
     source_of,
 )
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.request import EncodeRequest, EncodeTask, FinishReason, Source, audio_source, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.engine.execution.sources import source_input
+from triptych.model.engine.scheduling.scheduled_step import StepBudget
+from triptych.model.engine.scheduling.source_blocks import SourcePasses
+from triptych.model.errors import ConfigError
+from triptych.model.llm import LLM
 
 AUDIO_CONFIG = AUDIO["whisper"]
 BEGIN = (START, 5, 9)  # language and task follow the start token

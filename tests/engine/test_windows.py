@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.api.engine_config import EngineConfig
-from model.api.sampling_params import SamplingParams
-from model.api.stats import CachePool, ModelInfo
-from model.config.cache import PoolSize, PoolSpec, StateSize
-from model.engine.planning.cache_budget import KVLayout
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.block_pool import NULL_BLOCK
-from model.llm import LLM
 from tests.engine.scripted import Harness, expected_tokens
 from tests.engine.test_beam_search import BeamRunner, hypotheses
 from tests.matrix import rest_is_slow
 from tests.model.checkpoints import copied, prompt
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.api.stats import CachePool, ModelInfo
+from triptych.model.config.cache import PoolSize, PoolSpec, StateSize
+from triptych.model.engine.planning.cache_budget import KVLayout
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.block_pool import NULL_BLOCK
+from triptych.model.llm import LLM
 
 WINDOW, BLOCK, STEP, CONTEXT = 512, 16, 256, 4096
 

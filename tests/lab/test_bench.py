@@ -20,14 +20,14 @@ from lab.bench.roofline import Ceilings, Costs, ExpertCosts, Roofline
 from lab.commands.main import main
 from lab.commands.offline import Bench
 from lab.training.corpus import held_out_sample
-from model.api.engine_config import EngineConfig
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.families import FAMILIES
-from model.families.table.raw_config import Settings
-from model.native.library import Library, native
-from model.network.build import build_model
-from model.pretrained import embedded_models
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.families import FAMILIES
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.native.library import Library, native
+from triptych.model.network.build import build_model
+from triptych.model.pretrained import embedded_models
 
 
 @pytest.mark.parametrize("form", "DENS")

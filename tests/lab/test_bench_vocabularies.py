@@ -12,18 +12,18 @@ import pytest
 
 from lab.bench import models, vocabularies
 from lab.training.corpus import Document, held_out_sample
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.checkpoint.folder import read_checkpoint
-from model.client.async_engine import AsyncEngine
-from model.engine.thread_transport import ThreadTransport
-from model.text.detokenizer import Detokenizer
-from model.text.token_bytes import token_bytes
-from model.text.tokenizer import Tokenizer
-from service.app import create_app
-from service.core.models import Models, ServedModel
-from service.settings.service_settings import ServiceSettings
 from tests.lab.bench_models import SMALL, small_models
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.token_bytes import token_bytes
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.app import create_app
+from triptych.service.core.models import Models, ServedModel
+from triptych.service.settings.service_settings import ServiceSettings
 
 CODE = "def add(a, b):\n\n    return  a + b\t# na\u00efve \u65e5\u672c \U0001f600"
 WORDS = "the quick brown house was in the mountain"

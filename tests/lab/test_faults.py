@@ -18,10 +18,10 @@ from lab.faults.outcomes import Ending
 from lab.faults.report import Row
 from lab.faults.scenarios import Scenario, all_of
 from lab.faults.site import Site
-from loadtest.errors import ServerError, UsageError
-from loadtest.records import Outcome, Record
-from loadtest.runs.run import Subject
 from tests import checkpoints
+from triptych.loadtest.errors import ServerError, UsageError
+from triptych.loadtest.records import Outcome, Record
+from triptych.loadtest.runs.run import Subject
 
 RATE = 8.0
 _LIMITS = (

@@ -11,11 +11,11 @@ import pytest
 
 from lab.commands.front import Usage, figures
 from lab.paced_engine import PacedEngine
-from loadtest.errors import UsageError
-from loadtest.records import Record
-from model.api.messages import Abort, Commands, ModelSpec
-from model.api.request import EncodeRequest, FinishReason, Request, token_source
-from model.api.sampling_params import SamplingParams
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.records import Record
+from triptych.model.api.messages import Abort, Commands, ModelSpec
+from triptych.model.api.request import EncodeRequest, FinishReason, Request, token_source
+from triptych.model.api.sampling_params import SamplingParams
 
 
 def request(name: str, **params: object) -> Request:

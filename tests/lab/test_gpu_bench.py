@@ -27,9 +27,9 @@ from lab.bench.gpu.machine import Bench
 from lab.bench.gpu.supervisor import STOPPED, TIMED_OUT, Supervisor, Task, read
 from lab.bench.gpu.targets import TARGETS, datasheet_ceilings
 from lab.bench.gpu.timers import Timers
-from model.attention.sdpa import SdpaBackend
-from model.linear.base import linears
-from model.linear.float import ExpertsLinear
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.linear.base import linears
+from triptych.model.linear.float import ExpertsLinear
 
 ROOT = Path(__file__).parents[2]
 ABSENT = (
@@ -202,7 +202,7 @@ class Perturbed:
 
 
 def test_a_wrong_kernel_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("model.attention.triton", reason="triton is not installed")
+    triton = pytest.importorskip("triptych.model.attention.triton", reason="triton is not installed")
     monkeypatch.setattr(triton.TritonBackend, "forward", lambda self, query, *rest: torch.zeros_like(query))
     problem = next(iter(check._TINY.values()))
     assert not check._kernel(bench, problem=problem, dtype=torch.float32)["ok"]
@@ -486,7 +486,7 @@ def test_cases_have_names_of_their_own(bench: Bench) -> None:
 def test_small_steps_are_timed_and_their_launches_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
     from lab.bench.gpu import steps
-    from model.network import fused_ops
+    from triptych.model.network import fused_ops
 
     monkeypatch.setattr(fused_ops, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from lab.bench.outliers import plant
-from model.api.engine_config import EngineConfig
-from model.api.sampling_params import SamplingParams
-from model.llm import LLM
-from model.pretrained import embedded_models
 from tests.model.checkpoints import native_backends
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.llm import LLM
+from triptych.model.pretrained import embedded_models
 
 pytestmark = pytest.mark.usefixtures("packed_here")
 

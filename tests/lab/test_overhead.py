@@ -13,9 +13,9 @@ import pytest
 from lab.bench import models
 from lab.commands import overhead, requests
 from lab.commands.main import main
-from loadtest.errors import UsageError
-from model.pretrained import embedded_models
 from tests.lab.bench_models import small_models
+from triptych.loadtest.errors import UsageError
+from triptych.model.pretrained import embedded_models
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ import yaml
 
 from lab.site.pages import page_names, write
 from lab.site.reference import page_name, reference
-from service.app import TABLE
-from service.routes.docs import document
 from tests.test_docs import LONGEST, ROOT, broken
+from triptych.service.app import TABLE
+from triptych.service.routes.docs import document
 
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository")
 DOCUMENT: dict[str, Any] = document(TABLE, "1", True, ())

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from loadtest.results import slo
-from loadtest.runs import run
-from loadtest.runs.progress import Progress
-from loadtest.runs.run import Measured
-from loadtest.server.target_server import Server
-from loadtest.settings import Arrivals, Clients, Settings, Workload
+from triptych.loadtest.results import slo
+from triptych.loadtest.runs import run
+from triptych.loadtest.runs.progress import Progress
+from triptych.loadtest.runs.run import Measured
+from triptych.loadtest.server.target_server import Server
+from triptych.loadtest.settings import Arrivals, Clients, Settings, Workload
 
 CLOSED = Arrivals(kind="closed", concurrency=4)
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from loadtest.commands import main
 from tests.loadtest.scripted import Script, serving
 from tests.loadtest.support import in_several_tries
 from tests.service.processes import eventually
+from triptych.loadtest.commands import main
 
 ROOT = Path(__file__).parents[2]
 FAST = Script(first_s=0.05, gap_s=0.005)
@@ -312,7 +312,7 @@ def test_the_page_takes_no_text_for_markup(tmp_path: Path) -> None:
 
 def test_the_generator_needs_neither_torch_nor_the_service() -> None:
     modules = ("commands.main", "runs.run", "runs.sweep", "runs.output", "generator.worker", "results.compare")
-    code = "import sys, " + ", ".join(f"loadtest.{name}" for name in modules) + "; "
-    code += "print(*sorted({'torch', 'ray', 'model', 'service', 'fastapi'} & set(sys.modules)))"
+    code = "import sys, " + ", ".join(f"triptych.loadtest.{name}" for name in modules) + "; "
+    code += "print(*sorted({'torch', 'ray', 'triptych.model', 'triptych.service', 'fastapi'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from loadtest.generator.connections import Connections
 from tests.engine.front import async_test
+from triptych.loadtest.generator.connections import Connections
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
 STREAM = CHUNKED + b"3\r\nabc\r\n" + b"4\r\ndefg\r\n" + b"0\r\n\r\n"

@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
-from loadtest.generator import fleet
-from loadtest.generator.fleet import Fleet
-from loadtest.settings import Settings
-from loadtest.workload.prompts import estimated
+from triptych.loadtest.generator import fleet
+from triptych.loadtest.generator.fleet import Fleet
+from triptych.loadtest.settings import Settings
+from triptych.loadtest.workload.prompts import estimated
 
 
 async def codes(hung: bool) -> list[int | None]:

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from loadtest.commands import interference
-from loadtest.commands.interference import Figures
-from loadtest.records import Record
-from loadtest.runs import flags, output, plan
-from loadtest.runs.plan import Bound, Plan
-from loadtest.settings import Settings
 from tests.loadtest import support
 from tests.loadtest.scripted import Script, ScriptedServer, serving
 from tests.loadtest.support import CLOSED
 from tests.loadtest.test_cli import here, last
+from triptych.loadtest.commands import interference
+from triptych.loadtest.commands.interference import Figures
+from triptych.loadtest.records import Record
+from triptych.loadtest.runs import flags, output, plan
+from triptych.loadtest.runs.plan import Bound, Plan
+from triptych.loadtest.settings import Settings
 
 STREAMS = '[work.streams]\nconcurrency = 2\noutput-tokens = 6\nslo = "ttft_p99<20s"\n'
 ENCODE = '[work.encode]\ntarget = "encode"\nrate = 20\ntexts = 3\nprompt_tokens = 5\n'

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from loadtest.results import page
-from loadtest.runs import output
-from loadtest.runs.sweep import Point
 from tests.loadtest.scripted import Script, serving
 from tests.loadtest.support import CLOSED, Workload, constant, measured
 from tests.service.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium
+from triptych.loadtest.results import page
+from triptych.loadtest.runs import output
+from triptych.loadtest.runs.sweep import Point
 
 pytestmark = pytest.mark.skipif(
     CHROMEDRIVER is None or CHROMIUM is None, reason="the browser test needs chromium and chromedriver"

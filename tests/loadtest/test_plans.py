@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import tokenizers
 
-from loadtest.errors import UsageError
-from loadtest.runs.sweep import backlog_grows
-from loadtest.settings import Arrivals, Clients, Settings, Workload
-from loadtest.workload import distributions, prompts
-from loadtest.workload.items import Item, ItemSource, read_replay
-from model.pretrained import embedded_models
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.runs.sweep import backlog_grows
+from triptych.loadtest.settings import Arrivals, Clients, Settings, Workload
+from triptych.loadtest.workload import distributions, prompts
+from triptych.loadtest.workload.items import Item, ItemSource, read_replay
+from triptych.model.pretrained import embedded_models
 
 SETTINGS = Settings(url="http://x", target="generate")
 

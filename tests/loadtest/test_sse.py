@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.generator.client import EventParser
+from triptych.loadtest.generator.client import EventParser
 
 STREAM = (
     b"\xef\xbb\xbf: hello\n\ndata: one\r\n\r\ndata:two\rdata:  three\r\r"

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadtest.errors import UsageError
-from loadtest.records import Outcome, Record
-from loadtest.results import compare, slo, statistics
-from loadtest.results.statistics import Sample
-from loadtest.server import prometheus
-from loadtest.server.prometheus import Scrape
+from triptych.loadtest.errors import UsageError
+from triptych.loadtest.records import Outcome, Record
+from triptych.loadtest.results import compare, slo, statistics
+from triptych.loadtest.results.statistics import Sample
+from triptych.loadtest.server import prometheus
+from triptych.loadtest.server.prometheus import Scrape
 
 
 def test_statistics_are_those_of_numpy() -> None:

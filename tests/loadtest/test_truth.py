@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from loadtest.records import Outcome
-from loadtest.runs.run import Measured
 from tests.loadtest.scripted import Script, ScriptedServer, Seen, serving
 from tests.loadtest.support import CLOSED, Arrivals, Clients, Workload, constant, in_several_tries, measured
+from triptych.loadtest.records import Outcome
+from triptych.loadtest.runs.run import Measured
 
 EXACT = 0.02
 STALLED = Script(stall=(0.4, 1.9))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata
-from model.cache.kv_cache import LayerCache
-from model.config.attention import AlibiConfig, AttentionConfig, BucketBiasConfig
-from model.network.positions import AlibiBias, BucketBias
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.cache.kv_cache import LayerCache
+from triptych.model.config.attention import AlibiConfig, AttentionConfig, BucketBiasConfig
+from triptych.model.network.positions import AlibiBias, BucketBias
 
 NAN = float("nan")
 

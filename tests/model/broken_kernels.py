@@ -11,24 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 KERNELS = {  # name: module that launches it, its name there, the argument that it writes
-    "double": ("model.kernel_check.triton_launch", "double", "out"),
-    "attend": ("model.attention.triton", "attend", "out"),
-    "combine": ("model.attention.triton", "combine", "out"),
-    "write_pages": ("model.attention.triton", "write_pages", "values"),
-    "prepare_heads": ("model.attention.triton_heads", "prepare_heads", "prepared"),
-    "step_states": ("model.attention.triton_delta", "step_states", "out"),
-    "gate_outputs": ("model.attention.triton_delta", "gate_outputs", "out"),
-    "experts_product": ("model.linear.triton_experts", "experts_product", "out"),
-    "grouped_product": ("model.linear.triton_integers", "grouped_product", "out"),
-    "dequantize": ("model.linear.triton_integers", "dequantize", "out"),
-    "scaled_product": ("model.linear.triton_fp8", "scaled_product", "out"),
-    "one_row": ("model.linear.triton_floats", "one_row", "out"),
-    "fill_kernel": ("model.engine.execution.triton_static_row", "fill_kernel", "row"),
-    "sum_and_norm": ("model.network.fused_kernels", "sum_and_norm", "normed"),
-    "gate_rows": ("model.network.fused_kernels", "gate_rows", "out"),
-    "turn_positions": ("model.network.fused_kernels", "turn_positions", "cos"),
-    "greedy_kernel": ("model.sampling.triton_sampling", "greedy_kernel", "tokens"),
-    "sampling_kernel": ("model.sampling.triton_sampling", "sampling_kernel", "tokens"),
+    "double": ("triptych.model.kernel_check.triton_launch", "double", "out"),
+    "attend": ("triptych.model.attention.triton", "attend", "out"),
+    "combine": ("triptych.model.attention.triton", "combine", "out"),
+    "write_pages": ("triptych.model.attention.triton", "write_pages", "values"),
+    "prepare_heads": ("triptych.model.attention.triton_heads", "prepare_heads", "prepared"),
+    "step_states": ("triptych.model.attention.triton_delta", "step_states", "out"),
+    "gate_outputs": ("triptych.model.attention.triton_delta", "gate_outputs", "out"),
+    "experts_product": ("triptych.model.linear.triton_experts", "experts_product", "out"),
+    "grouped_product": ("triptych.model.linear.triton_integers", "grouped_product", "out"),
+    "dequantize": ("triptych.model.linear.triton_integers", "dequantize", "out"),
+    "scaled_product": ("triptych.model.linear.triton_fp8", "scaled_product", "out"),
+    "one_row": ("triptych.model.linear.triton_floats", "one_row", "out"),
+    "fill_kernel": ("triptych.model.engine.execution.triton_static_row", "fill_kernel", "row"),
+    "sum_and_norm": ("triptych.model.network.fused_kernels", "sum_and_norm", "normed"),
+    "gate_rows": ("triptych.model.network.fused_kernels", "gate_rows", "out"),
+    "turn_positions": ("triptych.model.network.fused_kernels", "turn_positions", "cos"),
+    "greedy_kernel": ("triptych.model.sampling.triton_sampling", "greedy_kernel", "tokens"),
+    "sampling_kernel": ("triptych.model.sampling.triton_sampling", "sampling_kernel", "tokens"),
 }
 WAYS = ("wrong", "nan", "raise", "crash", "hang")
 
@@ -66,9 +66,11 @@ def broken(name: str, way: str) -> tuple[str, Broken]:
 
 
 def main() -> None:
-    """Check kernels as `model.kernel_check.child` does, with those of `BROKEN_KERNELS` (attend=crash,...) broken."""
+    """Check kernels as `triptych.model.kernel_check.child` does, with those of `BROKEN_KERNELS` (attend=crash,...)
+    broken.
+    """
     os.environ["TRITON_INTERPRET"] = "1"
-    from model.kernel_check import child
+    from triptych.model.kernel_check import child
 
     for one in filter(None, os.environ.get("BROKEN_KERNELS", "").split(",")):
         name, _, way = one.partition("=")

@@ -22,20 +22,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from torch import Tensor, nn
 
-from model.api.request import Source, SourceKind, audio_source, token_source
-from model.attention.base import AttentionBackend
-from model.attention.native import NativeBackend
-from model.attention.sdpa import SdpaBackend
-from model.attention.selection import Selection, select_layers
-from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.config.model import AudioConfig, ModelConfig
-from model.linear.base import linears
-from model.linear.factory import LinearFactory
-from model.native.library import Library, native
-from model.network.build import plain_parameters
-from model.network.native_stack import attach_native_stacks, native_linears
-from model.network.transformer import Transformer
-from model.network.weights import load_model
 from tests.model.decoder_rows import (
     BLOOM,
     DENSE_DECODERS,
@@ -48,6 +34,20 @@ from tests.model.decoder_rows import (
     Rows,
     random_model,
 )
+from triptych.model.api.request import Source, SourceKind, audio_source, token_source
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.native import NativeBackend
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.attention.selection import Selection, select_layers
+from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
+from triptych.model.config.model import AudioConfig, ModelConfig
+from triptych.model.linear.base import linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.native.library import Library, native
+from triptych.model.network.build import plain_parameters
+from triptych.model.network.native_stack import attach_native_stacks, native_linears
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
 
 torch.set_num_threads(1)
 

@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-import model.attention.triton as backend
+import triptych.model.attention.triton as backend
 from lab.bench.gpu.pretended import Compiled, compiled, pretend
-from model.api.sampling_params import SamplingParams
-from model.attention import triton_delta, triton_delta_kernels, triton_heads, triton_kernels
-from model.attention.base import HeadNorm, Preparation
-from model.attention.layer_backends import Recurrence
-from model.cache.kv_cache import LayerCache, StateCache, StateSpan, StateTables
-from model.config.attention import GatedDeltaConfig
-from model.config.cache import NO_STATE
-from model.linear import triton_experts, triton_floats, triton_fp8, triton_integers
-from model.sampling import triton_sampling
-from model.system.held_kernels import HeldKernel
 from tests.model.attention_cases import Case, problem
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.attention import triton_delta, triton_delta_kernels, triton_heads, triton_kernels
+from triptych.model.attention.base import HeadNorm, Preparation
+from triptych.model.attention.layer_backends import Recurrence
+from triptych.model.cache.kv_cache import LayerCache, StateCache, StateSpan, StateTables
+from triptych.model.config.attention import GatedDeltaConfig
+from triptych.model.config.cache import NO_STATE
+from triptych.model.linear import triton_experts, triton_floats, triton_fp8, triton_integers
+from triptych.model.sampling import triton_sampling
+from triptych.model.system.held_kernels import HeldKernel
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ import torch
 
 from lab.bench.gpu.pretended import compiled, pretend
 from lab.bench.gpu.self_check import checks_of
-from model.kernel_check import attention_checks, product_checks, step_checks
-from model.kernel_check.check import WrongNumbersError
+from triptych.model.kernel_check import attention_checks, product_checks, step_checks
+from triptych.model.kernel_check.check import WrongNumbersError
 
 
 def main() -> None:

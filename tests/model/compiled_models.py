@@ -12,11 +12,11 @@ import sys
 import torch
 
 from lab.bench.gpu.pretended import compiled, pretend, take_meta_for_gpu
-from model.attention.triton import TritonBackend
-from model.kernel_check.attention_problems import Problem, make_tensors
-from model.network import fused_ops
-from model.system import fallbacks
 from tests.model.compiled import taken
+from triptych.model.attention.triton import TritonBackend
+from triptych.model.kernel_check.attention_problems import Problem, make_tensors
+from triptych.model.network import fused_ops
+from triptych.model.system import fallbacks
 
 ATTENTION = (Problem(((1, 40),) * 2), Problem(((1, 40),) * 2, fp8=True), Problem(((70, 70),), paged=False))
 

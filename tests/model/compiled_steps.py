@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lab.bench.gpu.pretended import compiled, pretend
-from model.config.layer import Activation
-from model.network import fused_ops
+from triptych.model.config.layer import Activation
+from triptych.model.network import fused_ops
 
 WIDTHS = (768, 4096, 5120, 11008, 14336)
 

@@ -14,9 +14,9 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from model.families import FAMILIES
-from model.families.table.known_keys import PATH
-from model.families.wholes import WHOLES
+from triptych.model.families import FAMILIES
+from triptych.model.families.table.known_keys import PATH
+from triptych.model.families.wholes import WHOLES
 
 # Types that occur only inside other files: the two sides of T5Gemma, and MPT's attention settings.
 INNER = ("t5_gemma_module",)

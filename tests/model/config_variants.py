@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.families import FAMILIES, read_settings
-from model.linear.factory import LinearFactory
-from model.network.inputs import packed_input
-from model.network.transformer import Transformer
-from model.network.weights import load_model
 from tests.model.checkpoints import CPU, KINDS, START, by_layer, randomise, reference_input, saved
 from tests.model.parity import decoder_logits, decoder_prompts, encoder_decoder_logits, images, sources
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families import FAMILIES, read_settings
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.inputs import packed_input
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
 
 TOLERANCE = 2e-4
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from model.native import library
+from triptych.model.native import library
 
 
 @pytest.fixture

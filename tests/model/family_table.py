@@ -13,7 +13,8 @@ from pathlib import Path
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from model.config.attention import (
+from tests.model.test_published import PUBLISHED
+from triptych.model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
@@ -23,12 +24,11 @@ from model.config.attention import (
     RotaryConfig,
     XLNetRelativeConfig,
 )
-from model.config.layer import ExpertsConfig, LayerConfig, MLPConfig, Norms
-from model.config.model import ModelConfig
-from model.config.stack import PositionKind, StackConfig
-from model.errors import ConfigError
-from model.families import FAMILIES, WHOLES, config_from_raw
-from tests.model.test_published import PUBLISHED
+from triptych.model.config.layer import ExpertsConfig, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import PositionKind, StackConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families import FAMILIES, WHOLES, config_from_raw
 
 _ROOT = Path(__file__).parents[2]
 PAGE = _ROOT / "docs" / "families.md"

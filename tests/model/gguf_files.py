@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from model.gguf.types import BLOCK_TYPES
 from tests.model.checkpoints import saved
+from triptych.model.gguf.types import BLOCK_TYPES
 
 _TYPES = {"UINT8": 0, "INT8": 1, "UINT32": 4, "INT32": 5, "FLOAT32": 6, "BOOL": 7, "STRING": 8, "ARRAY": 9}
 _FORMATS = {"UINT8": "<B", "INT8": "<b", "UINT32": "<I", "INT32": "<i", "FLOAT32": "<f", "BOOL": "<?"}

@@ -12,7 +12,7 @@ import ctypes
 import pytest
 import torch
 
-from model.native.library import Library
+from triptych.model.native.library import Library
 
 
 def _exact(library: Library, needed: int) -> ctypes.c_void_p:

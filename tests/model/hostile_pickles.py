@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from model.checkpoint.state_dict import read_state_dict
-from model.errors import CheckpointError
+from triptych.model.checkpoint.state_dict import read_state_dict
+from triptych.model.errors import CheckpointError
 
 _WATCHED = ("exec", "import", "os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pickle.", "code.")
 _MEMORY = 256 << 20

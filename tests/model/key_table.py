@@ -14,14 +14,14 @@ from typing import Any
 from transformers.models.auto import tokenization_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from model.errors import ConfigError
-from model.families import FAMILIES, family_of, read_settings
-from model.families.table.known_keys import known_keys
-from model.families.table.raw_config import _HARMLESS, _PATTERNS, Settings, _harmless
-from model.text.piece_tokenizers import PIECE_CLASSES
-from model.text.tokenizer_builder import CLASSES
-from model.text.tokenizer_class import _TYPES, SERVED
-from model.text.tokenizer_files import SENTENCEPIECE_NAMES
+from triptych.model.errors import ConfigError
+from triptych.model.families import FAMILIES, family_of, read_settings
+from triptych.model.families.table.known_keys import known_keys
+from triptych.model.families.table.raw_config import _HARMLESS, _PATTERNS, Settings, _harmless
+from triptych.model.text.piece_tokenizers import PIECE_CLASSES
+from triptych.model.text.tokenizer_builder import CLASSES
+from triptych.model.text.tokenizer_class import _TYPES, SERVED
+from triptych.model.text.tokenizer_files import SENTENCEPIECE_NAMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "keys.md"
 _HEAD = """# Keys and files by type

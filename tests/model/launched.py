@@ -17,7 +17,7 @@ from triton import language as tl
 from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
 
-from model.system.held_kernels import HeldKernel, held
+from triptych.model.system.held_kernels import HeldKernel, held
 
 SIZES = {"i32": 4, "i64": 8, "u64": 8, "fp32": 4}
 LAUNCHES = 600

@@ -11,8 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-import model.attention.triton as backend
-from model.attention import triton_delta, triton_heads
+import triptych.model.attention.triton as backend
+from triptych.model.attention import triton_delta, triton_heads
 
 KERNELS = {"attend": backend, "combine": backend, "write_pages": backend, "prepare_heads": triton_heads}
 KERNELS |= dict.fromkeys(("step_states", "solve_chunks", "scan_chunks", "gate_outputs"), triton_delta)

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model.api.request import Source
-from model.attention.base import AttentionMetadata
-from model.config.model import ImageConfig, ModelConfig
-from model.engine.execution.sources import source_input
-from model.network.inputs import CrossInput, StackInput, packed_input
-from model.network.transformer import Transformer
 from tests.model.checkpoints import CPU, START, prompt, reference_input, reference_logits, saved, source_of
+from triptych.model.api.request import Source
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.config.model import ImageConfig, ModelConfig
+from triptych.model.engine.execution.sources import source_input
+from triptych.model.network.inputs import CrossInput, StackInput, packed_input
+from triptych.model.network.transformer import Transformer
 
 LENGTHS = (5, 1, 23, 5, 12)  # equal and unequal neighbours, and a single token
 SOURCE_LENGTHS = (7, 19, 1, 7, 30)

@@ -1,4 +1,4 @@
-"""A process that answers as `model.kernel_check.child` does, by a script: it imports no torch.
+"""A process that answers as `triptych.model.kernel_check.child` does, by a script: it imports no torch.
 
 The file of `SCRIPTED_CHECKS` has a list for each process: its answers, "crash" or "hang".
 """
@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from model.system.child_process import FrameSocket
+from triptych.model.system.child_process import FrameSocket
 
 
 def main() -> None:

@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from model.attention.reference import ReferenceBackend
-from model.checkpoint.load_plan import wanted_shape
-from model.families import config_from_raw, family_for
-from model.network.build import build_model, tensor_shapes
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.checkpoint.load_plan import wanted_shape
+from triptych.model.families import config_from_raw, family_for
+from triptych.model.network.build import build_model, tensor_shapes
 
 _BYTES = {"F32": 4, "BF16": 2}
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.native import build
-from model.native.build import LEVELS, Level, fitting
+from triptych.model.native import build
+from triptych.model.native.build import LEVELS, Level, fitting
 
 HERE = Path(__file__).parent
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"

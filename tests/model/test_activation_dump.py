@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.api.engine_config import EngineConfig
-from model.api.sampling_params import SamplingParams
-from model.llm import LLM
-from model.network.activation_dump import VARIABLE
 from tests.model.checkpoints import prompt, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.llm import LLM
+from triptych.model.network.activation_dump import VARIABLE
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])

@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from model.checkpoint.folder import read_checkpoint
-from model.config.layer import Activation, ExpertsConfig, MLPConfig
-from model.errors import ConfigError
-from model.families.table.helpers import activation
-from model.native.library import ACTIVATIONS as IN_C
-from model.network.activations import ACTIVATIONS
-from model.network.native_coverage import unsupported_feed_forward
-from model.network.native_stack import NativeStack
 from tests.model.checkpoints import copied, load_native, native_backends, saved
 from tests.model.parity import decoder_logits, decoder_prompts
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.layer import Activation, ExpertsConfig, MLPConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.helpers import activation
+from triptych.model.native.library import ACTIVATIONS as IN_C
+from triptych.model.network.activations import ACTIVATIONS
+from triptych.model.network.native_coverage import unsupported_feed_forward
+from triptych.model.network.native_stack import NativeStack
 
 LEARNED = ("prelu", "xielu")  # they have parameters
 

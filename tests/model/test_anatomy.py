@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from model.checkpoint.folder import read_checkpoint
-from model.families import config_from_raw
-from model.inspection.anatomy import describe_stack, dissect
 from tests.model.checkpoints import saved
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.families import config_from_raw
+from triptych.model.inspection.anatomy import describe_stack, dissect
 
 BERT_BASE = {
     "model_type": "bert",

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention.base import AttentionBackend, AttentionMetadata, ScoreBias, SegmentGroup, visible
-from model.attention.native import NativeBackend
-from model.attention.reference import ReferenceBackend
-from model.attention.sdpa import SdpaBackend
-from model.cache.kv_cache import KVCache, LayerCache
-from model.config.attention import AttentionConfig, BucketBiasConfig
-from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
-from model.config.stack import StackConfig
-from model.network.positions import BucketBias
-from model.system import devices
 from tests.model.checkpoints import CPU, native_backends
+from triptych.model.attention.base import AttentionBackend, AttentionMetadata, ScoreBias, SegmentGroup, visible
+from triptych.model.attention.native import NativeBackend
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.cache.kv_cache import KVCache, LayerCache
+from triptych.model.config.attention import AttentionConfig, BucketBiasConfig
+from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from triptych.model.config.stack import StackConfig
+from triptych.model.network.positions import BucketBias
+from triptych.model.system import devices
 
 FAST = (SdpaBackend(), *native_backends())
 HEADS, DIM, BLOCK = 4, 8, 4

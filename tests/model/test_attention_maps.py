@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.errors import ConfigError
-from model.inspection.attention_maps import MAX_TOKENS, attention_maps
-from model.pretrained import embedded_models
+from triptych.model.errors import ConfigError
+from triptych.model.inspection.attention_maps import MAX_TOKENS, attention_maps
+from triptych.model.pretrained import embedded_models
 
 MODELS = embedded_models()
 TEXT = "the third of march at noon"

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import WhisperFeatureExtractor
 
-from model.errors import ConfigError
-from model.speech.audio_file import AudioError, AudioLimits, decode_audio
-from model.speech.chunks import Spectrogram
-from model.speech.log_mel import LogMel, read_log_mel
-from model.speech.resampling import Resampler, resample
-from model.speech.segments import Window
+from triptych.model.errors import ConfigError
+from triptych.model.speech.audio_file import AudioError, AudioLimits, decode_audio
+from triptych.model.speech.chunks import Spectrogram
+from triptych.model.speech.log_mel import LogMel, read_log_mel
+from triptych.model.speech.resampling import Resampler, resample
+from triptych.model.speech.segments import Window
 
 RATE = 16000
 LIMITS = AudioLimits(seconds=20.0, file_bytes=1_000_000)

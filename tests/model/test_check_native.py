@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from model.native import build
-from model.native.build import Level
 from tests.model.checkpoints import native_backends
 from tests.model.tiled import HERE, PLAIN, VECTORS
+from triptych.model.native import build
+from triptych.model.native.build import Level
 
 HARNESS = Path(__file__).parent / "check_native.c"
 MEMORY, THREADS = "address,undefined", "thread"

@@ -12,19 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.config.stack import PositionKind
-from model.engine.builder import load
-from model.errors import CheckpointError, ConfigError
-from model.families import family_for
-from model.network.transformer import Transformer
-from model.network.weights import load_model, stored_tensors
-from service.runtimes.model_reader import read_model
 from tests.model.checkpoints import KINDS, copied, loaded, prompt, saved
 from tests.model.parity import decoder_logits
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.stack import PositionKind
+from triptych.model.engine.builder import load
+from triptych.model.errors import CheckpointError, ConfigError
+from triptych.model.families import family_for
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model, stored_tensors
+from triptych.service.runtimes.model_reader import read_model
 
 # Heads of pre-training, and sinusoidal tables that are stored although we compute them.
 NOT_SERVED = (
@@ -459,8 +459,8 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 def test_a_large_checkpoint_shows_how_far_it_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("model.network.weights.PROGRESS_SECONDS", 0.0)
-    with caplog.at_level(logging.INFO, "model.network.weights"):
+    monkeypatch.setattr("triptych.model.network.weights.PROGRESS_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, "triptych.model.network.weights"):
         read_and_load(saved("gpt2").path)
     shares = [int(record.getMessage().split()[1]) for record in caplog.records]
     assert len(shares) > 10

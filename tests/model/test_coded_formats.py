@@ -13,24 +13,24 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.api.engine_config import EngineConfig
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.stored_formats import quantization_of
-from model.config.formats import integers_in_groups
-from model.config.sharding import Shard
-from model.errors import CheckpointError, ConfigError
-from model.linear.base import linears
-from model.linear.factory import LinearFactory
-from model.linear.native import NativeLinear
-from model.llm import LLM
-from model.native.library import Kind
-from model.network.weights import load_model
-from model.parallel.group import Group
 from tests.model.checkpoints import copied, load_native, native_backends
 from tests.model.decoder_rows import LLAMA
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.parallel.ranks import on_ranks
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.stored_formats import quantization_of
+from triptych.model.config.formats import integers_in_groups
+from triptych.model.config.sharding import Shard
+from triptych.model.errors import CheckpointError, ConfigError
+from triptych.model.linear.base import linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.native import NativeLinear
+from triptych.model.llm import LLM
+from triptych.model.native.library import Kind
+from triptych.model.network.weights import load_model
+from triptych.model.parallel.group import Group
 
 # Quantiles of a normal distribution (QLoRA, appendix E), and 4-bit floats by their codes, scaled so that 12 is 1.
 NF4 = (

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from model.errors import ConfigError
-from model.families import read_settings
 from tests.model.config_variants import compare, raw_of
+from triptych.model.errors import ConfigError
+from triptych.model.families import read_settings
 
 NESTED = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0, "beta_slow": 2.0, "truncate": False}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.cache.kv_cache import StateCache, StateSpan, StateTables, independent_spans, segments
-from model.config.attention import GatedDeltaConfig
-from model.config.cache import NO_STATE
-from model.network.delta_net import delta_rule
+from triptych.model.cache.kv_cache import StateCache, StateSpan, StateTables, independent_spans, segments
+from triptych.model.config.attention import GatedDeltaConfig
+from triptych.model.config.cache import NO_STATE
+from triptych.model.network.delta_net import delta_rule
 
 HEADS, KEY, VALUE = 3, 12, 8
 

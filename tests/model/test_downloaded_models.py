@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from model.errors import ConfigError
-from model.families import FAMILIES, WHOLES, read_settings
-from model.families.not_served import NOT_SERVED
+from triptych.model.errors import ConfigError
+from triptych.model.families import FAMILIES, WHOLES, read_settings
+from triptych.model.families.not_served import NOT_SERVED
 
 DOCS = Path(__file__).parents[2] / "docs" / "downloaded.md"
 

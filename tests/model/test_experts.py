@@ -8,27 +8,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.attention.reference import ReferenceBackend
-from model.checkpoint.folder import read_checkpoint
-from model.config.attention import AttentionConfig
-from model.config.formats import QUANTIZED_LAYERS
-from model.config.layer import Activation, ExpertsConfig, GateClamp, LayerConfig, MLPConfig, Norms
-from model.config.stack import StackConfig
-from model.engine.builder import load
-from model.engine.warmup import compile_products
-from model.errors import ConfigError
-from model.inspection.anatomy import describe_stack, dissect
-from model.linear.base import LinearSpec, Part, Tiles, linears
-from model.linear.factory import LinearFactory
-from model.linear.float import ExpertsLinear
-from model.network.build import build_model
-from model.network.feed_forward import Experts, routes
-from model.network.inputs import StepContext, packed_input
-from model.system.background_work import finish
 from tests.model.checkpoints import CPU, loaded, saved
 from tests.model.triton_cases import DEVICES
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.formats import QUANTIZED_LAYERS
+from triptych.model.config.layer import Activation, ExpertsConfig, GateClamp, LayerConfig, MLPConfig, Norms
+from triptych.model.config.stack import StackConfig
+from triptych.model.engine.builder import load
+from triptych.model.engine.warmup import compile_products
+from triptych.model.errors import ConfigError
+from triptych.model.inspection.anatomy import describe_stack, dissect
+from triptych.model.linear.base import LinearSpec, Part, Tiles, linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.float import ExpertsLinear
+from triptych.model.network.build import build_model
+from triptych.model.network.feed_forward import Experts, routes
+from triptych.model.network.inputs import StepContext, packed_input
+from triptych.model.system.background_work import finish
 
 CONFIG = ExpertsConfig(5, 2, MLPConfig(6, Activation.SILU, gated=True, bias=True), renormalised=False)
 VARIANTS = (
@@ -127,7 +127,7 @@ def test_a_stack_of_more_experts_than_there_can_be_is_refused() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_multiplies_each_row_by_its_expert(dtype: torch.dtype, device: torch.device) -> None:
-    triton_experts = pytest.importorskip("model.linear.triton_experts", reason="triton is not installed")
+    triton_experts = pytest.importorskip("triptych.model.linear.triton_experts", reason="triton is not installed")
     spec = LinearSpec("m", 70, (Part(21),), experts=4)
     linear = ExpertsLinear(spec, dtype, device).requires_grad_(False).to(device, dtype)
     for parameter in linear.parameters():

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from model.linear import float as float_linear
-from model.linear.base import LinearSpec, Part
-from model.linear.float import FloatLinear, row_kernel_kind, unaligned_product
+from triptych.model.linear import float as float_linear
+from triptych.model.linear.base import LinearSpec, Part
+from triptych.model.linear.float import FloatLinear, row_kernel_kind, unaligned_product
 
 CUDA = torch.device("cuda")
 
@@ -17,7 +17,7 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize(("outputs", "inputs"), [(7, 1100), (64, 2048), (33, 40)])
 def test_one_row_is_multiplied_in_float32(outputs: int, inputs: int, bias: bool) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    from model.linear.triton_floats import multiply_row
+    from triptych.model.linear.triton_floats import multiply_row
 
     torch.manual_seed(0)
     x, weight, b = torch.randn(1, inputs), torch.randn(outputs, inputs), torch.randn(outputs)

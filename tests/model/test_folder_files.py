@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.checkpoint.json_files import is_read
-from model.engine.builder import load
-from model.errors import ConfigError
-from model.text.tokenizer import Tokenizer
-from service.runtimes.model_reader import read_model
 from tests.model.checkpoints import copied
 from tests.model.tokenizer_folders import FOLDERS, write_folder
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint.json_files import is_read
+from triptych.model.engine.builder import load
+from triptych.model.errors import ConfigError
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.runtimes.model_reader import read_model
 
 # Files of other tools that refusals look for.
 NOT_DOWNLOADED = {"adapter_model.bin", "adapter_model.safetensors", "README.md"}  # examples of a card are optional

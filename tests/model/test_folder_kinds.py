@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from model.api.messages import ModelSpec
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.errors import ConfigError
-from model.network.weights import load_model
-from service.cli.main import main
-from service.runtimes.model_reader import read_model
 from tests.model.checkpoints import copied, loaded, saved
 from tests.model.texts import bytes_tokenizer
+from triptych.model.api.messages import ModelSpec
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.errors import ConfigError
+from triptych.model.network.weights import load_model
+from triptych.service.cli.main import main
+from triptych.service.runtimes.model_reader import read_model
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0000\nsize 12345678\n"
 WEIGHTS = "model.safetensors"

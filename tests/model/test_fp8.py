@@ -13,31 +13,31 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -r re
 import triton
 from triton import language as tl
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.attention.sdpa import SdpaBackend
-from model.cache.kv_cache import KVCache, LayerCache
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.stored_formats import fp8_storage
-from model.config.cache import paged_specs, pools_of
-from model.config.formats import FLOAT
-from model.engine import builder
-from model.engine.builder import load
-from model.engine.warmup import compile_products
-from model.errors import ConfigError
-from model.linear import fp8, triton_fp8
-from model.linear.base import LinearSpec, Part, linears
-from model.linear.factory import LinearFactory
-from model.linear.fp8 import Fp8Linear, quantized
-from model.network.weights import load_model
-from model.system import fallbacks
-from model.system.background_work import finish
-from model.system.float8_kernels import to_float8
 from tests.model.checkpoints import saved
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.model.test_stored_formats import FP8, in_fp8
 from tests.model.triton_cases import DEVICES, compute_nothing, no_gpu
 from tests.parallel.ranks import on_ranks
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.cache.kv_cache import KVCache, LayerCache
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.stored_formats import fp8_storage
+from triptych.model.config.cache import paged_specs, pools_of
+from triptych.model.config.formats import FLOAT
+from triptych.model.engine import builder
+from triptych.model.engine.builder import load
+from triptych.model.engine.warmup import compile_products
+from triptych.model.errors import ConfigError
+from triptych.model.linear import fp8, triton_fp8
+from triptych.model.linear.base import LinearSpec, Part, linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.fp8 import Fp8Linear, quantized
+from triptych.model.network.weights import load_model
+from triptych.model.system import fallbacks
+from triptych.model.system.background_work import finish
+from triptych.model.system.float8_kernels import to_float8
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")

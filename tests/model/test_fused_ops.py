@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.config.layer import Activation
-from model.kernel_check.step_problems import compare_steps, step_problems
-from model.network import fused_ops
-from model.network.norms import OffsetRMSNorm
-from model.system import fallbacks
+from triptych.model.config.layer import Activation
+from triptych.model.kernel_check.step_problems import compare_steps, step_problems
+from triptych.model.network import fused_ops
+from triptych.model.network.norms import OffsetRMSNorm
+from triptych.model.system import fallbacks
 
 ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.float16)  # the interpreter cuts numbers off in bfloat16 that a GPU rounds
@@ -66,7 +66,7 @@ def test_a_gain_follows_its_weight() -> None:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The kernels' module, whose kernels the interpreter computes; a kernel that fails fails the test."""
     pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
-    from model.network import fused_kernels
+    from triptych.model.network import fused_kernels
 
     monkeypatch.setattr(fused_ops, "on_gpu", lambda tensor: True)
     yield fused_kernels

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.checkpoint.generation_config import SETTINGS, SPEECH_SETTINGS, GenerationTask
-from model.config.model import GenerationRules
-from model.engine.builder import load
-from model.errors import ConfigError
-from service.runtimes.model_reader import read_model
 from tests.model.checkpoints import copied
 from tests.model.test_checkpoint import edit_json
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
+from triptych.model.checkpoint.generation_config import SETTINGS, SPEECH_SETTINGS, GenerationTask
+from triptych.model.config.model import GenerationRules
+from triptych.model.engine.builder import load
+from triptych.model.errors import ConfigError
+from triptych.service.runtimes.model_reader import read_model
 
 BEAMS = {"num_beams": 4, "early_stopping": True, "max_length": 2**31 - 1}
 

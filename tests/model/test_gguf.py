@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.config.attention import RopeScaling, RotaryConfig
-from model.errors import ConfigError
-from model.gguf import container
-from model.gguf.container import GGUFModel, read_gguf
-from model.gguf.paths import gguf_files, gguf_path, model_name
-from model.network.weights import load_model
 from tests.model.checkpoints import copied
 from tests.model.gguf_files import Blocks, conversions, converted, write_gguf
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.attention import RopeScaling, RotaryConfig
+from triptych.model.errors import ConfigError
+from triptych.model.gguf import container
+from triptych.model.gguf.container import GGUFModel, read_gguf
+from triptych.model.gguf.paths import gguf_files, gguf_path, model_name
+from triptych.model.network.weights import load_model
 
 METADATA: dict[str, tuple[str, Any]] = {
     "general.architecture": ("STRING", "llama"),

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.gguf.architectures import ARCHITECTURES
-from model.config.attention import RotaryConfig
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.families import FAMILIES
-from model.gguf.container import read_gguf
-from model.network.weights import load_model
 from tests.model.gguf_files import Blocks, conversions, converted, write_gguf
 from tests.model.parity import decoder_logits
 from tests.model.test_gguf_weights import in_blocks
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.gguf.architectures import ARCHITECTURES
+from triptych.model.config.attention import RotaryConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families import FAMILIES
+from triptych.model.gguf.container import read_gguf
+from triptych.model.network.weights import load_model
 
 IDS = tuple(range(1, 40))
 

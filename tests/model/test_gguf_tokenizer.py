@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from model.errors import ConfigError
-from model.text.gguf_pretokenizers import PRE_TOKENIZERS
-from model.text.gguf_tokenizer import gguf_tokenizer_config
-from model.text.piece_tokenizers import byte_alphabet
-from model.text.sentencepiece_model import read_sentencepiece
-from model.text.tokenizer import Tokenizer
-from model.text.tokenizer_files import SENTENCEPIECE_NAMES
-from service.chat.template_files import TemplateFiles, template_files
 from tests.model.gguf_files import write_gguf
 from tests.model.tokenizer_folders import strings, write_folder
+from triptych.model.errors import ConfigError
+from triptych.model.text.gguf_pretokenizers import PRE_TOKENIZERS
+from triptych.model.text.gguf_tokenizer import gguf_tokenizer_config
+from triptych.model.text.piece_tokenizers import byte_alphabet
+from triptych.model.text.sentencepiece_model import read_sentencepiece
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.model.text.tokenizer_files import SENTENCEPIECE_NAMES
+from triptych.service.chat.template_files import TemplateFiles, template_files
 
 _DATA = Path(__file__).parent.parent / "data" / "gguf_pretokenizers.json"
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6

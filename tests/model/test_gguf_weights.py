@@ -15,36 +15,36 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from model.api.engine_config import EngineConfig
-from model.api.sampling_params import SamplingParams
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.checkpoint.gguf.blocks import FORMATS
-from model.checkpoint.gguf.metadata import factor_settings
-from model.checkpoint.tensor_files import TensorReader, TensorSource
-from model.checkpoint.tensor_sources import tensor_sources
-from model.checkpoint.weights_cache import WeightsCache
-from model.config.attention import BucketBiasConfig, RopeScaling, RotaryConfig
-from model.config.formats import Storage, integers_in_groups
-from model.config.layer import ExpertsConfig, LayerConfig
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.gguf.container import read_gguf
-from model.gguf.types import BLOCK_TYPES
-from model.inspection.anatomy import dissect
-from model.linear.factory import LinearFactory
-from model.llm import LLM
-from model.network.native_stack import native_linears
-from model.network.packed_weights import PackedWeights
-from model.network.parameter_counts import parameters_by_part
-from model.network.positions import rotary_frequencies
-from model.network.weights import load_model, stored_tensors
-from model.pretrained import embedded_models
-from service.core.models_folder import ModelsFolder
 from tests.model.checkpoints import CPU, load_native, native_backends, saved
 from tests.model.gguf_files import Blocks, conversions, converted, write_gguf
 from tests.model.parity import decoder_logits
 from tests.parallel.ranks import on_ranks
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
+from triptych.model.checkpoint.gguf.blocks import FORMATS
+from triptych.model.checkpoint.gguf.metadata import factor_settings
+from triptych.model.checkpoint.tensor_files import TensorReader, TensorSource
+from triptych.model.checkpoint.tensor_sources import tensor_sources
+from triptych.model.checkpoint.weights_cache import WeightsCache
+from triptych.model.config.attention import BucketBiasConfig, RopeScaling, RotaryConfig
+from triptych.model.config.formats import Storage, integers_in_groups
+from triptych.model.config.layer import ExpertsConfig, LayerConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.container import read_gguf
+from triptych.model.gguf.types import BLOCK_TYPES
+from triptych.model.inspection.anatomy import dissect
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.llm import LLM
+from triptych.model.network.native_stack import native_linears
+from triptych.model.network.packed_weights import PackedWeights
+from triptych.model.network.parameter_counts import parameters_by_part
+from triptych.model.network.positions import rotary_frequencies
+from triptych.model.network.weights import load_model, stored_tensors
+from triptych.model.pretrained import embedded_models
+from triptych.service.core.models_folder import ModelsFolder
 
 # Offsets of the last bytes of a block's float16 numbers, which must not become infinite, and a digest of the values
 # that `gguf.dequantize` (gguf 0.19) gives for blocks of bytes from SHA-256.

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from model.native import build
 from tests.model.checkpoints import native_backends
+from triptych.model.native import build
 
 _HERE = Path(__file__).parent
 _SECONDS = 900
@@ -71,7 +71,7 @@ def test_control_scratch_that_is_too_short_is_found(guard: Path) -> None:
     """The library reports 64 bytes less than it uses."""
     code = """
 import torch
-from model.native.library import Kind, Library, native
+from triptych.model.native.library import Kind, Library, native
 from tests.model import guard_pages
 library = native()
 library._scratch_of = lambda needed: guard_pages._exact(library, needed - 64)

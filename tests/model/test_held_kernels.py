@@ -25,8 +25,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from model.system import held_kernels
-from model.system.held_kernels import HeldKernel, held
+from triptych.model.system import held_kernels
+from triptych.model.system.held_kernels import HeldKernel, held
 
 pytestmark = pytest.mark.skipif(held_kernels._VERSION not in held_kernels._CALLS, reason="Triton's path is taken")
 

@@ -8,7 +8,7 @@ import resource
 import pytest
 import torch
 
-from model.system import huge_pages
+from triptych.model.system import huge_pages
 
 MIB = 1 << 20
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from PIL import Image
 
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.config.model import ImageConfig
-from model.errors import ConfigError
-from model.media.images import MAX_PIXELS, ImageError, decode, read_image_processing
-from model.network.weights import load_model
 from tests.model.checkpoints import copied, saved
 from tests.model.parity import difference, hidden_states
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.model import ImageConfig
+from triptych.model.errors import ConfigError
+from triptych.model.media.images import MAX_PIXELS, ImageError, decode, read_image_processing
+from triptych.model.network.weights import load_model
 
 CONFIG = ImageConfig(size=32, patch=8)
 SQUARE = {"size": {"height": 32, "width": 32}}

@@ -12,31 +12,39 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.config.formats import FLOAT, INT8_ROWS, QUANTIZED_LAYERS, NumberKind, Storage, integers, integers_in_groups
-from model.engine import builder
-from model.engine.builder import load
-from model.engine.planning.stored_weights import conversions
-from model.engine.warmup import compile_products
-from model.errors import ConfigError
-from model.linear import integers as module
-from model.linear import triton_integers
-from model.linear.base import LinearSpec, Part, linears
-from model.linear.factory import LinearFactory
-from model.linear.integers import DequantizedIntegerLinear, IntegerLinear, integer_linear, rounded_in_groups
-from model.linear.triton_integers import Tiles
-from model.native.library import Kind
-from model.network.weights import load_model
-from model.system.background_work import finish
 from tests.model.checkpoints import native_backends, saved
 from tests.model.packers import CASES, folders
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.model.test_stored_formats import quantised
 from tests.model.triton_cases import DEVICES, compute_nothing
 from tests.parallel.ranks import on_ranks
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.formats import (
+    FLOAT,
+    INT8_ROWS,
+    QUANTIZED_LAYERS,
+    NumberKind,
+    Storage,
+    integers,
+    integers_in_groups,
+)
+from triptych.model.engine import builder
+from triptych.model.engine.builder import load
+from triptych.model.engine.planning.stored_weights import conversions
+from triptych.model.engine.warmup import compile_products
+from triptych.model.errors import ConfigError
+from triptych.model.linear import integers as module
+from triptych.model.linear import triton_integers
+from triptych.model.linear.base import LinearSpec, Part, linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.integers import DequantizedIntegerLinear, IntegerLinear, integer_linear, rounded_in_groups
+from triptych.model.linear.triton_integers import Tiles
+from triptych.model.native.library import Kind
+from triptych.model.network.weights import load_model
+from triptych.model.system.background_work import finish
 
 CPU = torch.device("cpu")
 KINDS = {4: NumberKind.INT4, 8: NumberKind.INT8}
@@ -190,8 +198,8 @@ def test_a_gpus_instructions_unpack_what_the_interpreter_does(dtype: torch.dtype
 @pytest.mark.parametrize(("bits", "kind"), [(4, Kind.INT4), (8, Kind.INT8)])
 def test_weights_are_rounded_as_in_c(bits: int, kind: Kind) -> None:
     """Weights get equal integers except where two scales are as good; an infinite weight spoils only its group."""
-    from model.linear.native import packed_linear
     from tests.model.test_native_groups import unpacked
+    from triptych.model.linear.native import packed_linear
 
     if not native_backends():
         pytest.skip("there is no GCC here")

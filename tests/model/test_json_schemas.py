@@ -9,10 +9,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from model.errors import GrammarError
-from model.text.grammar import json_grammar, regex_grammar
-from model.text.grammar_matcher import Vocabulary, compile_grammar
-from model.text.token_bytes import TokenBytes
+from triptych.model.errors import GrammarError
+from triptych.model.text.grammar import json_grammar, regex_grammar
+from triptych.model.text.grammar_matcher import Vocabulary, compile_grammar
+from triptych.model.text.token_bytes import TokenBytes
 
 BYTES = (*(bytes([byte]) for byte in range(256)), b"")
 VOCABULARY = Vocabulary(TokenBytes(BYTES, BYTES))

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.engine import network_plan
-from model.errors import ConfigError
-from model.system import kernel_cache
-from model.system.kernel_cache import TRITONS, VARIABLE, use_kernel_cache
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.engine import network_plan
+from triptych.model.errors import ConfigError
+from triptych.model.system import kernel_cache
+from triptych.model.system.kernel_cache import TRITONS, VARIABLE, use_kernel_cache
 
 
 @pytest.fixture(autouse=True)

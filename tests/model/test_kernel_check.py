@@ -15,9 +15,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-import model.kernel_check
-from model.attention.triton_kernels import INTERPRETED
-from model.config.attention import (
+import triptych.model.kernel_check
+from tests.model.broken_kernels import broken
+from triptych.model.attention.triton_kernels import INTERPRETED
+from triptych.model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
@@ -26,23 +27,22 @@ from model.config.attention import (
     NormKind,
     RotaryConfig,
 )
-from model.config.layer import Activation
-from model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
-from model.kernel_check.check import Check, LaunchCheck
-from model.kernel_check.child import run_check
-from model.kernel_check.codec import decode, encode
-from model.kernel_check.memory import Memory, identity_of, source_files
-from model.kernel_check.processes import Checker, Outcome
-from model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
-from model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
-from model.kernel_check.step_checks import RowProductCheck, StaticRowCheck, StepCheck
-from model.kernel_check.step_problems import step_problems
-from model.network.fused_ops import STEPS
-from tests.model.broken_kernels import broken
+from triptych.model.config.layer import Activation
+from triptych.model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
+from triptych.model.kernel_check.check import Check, LaunchCheck
+from triptych.model.kernel_check.child import run_check
+from triptych.model.kernel_check.codec import decode, encode
+from triptych.model.kernel_check.memory import Memory, identity_of, source_files
+from triptych.model.kernel_check.processes import Checker, Outcome
+from triptych.model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
+from triptych.model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
+from triptych.model.kernel_check.step_checks import RowProductCheck, StaticRowCheck, StepCheck
+from triptych.model.kernel_check.step_problems import step_problems
+from triptych.model.network.fused_ops import STEPS
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
 CPU, F32 = torch.device("cpu"), torch.float32
-MODEL = Path(model.kernel_check.__file__).parents[1]
+MODEL = Path(triptych.model.kernel_check.__file__).parents[1]
 ROTARY = AttentionConfig(4, 2, 16, 0.25, position=RotaryConfig(16), qk_norm=NormConfig(NormKind.RMS, 1e-6))
 SIZES = {"block_size": 8, "most_queries": 9, "most_keys": 32}
 

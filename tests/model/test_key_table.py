@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from model.text.tokenizer_builder import CLASSES
-from model.text.tokenizer_files import SENTENCEPIECE_NAMES
 from tests.model.key_table import PAGE, library_files, page
+from triptych.model.text.tokenizer_builder import CLASSES
+from triptych.model.text.tokenizer_files import SENTENCEPIECE_NAMES
 
 
 def test_the_page_is_what_the_code_does() -> None:

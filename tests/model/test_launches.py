@@ -1,8 +1,8 @@
 """The number of kernels that a recorded decode step launches for each layer on a GPU, and of its host's waits.
 
 Launches are counted on a CPU: each computing operator of torch, each Triton kernel, and each function that is
-compiled for GPUs (`model.network.fused_ops`) is one. Triton's kernels are counted and not run. The steps have few
-keys, which are not split: joining parts would be one launch more.
+compiled for GPUs (`triptych.model.network.fused_ops`) is one. Triton's kernels are counted and not run. The steps have
+few keys, which are not split: joining parts would be one launch more.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.attention.triton import TritonBackend
-from model.cache.kv_cache import KVCache
-from model.checkpoint.folder import read_checkpoint
-from model.config.cache import StateSize
-from model.config.formats import QUANTIZED_LAYERS
-from model.engine.execution import step_logits
-from model.engine.execution.cuda_graphs import DecodeGraphs
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import GenerateEngine
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduler import Scheduler
-from model.linear import triton_fp8, triton_integers
-from model.linear.factory import LinearFactory
-from model.network import attention, feed_forward, fused_ops
-from model.network.layer import Layer
-from model.network.transformer import Transformer
-from model.network.weights import load_model
-from model.sampling import random_sampling, sampler, triton_sampling
-from model.system.devices import HostCopy
 from tests.engine.support import pools_for, request
 from tests.model.checkpoints import CPU, loaded, saved
 from tests.model.launches import KERNELS
+from triptych.model.attention.triton import TritonBackend
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.cache import StateSize
+from triptych.model.config.formats import QUANTIZED_LAYERS
+from triptych.model.engine.execution import step_logits
+from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.linear import triton_fp8, triton_integers
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network import attention, feed_forward, fused_ops
+from triptych.model.network.layer import Layer
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
+from triptych.model.sampling import random_sampling, sampler, triton_sampling
+from triptych.model.system.devices import HostCopy
 
 ALLOCATES = ("empty", "new_empty")
 SUMS = ("_add_rms", "_add_layer", "_add_offset_rms", "_norm_add_norm")

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.attention.reference import ReferenceBackend
-from model.config.attention import (
+from tests.model.checkpoints import CPU, VOCAB, copy_weights, native_backends, prompt
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.config.attention import (
     AlibiConfig,
     AttentionConfig,
     BucketBiasConfig,
@@ -18,18 +19,17 @@ from model.config.attention import (
     NormSpan,
     RotaryConfig,
 )
-from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig, ModelConfig
-from model.config.sharding import Shard
-from model.config.stack import StackConfig
-from model.errors import ConfigError
-from model.families.table.helpers import repeat
-from model.inspection.anatomy import describe_stack, dissect
-from model.linear.factory import LinearFactory
-from model.network.inputs import StepContext, packed_input
-from model.network.native_stack import attach_native_stacks, native_linears
-from model.network.transformer import Transformer
-from tests.model.checkpoints import CPU, VOCAB, copy_weights, native_backends, prompt
+from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import EmbeddingConfig, ModelConfig
+from triptych.model.config.sharding import Shard
+from triptych.model.config.stack import StackConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.helpers import repeat
+from triptych.model.inspection.anatomy import describe_stack, dissect
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.inputs import StepContext, packed_input
+from triptych.model.network.native_stack import attach_native_stacks, native_linears
+from triptych.model.network.transformer import Transformer
 
 SIZE = 32
 RMS = NormConfig(NormKind.RMS, 1e-6)

@@ -11,23 +11,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionBackend
-from model.attention.reference import ReferenceBackend
-from model.attention.sdpa import SdpaBackend
-from model.config.attention import AlibiConfig, AttentionConfig, BucketBiasConfig, NormConfig, NormKind, RotaryConfig
-from model.config.cache import cached_elements
-from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig, ModelConfig
-from model.config.stack import PositionConfig, PositionKind, StackConfig
-from model.linear.factory import LinearFactory
-from model.network.embeddings import SinusoidalPositions
-from model.network.feed_forward import MLP
-from model.network.fused_ops import rotary_tables
-from model.network.inputs import StepContext, packed_input
-from model.network.positions import AlibiBias, BucketBias, rotate
-from model.network.stack import Stack
-from model.network.transformer import Transformer
 from tests.model.checkpoints import CPU
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.config.attention import (
+    AlibiConfig,
+    AttentionConfig,
+    BucketBiasConfig,
+    NormConfig,
+    NormKind,
+    RotaryConfig,
+)
+from triptych.model.config.cache import cached_elements
+from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import EmbeddingConfig, ModelConfig
+from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.embeddings import SinusoidalPositions
+from triptych.model.network.feed_forward import MLP
+from triptych.model.network.fused_ops import rotary_tables
+from triptych.model.network.inputs import StepContext, packed_input
+from triptych.model.network.positions import AlibiBias, BucketBias, rotate
+from triptych.model.network.stack import Stack
+from triptych.model.network.transformer import Transformer
 
 VOCAB, SIZE, HEADS, DIM, LAYERS = 50, 32, 4, 8, 3
 BACKENDS = (ReferenceBackend(), SdpaBackend())

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from model import names
-from model.checkpoint import hub_gguf, hub_names
-from model.checkpoint.hub_names import HubName
-from model.checkpoint.hub_progress import describe
-from model.errors import ConfigError
-from model.pretrained import embedded_models
+from triptych.model import names
+from triptych.model.checkpoint import hub_gguf, hub_names
+from triptych.model.checkpoint.hub_names import HubName
+from triptych.model.checkpoint.hub_progress import describe
+from triptych.model.errors import ConfigError
+from triptych.model.pretrained import embedded_models
 
 HUB = {
     "google-t5/t5-small": "hf:google-t5/t5-small",

@@ -10,23 +10,23 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from model.attention.base import AttentionMetadata
-from model.attention.native import write_rows
-from model.attention.reference import ReferenceBackend
-from model.attention.sdpa import SdpaBackend
-from model.cache.kv_cache import KVCache, LayerCache
-from model.checkpoint.folder import read_checkpoint
-from model.config.attention import AttentionConfig
-from model.config.layer import Activation
-from model.linear.base import LinearSpec, Part
-from model.linear.native import NativeLinear, packed_linear
-from model.native.library import Kind, Library
-from model.network.build import build_model
-from model.network.native_stack import attach_native_stacks, native_linears
-from model.network.weights import load_model
 from tests.model.checkpoints import CPU, copy_weights, native_backends, saved
 from tests.model.parity import hidden_states
 from tests.model.test_attention import BLOCK, DIM, HEADS, SHAPES, pool_with_past, stack_of
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.attention.native import write_rows
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.cache.kv_cache import KVCache, LayerCache
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.layer import Activation
+from triptych.model.linear.base import LinearSpec, Part
+from triptych.model.linear.native import NativeLinear, packed_linear
+from triptych.model.native.library import Kind, Library
+from triptych.model.network.build import build_model
+from triptych.model.network.native_stack import attach_native_stacks, native_linears
+from triptych.model.network.weights import load_model
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 SHAPES_OF_MATRICES = [(16, 16), (100, 37), (48, 64), (7, 5), (33, 4864)]

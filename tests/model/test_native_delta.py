@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, rms_norm, silu, softplus
 
-from model.linear.native import packed_linear
-from model.native.build import Built, Level, build_portable
-from model.native.library import Library, native
-from model.native.structures import (
+from tests.model.checkpoints import native_backends
+from tests.model.tiled import HERE
+from triptych.model.linear.native import packed_linear
+from triptych.model.native.build import Built, Level, build_portable
+from triptych.model.native.library import Library, native
+from triptych.model.native.structures import (
     DeltaLayer,
     Layer,
     LayerStates,
@@ -25,8 +27,6 @@ from model.native.structures import (
     Step,
     SublayerNorms,
 )
-from tests.model.checkpoints import native_backends
-from tests.model.tiled import HERE
 
 pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 HIDDEN, NONE = 24, -1

@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.reference import ReferenceBackend
-from model.config.attention import (
+from tests.matrix import rest_is_slow
+from tests.model.checkpoints import CPU, copy_weights, native_backends
+from tests.model.tiled import REFUSED, emulated, needs_vectors
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.config.attention import (
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
@@ -20,20 +23,17 @@ from model.config.attention import (
     NormKind,
     RotaryConfig,
 )
-from model.config.formats import NumberFormat, NumberKind
-from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig
-from model.config.stack import StackConfig
-from model.linear.factory import LinearFactory
-from model.native import library
-from model.native.library import Kind, Library
-from model.network.inputs import packed_input
-from model.network.native_stack import NativeStack
-from model.network.native_structures import relative_bytes
-from model.network.stack import Stack
-from tests.matrix import rest_is_slow
-from tests.model.checkpoints import CPU, copy_weights, native_backends
-from tests.model.tiled import REFUSED, emulated, needs_vectors
+from triptych.model.config.formats import NumberFormat, NumberKind
+from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import EmbeddingConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.native import library
+from triptych.model.native.library import Kind, Library
+from triptych.model.network.inputs import packed_input
+from triptych.model.network.native_stack import NativeStack
+from triptych.model.network.native_structures import relative_bytes
+from triptych.model.network.stack import Stack
 
 pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 HIDDEN = 48

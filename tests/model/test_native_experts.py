@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from model.linear.native import packed_linear
-from model.native.library import CLAMPED_SILU, Kind, Library
-from model.native.structures import Expert, ExpertsLayer, Layer, MLPLayer, PackedMatrix
 from tests.model.checkpoints import native_backends
 from tests.model.test_native_layers import HIDDEN, SLOTS, Case, InC, Reference, close, library, threads
+from triptych.model.linear.native import packed_linear
+from triptych.model.native.library import CLAMPED_SILU, Kind, Library
+from triptych.model.native.structures import Expert, ExpertsLayer, Layer, MLPLayer, PackedMatrix
 
 __all__ = ["library", "threads"]  # fixtures
 pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.config.formats import (
+from tests.model.checkpoints import native_backends
+from triptych.model.config.formats import (
     FLOAT,
     INT8_ROWS,
     QUANTIZED_LAYERS,
@@ -20,11 +21,10 @@ from model.config.formats import (
     integers_in_groups,
     joined,
 )
-from model.linear.base import Linear, LinearSpec, Part
-from model.linear.factory import LinearFactory
-from model.linear.native import GivenIntegersLinear, NativeLinear, packed_linear
-from model.native.library import Kind, Library
-from tests.model.checkpoints import native_backends
+from triptych.model.linear.base import Linear, LinearSpec, Part
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.native import GivenIntegersLinear, NativeLinear, packed_linear
+from triptych.model.native.library import Kind, Library
 
 KINDS = (Kind.INT4, Kind.INT8)
 GROUPS = (32, 64, 128)

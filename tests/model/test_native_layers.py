@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, rms_norm, silu
 
-from model.linear.native import packed_linear
-from model.native.build import Built, Level, build_portable
-from model.native.library import Kind, Library, native
-from model.native.structures import (
+from tests.model.checkpoints import native_backends
+from tests.model.tiled import HERE
+from triptych.model.linear.native import packed_linear
+from triptych.model.native.build import Built, Level, build_portable
+from triptych.model.native.library import Kind, Library, native
+from triptych.model.native.structures import (
     AttentionLayer,
     AttentionShape,
     KVPages,
@@ -30,8 +32,6 @@ from model.native.structures import (
     Step,
     SublayerNorms,
 )
-from tests.model.checkpoints import native_backends
-from tests.model.tiled import HERE
 
 pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 HIDDEN, CONTEXT, NOWHERE = 40, 96, 1 << 40  # NOWHERE: a block that no memory has

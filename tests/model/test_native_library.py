@@ -14,16 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.attention.base import AttentionMetadata
-from model.attention.native import fill_segments
-from model.cache.kv_cache import KVCache
-from model.checkpoint.folder import read_checkpoint
-from model.config.attention import AttentionConfig
-from model.config.cache import pool_of_layers
-from model.native import build
-from model.native import library as native_library
-from model.native.library import Kind, Library
-from model.native.structures import (
+from tests.model.checkpoints import CPU, load_native, loaded, native_backends, prompt, saved
+from tests.model.parity import ours_and_theirs
+from tests.model.test_attention import DIM, HEADS, pool_with_past
+from tests.model.test_native import library, needs_native
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.attention.native import fill_segments
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.cache import pool_of_layers
+from triptych.model.native import build
+from triptych.model.native import library as native_library
+from triptych.model.native.library import Kind, Library
+from triptych.model.native.structures import (
     AttentionLayer,
     AttentionShape,
     Layer,
@@ -34,12 +38,8 @@ from model.native.structures import (
     Stack,
     Step,
 )
-from model.network.inputs import packed_input
-from model.network.native_scratch import planned_scratch
-from tests.model.checkpoints import CPU, load_native, loaded, native_backends, prompt, saved
-from tests.model.parity import ours_and_theirs
-from tests.model.test_attention import DIM, HEADS, pool_with_past
-from tests.model.test_native import library, needs_native
+from triptych.model.network.inputs import packed_input
+from triptych.model.network.native_scratch import planned_scratch
 
 
 def test_sanitizers_see_every_entry_point() -> None:
@@ -89,9 +89,9 @@ def test_threads_meet_whether_they_share_a_cpu_or_not() -> None:
     program = """
 import os
 import torch
-from model.native import library
-from model.native.library import native
-from model.linear.native import packed_linear
+from triptych.model.native import library
+from triptych.model.native.library import native
+from triptych.model.linear.native import packed_linear
 library.LARGE = 0
 
 def meet(cpus):
@@ -117,9 +117,9 @@ def test_a_forked_child_is_told_instead_of_waiting_for_ever() -> None:
     program = """
 import os
 import torch
-from model.native import library
-from model.native.library import native
-from model.linear.native import packed_linear
+from triptych.model.native import library
+from triptych.model.native.library import native
+from triptych.model.linear.native import packed_linear
 library.LARGE = 0
 packed, x = packed_linear(native(), torch.ones(70, 64), None), torch.ones(5, 64)
 torch.set_num_threads(2)

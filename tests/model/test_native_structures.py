@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-import model.native
-from model.checkpoint.folder import read_checkpoint
-from model.config.layer import LayerConfig
-from model.native.structures import STRUCTURES
-from model.network import native_coverage
+import triptych.model.native
 from tests.model.checkpoints import saved
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.layer import LayerConfig
+from triptych.model.native.structures import STRUCTURES
+from triptych.model.network import native_coverage
 
-KERNELS = Path(model.native.__file__).parent / "kernels"
+KERNELS = Path(triptych.model.native.__file__).parent / "kernels"
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs GCC")

@@ -13,32 +13,32 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint import content
-from model.checkpoint.coded_layouts import E2M1Layout
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.layouts import IntegerLayout, Layout, pack_projections
-from model.checkpoint.target_patterns import matches
-from model.checkpoint.weights_cache import WeightsCache
-from model.config.formats import integers_in_groups
-from model.engine.builder import load
-from model.engine.model_info import weight_bytes
-from model.engine.planning.memory_plan import plan_weights
-from model.errors import CheckpointError, ConfigError
-from model.families import FAMILIES
-from model.linear.base import linears
-from model.linear.factory import LinearFactory
-from model.linear.native import GivenIntegersLinear, NativeLinear
-from model.native.library import Kind
-from model.network.native_stack import native_linears
-from model.network.packed_weights import PackedWeights
-from model.network.weights import load_model
 from tests.model.checkpoints import copied, load_native, native_backends, saved
 from tests.model.packers import AWQ, CASES, GPTQ, compressed, folders, quantise, tensors_of
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.parallel.ranks import on_ranks
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint import content
+from triptych.model.checkpoint.coded_layouts import E2M1Layout
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.layouts import IntegerLayout, Layout, pack_projections
+from triptych.model.checkpoint.target_patterns import matches
+from triptych.model.checkpoint.weights_cache import WeightsCache
+from triptych.model.config.formats import integers_in_groups
+from triptych.model.engine.builder import load
+from triptych.model.engine.model_info import weight_bytes
+from triptych.model.engine.planning.memory_plan import plan_weights
+from triptych.model.errors import CheckpointError, ConfigError
+from triptych.model.families import FAMILIES
+from triptych.model.linear.base import linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.native import GivenIntegersLinear, NativeLinear
+from triptych.model.native.library import Kind
+from triptych.model.network.native_stack import native_linears
+from triptych.model.network.packed_weights import PackedWeights
+from triptych.model.network.weights import load_model
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 PROMPTS = decoder_prompts()

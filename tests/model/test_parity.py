@@ -14,17 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from model.api.request import token_source
-from model.attention.base import AttentionBackend, AttentionMetadata
-from model.attention.native import NativeBackend
-from model.attention.reference import ReferenceBackend
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.config.attention import NormConfig, NormKind, RotaryConfig
-from model.config.layer import LayerConfig
-from model.network.inputs import CrossInput, packed_input
-from model.network.transformer import Transformer
-from model.network.weights import load_model
 from tests.model.checkpoints import (
     CPU,
     DECODERS,
@@ -50,6 +39,17 @@ from tests.model.parity import (
     ours_and_theirs,
 )
 from tests.service.processes import ServiceProcess, running
+from triptych.model.api.request import token_source
+from triptych.model.attention.base import AttentionBackend, AttentionMetadata
+from triptych.model.attention.native import NativeBackend
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.attention import NormConfig, NormKind, RotaryConfig
+from triptych.model.config.layer import LayerConfig
+from triptych.model.network.inputs import CrossInput, packed_input
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
 
 BACKENDS = (SdpaBackend(), *native_backends())
 EACH = [(kind, backend) for kind in KINDS for backend in BACKENDS]

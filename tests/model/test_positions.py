@@ -7,13 +7,20 @@ import math
 import pytest
 import torch
 
-from model.attention.base import AttentionMetadata, SegmentGroup
-from model.config.attention import AlibiConfig, BucketBiasConfig, DisentangledConfig, RotaryConfig
-from model.config.stack import PositionConfig, PositionKind
-from model.network.disentangled import relative_rows
-from model.network.embeddings import LearnedPositions, SinusoidalPositions
-from model.network.fused_ops import rotary_tables
-from model.network.positions import AlibiBias, BucketBias, StepBias, inverse_frequencies, rotary_frequencies, rotate
+from triptych.model.attention.base import AttentionMetadata, SegmentGroup
+from triptych.model.config.attention import AlibiConfig, BucketBiasConfig, DisentangledConfig, RotaryConfig
+from triptych.model.config.stack import PositionConfig, PositionKind
+from triptych.model.network.disentangled import relative_rows
+from triptych.model.network.embeddings import LearnedPositions, SinusoidalPositions
+from triptych.model.network.fused_ops import rotary_tables
+from triptych.model.network.positions import (
+    AlibiBias,
+    BucketBias,
+    StepBias,
+    inverse_frequencies,
+    rotary_frequencies,
+    rotate,
+)
 
 SINUSOIDAL = PositionConfig(PositionKind.SINUSOIDAL)
 

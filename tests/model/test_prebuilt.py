@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from model.attention.base import AttentionMetadata
-from model.attention.native import NativeBackend
-from model.attention.reference import ReferenceBackend
-from model.config.attention import AttentionConfig
-from model.linear.base import LinearSpec, Part
-from model.linear.native import Int8RowsLinear, packed_linear
-from model.native import build
-from model.native.build import LEVELS, Built, build_portable, fitting, prebuilt
-from model.native.library import Kind, Library, native
 from tests.model.checkpoints import loaded, native_backends
 from tests.model.parity import decoder_logits, decoder_prompts
 from tests.model.test_attention import DIM, HEADS, SHAPES, pool_with_past
 from tests.model.test_native_groups import must_be_exact_and_alone
 from tests.model.tiled import compiled_soon
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.attention.native import NativeBackend
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.linear.base import LinearSpec, Part
+from triptych.model.linear.native import Int8RowsLinear, packed_linear
+from triptych.model.native import build
+from triptych.model.native.build import LEVELS, Built, build_portable, fitting, prebuilt
+from triptych.model.native.library import Kind, Library, native
 
 V2 = "pni cx16 lahf_lm popcnt ssse3 sse4_1 sse4_2"
 V3 = f"{V2} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from model import pretrained
-from model.checkpoint.folder import read_checkpoint
+from triptych.model import pretrained
+from triptych.model.checkpoint.folder import read_checkpoint
 
 
 def test_chat_is_served_by_default_as_its_package_has_it() -> None:

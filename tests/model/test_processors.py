@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.json_files import is_read
-from model.checkpoint.processors import (
+from tests.model.checkpoints import copied
+from tests.model.test_checkpoint import edit_json
+from tests.service import whisper
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.json_files import is_read
+from triptych.model.checkpoint.processors import (
     AUDIO_PARTS,
     AUDIO_SETTINGS,
     IMAGE_PARTS,
@@ -20,12 +23,9 @@ from model.checkpoint.processors import (
     PROCESSOR,
     read_processor,
 )
-from model.errors import ConfigError
-from model.llm import LLM
-from model.speech.requests import SpeechOptions
-from tests.model.checkpoints import copied
-from tests.model.test_checkpoint import edit_json
-from tests.service import whisper
+from triptych.model.errors import ConfigError
+from triptych.model.llm import LLM
+from triptych.model.speech.requests import SpeechOptions
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ import json
 
 import pytest
 
-from model.families import config_from_raw
-from model.inspection.anatomy import dissect
 from tests.model.published_decoders import PUBLISHED_DECODERS
 from tests.model.published_encoders import NOMIC, PUBLISHED_ENCODERS
 from tests.model.published_experts import PUBLISHED_EXPERTS
@@ -22,6 +20,8 @@ from tests.model.published_more_decoders import PUBLISHED_MORE_DECODERS
 from tests.model.published_seq2seq import PUBLISHED_SEQ2SEQ
 from tests.model.published_speech import PUBLISHED_SPEECH
 from tests.model.published_text_parts import PUBLISHED_TEXT_PARTS
+from triptych.model.families import config_from_raw
+from triptych.model.inspection.anatomy import dissect
 
 PUBLISHED = {
     **PUBLISHED_DECODERS,

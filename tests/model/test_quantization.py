@@ -16,22 +16,22 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
-from model.api.engine_config import EngineConfig
-from model.api.request import Pooling
-from model.checkpoint.folder import read_checkpoint
-from model.config.formats import FORMATS, QUANTIZED_LAYERS
-from model.errors import ConfigError
-from model.linear.base import linears
-from model.llm import LLM
-from model.native.library import Kind, Library, native
-from model.pretrained import embedded_models
-from model.quantization import folder as writing
-from model.quantization.folder import Report, quantize
-from model.quantization.moments import input_moments
-from model.quantization.safetensors_file import SafetensorsFile
 from tests.model.checkpoints import copied, native_backends, saved
 from tests.model.gguf_files import converted
 from tests.model.packers import CASES, folders
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.request import Pooling
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.formats import FORMATS, QUANTIZED_LAYERS
+from triptych.model.errors import ConfigError
+from triptych.model.linear.base import linears
+from triptych.model.llm import LLM
+from triptych.model.native.library import Kind, Library, native
+from triptych.model.pretrained import embedded_models
+from triptych.model.quantization import folder as writing
+from triptych.model.quantization.folder import Report, quantize
+from triptych.model.quantization.moments import input_moments
+from triptych.model.quantization.safetensors_file import SafetensorsFile
 
 pytestmark = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 

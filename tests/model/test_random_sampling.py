@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.api.sampling_params import SamplingParams
-from model.sampling import random_sampling
-from model.sampling.random_sampling import LIKELIEST_PARTS, likeliest, sample_rows, sorted_top
-from model.sampling.sampler import SamplingRow, sample
-from model.system import fallbacks
 from tests.matrix import rest_is_slow
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.sampling import random_sampling
+from triptych.model.sampling.random_sampling import LIKELIEST_PARTS, likeliest, sample_rows, sorted_top
+from triptych.model.sampling.sampler import SamplingRow, sample
+from triptych.model.system import fallbacks
 
 SIZES = [1, 7, 300, 5_000, 50_257]  # below a block, below and above the short heads, a real one
 
@@ -140,7 +140,7 @@ class TestKernel:
 
     @staticmethod
     def drawn(rows: Tensor, params: list[SamplingParams], uniforms: list[float]) -> list[int]:
-        from model.sampling.triton_sampling import launch_sampling
+        from triptych.model.sampling.triton_sampling import launch_sampling
 
         tokens = torch.full((len(rows),), -1)
         launch_sampling(rows, tokens, range(len(rows)), params, uniforms)
@@ -191,7 +191,7 @@ class TestKernel:
         assert self.drawn(rows, params, uniforms) == sample_rows(rows, params, uniforms).tolist()
 
     def test_rows_among_others_are_filled_in_and_the_others_left_alone(self) -> None:
-        from model.sampling.triton_sampling import launch_sampling
+        from triptych.model.sampling.triton_sampling import launch_sampling
 
         rows = scores(300, 3.0, 9)
         tokens = torch.full((9,), -1)
@@ -203,7 +203,7 @@ class TestKernel:
     @pytest.mark.parametrize("rows", LIKELIEST_PARTS)
     @pytest.mark.parametrize("vocabulary", [7, 5_000])
     def test_it_finds_the_first_of_the_largest(self, rows: int, vocabulary: int) -> None:
-        from model.sampling.triton_sampling import launch_greedy
+        from triptych.model.sampling.triton_sampling import launch_greedy
 
         wide = scores(vocabulary + 3, 1.0, rows).bfloat16()[:, :vocabulary]  # with equal values, in longer rows
         for logits in (wide, -wide.abs(), torch.full_like(wide, float("-inf")), torch.zeros_like(wide)):
@@ -212,7 +212,7 @@ class TestKernel:
             assert tokens.tolist() == likeliest(logits).tolist()
 
     def test_minus_zero_is_as_large_as_zero(self) -> None:
-        from model.sampling.triton_sampling import launch_greedy
+        from triptych.model.sampling.triton_sampling import launch_greedy
 
         logits, tokens = torch.full((1, 5_000), -0.0), torch.full((1,), -1)
         logits[0, 3_000:] = 0.0
@@ -221,7 +221,7 @@ class TestKernel:
 
 
 class Kernel:
-    """A fake of `model.sampling.triton_sampling` on a GPU."""
+    """A fake of `triptych.model.sampling.triton_sampling` on a GPU."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error

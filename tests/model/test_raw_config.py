@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from model.config.attention import RopeScaling, RotaryConfig
-from model.config.model import GenerationRules, ModelConfig
-from model.errors import ConfigError
-from model.families import FAMILIES, config_from_raw, family_for, read_settings
-from model.families.table.known_keys import PATH, known_keys
-from model.families.table.raw_config import Settings
-from model.families.wholes import WHOLES
 from tests.model import config_keys
 from tests.model.checkpoints import saved
 from tests.model.test_published import NOMIC, PUBLISHED
+from triptych.model.config.attention import RopeScaling, RotaryConfig
+from triptych.model.config.model import GenerationRules, ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families import FAMILIES, config_from_raw, family_for, read_settings
+from triptych.model.families.table.known_keys import PATH, known_keys
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.wholes import WHOLES
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

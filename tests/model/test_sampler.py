@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.api.sampling_params import SamplingParams
-from model.sampling.sampler import SamplingRow, sample, token_logprobs, uniform
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.sampling.sampler import SamplingRow, sample, token_logprobs, uniform
 
 V = 40
 INFINITY = float("inf")
@@ -124,7 +124,7 @@ class TestPenaltiesAgainstTransformers:
 
     def processed(self, params: SamplingParams) -> Tensor:
         """Return our processed scores, read from greedy choices between pairs of tokens."""
-        from model.sampling.sampler import process_logits
+        from triptych.model.sampling.sampler import process_logits
 
         return process_logits(logits(2), [row(params, prompt=self.PROMPT, output=self.OUTPUT)])
 
@@ -213,7 +213,7 @@ imposed_rows = st.builds(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.just(SamplingRow(SamplingParams(), 0, [1], 1)) | imposed_rows, min_size=1, max_size=6))
 def test_batch_processing_equals_row_processing_bit_for_bit(rows: list[SamplingRow]) -> None:
-    from model.sampling.sampler import process_logits
+    from triptych.model.sampling.sampler import process_logits
 
     scores = logits(11, rows=len(rows))
     before = scores.clone()

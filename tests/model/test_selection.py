@@ -9,18 +9,18 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-import model.attention.selection as selection
-from model.attention.base import AttentionBackend
-from model.attention.layer_backends import PerLayerBackend, backend_of
-from model.attention.reference import ReferenceBackend
-from model.attention.sdpa import SdpaBackend
-from model.attention.selection import Selection, select_backend, select_layers
-from model.config.attention import AttentionConfig
-from model.config.cache import PagedSpec
-from model.config.layer import Activation, LayerConfig, MLPConfig, Norms
-from model.config.model import EmbeddingConfig, ModelConfig
-from model.config.stack import StackConfig
-from model.errors import ConfigError
+import triptych.model.attention.selection as selection
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.attention.layer_backends import PerLayerBackend, backend_of
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.attention.selection import Selection, select_backend, select_layers
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.config.cache import PagedSpec
+from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
+from triptych.model.config.model import EmbeddingConfig, ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.errors import ConfigError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -92,7 +92,7 @@ def test_a_cpu_never_gets_triton_unasked_and_outside_of_tests_not_at_all(monkeyp
 def test_what_stands_in_its_way_is_found_at_start(
     monkeypatch: pytest.MonkeyPatch, error: Exception, shown: str
 ) -> None:
-    import model.attention.triton as triton_backend
+    import triptych.model.attention.triton as triton_backend
 
     def fail(device: torch.device, dtype: torch.dtype) -> None:
         raise error
@@ -109,7 +109,7 @@ def test_what_stands_in_its_way_is_found_at_start(
 @with_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_trial_passes_where_it_works(dtype: torch.dtype) -> None:
-    import model.attention.triton as triton_backend
+    import triptych.model.attention.triton as triton_backend
 
     triton_backend.try_out(torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype)
 

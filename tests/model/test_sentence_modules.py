@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from model.api.engine_config import EngineConfig
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.sentence_modules import ACTIVATIONS, KEYS, REFUSED, DenseConfig, Fate
-from model.engine.output_heads import load_step
-from model.errors import ConfigError
-from model.llm import LLM
-from service.core.models_folder import ModelsFolder
-from service.planning.outputs.vectors import sparse_settings
-from service.schemas.encode_bodies import EncodeBody
 from tests import checkpoints
 from tests.model.checkpoints import CPU, saved
 from tests.model.test_sentence_transformers import MODES, PREFIX, SMALL, TEXTS, assert_close, encoded, hidden_states
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.sentence_modules import ACTIVATIONS, KEYS, REFUSED, DenseConfig, Fate
+from triptych.model.engine.output_heads import load_step
+from triptych.model.errors import ConfigError
+from triptych.model.llm import LLM
+from triptych.service.core.models_folder import ModelsFolder
+from triptych.service.planning.outputs.vectors import sparse_settings
+from triptych.service.schemas.encode_bodies import EncodeBody
 
 ROOT = Path(__file__).parents[2]
 MEAN = MODES["mean"][0]

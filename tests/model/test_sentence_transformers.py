@@ -14,19 +14,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import EncodeRequest, EncodeTask, Pooling, token_source
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.sentence_transformers import SpladeSettings
-from model.engine.builder import load
-from model.errors import CheckpointError, ConfigError
-from model.llm import LLM
-from model.text.tokenizer import Tokenizer
-from service.planning.tokenization import truncate_text
 from tests import checkpoints
 from tests.model.checkpoints import MPNET, T5, copied, prompt, randomise, saved
 from tests.model.tokenizer_folders import write_folder
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import EncodeRequest, EncodeTask, Pooling, token_source
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.sentence_transformers import SpladeSettings
+from triptych.model.engine.builder import load
+from triptych.model.errors import CheckpointError, ConfigError
+from triptych.model.llm import LLM
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.planning.tokenization import truncate_text
 
 SMALL = {"device": "cpu", "dtype": "float32"}
 TEXTS = ["import os", "class Café: price = '12 €'", "for index in range(10): print(index)"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.generation_config import SETTINGS, SPEECH_SETTINGS
-from model.checkpoint.processors import AUDIO_SETTINGS, IMAGE_SETTINGS
-from model.checkpoint.setting_tables import Table, Use
+from triptych.model.checkpoint.generation_config import SETTINGS, SPEECH_SETTINGS
+from triptych.model.checkpoint.processors import AUDIO_SETTINGS, IMAGE_SETTINGS
+from triptych.model.checkpoint.setting_tables import Table, Use
 
 DOCS = Path(__file__).parents[2] / "docs"
 TABLES = {

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers.models.whisper import tokenization_whisper as reference
 
-from model.api.languages import NAMES, language_code
-from model.speech.chunks import ChunkMerger, ChunkOutput, Token, cut_chunks
-from model.speech.segments import Window, compression_ratio, cut_segments, srt, vtt, words_of
-from model.speech.transcription import Attempt, Decoding, Outcome, Segment, SequentialWindows
+from triptych.model.api.languages import NAMES, language_code
+from triptych.model.speech.chunks import ChunkMerger, ChunkOutput, Token, cut_chunks
+from triptych.model.speech.segments import Window, compression_ratio, cut_segments, srt, vtt, words_of
+from triptych.model.speech.transcription import Attempt, Decoding, Outcome, Segment, SequentialWindows
 
 # Parts of transformers that take 2 s to import are imported where they are used: each worker collects this file.
 

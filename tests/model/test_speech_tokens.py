@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from model.checkpoint.speech import SpeechTokens, read_speech_tokens
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.families import config_from_raw
 from tests.model.published_speech import PUBLISHED_SPEECH
+from triptych.model.checkpoint.speech import SpeechTokens, read_speech_tokens
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families import config_from_raw
 
 RAW: dict[str, Any] = json.loads(PUBLISHED_SPEECH["whisper-tiny"].config)
 # From generation_config.json of openai/whisper-tiny, with three of its 99 languages.

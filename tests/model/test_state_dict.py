@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.state_dict import read_state_dict
-from model.errors import CheckpointError, ConfigError
-from model.network.weights import load_model
 from tests.model.checkpoints import copied, saved
 from tests.model.parity import MECHANISMS
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.state_dict import read_state_dict
+from triptych.model.errors import CheckpointError, ConfigError
+from triptych.model.network.weights import load_model
 
 ROOT = Path(__file__).parents[2]
 

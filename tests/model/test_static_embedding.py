@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
-from model.api.engine_config import EngineConfig
-from model.checkpoint.folder import read_checkpoint
-from model.errors import ConfigError
-from model.inspection.anatomy import describe_stack, dissect
-from model.llm import LLM
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.errors import ConfigError
+from triptych.model.inspection.anatomy import describe_stack, dissect
+from triptych.model.llm import LLM
 
 TEXTS = ["hello world", "Hello, a world!", "b", "zz b \u4f60"]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "hello", "world", "a", "b", ",", "##b", "!"]

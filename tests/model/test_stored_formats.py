@@ -13,26 +13,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.stored_formats import fp8_storage, quantization_of
-from model.config.formats import INT8_ROWS
-from model.engine.builder import load
-from model.engine.model_info import weight_bytes
-from model.engine.planning.memory_plan import plan_weights
-from model.errors import CheckpointError, ConfigError
-from model.linear.base import LinearSpec, Part, linears
-from model.linear.factory import LinearFactory
-from model.linear.native import Int8RowsLinear, NativeLinear
-from model.linear.scales import StoredScales
-from model.native.library import Kind
-from model.network.native_stack import native_linears
-from model.network.weights import load_model
 from tests.model.checkpoints import copied, load_native, native_backends, saved
 from tests.model.parity import decoder_logits, decoder_prompts, hidden_states
 from tests.parallel.ranks import on_ranks
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.stored_formats import fp8_storage, quantization_of
+from triptych.model.config.formats import INT8_ROWS
+from triptych.model.engine.builder import load
+from triptych.model.engine.model_info import weight_bytes
+from triptych.model.engine.planning.memory_plan import plan_weights
+from triptych.model.errors import CheckpointError, ConfigError
+from triptych.model.linear.base import LinearSpec, Part, linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.native import Int8RowsLinear, NativeLinear
+from triptych.model.linear.scales import StoredScales
+from triptych.model.native.library import Kind
+from triptych.model.network.native_stack import native_linears
+from triptych.model.network.weights import load_model
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 NUMBERS = {"num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "observer": "minmax"}

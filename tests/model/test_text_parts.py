@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.families import config_from_raw, read_settings
-from model.network.weights import load_model
 from tests.model.checkpoints import BERT, copied, randomise, saved
 from tests.model.decoder_rows import CLIP, LLAMA, QWEN2_VL, QWEN3_VL, QWEN_VISION, with_images
 from tests.model.parity import decoder_logits, decoder_prompts, difference
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families import config_from_raw, read_settings
+from triptych.model.network.weights import load_model
 
 _SIGLIP = {**CLIP, "model_type": "siglip_vision_model"}
 

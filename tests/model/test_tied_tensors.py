@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.errors import CheckpointError
-from model.network.transformer import Transformer
-from model.network.weights import load_model
 from tests.model.checkpoints import copied, loaded, saved
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.errors import CheckpointError
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
 
 TIED = (
     *("llama-tied", "gemma3", "gpt2", "mistral3", "gemma4", "cohere", "falcon", "bloom", "mpt", "opt", "opt-narrow"),

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata
-from model.attention.native import NativeBackend
-from model.checkpoint.folder import read_checkpoint
-from model.linear.native import NativeLinear, packed_linear
-from model.native.build import Built, build_portable
-from model.native.library import Kind, Library
-from model.network.transformer import Transformer
 from tests.matrix import rest_is_slow
 from tests.model.attention_cases import Case, Problem, assert_finite_and_close, problem, tolerance
 from tests.model.checkpoints import CPU, load_native, native_backends, saved
 from tests.model.parity import ours_and_theirs
 from tests.model.tiled import AMX, HERE, NARROW, REFUSED, VECTORS, emulated, gcc, needs_vectors, real, temporary_folder
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.attention.native import NativeBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.linear.native import NativeLinear, packed_linear
+from triptych.model.native.build import Built, build_portable
+from triptych.model.native.library import Kind, Library
+from triptych.model.network.transformer import Transformer
 
 SHAPES = [(16, 32), (16, 64), (7, 5), (40, 100), (100, 37), (33, 1000), (144, 96)]
 ROWS = [1, 5, 15, 16, 17, 31, 32, 33, 47, 50, 64, 90]

@@ -9,11 +9,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from model.errors import ConfigError
-from model.pretrained import embedded_models
-from model.text.token_bytes import TokenBytes, token_bytes
-from model.text.tokenizer import Tokenizer
 from tests.model.texts import CORPUS, bytes_tokenizer, words_tokenizer
+from triptych.model.errors import ConfigError
+from triptych.model.pretrained import embedded_models
+from triptych.model.text.token_bytes import TokenBytes, token_bytes
+from triptych.model.text.tokenizer import Tokenizer
 
 
 def embedded(name: str) -> Callable[[], Tokenizer]:

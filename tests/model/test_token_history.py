@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.api.token_history import History, TokenCounts
+from triptych.model.api.token_history import History, TokenCounts
 
 
 def repeating(tokens: list[int], size: int) -> set[int]:

@@ -19,13 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, processors
 
-from model.api.request import FinishReason, TokenOutput
-from model.api.sampling_params import SamplingParams
-from model.errors import ConfigError, TooManyTokensError
-from model.text.decoders import has_fixed_texts
-from model.text.detokenizer import Detokenizer
-from model.text.piece_tokenizers import PieceTokenizer
-from model.text.tokenizer import Tokenizer, free_vocabulary
 from tests.model.texts import (
     CHARACTERS,
     CORPUS,
@@ -34,6 +27,13 @@ from tests.model.texts import (
     literal_tokenizer,
     words_tokenizer,
 )
+from triptych.model.api.request import FinishReason, TokenOutput
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.errors import ConfigError, TooManyTokensError
+from triptych.model.text.decoders import has_fixed_texts
+from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.piece_tokenizers import PieceTokenizer
+from triptych.model.text.tokenizer import Tokenizer, free_vocabulary
 
 TEXT = st.one_of(st.sampled_from(CORPUS), st.text(st.sampled_from(CHARACTERS), max_size=30))
 
@@ -371,7 +371,7 @@ def test_a_large_vocabulary_is_freed_in_a_thread_that_gives_way(monkeypatch: pyt
         names = {f"<{number}>": number for number in range(60_000)}
         Tokenizer(tokenizers.Tokenizer(models.BPE(names, [])))
 
-    monkeypatch.setattr("model.text.tokenizer.free_vocabulary", free)
+    monkeypatch.setattr("triptych.model.text.tokenizer.free_vocabulary", free)
     drop()
     gc.collect()
     deadline = time.monotonic() + 10
@@ -383,7 +383,7 @@ def test_a_large_vocabulary_is_freed_in_a_thread_that_gives_way(monkeypatch: pyt
 def test_a_process_ends_while_it_has_a_large_vocabulary() -> None:
     program = """
 import tokenizers
-from model.text.tokenizer import Tokenizer
+from triptych.model.text.tokenizer import Tokenizer
 names = {f"<{number}>": number for number in range(60_000)}
 whole = [Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE(names, []))) for _ in range(3)]
 whole.append(whole)  # which only the end of the process frees

@@ -19,9 +19,6 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import processors
 from transformers.convert_slow_tokenizer import DebertaV2Converter
 
-from model.errors import ConfigError
-from model.text.detokenizer import Detokenizer
-from model.text.tokenizer import Tokenizer
 from tests.checkpoints import byte_level_bpe
 from tests.model.tokenizer_folders import (
     FOLDERS,
@@ -31,6 +28,9 @@ from tests.model.tokenizer_folders import (
     write_folder,
     write_nllb,
 )
+from triptych.model.errors import ConfigError
+from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.tokenizer import Tokenizer
 
 FIRST_SPACE = re.compile("(^|</?s>|<unk>)[ \u2581]")
 _LEFT_OUT = {"marian", "m2m-100"}  # they strip whole texts, which streamed texts cannot do

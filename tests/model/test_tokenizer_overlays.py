@@ -17,16 +17,16 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers.models.auto import tokenization_auto
 
-from model.errors import ConfigError, TokenizerError
-from model.text import tokenizer_class
-from model.text.decoders import StreamCleaner, clean_up
-from model.text.detokenizer import Detokenizer
-from model.text.tokenizer import Tokenizer
-from model.text.tokenizer_builder import CLASSES
-from model.text.tokenizer_class import HARMLESS, SERVED, class_over_json
-from model.text.tokenizer_files import Files
 from tests.checkpoints import byte_level_bpe
 from tests.model.tokenizer_folders import strings, write_folder
+from triptych.model.errors import ConfigError, TokenizerError
+from triptych.model.text import tokenizer_class
+from triptych.model.text.decoders import StreamCleaner, clean_up
+from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.model.text.tokenizer_builder import CLASSES
+from triptych.model.text.tokenizer_class import HARMLESS, SERVED, class_over_json
+from triptych.model.text.tokenizer_files import Files
 
 _MARKS = ("<|im_start|>", "<|im_end|>")
 _TEXTS = [*strings(40), "<|im_start|>user\nHi <|im_end|>x", " <new> x<new>y ", "Ünïcödé ÀÉ 中文", "I do n ' t ."]
@@ -402,7 +402,7 @@ def test_texts_of_mistral_are_cut_as_the_setting_says(
         assert found.pre_tokenize_str(text) == expected.pre_tokenize_str(text)
     assert (found.pre_tokenize_str("aB 1234") != before.pre_tokenize_str("aB 1234")) is mended
     told = [record for record in caplog.records if "fix_mistral_regex" in record.getMessage()]
-    assert len([one for one in told if one.name.startswith("model.")]) == (setting == "-" and cuts == "two")
+    assert len([one for one in told if one.name.startswith("triptych.model.")]) == (setting == "-" and cuts == "two")
 
 
 def test_a_tokenizer_json_for_later_versions_is_read(root: Path, tmp_path: Path) -> None:

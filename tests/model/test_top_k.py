@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.api.sampling_params import SamplingParams
-from model.native.library import Library, native
-from model.sampling import sampler
-from model.sampling.sampler import SamplingRow, top_candidates, top_k_logsumexp
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.native.library import Library, native
+from triptych.model.sampling import sampler
+from triptych.model.sampling.sampler import SamplingRow, top_candidates, top_k_logsumexp
 
 INF = float("inf")
 

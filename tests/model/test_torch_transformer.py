@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from model.api.request import token_source
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.errors import CheckpointError
-from model.network.weights import load_model, stored_tensors
 from tests.model.checkpoints import prompt
 from tests.model.parity import encoder_decoder_logits
+from triptych.model.api.request import token_source
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.errors import CheckpointError
+from triptych.model.network.weights import load_model, stored_tensors
 
 VOCAB, SIZE = 61, 24
 

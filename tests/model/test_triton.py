@@ -11,10 +11,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.attention.base import DeviceLengths
-from model.attention.reference import ReferenceBackend
-from model.attention.triton import TritonBackend
-from model.cache.kv_cache import LayerCache
 from tests.matrix import rest_is_slow
 from tests.model.attention_cases import Case, assert_finite_and_close, problem, tolerance
 from tests.model.triton_cases import (
@@ -34,6 +30,10 @@ from tests.model.triton_cases import (
     run,
     static_step,
 )
+from triptych.model.attention.base import DeviceLengths
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.attention.triton import TritonBackend
+from triptych.model.cache.kv_cache import LayerCache
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -12,13 +12,13 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.attention import triton_delta
-from model.attention.layer_backends import Recurrence
-from model.attention.triton import TritonBackend
-from model.cache.kv_cache import StateCache, StateSpan, StateTables, whole_segments
-from model.config.attention import GatedDeltaConfig
-from model.config.cache import NO_STATE
 from tests.model.triton_cases import DEVICES
+from triptych.model.attention import triton_delta
+from triptych.model.attention.layer_backends import Recurrence
+from triptych.model.attention.triton import TritonBackend
+from triptych.model.cache.kv_cache import StateCache, StateSpan, StateTables, whole_segments
+from triptych.model.config.attention import GatedDeltaConfig
+from triptych.model.config.cache import NO_STATE
 
 pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.parametrize("device", DEVICES)]
 SHARED = GatedDeltaConfig(2, 4, 12, 8, 4, 1e-6)  # two value heads for each key head, of sizes that are no powers of two

@@ -10,11 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.attention.base import HeadNorm, Preparation
-from model.attention.triton_heads import prepare
-from model.cache.kv_cache import LayerCache, plain
-from model.network.positions import rotate
 from tests.model.triton_cases import DEVICES
+from triptych.model.attention.base import HeadNorm, Preparation
+from triptych.model.attention.triton_heads import prepare
+from triptych.model.cache.kv_cache import LayerCache, plain
+from triptych.model.network.positions import rotate
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 BLOCK = 4

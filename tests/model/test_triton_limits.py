@@ -12,19 +12,19 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -r requirements-dev.lock")
 
-from model.attention.base import AttentionMetadata, DeviceLengths, Preparation, SegmentGroup, are_uneven
-from model.attention.triton import TritonBackend
-from model.cache.kv_cache import LayerCache
-from model.config.attention import (
+from tests.model.triton_cases import CPU
+from triptych.model.attention.base import AttentionMetadata, DeviceLengths, Preparation, SegmentGroup, are_uneven
+from triptych.model.attention.triton import TritonBackend
+from triptych.model.cache.kv_cache import LayerCache
+from triptych.model.config.attention import (
     AttentionConfig,
     BucketBiasConfig,
     DisentangledConfig,
     RotaryConfig,
     XLNetRelativeConfig,
 )
-from model.config.cache import PagedSpec
-from model.network.positions import BucketBias, StepBias
-from tests.model.triton_cases import CPU
+from triptych.model.config.cache import PagedSpec
+from triptych.model.network.positions import BucketBias, StepBias
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 _MAP_NORESERVE = 0x4000  # a constant of Linux; Python has it since 3.13

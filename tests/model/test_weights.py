@@ -11,26 +11,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint import tensor_files
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.tensor_files import TensorReader, read_headers
-from model.engine.model_info import weight_bytes
-from model.engine.planning.memory_plan import plan_weights
-from model.errors import CheckpointError
-from model.linear.base import linears
-from model.linear.factory import LinearFactory
-from model.linear.native import NativeLinear
-from model.native.library import Kind
-from model.network.build import build_model
-from model.network.native_stack import attach_native_stacks, native_linears
-from model.network.transformer import Transformer
-from model.network.weights import load_model
-from model.system.host_memory import available_memory
 from tests.matrix import rest_is_slow
 from tests.model.checkpoints import KINDS, copied, copy_weights, load_native, native_backends, saved
 from tests.model.parity import MECHANISMS, hidden_states
 from tests.model.sparse import QWEN3_4B, QWEN3_8B, qwen3, sparse_checkpoint
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint import tensor_files
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.tensor_files import TensorReader, read_headers
+from triptych.model.engine.model_info import weight_bytes
+from triptych.model.engine.planning.memory_plan import plan_weights
+from triptych.model.errors import CheckpointError
+from triptych.model.linear.base import linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.native import NativeLinear
+from triptych.model.native.library import Kind
+from triptych.model.network.build import build_model
+from triptych.model.network.native_stack import attach_native_stacks, native_linears
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
+from triptych.model.system.host_memory import available_memory
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 
@@ -128,10 +128,10 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(tmp_path: Path) -
 
 _PEAK = """
 import json, os, sys, torch
-from model.api.engine_config import EngineConfig
-from model.engine.builder import load
-from model.api.messages import ModelSpec
-from model.native.library import native
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.engine.builder import load
+from triptych.model.api.messages import ModelSpec
+from triptych.model.native.library import native
 
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))

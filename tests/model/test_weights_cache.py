@@ -16,24 +16,24 @@ from typing import Any
 import pytest
 import torch
 
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint import content, packed_file
-from model.checkpoint.content import content_digest
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.weights_cache import WeightsCache
-from model.linear.base import linears
-from model.linear.factory import LinearFactory
-from model.linear.native import NativeLinear
-from model.native.library import Library
-from model.network import packed_weights
-from model.network.packed_weights import PackedWeights
-from model.network.transformer import Transformer
-from model.network.weights import load_model
-from model.system.host_memory import available_memory
-from model.system.mapped_file import MappedFile
 from tests.digests import FORMATS, digest
 from tests.model.checkpoints import native_backends, saved
 from tests.model.sparse import QWEN3_4B, sparse_checkpoint
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint import content, packed_file
+from triptych.model.checkpoint.content import content_digest
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.weights_cache import WeightsCache
+from triptych.model.linear.base import linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.native import NativeLinear
+from triptych.model.native.library import Library
+from triptych.model.network import packed_weights
+from triptych.model.network.packed_weights import PackedWeights
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
+from triptych.model.system.host_memory import available_memory
+from triptych.model.system.mapped_file import MappedFile
 
 needs_native = pytest.mark.skipif(not native_backends(), reason="there is no GCC here")
 KIND = "llama-gqa"
@@ -195,8 +195,8 @@ def test_what_is_mapped_is_not_removed_to_make_room(folder: Path) -> None:
 
 _START = """
 import sys, time
-from model.api.messages import ModelSpec
-from model.engine.builder import load
+from triptych.model.api.messages import ModelSpec
+from triptych.model.engine.builder import load
 
 settings = EngineConfig(quantization="int8", device="cpu", weights_cache=sys.argv[2], kv_cache_memory=256 << 20)
 info = load(ModelSpec("m", sys.argv[1], settings)).info

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import content, packed_file, weights_cache
-from model.checkpoint.content import signs_of
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.packed_file import PackedFileError, PackedFileWriter, read_table
-from model.checkpoint.weights_cache import WeightsCache
-from model.errors import ConfigError
-from model.linear.factory import LinearFactory
-from model.network import packed_weights
-from model.network.native_stack import native_linears
-from model.network.transformer import Transformer
 from tests.model.checkpoints import copied, saved
 from tests.model.test_weights_cache import KIND, MIB, assert_loads, files, library, needs_native, packed, started
+from triptych.model.checkpoint import content, packed_file, weights_cache
+from triptych.model.checkpoint.content import signs_of
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.packed_file import PackedFileError, PackedFileWriter, read_table
+from triptych.model.checkpoint.weights_cache import WeightsCache
+from triptych.model.errors import ConfigError
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network import packed_weights
+from triptych.model.network.native_stack import native_linears
+from triptych.model.network.transformer import Transformer
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from model.pretrained import embedded_models
-from model.text import tokenizer as ours
-from model.text import word_cache
-from model.text.word_cache import WordCache
 from tests.model.tokenizer_folders import strings, write_folder
+from triptych.model.pretrained import embedded_models
+from triptych.model.text import tokenizer as ours
+from triptych.model.text import word_cache
+from triptych.model.text.word_cache import WordCache
 
 VOCABULARY = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "b": 4, "##b": 5, "c": 6}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from model.errors import GrammarError
-from model.text.grammar import written_grammar
 from tests.model.test_json_schemas import allows
+from triptych.model.errors import GrammarError
+from triptych.model.text.grammar import written_grammar
 
 ACCEPTED: list[tuple[str, list[str], list[str]]] = [
     ('root ::= "a" b\nb ::= [0-9]+ | "(" b ")" # a comment\n', ["a12", "a((1))"], ["a", "a(1", "a)"]),

@@ -8,7 +8,7 @@ from functools import cache
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from model.text.tokenizer import Tokenizer
+from triptych.model.text.tokenizer import Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. The end\n\n### Next",

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import pytest
 
-from model.native import build
-from model.native.build import LEVELS, Built, Level, fitting
-from model.native.library import Library
 from tests.model.checkpoints import native_backends
+from triptych.model.native import build
+from triptych.model.native.build import LEVELS, Built, Level, fitting
+from triptych.model.native.library import Library
 
 AMX, VECTORS = LEVELS[:2]
 PLAIN = next(level for level in LEVELS if level.name == "x86-64-v4")

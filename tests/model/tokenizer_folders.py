@@ -13,7 +13,7 @@ from typing import Any
 import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from model.text.piece_tokenizers import M2M100_LANGUAGES
+from triptych.model.text.piece_tokenizers import M2M100_LANGUAGES
 
 ROOT = Path(__file__).parents[2]
 _FAIRSEQ = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|endoftext|>"]

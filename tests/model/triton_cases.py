@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata, DeviceLengths
-from model.attention.sdpa import SdpaBackend
-from model.attention.triton import Tiles, TritonBackend
-from model.attention.triton_kernels import INTERPRETED
-from model.cache.kv_cache import LayerCache
-from model.config.attention import BucketBiasConfig
-from model.network.positions import BucketBias
-from model.system.background_work import Work
 from tests.model.attention_cases import Case, Problem, assert_finite_and_close, problem, tolerance
+from triptych.model.attention.base import AttentionMetadata, DeviceLengths
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.attention.triton import Tiles, TritonBackend
+from triptych.model.attention.triton_kernels import INTERPRETED
+from triptych.model.cache.kv_cache import LayerCache
+from triptych.model.config.attention import BucketBiasConfig
+from triptych.model.network.positions import BucketBias
+from triptych.model.system.background_work import Work
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")

@@ -12,9 +12,9 @@ import time
 
 import torch
 
-from model.config.sharding import Shard
-from model.parallel import group as groups
-from model.parallel import symmetric_sums
+from triptych.model.config.sharding import Shard
+from triptych.model.parallel import group as groups
+from triptych.model.parallel import symmetric_sums
 
 SECONDS = 100.0
 

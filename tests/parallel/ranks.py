@@ -7,14 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.config.sharding import Shard
-from model.linear.factory import LinearFactory
-from model.network.transformer import Transformer
-from model.network.weights import load_model
-from model.parallel.group import Group
 from tests.model.checkpoints import CPU, saved
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.config.sharding import Shard
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model
+from triptych.model.parallel.group import Group
 
 Result = TypeVar("Result")
 

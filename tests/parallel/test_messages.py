@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata
-from model.cache.kv_cache import whole_segments
-from model.network.inputs import CrossInput, StackInput
-from model.parallel.group import Group
-from model.parallel.messages import (
+from tests.model.checkpoints import CPU
+from tests.parallel.ranks import on_ranks
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.cache.kv_cache import whole_segments
+from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.parallel.group import Group
+from triptych.model.parallel.messages import (
     Call,
     Message,
     pack_call,
@@ -23,8 +25,6 @@ from model.parallel.messages import (
     send_tensors,
     unpack_arguments,
 )
-from tests.model.checkpoints import CPU
-from tests.parallel.ranks import on_ranks
 
 
 def arguments() -> list[Any]:

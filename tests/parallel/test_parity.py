@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata
-from model.cache.kv_cache import KVCache, StateSpan
-from model.config.cache import NO_STATE
-from model.linear.factory import ParallelLinear
-from model.network.inputs import CrossInput, StackInput, packed_input
-from model.network.transformer import Transformer
-from model.parallel.group import Group
 from tests.model.checkpoints import CPU, KINDS, loaded, prompt
 from tests.model.parity import decoder_logits, decoder_prompts, encoder_decoder_logits, hidden_states, sources
 from tests.parallel.ranks import load_rank, on_ranks
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.cache.kv_cache import KVCache, StateSpan
+from triptych.model.config.cache import NO_STATE
+from triptych.model.linear.factory import ParallelLinear
+from triptych.model.network.inputs import CrossInput, StackInput, packed_input
+from triptych.model.network.transformer import Transformer
+from triptych.model.parallel.group import Group
 
 QUICK = (
     *("llama-gqa", "llama-mqa-head-dim", "llama-tied", "phi3", "qwen3-next", "gemma", "gpt2", "gpt-neox"),

@@ -13,9 +13,13 @@ from typing import Any
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import (
+from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, until
+from tests.engine.support import mixed, request
+from tests.engine.test_process_transport import is_alive
+from tests.model.checkpoints import VOCAB, prompt, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import (
     EncodeRequest,
     EncodeTask,
     FinishReason,
@@ -23,18 +27,14 @@ from model.api.request import (
     TokenOutput,
     token_source,
 )
-from model.api.sampling_params import SamplingParams
-from model.client import async_engine
-from model.client.async_engine import AsyncEngine
-from model.client.process_transport import ProcessTransport
-from model.engine.builder import load
-from model.errors import ConfigError, EngineDeadError
-from model.llm import LLM
-from model.parallel import group
-from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, until
-from tests.engine.support import mixed, request
-from tests.engine.test_process_transport import is_alive
-from tests.model.checkpoints import VOCAB, prompt, saved
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.client import async_engine
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.client.process_transport import ProcessTransport
+from triptych.model.engine.builder import load
+from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.llm import LLM
+from triptych.model.parallel import group
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"block_size": 4, "device": "cpu", "dtype": "float32", "attention_backend": "sdpa"}
@@ -62,7 +62,7 @@ def ranks(engine: AsyncEngine) -> list[int]:
     """Return the ids of the engine's rank processes."""
     transport = engine.transport
     assert isinstance(transport, ProcessTransport) and transport.pid is not None
-    return [pid for pid in children_of(transport.pid) if b"model.engine.rank_main" in command(pid)]
+    return [pid for pid in children_of(transport.pid) if b"triptych.model.engine.rank_main" in command(pid)]
 
 
 def command(pid: int) -> bytes:
@@ -198,10 +198,10 @@ async def killed(engine: AsyncEngine, kind: str, rank: int) -> list[list[TokenOu
 OFFLINE = """
 import sys, time
 from pathlib import Path
-from model.api.engine_config import EngineConfig
-from model.errors import EngineDeadError
-from model.llm import LLM
-from model.api.sampling_params import SamplingParams
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.errors import EngineDeadError
+from triptych.model.llm import LLM
+from triptych.model.api.sampling_params import SamplingParams
 
 settings = dict(device="cpu", dtype="float32", kv_cache_memory=1 << 20)
 llm = LLM(Path(sys.argv[1]), EngineConfig(tensor_parallel_size=2, **settings))

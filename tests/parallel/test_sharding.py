@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint import tensor_files
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.tensor_files import StoredTensor, TensorReader
-from model.config.model import ModelConfig
-from model.config.sharding import Shard, ShardSlice, cuts, local_shape
-from model.engine.builder import load
-from model.errors import ConfigError
-from model.families import config_from_raw
-from model.linear.factory import LinearFactory
-from model.network.build import build_model, shard_slices, tensor_shapes
-from model.network.weights import load_model
-from model.parallel.group import Group
 from tests.model.checkpoints import CPU, saved
 from tests.model.published_decoders import PUBLISHED_DECODERS
 from tests.model.published_experts import PUBLISHED_EXPERTS
 from tests.model.published_gemmas import PUBLISHED_GEMMAS
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint import tensor_files
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.tensor_files import StoredTensor, TensorReader
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.sharding import Shard, ShardSlice, cuts, local_shape
+from triptych.model.engine.builder import load
+from triptych.model.errors import ConfigError
+from triptych.model.families import config_from_raw
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.build import build_model, shard_slices, tensor_shapes
+from triptych.model.network.weights import load_model
+from triptych.model.parallel.group import Group
 
 KV_HEADS = {"llama-gqa": 2, "llama-mqa-head-dim": 1}  # of 4 heads
 SPLIT_KINDS = (

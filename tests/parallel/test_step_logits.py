@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.api.sampling_params import SamplingParams
-from model.config.sharding import Shard
-from model.engine import warmup
-from model.engine.execution.step_logits import (
+from tests.engine.support import request
+from tests.model.checkpoints import loaded
+from tests.parallel.ranks import load_rank, on_ranks
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.config.sharding import Shard
+from triptych.model.engine import warmup
+from triptych.model.engine.execution.step_logits import (
     BEST,
     CANDIDATES,
     NUM_CANDIDATES,
@@ -22,15 +25,12 @@ from model.engine.execution.step_logits import (
     needed_rows,
     step_logits,
 )
-from model.engine.scheduling.scheduled_step import ScheduledSequence
-from model.engine.scheduling.sequence import SequenceState
-from model.parallel.group import Group
-from model.sampling.random_sampling import LIKELIEST_PARTS
-from model.sampling.sampler import SamplingRow, sample
-from model.system.background_work import finish
-from tests.engine.support import request
-from tests.model.checkpoints import loaded
-from tests.parallel.ranks import load_rank, on_ranks
+from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.parallel.group import Group
+from triptych.model.sampling.random_sampling import LIKELIEST_PARTS
+from triptych.model.sampling.sampler import SamplingRow, sample
+from triptych.model.system.background_work import finish
 
 VOCABULARY = 1531  # no multiple of a number of ranks
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.errors import EngineDeadError
-from model.parallel import step_ring
-from model.parallel.step_ring import MOST, Place, RingReader, StepRing
+from triptych.model.errors import EngineDeadError
+from triptych.model.parallel import step_ring
+from triptych.model.parallel.step_ring import MOST, Place, RingReader, StepRing
 
 READERS = 3
 INTEGERS = 100  # that the ring holds

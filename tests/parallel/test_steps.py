@@ -17,31 +17,31 @@ import msgspec
 import pytest
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import Request, TokenOutput
-from model.attention.selection import Selection
-from model.config.sharding import Shard
-from model.engine import builder, generate_builder, kernel_checks, rank_main
-from model.engine.builder import LoadedModel, load
-from model.engine.execution.batch import BatchLayout
-from model.engine.execution.step_logits import BEST, CANDIDATES, WHOLE
-from model.engine.execution.step_program import StepPlan
-from model.engine.network_plan import NetworkPlan
-from model.engine.planning import kernels
-from model.errors import ConfigError, EngineDeadError
-from model.linear.factory import LinearFactory
-from model.network import fused_ops
-from model.parallel import rank_processes, step_ring
-from model.parallel.group import Group
-from model.parallel.messages import Load, Message, Pools, Step
-from model.parallel.rank_processes import RankProcesses
-from model.system import fallbacks, kernel_faults
-from model.system.background_work import Work
-from model.system.child_process import FrameSocket
 from tests.engine.support import request
 from tests.engine.test_overlap import LengthsBackend, assorted, recorded, tokens_of
 from tests.model.checkpoints import CPU, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import Request, TokenOutput
+from triptych.model.attention.selection import Selection
+from triptych.model.config.sharding import Shard
+from triptych.model.engine import builder, generate_builder, kernel_checks, rank_main
+from triptych.model.engine.builder import LoadedModel, load
+from triptych.model.engine.execution.batch import BatchLayout
+from triptych.model.engine.execution.step_logits import BEST, CANDIDATES, WHOLE
+from triptych.model.engine.execution.step_program import StepPlan
+from triptych.model.engine.network_plan import NetworkPlan
+from triptych.model.engine.planning import kernels
+from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network import fused_ops
+from triptych.model.parallel import rank_processes, step_ring
+from triptych.model.parallel.group import Group
+from triptych.model.parallel.messages import Load, Message, Pools, Step
+from triptych.model.parallel.rank_processes import RankProcesses
+from triptych.model.system import fallbacks, kernel_faults
+from triptych.model.system.background_work import Work
+from triptych.model.system.child_process import FrameSocket
 
 SETTINGS: dict[str, Any] = {"block_size": 4, "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}
 # Bytes of each rank: too little for all requests at once.

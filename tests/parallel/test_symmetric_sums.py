@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.config.sharding import Shard
-from model.parallel import symmetric_sums
-from model.parallel.group import Group
-from model.parallel.symmetric_sums import (
+from tests.model.checkpoints import CPU
+from tests.parallel import one_gpu
+from tests.parallel.ranks import on_ranks
+from triptych.model.config.sharding import Shard
+from triptych.model.parallel import symmetric_sums
+from triptych.model.parallel.group import Group
+from triptych.model.parallel.symmetric_sums import (
     BUFFER_BYTES,
     FALLBACK,
     SymmetricSums,
     prepare,
     pretend_signals,
 )
-from model.system import fallbacks
-from tests.model.checkpoints import CPU
-from tests.parallel import one_gpu
-from tests.parallel.ranks import on_ranks
+from triptych.model.system import fallbacks
 
 
 class GlooKernels:

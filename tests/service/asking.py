@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import soundfile
 
-from model.pretrained import CHECKPOINTS
+from triptych.model.pretrained import CHECKPOINTS
 
 RUNTIMES = {
     "local": ["--runtime", "local"],

@@ -16,17 +16,17 @@ from starlette.applications import Starlette
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.checkpoint.folder import read_checkpoint
-from model.client.async_engine import AsyncEngine
-from model.engine.thread_transport import ThreadTransport
-from model.text.tokenizer import Tokenizer
-from service.app import create_app
-from service.core.models import Models, ServedModel
-from service.schemas.replies import EncodeReply
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.model.checkpoints import VOCAB, copied, saved
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.app import create_app
+from triptych.service.core.models import Models, ServedModel
+from triptych.service.schemas.replies import EncodeReply
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "Ada", "Love", "##lace"]
 PROJECTION = torch.empty(7, 32).normal_(generator=torch.Generator().manual_seed(1))  # of late interaction

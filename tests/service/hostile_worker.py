@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from service.sandbox import confinement, worker_main
+from triptych.service.sandbox import confinement, worker_main
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 KERNEL_ALONE = {"signal", "parent's memory by call", "exec", "trace", "stat"}  # resource limits do not prevent these

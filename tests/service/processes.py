@@ -41,7 +41,7 @@ class ServiceProcess:
         python: str = sys.executable,
     ) -> None:
         """Start it in `folder`, with the import path of the installed `triptych` and more environment variables."""
-        command = [python, "-P", "-m", "service.cli.main", "serve", "--port", "0", *arguments]
+        command = [python, "-P", "-m", "triptych.service.cli.main", "serve", "--port", "0", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRIPTYCH_", "RAY_"))}
         environment |= variables or {}
         self._process = subprocess.Popen(
@@ -118,7 +118,7 @@ class ServiceProcess:
 
     def engine_pids(self) -> list[int]:
         """Return the processes of the engines, one for each replica."""
-        return [pid for pid, line in self.descendants().items() if "-m model.engine " in line]
+        return [pid for pid, line in self.descendants().items() if "-m triptych.model.engine " in line]
 
     def engine_pid(self) -> int:
         """Return the process of the engines; there must be exactly one."""

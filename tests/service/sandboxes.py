@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from service.sandbox.process_pool import Worker
+from triptych.service.sandbox.process_pool import Worker
 
 Kept = tuple[subprocess.Popen[bytes], socket.socket]
 

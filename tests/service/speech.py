@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
-from model.api.request import Request
-from model.checkpoint.folder import Checkpoint
-from model.checkpoint.speech import SpeechTokens
-from model.config.model import AudioConfig
-from model.speech.audio_file import AudioError
-from model.speech.chunks import Spectrogram, cut_chunks
-from model.speech.log_mel import LogMel
-from model.speech.segments import Window
-from model.text.tokenizer import Tokenizer
-from service.core.models import ServedModel
-from service.speech.bodies import TranscribeReply
 from tests.service.support import App, config, make_app, run
+from triptych.model.api.request import Request
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.checkpoint.speech import SpeechTokens
+from triptych.model.config.model import AudioConfig
+from triptych.model.speech.audio_file import AudioError
+from triptych.model.speech.chunks import Spectrogram, cut_chunks
+from triptych.model.speech.log_mel import LogMel
+from triptych.model.speech.segments import Window
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.core.models import ServedModel
+from triptych.service.speech.bodies import TranscribeReply
 
 END, START, EN, DE, TRANSLATE, TRANSCRIBE, PREVIOUS, NO_SPEECH, NO_TIMESTAMPS, BEGIN = range(256, 266)
 SPECIALS = (

@@ -13,17 +13,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import EncodeOutput, EncodeRequest, EncodeTask, token_source
-from model.checkpoint.folder import read_checkpoint
-from model.engine.builder import load
-from model.engine.scheduling.scheduled_step import UNLIMITED, StepBudget
-from model.errors import CheckpointError, ConfigError
-from model.llm import LLM
 from tests.model.checkpoints import copied, prompt, saved
 from tests.service.encode_models import TEXT, Client, client_of, encode_app, hf_tokenizer
 from tests.service.test_bad_requests import check_error
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import EncodeOutput, EncodeRequest, EncodeTask, token_source
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.engine.builder import load
+from triptych.model.engine.scheduling.scheduled_step import UNLIMITED, StepBudget
+from triptych.model.errors import CheckpointError, ConfigError
+from triptych.model.llm import LLM
 
 TASKS = ["retrieval.query", "retrieval.passage", "separation", "classification", "text-matching"]
 PROMPTS = {**dict.fromkeys(TASKS, ""), "retrieval.query": "the cat on ", "retrieval.passage": "a mat "}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from model.errors import ConfigError
-from service.settings import api_keys
-from service.settings.api_keys import KeyRing
-from service.settings.service_settings import ServiceSettings
 from tests.service.support import ask, make_app
+from triptych.model.errors import ConfigError
+from triptych.service.settings import api_keys
+from triptych.service.settings.api_keys import KeyRing
+from triptych.service.settings.service_settings import ServiceSettings
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from model.speech.audio_file import AudioError, AudioLimits, decode_audio
-from service.sandbox.process_pool import WorkerError
-from service.speech.audio_pool import AudioPool, AudioWorker
+from triptych.model.speech.audio_file import AudioError, AudioLimits, decode_audio
+from triptych.service.sandbox.process_pool import WorkerError
+from triptych.service.speech.audio_pool import AudioPool, AudioWorker
 
 LIMITS = AudioLimits(seconds=30.0, file_bytes=3_000_000)
 
@@ -133,8 +133,9 @@ def test_a_pool_decodes_beside_the_event_loop_and_says_when_no_process_starts() 
 
 
 def test_a_process_has_neither_torch_nor_open_ended_memory() -> None:
-    code = "import sys, json; from dataclasses import asdict; from service.speech import audio_main as m; "
-    code += "from model.speech.audio_file import AudioLimits; request = {'limits': asdict(AudioLimits(seconds=60)), "
+    code = "import sys, json; from dataclasses import asdict; from triptych.service.speech import audio_main as m; "
+    code += "from triptych.model.speech.audio_file import AudioLimits; "
+    code += "request = {'limits': asdict(AudioLimits(seconds=60)), "
     code += "'sampling_rate': 16000}; print(json.dumps([sorted({'torch', 'fastapi'} & sys.modules.keys()), "
     code += "m.memory(request)]))"
     reply = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)

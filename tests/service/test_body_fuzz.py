@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from service.dialects.cohere import EmbeddingBody
-from service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
-from service.dialects.messages_bodies import CountBody, MessagesBody
-from service.dialects.openai_bodies import ChatBody, CompletionBody
-from service.dialects.pipelines import EntityBody, FillMaskBody, QuestionBody, SimilarityBody, ZeroShotBody
-from service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
-from service.dialects.responses_bodies import ResponsesBody
-from service.runtimes.assembly import tune_garbage_collector
-from service.schemas.bodies import DetokenizeBody, GenerateBody, TokenizeBody
-from service.schemas.encode_bodies import EncodeBody
-from service.schemas.field_paths import walk
 from tests.service.dialects.support import chat_app
 from tests.service.test_worst_bodies import LONGEST_S, longest_hold
+from triptych.service.dialects.cohere import EmbeddingBody
+from triptych.service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
+from triptych.service.dialects.messages_bodies import CountBody, MessagesBody
+from triptych.service.dialects.openai_bodies import ChatBody, CompletionBody
+from triptych.service.dialects.pipelines import EntityBody, FillMaskBody, QuestionBody, SimilarityBody, ZeroShotBody
+from triptych.service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
+from triptych.service.dialects.responses_bodies import ResponsesBody
+from triptych.service.runtimes.assembly import tune_garbage_collector
+from triptych.service.schemas.bodies import DetokenizeBody, GenerateBody, TokenizeBody
+from triptych.service.schemas.encode_bodies import EncodeBody
+from triptych.service.schemas.field_paths import walk
 
 _HI = [{"role": "user", "content": "x"}]
 ROUTES: list[tuple[str, type[BaseModel], dict[str, Any]]] = [

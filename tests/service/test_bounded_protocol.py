@@ -14,13 +14,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from service.app import TABLE
-from service.core.errors import ApiError
-from service.http import bounded_protocol as bounded_protocol_module
-from service.http.bodies import cancel_on_disconnect
-from service.http.bounded_protocol import BoundedProtocol, bounded_protocol
-from service.http.connections import LOSS, ConnectionLoss
-from service.settings.service_settings import Limits
+from triptych.service.app import TABLE
+from triptych.service.core.errors import ApiError
+from triptych.service.http import bounded_protocol as bounded_protocol_module
+from triptych.service.http.bodies import cancel_on_disconnect
+from triptych.service.http.bounded_protocol import BoundedProtocol, bounded_protocol
+from triptych.service.http.connections import LOSS, ConnectionLoss
+from triptych.service.settings.service_settings import Limits
 
 _made: list[Connection] = []
 LIMITS = Limits(receive_s=60.0, stream_stall_s=30.0, max_body_bytes=100_000, max_audio_bytes=1_000_000)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from service.core.model_card import card_examples
-from service.planning.capabilities import capabilities, choices
 from tests.service.dialects.support import chat_app
 from tests.service.encode_models import client_of, encode_app
 from tests.service.speech import served_speech
 from tests.service.support import App, ask, make_app
+from triptych.service.core.model_card import card_examples
+from triptych.service.planning.capabilities import capabilities, choices
 
 ENCODERS = {
     "bert": ["embed", "rerank"],

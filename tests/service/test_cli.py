@@ -16,14 +16,14 @@ from unittest import mock
 
 import pytest
 
-from model.errors import EngineDeadError
-from service.cli import main, quantize, serve
 from tests.model.checkpoints import native_backends
+from triptych.model.errors import EngineDeadError
+from triptych.service.cli import main, quantize, serve
 
 
 def triptych(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "service.cli.main", *arguments],
+        [sys.executable, "-m", "triptych.service.cli.main", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -59,14 +59,14 @@ def test_help_and_a_mistake_import_nothing_heavy() -> None:
     code = f"""
 import sys
 before = set(sys.modules)
-from service.cli import main as cli
+from triptych.service.cli import main as cli
 for arguments in {HELP + MISTAKES!r}:
     try:
         cli.main(arguments)
     except SystemExit as end:
         assert (end.code or 0) == (0 if "--help" in arguments else 2), arguments
     names = {{name.partition(".")[0] for name in set(sys.modules) - before}} - sys.stdlib_module_names
-    assert names == {{"model", "service"}}, (arguments, names)
+    assert names == {{"triptych"}}, (arguments, names)
 print("done", file=sys.stderr)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -123,7 +123,7 @@ def test_a_usage_error_is_one_line_and_exit_2(arguments: tuple[str, ...], messag
 def test_files_that_the_caller_has_closed_are_no_sockets(closed: tuple[int, ...]) -> None:
     """Nor does `serve` end at once, or by SIGABRT at its end."""
     code = (
-        "import os, sys\nfrom service.cli import main as cli\n"
+        "import os, sys\nfrom triptych.service.cli import main as cli\n"
         "try: cli.main(['serve', '--port', 'x'])\n"
         "except SystemExit as end: told = end.code, [os.get_inheritable(n) and os.path.realpath(f'/proc/self/fd/{n}')"
         " for n in range(3)], sys.stdin.readable(), sys.stdout.write('x'), sys.stderr.isatty()\n"
@@ -170,7 +170,7 @@ def test_a_traceback_is_shown_when_asked_for(arguments: tuple[str, ...]) -> None
 
 
 def test_engine_errors_print_one_line_and_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.llm.LLM.stream", mock.Mock(side_effect=EngineDeadError("it is gone")))
+    monkeypatch.setattr("triptych.model.llm.LLM.stream", mock.Mock(side_effect=EngineDeadError("it is gone")))
     run = triptych_here("generate", "code", "x")
     assert (run.returncode, run.stderr.splitlines()[-1]) == (1, "triptych: it is gone")
 
@@ -187,7 +187,7 @@ def test_generate_leaves_to_the_folder_what_no_flag_says(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], expected: dict[str, float]
 ) -> None:
     stream = mock.Mock(return_value=iter(()))
-    monkeypatch.setattr("model.llm.LLM.stream", stream)
+    monkeypatch.setattr("triptych.model.llm.LLM.stream", stream)
     assert triptych_here("generate", "code", "x", *flags).returncode == 0
     assert stream.call_args.args[1] == {"stop": (), "grammar": "", **expected}
 
@@ -282,7 +282,7 @@ class Spy:
         if name == "torch":
             sys.exit("spins " + os.environ.get("GOMP_SPINCOUNT", "as OpenMP likes"))
 sys.meta_path.insert(0, Spy())
-from service.cli.main import main
+from triptych.service.cli.main import main
 main(["encode", "a text"])
 """
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}

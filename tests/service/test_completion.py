@@ -7,11 +7,11 @@ import subprocess
 
 import pytest
 
-from model.errors import ConfigError
-from service.cli import completion
-from service.cli.parser import make_parser
-from service.settings import option_groups
-from service.settings.option_table import OPTIONS
+from triptych.model.errors import ConfigError
+from triptych.service.cli import completion
+from triptych.service.cli.parser import make_parser
+from triptych.service.settings import option_groups
+from triptych.service.settings.option_table import OPTIONS
 
 
 def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:

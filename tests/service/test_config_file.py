@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from model.errors import ConfigError
-from model.pretrained import embedded_models
-from service.runtimes.ray_serve.config_file import config_of_application, serve_config
-from service.settings import sources
-from service.settings.option_table import BY_NAME
-from service.settings.resolve import resolve_config
 from tests.service.processes import ROOT
 from tests.service.test_cli import triptych_here
+from triptych.model.errors import ConfigError
+from triptych.model.pretrained import embedded_models
+from triptych.service.runtimes.ray_serve.config_file import config_of_application, serve_config
+from triptych.service.settings import sources
+from triptych.service.settings.option_table import BY_NAME
+from triptych.service.settings.resolve import resolve_config
 
 FILE = """
 host: 0.0.0.0
@@ -159,7 +159,7 @@ def test_the_documented_file_is_one() -> None:
 # Ray changes the process that imports it: not this one.
 BUILD = """
 import json, sys
-from service.runtimes.ray_serve.deployment import application
+from triptych.service.runtimes.ray_serve.deployment import application
 from ray.serve.schema import ServeDeploySchema
 for one in ServeDeploySchema.model_validate(json.loads(sys.argv[1])).applications:
     built = application(one.args)._bound_deployment

@@ -12,13 +12,13 @@ from contextlib import closing
 import pytest
 from jinja2 import filters
 
-from service.chat.render_pool import RenderWorker
-from service.cli.main import main
-from service.lifecycle.state import logger as state_logger
-from service.sandbox import confinement
-from service.sandbox.process_pool import ForkingWorker, Worker, WorkerError
 from tests.service.hostile_worker import KERNEL_ALONE
 from tests.service.support import ask, make_app
+from triptych.service.chat.render_pool import RenderWorker
+from triptych.service.cli.main import main
+from triptych.service.lifecycle.state import logger as state_logger
+from triptych.service.sandbox import confinement
+from triptych.service.sandbox.process_pool import ForkingWorker, Worker, WorkerError
 
 MODULE, UNPRIVILEGED = "tests.service.hostile_worker", "65534"
 KINDS = {"lasting": Worker, "forking": ForkingWorker}
@@ -69,7 +69,7 @@ def test_a_reply_that_is_none_costs_its_own_request_alone(worker: Worker, way: s
 def test_a_process_that_hides_is_closed_to_its_own_user() -> None:
     code = """
 import os, sys
-from service.sandbox import confinement
+from triptych.service.sandbox import confinement
 if os.geteuid() == 0:  # root may read everything
     os.setresuid(65534, 65534, 65534)
     confinement._prctl(confinement._DUMPABLE, 1)  # which changing the user has ended

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from service.http.connections import IdleConnections
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.support import ask, live, make_app, run
+from triptych.service.http.connections import IdleConnections
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 KEY = "k" * 20
 
@@ -88,7 +88,7 @@ _UNDER_A_LOW_LIMIT = """
 import resource, socket, time
 from urllib.parse import urlsplit
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
-from service.http.connections import raise_descriptor_limit
+from triptych.service.http.connections import raise_descriptor_limit
 raise_descriptor_limit()
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (128, 128)
 from tests.service.support import live, make_app

@@ -7,11 +7,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.errors import ConfigError
-from service.settings import sources
-from service.settings.service_settings import ServiceSettings
 from tests.service.processes import eventually
 from tests.service.support import App, ask, check_accounts, live, make_app
+from triptych.model.errors import ConfigError
+from triptych.service.settings import sources
+from triptych.service.settings.service_settings import ServiceSettings
 
 PAGE, OTHER = "https://app.example.com", "https://other.example.com"
 ASKS = {

@@ -13,22 +13,22 @@ from typing import Any
 import httpx
 import pytest
 
-from service.runtimes.ray_serve.haproxy import free_port
 from tests import checkpoints
 from tests.service.processes import eventually
+from triptych.service.runtimes.ray_serve.haproxy import free_port
 
 DEPLOY = """
 import json, sys
 from pathlib import Path
-from service.runtimes.ray_serve import environment
-from service.settings.serve_config import ServeConfig
-from model.api.messages import ModelSpec
+from triptych.service.runtimes.ray_serve import environment
+from triptych.service.settings.serve_config import ServeConfig
+from triptych.model.api.messages import ModelSpec
 
 arguments, port = json.loads(sys.argv[1]), int(sys.argv[2])
 with environment.prepared(ServeConfig((ModelSpec("x", "x"),))) as folder:
     import ray
     from ray import serve
-    from service.runtimes.ray_serve.deployment import application
+    from triptych.service.runtimes.ray_serve.deployment import application
 
     ray.init(address="local", include_dashboard=False, log_to_driver=False, _temp_dir=str(folder))
     serve.start(http_options={"port": port})
@@ -41,9 +41,9 @@ with environment.prepared(ServeConfig((ModelSpec("x", "x"),))) as folder:
 # Ray changes the process that imports it, and takes seconds to: one other process for all that is asked.
 BUILD = """
 import json, sys
-from service.runtimes.ray_serve import deployment
-from service.runtimes.ray_serve.deployment import application
-from service.settings.resolve import resolve_config
+from triptych.service.runtimes.ray_serve import deployment
+from triptych.service.runtimes.ray_serve.deployment import application
+from triptych.service.settings.resolve import resolve_config
 
 for arguments in json.loads(sys.argv[1]):
     try:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from model.native import build
-from service.cli import doctor, main, ps
-from service.cli.service_client import ServiceClient
+from triptych.model.native import build
+from triptych.service.cli import doctor, main, ps
+from triptych.service.cli.service_client import ServiceClient
 
 
 def ran(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -14,12 +14,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from model.api.messages import ModelSpec
-from service.http.reply_writing import StreamWriter, direct_send
-from service.runtimes.ray_serve import edge, environment
-from service.runtimes.ray_serve.edge import EdgeMiddleware, middlewares
-from service.settings.serve_config import ServeConfig
-from service.settings.service_settings import Limits, ServiceSettings
+from triptych.model.api.messages import ModelSpec
+from triptych.service.http.reply_writing import StreamWriter, direct_send
+from triptych.service.runtimes.ray_serve import edge, environment
+from triptych.service.runtimes.ray_serve.edge import EdgeMiddleware, middlewares
+from triptych.service.settings.serve_config import ServeConfig
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 
 class Serve:

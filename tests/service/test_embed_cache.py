@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from model.api.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, token_source
-from model.errors import ConfigError
-from service.core.embed_cache import ENTRY_BYTES, CachingClient, Key, ResultStore, _key
-from service.schemas.replies import InfoReply
-from service.settings.service_settings import ServiceSettings
 from tests.service.support import App, ask, check_accounts, hold, make_app, opened, run, samples, until
+from triptych.model.api.request import EncodeOutput, EncodeRequest, EncodeTask, FinishReason, token_source
+from triptych.model.errors import ConfigError
+from triptych.service.core.embed_cache import ENTRY_BYTES, CachingClient, Key, ResultStore, _key
+from triptych.service.schemas.replies import InfoReply
+from triptych.service.settings.service_settings import ServiceSettings
 
 SIZE = 1 << 20
 

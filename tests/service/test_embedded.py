@@ -19,10 +19,10 @@ from huggingface_hub import InferenceClient
 
 from lab.training import corpus, pairs
 from lab.training.evaluate import pieces
-from model.api.engine_config import EngineConfig
-from model.llm import LLM
-from model.pretrained import CHECKPOINTS, embedded_models
 from tests.service.processes import ServiceProcess
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.llm import LLM
+from triptych.model.pretrained import CHECKPOINTS, embedded_models
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "sentence_vectors.json").read_text())
 HELD_OUT = pairs.held_out_pairs(100, seed=1)

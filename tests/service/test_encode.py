@@ -16,12 +16,12 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from model.api.request import EncodeTask, Pooling
-from service.http import bodies
-from service.planning.tokenization import truncate_text
-from service.schemas.replies import DetokenizeReply, EncodeReply, TokenizeReply
 from tests.service.support import App, ask, check_accounts, hold, make_app, run, samples, until, word_tokenizer
 from tests.service.test_bad_requests import check_error
+from triptych.model.api.request import EncodeTask, Pooling
+from triptych.service.http import bodies
+from triptych.service.planning.tokenization import truncate_text
+from triptych.service.schemas.replies import DetokenizeReply, EncodeReply, TokenizeReply
 
 
 def encode(app: App, **fields: Any) -> dict[str, Any]:

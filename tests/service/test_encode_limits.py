@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from service.settings.service_settings import Limits
 from tests.service.support import App, ask, make_app
 from tests.service.test_bad_requests import check_error
+from triptych.service.settings.service_settings import Limits
 
 COUNT = 2048
 # By route: the field of several inputs, and the rest of the body.

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from service.planning.outputs.registry import OUTPUTS
 from tests.model.checkpoints import HEADS, copied, saved
 from tests.service.encode_models import (
     TEXT,
@@ -26,6 +25,7 @@ from tests.service.encode_models import (
     reference_logits,
 )
 from tests.service.test_bad_requests import check_error
+from triptych.service.planning.outputs.registry import OUTPUTS
 
 MASKED = tuple(kind for kind in HEADS if "masked" in kind)
 ANSWERING = tuple(kind for kind in HEADS if "answers" in kind)

@@ -12,19 +12,19 @@ from typing import Any
 import httpx
 import pytest
 
-from model.checkpoint.folder import read_checkpoint
-from model.client.async_engine import AsyncEngine
-from model.engine.thread_transport import ThreadTransport
-from model.text.tokenizer import Tokenizer
-from service.app import create_app
-from service.core.models import Models, ServedModel
-from service.runtimes.model_reader import FolderReader
-from service.settings.service_settings import ModelSettings, ServiceSettings
 from tests.model.checkpoints import saved
 from tests.service.encode_models import TEXT, raw_tokenizer
 from tests.service.support import App, ask, live, make_app
 from tests.service.test_bad_requests import check_error
 from tests.service.test_live import _post, eventually, settled
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.app import create_app
+from triptych.service.core.models import Models, ServedModel
+from triptych.service.runtimes.model_reader import FolderReader
+from triptych.service.settings.service_settings import ModelSettings, ServiceSettings
 
 _SENTENCES = {"inputs": {"source_sentence": "the cat", "sentences": ["a mat"]}}
 _RANKED = {"query": "the cat", "documents": ["a mat", "the cat"]}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from model.text.tokenizer import Tokenizer
 from tests.service.encode_models import (
     TEXT,
     Client,
@@ -21,6 +20,7 @@ from tests.service.encode_models import (
     raw_tokenizer,
 )
 from tests.service.test_bad_requests import check_error
+from triptych.model.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

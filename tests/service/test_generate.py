@@ -9,15 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.api.request import Request
-from model.api.sampling_bounds import check_value
-from model.api.sampling_params import SamplingParams
-from model.checkpoint.generation_config import GenerationTask
-from model.errors import ConfigError
-from model.text.source_languages import SourceLanguages
-from service.schemas.bodies import GenerateBody
-from service.schemas.replies import GenerateEvent, GenerateReply
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.support import (
     App,
     ask,
@@ -28,6 +19,15 @@ from tests.service.support import (
     served,
 )
 from tests.service.test_bad_requests import check_error
+from triptych.model.api.request import Request
+from triptych.model.api.sampling_bounds import check_value
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.checkpoint.generation_config import GenerationTask
+from triptych.model.errors import ConfigError
+from triptych.model.text.source_languages import SourceLanguages
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.schemas.replies import GenerateEvent, GenerateReply
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 
 def generate(app: App, **fields: Any) -> dict[str, Any]:

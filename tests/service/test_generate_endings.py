@@ -8,7 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from service.lifecycle.fleet import Fleet, LocalFleet
 from tests.service.support import (
     App,
     ask,
@@ -23,6 +22,7 @@ from tests.service.support import (
 )
 from tests.service.test_bad_requests import check_error
 from tests.service.test_generate import generate, streamed
+from triptych.service.lifecycle.fleet import Fleet, LocalFleet
 
 
 def test_a_full_queue_is_a_429_before_any_byte(app: App) -> None:

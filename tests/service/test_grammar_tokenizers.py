@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.pretrained import CHECKPOINTS
-from model.text.tokenizer import Tokenizer
 from tests.model.gguf_files import write_gguf
 from tests.model.test_gguf_tokenizer import MADE
 from tests.model.tokenizer_folders import write_folder
 from tests.service.processes import running
+from triptych.model.pretrained import CHECKPOINTS
+from triptych.model.text.tokenizer import Tokenizer
 
 TEMPLATE = """{% if tools %}{{ tools | tojson }} Answer with <tool_call> and </tool_call>.{% endif %}
 {% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool_call>

@@ -23,12 +23,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.api.messages import ModelSpec
-from model.errors import ConfigError
-from service.runtimes.ray_serve import environment, haproxy
-from service.settings.serve_config import ServeConfig
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.processes import ROOT
+from triptych.model.api.messages import ModelSpec
+from triptych.model.errors import ConfigError
+from triptych.service.runtimes.ray_serve import environment, haproxy
+from triptych.service.settings.serve_config import ServeConfig
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 SPECS = (ModelSpec("gen", "/nowhere"),)
 
@@ -42,7 +42,7 @@ def test_haproxy_has_its_own_files_and_outlasts_every_request(no_ray_settings: p
     assert float(variables["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"]) >= 30
     files = [value for name, value in variables.items() if name.endswith(("_LOC", "_PATH", "_FILE", "_BASE"))]
     assert [value for value in files if not value.startswith("/tmp/t/h")] == [
-        "service.runtimes.ray_serve.edge:middlewares"
+        "triptych.service.runtimes.ray_serve.edge:middlewares"
     ]
 
 

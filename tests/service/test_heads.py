@@ -12,19 +12,19 @@ import pytest
 import torch
 from PIL import Image
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.checkpoint.folder import read_checkpoint
-from model.client.async_engine import AsyncEngine
-from model.engine.thread_transport import ThreadTransport
-from service.app import create_app
-from service.core.models import Models, ServedModel
-from service.settings.service_settings import ServiceSettings
 from tests.model.checkpoints import saved
 from tests.model.test_images import ANIMATED, file, picture, png_of
 from tests.service.encode_models import Client, client_of
 from tests.service.support import word_tokenizer
 from tests.service.test_bad_requests import check_error
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.service.app import create_app
+from triptych.service.core.models import Models, ServedModel
+from triptych.service.settings.service_settings import ServiceSettings
 
 MODELS = (
     *("bert", "bert-sequence", "bert-token", "distilbert-sequence", "deberta-v2-sequence", "deberta-sequence"),

@@ -25,8 +25,8 @@ from tests.model.hub import Files, Hub, running
 ROOT = Path(__file__).parents[2]
 RESOLVE = """
 import json, sys
-from model.checkpoint import hub
-from model.errors import ConfigError
+from triptych.model.checkpoint import hub
+from triptych.model.errors import ConfigError
 found = []
 for name, pickle in json.loads(sys.argv[1]):
     try:
@@ -179,7 +179,7 @@ def test_the_command_line_takes_names_of_the_hub(hub: tuple[Hub, str], files: Fi
     served, url = hub
     served.publish("org/bert", files)
     client = Client(url, tmp_path)
-    assert "bert" in client.run("-m", "service.cli.main", "inspect", "hf:org/bert", "--json")
+    assert "bert" in client.run("-m", "triptych.service.cli.main", "inspect", "hf:org/bert", "--json")
 
 
 @pytest.fixture(scope="module")
@@ -214,10 +214,10 @@ def test_a_gguf_model_of_the_hub_generates_by_any_name(hub: tuple[Hub, str], ggu
     served, url = hub
     served.publish("org/x", {"x-Q4_K_M.gguf": gguf})
     client = Client(url, tmp_path)
-    command = ("-m", "service.cli.main", "inspect", "--json")
+    command = ("-m", "triptych.service.cli.main", "inspect", "--json")
     reports = [json.loads(client.run(*command, name)) for name in ("org/x", "hf.co/org/x:Q4_K_M", f"m={url}/org/x")]
     assert [report["name"] for report in reports] == ["x", "x", "m"]
-    code = "from model.llm import LLM; print(LLM('org/x').info.name)"
+    code = "from triptych.model.llm import LLM; print(LLM('org/x').info.name)"
     assert client.run("-c", code, HF_HUB_OFFLINE="1") == "x\n"
 
 
@@ -229,7 +229,7 @@ def test_a_download_writes_lines_with_rate_and_remaining_time_where_there_is_no_
     served.publish("org/large", {"config.json": b"{}", "model.safetensors": os.urandom(30 << 20)})
     client = Client(url, tmp_path)
     code = (
-        "import sys, logging; from model.checkpoint import hub, hub_progress\n"
+        "import sys, logging; from triptych.model.checkpoint import hub, hub_progress\n"
         "logging.basicConfig(format='%(message)s', level=logging.INFO, stream=sys.stdout)\n"
         "hub_progress.LINE_SECONDS = 0; sys.stderr = sys.stdout; hub.local_folder('hf:org/large')"
     )
@@ -239,7 +239,7 @@ def test_a_download_writes_lines_with_rate_and_remaining_time_where_there_is_no_
     read, write = pty.openpty()
     with os.fdopen(read, "rb") as terminal:
         environment = client.environment | {"HF_HOME": str(tmp_path / "other")}
-        command = [sys.executable, "-m", "service.cli.main", "download", "org/large"]
+        command = [sys.executable, "-m", "triptych.service.cli.main", "download", "org/large"]
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=write, timeout=60)
         os.close(write)
         shown = b""
@@ -261,11 +261,13 @@ def test_a_cache_that_was_filled_before_serves_without_network_and_is_not_writte
     served, url = hub
     commit = served.publish("org/bert", files)
     client = Client(url, tmp_path)
-    assert client.run("-m", "service.cli.main", "download", "hf:org/bert") == f"hf:org/bert@{commit}\n"
+    assert client.run("-m", "triptych.service.cli.main", "download", "hf:org/bert") == f"hf:org/bert@{commit}\n"
     before, asked = contents(tmp_path), served.requests.copy()
     offline = {"HF_HUB_OFFLINE": "1"}
-    assert client.run("-m", "service.cli.main", "download", "hf:org/bert", **offline) == f"hf:org/bert@{commit}\n"
-    line = client.run("-m", "service.cli.main", "encode", "--model", "hf:org/bert", "import os", **offline)
+    assert (
+        client.run("-m", "triptych.service.cli.main", "download", "hf:org/bert", **offline) == f"hf:org/bert@{commit}\n"
+    )
+    line = client.run("-m", "triptych.service.cli.main", "encode", "--model", "hf:org/bert", "import os", **offline)
     assert len(json.loads(line)["embedding"]) == 32
     assert contents(tmp_path) == before and served.requests == asked
 
@@ -279,7 +281,7 @@ def test_a_cache_that_was_filled_before_serves_without_network_and_is_not_writte
 )
 def test_what_cannot_be_downloaded_ends_with_a_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "service.cli.main", "download", *arguments]
+    command = [sys.executable, "-m", "triptych.service.cli.main", "download", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -288,8 +290,8 @@ def test_what_cannot_be_downloaded_ends_with_a_line(arguments: tuple[str, ...], 
 DOWNLOAD = """
 import asyncio, os, sys
 from pathlib import Path
-from model.errors import ConfigError
-from service.runtimes.hub_download import download
+from triptych.model.errors import ConfigError
+from triptych.service.runtimes.hub_download import download
 
 def children():
     return Path("/proc/self/task", str(os.getpid()), "children").read_text().split()

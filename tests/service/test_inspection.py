@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.engine.builder import load
-from model.pretrained import embedded_models
-from service.cli import inspection
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.engine.builder import load
+from triptych.model.pretrained import embedded_models
+from triptych.service.cli import inspection
 
 pytestmark = pytest.mark.usefixtures("packed_here")
 

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from service.runtimes.ray_serve.haproxy import free_port
 from tests.service.asking import LONG, PROMPT, RUNTIMES, generate, metric, post, read_all
 from tests.service.processes import ServiceProcess, eventually, running
+from triptych.service.runtimes.ray_serve.haproxy import free_port
 
 
 def test_a_second_signal_ends_it_at_once(models: list[str]) -> None:

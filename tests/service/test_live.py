@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from service.http.bounded_protocol import BoundedProtocol
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.support import App, check_accounts, events, live, make_app
 from tests.service.test_bad_requests import check_error
+from triptych.service.http.bounded_protocol import BoundedProtocol
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 LONG = {"model": "gen", "prompt": "ab", "max_tokens": 50}
 

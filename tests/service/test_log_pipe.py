@@ -9,13 +9,13 @@ from tests.service.processes import ROOT
 
 
 def test_the_log_pipe_joins_stderr_of_other_processes() -> None:
-    child = "import sys; from pathlib import Path; from service.observability import logs; "
+    child = "import sys; from pathlib import Path; from triptych.service.observability import logs; "
     child += "logs.adopt(Path(sys.argv[1])); "
     child += "import os; os.write(2, b'from the child\\n')"
     parent = f"""
 import subprocess, sys, tempfile
 from pathlib import Path
-from service.observability import logs
+from triptych.service.observability import logs
 with tempfile.TemporaryDirectory() as folder, logs.printing(Path(folder, "log")):
     for _ in range(2):
         subprocess.run([sys.executable, "-c", {child!r}, str(Path(folder, "log"))], check=True)
@@ -28,7 +28,7 @@ def test_the_log_pipe_prints_any_byte_and_ends_while_writers_remain() -> None:
     parent = """
 import os, tempfile
 from pathlib import Path
-from service.observability import logs
+from triptych.service.observability import logs
 with tempfile.TemporaryDirectory() as folder:
     with logs.printing(Path(folder, "log")):
         pipe = os.open(Path(folder, "log"), os.O_WRONLY)
@@ -45,7 +45,7 @@ def test_a_full_disk_for_logs_does_not_block_writers() -> None:
     parent = """
 import os, tempfile
 from pathlib import Path
-from service.observability import logs
+from triptych.service.observability import logs
 with tempfile.TemporaryDirectory() as folder, logs.printing(Path(folder, "log")):
     pipe = os.open(Path(folder, "log"), os.O_WRONLY)
     for _ in range(1000):

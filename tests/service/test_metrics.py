@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from model.errors import ConfigError
-from service.observability.metric_parts import MULTIPROCESS_FOLDER
-from service.observability.metrics import Metrics
 from tests.service.support import ask, make_app
+from triptych.model.errors import ConfigError
+from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER
+from triptych.service.observability.metrics import Metrics
 
 # A process that counts, says so, and waits for a line before it shows what it sees and ends.
 REPLICA = """
 import sys
-from model.api.stats import Demand, EngineStats, Health, StepStats
-from model.api.request import FinishReason, Timings
-from service.core.request_context import RequestContext
-from service.observability.metrics import Metrics
+from triptych.model.api.stats import Demand, EngineStats, Health, StepStats
+from triptych.model.api.request import FinishReason, Timings
+from triptych.service.core.request_context import RequestContext
+from triptych.service.observability.metrics import Metrics
 
 metrics = Metrics(vllm_names=True)
 context = RequestContext(request_id="r", task="generate")

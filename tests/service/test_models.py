@@ -13,11 +13,11 @@ import httpx
 import openai
 import pytest
 
-from model.errors import ConfigError, LoadFailedError, MemoryShortageError
-from service.cli.main import main
-from service.settings.service_settings import Limits, ModelSettings, ServiceSettings
 from tests import checkpoints
 from tests.service.support import App, check_accounts, counted, hold, info, live, make_app, run, until
+from triptych.model.errors import ConfigError, LoadFailedError, MemoryShortageError
+from triptych.service.cli.main import main
+from triptych.service.settings.service_settings import Limits, ModelSettings, ServiceSettings
 
 ADMIN = {"authorization": "Bearer admin-key"}
 PROMPT = {"prompt": "hello", "max_tokens": 4}

@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.pretrained import embedded_models
 from tests import checkpoints
 from tests.service.processes import ServiceProcess, running
+from triptych.model.pretrained import embedded_models
 
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
 # By default: a path, queries, a file in a form, lists of texts, nested objects.

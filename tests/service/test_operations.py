@@ -18,14 +18,6 @@ import jsonschema
 import pytest
 from PIL import Image
 
-from model.api.request import FinishReason
-from model.errors import ConfigError
-from service.app import TABLE
-from service.cli import banner
-from service.core.errors import ANTHROPIC_PATHS, SERVER_FAULTS
-from service.observability import logs
-from service.schemas.replies import InfoReply, ModelsReply
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.support import (
     App,
@@ -41,6 +33,14 @@ from tests.service.support import (
     until,
 )
 from tests.service.test_bad_requests import check_error
+from triptych.model.api.request import FinishReason
+from triptych.model.errors import ConfigError
+from triptych.service.app import TABLE
+from triptych.service.cli import banner
+from triptych.service.core.errors import ANTHROPIC_PATHS, SERVER_FAULTS
+from triptych.service.observability import logs
+from triptych.service.schemas.replies import InfoReply, ModelsReply
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 GOOD = {"model": "gen", "prompt": "ab", "max_tokens": 4}
 SERVED = {("gen", "generate"), ("seq", "generate"), ("gen", "encode"), ("seq", "encode"), ("enc", "encode")}

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from model.api.engine_config import AUTO_CACHE
-from model.errors import ConfigError
-from service.cli import banner
-from service.cli.main import main
-from service.settings import option_table, sources
-from service.settings.option_table import ENGINE_OPTIONS
-from service.settings.parsers import byte_size
-from service.settings.resolve import resolve_config
-from service.settings.service_settings import ServiceSettings
 from tests.service.processes import ROOT
 from tests.service.support import info
+from triptych.model.api.engine_config import AUTO_CACHE
+from triptych.model.errors import ConfigError
+from triptych.service.cli import banner
+from triptych.service.cli.main import main
+from triptych.service.settings import option_table, sources
+from triptych.service.settings.option_table import ENGINE_OPTIONS
+from triptych.service.settings.parsers import byte_size
+from triptych.service.settings.resolve import resolve_config
+from triptych.service.settings.service_settings import ServiceSettings
 
 
 def parse(*arguments: str) -> dict[str, object]:

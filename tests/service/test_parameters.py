@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from model.api.parameters import Column, Parameter, internal, parameter, parameters_of
-from model.api.request import PARAMETERS
-from model.api.sampling_params import SAMPLING, SamplingParams
-from service.dialects.common import DialectBody
-from service.schemas import parameters
-from service.schemas.bodies import GenerateBody
-from service.schemas.parameters import OPENAI, Parameters, native_body
 from tests.service.support import ask, make_app, opened
+from triptych.model.api.parameters import Column, Parameter, internal, parameter, parameters_of
+from triptych.model.api.request import PARAMETERS
+from triptych.model.api.sampling_params import SAMPLING, SamplingParams
+from triptych.service.dialects.common import DialectBody
+from triptych.service.schemas import parameters
+from triptych.service.schemas.bodies import GenerateBody
+from triptych.service.schemas.parameters import OPENAI, Parameters, native_body
 
 PLANNING = str(Path("service", "planning"))
 
@@ -59,7 +59,10 @@ def test_a_type_that_bodies_do_not_have_is_named(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("module", "change"),
-    [("model.sampling.random_sampling", {"draws": True}), ("service.planning.checks", {"limit": "max_nothing"})],
+    [
+        ("triptych.model.sampling.random_sampling", {"draws": True}),
+        ("triptych.service.planning.checks", {"limit": "max_nothing"}),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_a_parameter_that_nothing_computes_or_limits_fails_at_import(

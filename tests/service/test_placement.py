@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from model.errors import ConfigError
-from service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
-from service.settings import sources
-from service.settings.resolve import resolve_config
-from service.settings.serve_config import Scaling, ServeConfig
+from triptych.model.errors import ConfigError
+from triptych.service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
+from triptych.service.settings import sources
+from triptych.service.settings.resolve import resolve_config
+from triptych.service.settings.serve_config import Scaling, ServeConfig
 
 
 def config(*models: tuple[str, int], **settings: Any) -> ServeConfig:

@@ -14,13 +14,13 @@ from typing import cast
 import httpx
 import pytest
 
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.browser import CHROMEDRIVER, CHROMIUM, Browser, chromium, eventually
 from tests.service.dialects.support import calling_app, chat_app, prompt_of, says
 from tests.service.encode_models import encode_app
 from tests.service.speech import TRANSLATE, at, ids, speech_app
 from tests.service.support import App, ask, check_accounts, live, make_app
 from tests.service.test_bad_requests import check_error
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 ARROW_RIGHT, CONTROL, ENTER, ESCAPE = "\ue014", "\ue009", "\ue007", "\ue00c"
 KEYS = ServiceSettings(api_keys=("canary-key", "key:with:colons"))

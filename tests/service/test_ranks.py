@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model.engine.builder import load
-from model.errors import ConfigError
-from service.settings import sources
-from service.settings.resolve import resolve_config
 from tests import checkpoints
 from tests.engine.test_process_transport import is_alive
 from tests.service.processes import ServiceProcess, eventually, running
+from triptych.model.engine.builder import load
+from triptych.model.errors import ConfigError
+from triptych.service.settings import sources
+from triptych.service.settings.resolve import resolve_config
 
 EXACT = ["--device", "cpu", "--dtype", "float32", "--attention-backend", "sdpa"]
 
@@ -41,7 +41,7 @@ def test_two_ranks_under_each_runtime(tmp_path: Path) -> None:
             assert reply(service)[0] == text
             assert reply(service)[1] == pytest.approx(vector, rel=1e-4, abs=1e-5)
             started = service.descendants()
-            assert sum("model.engine.rank_main" in line for line in started.values()) == 1
+            assert sum("triptych.model.engine.rank_main" in line for line in started.values()) == 1
             service.signal(signal.SIGTERM)
             assert service.wait() == 0, service.output
             eventually(lambda pids=list(started): not any(map(is_alive, pids)), 10.0)  # type: ignore[misc]

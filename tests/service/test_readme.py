@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from service.cli.parser import make_parser
 from tests.service.processes import ServiceProcess
+from triptych.service.cli.parser import make_parser
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

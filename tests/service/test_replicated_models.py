@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from model.errors import ConfigError
-from service.core.errors import ApiError
-from service.lifecycle.fleet import Fleet, LoadOrder, LocalFleet
-from service.runtimes.ray_serve import replicated_fleet
-from service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
-from service.settings.service_settings import ModelSettings, ServiceSettings
 from tests import checkpoints
 from tests.service.support import App, info, make_app, opened, until
+from triptych.model.errors import ConfigError
+from triptych.service.core.errors import ApiError
+from triptych.service.lifecycle.fleet import Fleet, LoadOrder, LocalFleet
+from triptych.service.runtimes.ray_serve import replicated_fleet
+from triptych.service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
+from triptych.service.settings.service_settings import ModelSettings, ServiceSettings
 
 
 class MemoryStore:

@@ -12,22 +12,22 @@ from typing import Any
 import jsonschema
 import pytest
 
-from model.text.grammar import json_grammar
-from model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
-from model.text.token_bytes import TokenBytes
-from model.text.tokenizer import Tokenizer
-from service.chat.call_grammar import reply_grammar
-from service.chat.call_parsers import DEEPSEEK_MARKS
-from service.chat.chat_template import CallIds
-from service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, fitting_id
-from service.chat.json_text import JsonText
-from service.chat.message_fit import plain_messages
-from service.chat.parts import WholeReply
-from service.chat.reply_parser import ReplyFormat, ReplyParser
-from service.chat.tools import Tool, ToolUse
-from service.chat.usage import reasoning_tokens
-from service.settings import service_settings
 from tests.service.support import byte_tokenizer
+from triptych.model.text.grammar import json_grammar
+from triptych.model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
+from triptych.model.text.token_bytes import TokenBytes
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.chat.call_grammar import reply_grammar
+from triptych.service.chat.call_parsers import DEEPSEEK_MARKS
+from triptych.service.chat.chat_template import CallIds
+from triptych.service.chat.formats import REASONING_FORMATS, TOOL_FORMATS, fitting_id
+from triptych.service.chat.json_text import JsonText
+from triptych.service.chat.message_fit import plain_messages
+from triptych.service.chat.parts import WholeReply
+from triptych.service.chat.reply_parser import ReplyFormat, ReplyParser
+from triptych.service.chat.tools import Tool, ToolUse
+from triptych.service.chat.usage import reasoning_tokens
+from triptych.service.settings import service_settings
 
 WEATHER = Tool("weather", "Tells it.", {"type": "object", "properties": {"city": {"type": "string"}, "n": {}}})
 TOOLS = {"weather": WEATHER, "f": Tool("f", None, None)}

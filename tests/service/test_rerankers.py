@@ -13,21 +13,21 @@ import pytest
 import torch
 import transformers
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.sentence_transformers import MessageSettings
-from model.client.async_engine import AsyncEngine
-from model.engine.thread_transport import ThreadTransport
-from model.errors import ConfigError
-from service.app import create_app
-from service.core.models import Models
-from service.core.pair_template import PairTemplate
-from service.runtimes.model_reader import read_model
-from service.settings.service_settings import ServiceSettings
 from tests.checkpoints import byte_level_bpe, save
 from tests.model.checkpoints import BERT, LLAMA
 from tests.service.encode_models import TEXT, Client, client_of, raw_tokenizer
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.sentence_transformers import MessageSettings
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.errors import ConfigError
+from triptych.service.app import create_app
+from triptych.service.core.models import Models
+from triptych.service.core.pair_template import PairTemplate
+from triptych.service.runtimes.model_reader import read_model
+from triptych.service.settings.service_settings import ServiceSettings
 
 ENGINE = EngineConfig(kv_cache_memory=1 << 20, device="cpu", dtype="float32")
 QUERY = "  where is the café? "

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from model.text.grammar import choice_grammar, json_grammar, regex_grammar, written_grammar
-from service.settings.resolve import resolve_config
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.support import App, ask, check_accounts, events, make_app, run
 from tests.service.test_bad_requests import GOOD, check_error
+from triptych.model.text.grammar import choice_grammar, json_grammar, regex_grammar, written_grammar
+from triptych.service.settings.resolve import resolve_config
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 AT_SCHEMA = "response_format.json_schema.schema"
@@ -191,7 +191,7 @@ def test_a_worker_that_does_not_start_is_a_503(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_worker_imports_neither_torch_nor_the_reference_library() -> None:
-    code = "import service.sandbox.grammar_main, sys; "
+    code = "import triptych.service.sandbox.grammar_main, sys; "
     code += "print(sorted({'torch', 'transformers', 'fastapi'} & sys.modules.keys()))"
     assert json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) == []
 

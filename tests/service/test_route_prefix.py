@@ -9,10 +9,10 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from service.http.route_prefix import unprefixed
-from service.settings.service_settings import ServiceSettings
 from tests.service.support import App, make_app, run
 from tests.service.test_bad_requests import check_error
+from triptych.service.http.route_prefix import unprefixed
+from triptych.service.settings.service_settings import ServiceSettings
 
 
 def below(app: App, prefix: str, method: str, path: str, **options: object) -> httpx.Response:

@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 
-from service.cli import run as command
-from service.settings.service_settings import ServiceSettings
 from tests.service.browser import eventually
 from tests.service.dialects.support import chat_app, prompt_of, says
 from tests.service.support import App, live
 from tests.service.test_cli import triptych, triptych_here
+from triptych.service.cli import run as command
+from triptych.service.settings.service_settings import ServiceSettings
 
 NOWHERE = "http://127.0.0.1:9"  # nothing listens on this port
 

@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.errors import ConfigError
-from model.pretrained import embedded_models
-from service.cli.banner import banner
-from service.observability.metric_parts import MULTIPROCESS_FOLDER
-from service.runtimes.assembly import base_url, build_models, listening, tune_garbage_collector
-from service.runtimes.ray_serve import environment
-from service.runtimes.ray_serve.main_process import time_limit
-from service.settings.serve_config import Ready, Scaling, ServeConfig
-from service.settings.service_settings import ServiceSettings
 from tests.service.processes import ROOT
 from tests.service.support import info
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.errors import ConfigError
+from triptych.model.pretrained import embedded_models
+from triptych.service.cli.banner import banner
+from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER
+from triptych.service.runtimes.assembly import base_url, build_models, listening, tune_garbage_collector
+from triptych.service.runtimes.ray_serve import environment
+from triptych.service.runtimes.ray_serve.main_process import time_limit
+from triptych.service.settings.serve_config import Ready, Scaling, ServeConfig
+from triptych.service.settings.service_settings import ServiceSettings
 
 SPECS = (ModelSpec("gen", "/nowhere"),)
 
@@ -154,8 +154,8 @@ def test_a_session_folder_that_cannot_be_made_is_an_error(no_ray_settings: pytes
 
 _ORPHANS = """
 import subprocess, time
-from model.system.process_tree import descendants
-from service.runtimes.ray_serve.main_process import _name, adopt_orphans, end_descendants
+from triptych.model.system.process_tree import descendants
+from triptych.service.runtimes.ray_serve.main_process import _name, adopt_orphans, end_descendants
 adopt_orphans()
 subprocess.run(["sh", "-c", "sleep 61 & (trap '' TERM; sleep 62) &"])  # which ends and leaves them
 while [_name(pid) for pid in descendants()].count("sleep") < 2:  # on a busy machine they begin later than it ends

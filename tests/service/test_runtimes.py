@@ -134,7 +134,11 @@ def test_it_is_ready_and_says_what_it_serves(base_url: str) -> None:
 def test_its_processes_have_the_niceness_that_it_was_started_with(service: ServiceProcess) -> None:
     """Ray's workers would have 15: next to a busy program the engine would get a thirtieth of a CPU."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    ours = [pid for pid, line in service.descendants().items() if "ServeReplica" in line or "-m model.engine " in line]
+    ours = [
+        pid
+        for pid, line in service.descendants().items()
+        if "ServeReplica" in line or "-m triptych.model.engine " in line
+    ]
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in ours} == {own}
 
 
@@ -331,6 +335,6 @@ def test_sigterm_lets_what_runs_end_and_refuses_the_rest(service: ServiceProcess
     eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started))
     for line in service.output.rpartition("curl ")[2].splitlines()[1:]:
         if line and not line.startswith(
-            (*STACKS, "INFO model.network.packed_weights: ")
+            (*STACKS, "INFO triptych.model.network.packed_weights: ")
         ):  # an engine's lines are plain
             assert json.loads(line)["message"], line  # nothing but our own log lines

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.stats import EngineStats
-from model.client.admission import Admission
-from model.errors import ConfigError
-from service.runtimes.ray_serve.replica_scaling import SATURATION, SaturationPolicy
-from service.settings import option_table, sources
-from service.settings.resolve import resolve_config
-from service.settings.serve_config import Scaling
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.stats import EngineStats
+from triptych.model.client.admission import Admission
+from triptych.model.errors import ConfigError
+from triptych.service.runtimes.ray_serve.replica_scaling import SATURATION, SaturationPolicy
+from triptych.service.settings import option_table, sources
+from triptych.service.settings.resolve import resolve_config
+from triptych.service.settings.serve_config import Scaling
 
 
 @dataclass

@@ -12,11 +12,11 @@ import torch
 import transformers
 from torch import nn
 
-from model.checkpoint.folder import read_checkpoint
-from model.errors import ConfigError
 from tests.model.checkpoints import BERT
 from tests.service.encode_models import TEXT, Client, client_of, encode_app, hf_tokenizer, raw_tokenizer
 from tests.service.test_rerankers import save
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.errors import ConfigError
 
 PAIR = ("the cat", "Ada Lovelace in London")
 _ACTIVATION = "torch.nn.modules.activation."

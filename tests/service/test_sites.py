@@ -6,11 +6,11 @@ import base64
 
 import pytest
 
-from model.errors import ConfigError
-from service.app import TABLE
-from service.settings.service_settings import ServiceSettings
 from tests.service.support import ask, make_app
 from tests.service.test_bad_requests import check_error
+from triptych.model.errors import ConfigError
+from triptych.service.app import TABLE
+from triptych.service.settings.service_settings import ServiceSettings
 
 KEY = {"authorization": "Basic " + base64.b64encode(b"me:key").decode()}  # as a browser adds it
 GOOD = {"model": "gen", "prompt": "a", "max_tokens": 1}

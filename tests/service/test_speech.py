@@ -7,10 +7,6 @@ from collections.abc import Sequence
 
 import httpx
 
-from model.api.request import Request
-from model.speech.chunks import cut_chunks
-from service.settings.service_settings import Limits, ServiceSettings
-from service.speech.bodies import TranscribeEvent
 from tests.service.speech import (
     BEGIN,
     DE,
@@ -34,6 +30,10 @@ from tests.service.speech import (
 )
 from tests.service.support import App, check_accounts, counted, events, hold, run, until
 from tests.service.test_bad_requests import check_error
+from triptych.model.api.request import Request
+from triptych.model.speech.chunks import cut_chunks
+from triptych.service.settings.service_settings import Limits, ServiceSettings
+from triptych.service.speech.bodies import TranscribeEvent
 
 
 class TestShort:

@@ -13,15 +13,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from model.api.request import Request
-from model.errors import QueueFullError
-from model.speech.chunks import Spectrogram
-from model.speech.log_mel import LogMel
-from service.core.fake_engine import FakeStream
-from service.core.request_context import RequestContext
-from service.lifecycle.jobs import Job
-from service.settings.service_settings import Limits, ServiceSettings
-from service.speech.running import RunningTranscription
 from tests.service.speech import (
     RATE,
     SAID,
@@ -34,6 +25,15 @@ from tests.service.speech import (
 )
 from tests.service.support import check_accounts, counted, events, hold, let_time_pass, run, until
 from tests.service.test_bad_requests import check_error
+from triptych.model.api.request import Request
+from triptych.model.errors import QueueFullError
+from triptych.model.speech.chunks import Spectrogram
+from triptych.model.speech.log_mel import LogMel
+from triptych.service.core.fake_engine import FakeStream
+from triptych.service.core.request_context import RequestContext
+from triptych.service.lifecycle.jobs import Job
+from triptych.service.settings.service_settings import Limits, ServiceSettings
+from triptych.service.speech.running import RunningTranscription
 
 
 class TestEnds:

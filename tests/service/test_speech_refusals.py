@@ -8,12 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from model.api.messages import ModelSpec
-from model.errors import ConfigError
-from model.llm_speech import transcribe
-from model.speech.requests import SpeechOptions
-from service.core.models import Model, Origin
-from service.sandbox.process_pool import WorkerError
 from tests.service.speech import (
     ENGLISH,
     TOKENIZER,
@@ -25,6 +19,12 @@ from tests.service.speech import (
 )
 from tests.service.support import App, run
 from tests.service.test_bad_requests import check_error
+from triptych.model.api.messages import ModelSpec
+from triptych.model.errors import ConfigError
+from triptych.model.llm_speech import transcribe
+from triptych.model.speech.requests import SpeechOptions
+from triptych.service.core.models import Model, Origin
+from triptych.service.sandbox.process_pool import WorkerError
 
 
 class TestRefusals:

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from model.errors import ConfigError
-from service.settings.service_settings import ServiceSettings
 from tests import checkpoints
 from tests.service.processes import running
 from tests.service.support import events
+from triptych.model.errors import ConfigError
+from triptych.service.settings.service_settings import ServiceSettings
 
 INTERVAL = 0.25
 TOKENS = 300

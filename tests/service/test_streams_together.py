@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import Commands, Events, ModelSpec
-from model.api.request import FinishReason, Request, TokenOutput
-from model.api.sampling_params import SamplingParams
-from model.client.async_engine import AsyncEngine
-from model.client.generation_stream import GenerationStream
-from model.errors import EngineDeadError
-from service.core.write_batch import WriteBatch
-from service.http import sse
-from service.http.json_replies import DataEvents
-from service.http.sse import EventTemplate, marked
 from tests.service.support import byte_tokenizer, info, until
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import Commands, Events, ModelSpec
+from triptych.model.api.request import FinishReason, Request, TokenOutput
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.client.generation_stream import GenerationStream
+from triptych.model.errors import EngineDeadError
+from triptych.service.core.write_batch import WriteBatch
+from triptych.service.http import sse
+from triptych.service.http.json_replies import DataEvents
+from triptych.service.http.sse import EventTemplate, marked
 
 STREAMS = 256
 

@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 
-from model.api.messages import ModelSpec
-from model.text.grammar_matcher import Vocabulary, compile_grammar
-from model.text.token_bytes import TokenBytes
-from service.chat import template_probe
-from service.chat.abilities import chat_abilities
-from service.chat.call_grammar import reply_grammar, written_calls
-from service.chat.chat_template import CallIds, ChatTemplate
-from service.chat.formats import TOOL_FORMATS, reasoning_format, tool_format
-from service.chat.message_fit import fitted_messages, shown_tools
-from service.chat.render_pool import RenderWorker
-from service.chat.reply_parser import ReplyFormat, ReplyParser
-from service.chat.template_files import TemplateFiles
-from service.chat.template_probe import probed_template
-from service.chat.tools import Tool, ToolUse
-from service.core.models import ServedModel
-from service.runtimes.model_reader import read_model
 from tests.service.dialects.support import prompt_of, says, talker
 from tests.service.support import App, ask, make_app
 from tests.service.test_bad_requests import check_error
+from triptych.model.api.messages import ModelSpec
+from triptych.model.text.grammar_matcher import Vocabulary, compile_grammar
+from triptych.model.text.token_bytes import TokenBytes
+from triptych.service.chat import template_probe
+from triptych.service.chat.abilities import chat_abilities
+from triptych.service.chat.call_grammar import reply_grammar, written_calls
+from triptych.service.chat.chat_template import CallIds, ChatTemplate
+from triptych.service.chat.formats import TOOL_FORMATS, reasoning_format, tool_format
+from triptych.service.chat.message_fit import fitted_messages, shown_tools
+from triptych.service.chat.render_pool import RenderWorker
+from triptych.service.chat.reply_parser import ReplyFormat, ReplyParser
+from triptych.service.chat.template_files import TemplateFiles
+from triptych.service.chat.template_probe import probed_template
+from triptych.service.chat.tools import Tool, ToolUse
+from triptych.service.core.models import ServedModel
+from triptych.service.runtimes.model_reader import read_model
 
 _TEXTS = tuple(bytes([byte]) for byte in range(256))
 BYTES = Vocabulary(TokenBytes(_TEXTS, _TEXTS))

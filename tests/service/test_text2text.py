@@ -13,20 +13,20 @@ import torch
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.checkpoint.folder import read_checkpoint
-from model.client.async_engine import AsyncEngine
-from model.engine.thread_transport import ThreadTransport
-from model.text.tokenizer import Tokenizer
-from service.app import create_app
-from service.core.models import Models, ServedModel
-from service.settings.service_settings import ServiceSettings
 from tests.engine.test_published_folders import GENERATORS, published
 from tests.model.test_checkpoint import edit_json
 from tests.model.test_generation_defaults import TASKS
 from tests.service.support import App, live
 from tests.service.test_bad_requests import check_error
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.app import create_app
+from triptych.service.core.models import Models, ServedModel
+from triptych.service.settings.service_settings import ServiceSettings
 
 pytestmark = pytest.mark.usefixtures("hub_client")
 KINDS = ("t5", "marian", "m2m-100", "mbart", "bart")

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.models import WordLevel
 
-from model.text.tokenizer import Encoded, Tokenizer
-from service.planning.tokenization import TokenizerThreads
+from triptych.model.text.tokenizer import Encoded, Tokenizer
+from triptych.service.planning.tokenization import TokenizerThreads
 
 
 class Noting(Tokenizer):

@@ -13,10 +13,10 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from model.errors import ConfigError
-from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.test_huggingface import judging
 from tests.service.support import make_app, run
+from triptych.model.errors import ConfigError
+from triptych.service.settings.service_settings import ServiceSettings
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GOOD = {"model": "gen", "prompt": "canary words", "max_tokens": 4}

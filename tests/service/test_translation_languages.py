@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from service.core.errors import ApiError
-from service.core.models import ServedModel
-from service.planning.translation import Translation, translation
+from triptych.service.core.errors import ApiError
+from triptych.service.core.models import ServedModel
+from triptych.service.planning.translation import Translation, translation
 
 T5 = ("summarization", "translation_en_to_de", "translation_en_to_fr", "translation_zh_Hans_to_pt_BR")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.settings.service_settings import ServiceSettings
 from tests.service.support import App, make_app, run
+from triptych.service.settings.service_settings import ServiceSettings
 
 
 def scraped(app: App) -> dict[str, dict[frozenset[tuple[str, str]], float]]:

@@ -20,24 +20,24 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig, WhisperForConditionalGeneration, WhisperProcessor, WhisperTokenizer
 
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.checkpoint.folder import read_checkpoint
-from model.client.async_engine import AsyncEngine
-from model.engine.thread_transport import ThreadTransport
-from model.errors import ConfigError
-from model.llm import LLM
-from model.speech.driver import Piece, Transcription
-from model.speech.requests import SpeechOptions
-from model.text.tokenizer import Tokenizer
-from service.app import create_app
-from service.cli.main import main
-from service.core.models import Models, ServedModel
-from service.settings.service_settings import ServiceSettings
 from tests.service import whisper
 from tests.service.asking import SAID, SAMPLE
 from tests.service.support import live
 from tests.service.whisper import BEGIN, END, START, noise
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.client.async_engine import AsyncEngine
+from triptych.model.engine.thread_transport import ThreadTransport
+from triptych.model.errors import ConfigError
+from triptych.model.llm import LLM
+from triptych.model.speech.driver import Piece, Transcription
+from triptych.model.speech.requests import SpeechOptions
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.app import create_app
+from triptych.service.cli.main import main
+from triptych.service.core.models import Models, ServedModel
+from triptych.service.settings.service_settings import ServiceSettings
 
 SPEECH = SAMPLE.parent
 
@@ -364,7 +364,7 @@ def test_an_older_folder_has_its_lists_in_config_json(
     """Without generation_config.json: lists and `forced_decoder_ids` are config.json's, tokens the tokenizer's."""
     shutil.copytree(model[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").unlink()
-    monkeypatch.setattr("model.checkpoint.speech._MULTILINGUAL_VOCAB", 0)  # which tells older folders apart
+    monkeypatch.setattr("triptych.model.checkpoint.speech._MULTILINGUAL_VOCAB", 0)  # which tells older folders apart
     settings = json.loads((tmp_path / "config.json").read_text())
     settings |= {
         "suppress_tokens": [*range(3, 60), *TIMES],

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from lab.worst_bodies import CHAT, GENERATE, MESSAGES, RESPONSES, many_tokens, worst_bodies
-from service.core import json_bounds as sizes
-from service.core.json_bounds import json_size
-from service.http.bodies import JSON
-from service.runtimes.assembly import tune_garbage_collector
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask
+from triptych.service.core import json_bounds as sizes
+from triptych.service.core.json_bounds import json_size
+from triptych.service.http.bodies import JSON
+from triptych.service.runtimes.assembly import tune_garbage_collector
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 LONGEST_S = 0.05  # most seconds for which the loop may be held
 _TRIES = 3  # a busy machine computes more slowly

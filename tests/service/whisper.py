@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model.speech.log_mel import LogMel
 from tests.service.speech import (
     BEGIN,
     DE,
@@ -26,6 +25,7 @@ from tests.service.speech import (
     TRANSLATE,
     raw_speech_tokenizer,
 )
+from triptych.model.speech.log_mel import LogMel
 
 if TYPE_CHECKING:  # which takes seconds to import
     from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration

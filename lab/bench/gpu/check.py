@@ -20,9 +20,9 @@ from lab.bench.gpu.cases import Case
 from lab.bench.gpu.compiling import in_parallel
 from lab.bench.gpu.figures import Figures, Skip
 from lab.bench.gpu.machine import Bench, need_triton
-from model.attention.base import AttentionMetadata
-from model.attention.reference import ReferenceBackend
-from model.kernel_check.attention_problems import Problem, ProblemTensors, make_tensors
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.kernel_check.attention_problems import Problem, ProblemTensors, make_tensors
 
 _COMPILE_S = 180.0  # that the checks' compilers may take together
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # for outputs of order 1
@@ -105,7 +105,7 @@ def _named(dtype: torch.dtype) -> str:
 def _launch(bench: Bench, *, dtype: torch.dtype) -> Figures:
     """Run the kernels with one query and one key."""
     need_triton(bench)
-    from model.attention.triton import try_out
+    from triptych.model.attention.triton import try_out
 
     try_out(bench.device, dtype)
     return {"ok": True}
@@ -114,7 +114,7 @@ def _launch(bench: Bench, *, dtype: torch.dtype) -> Figures:
 def _kernel(bench: Bench, *, problem: Problem, dtype: torch.dtype) -> Figures:
     """Compare a kernel with the reference in float32 on the same device, also captured and replayed."""
     need_triton(bench)
-    from model.attention.triton import TritonBackend
+    from triptych.model.attention.triton import TritonBackend
 
     if problem.fp8:
         fp8.need_fp8(bench)
@@ -138,7 +138,7 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _replayed(bench: Bench, given: ProblemTensors, expected: torch.Tensor) -> float:
     """Return the error of a recorded launch with its own lengths and, for single queries, with shorter ones."""
-    from model.attention.triton import TritonBackend
+    from triptych.model.attention.triton import TritonBackend
 
     backend, out = TritonBackend(), torch.empty_like(given.query)
     replay = bench.captured(lambda: out.copy_(given.forward(backend)))

@@ -6,8 +6,8 @@ import torch
 import triton
 from triton import language as tl
 
-from model.kernel_check import child
-from model.kernel_check.attention_checks import PreparationCheck
+from triptych.model.kernel_check import child
+from triptych.model.kernel_check.attention_checks import PreparationCheck
 
 
 @triton.jit

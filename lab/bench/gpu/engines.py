@@ -18,22 +18,22 @@ from lab.bench.gpu.machine import Bench
 from lab.bench.gpu.timers import Timers, Where
 from lab.bench.models import config_of, random_model
 from lab.bench.roofline import Costs, Roofline
-from model.api.engine_config import EngineConfig
-from model.api.messages import ModelSpec
-from model.api.request import Pooling, Request, Source, TokenOutput, audio_source, token_source
-from model.api.sampling_params import SamplingParams
-from model.api.stats import StepStats
-from model.attention.selection import Selection, select_backend, select_layers
-from model.checkpoint.folder import Checkpoint
-from model.checkpoint.sentence_transformers import SentenceSettings
-from model.engine import builder, generate_builder
-from model.engine.builder import LoadedModel
-from model.engine.execution.cuda_graphs import DECODE_STEPS
-from model.engine.execution.model_runner import ModelRunner
-from model.engine.generate_engine import GenerateEngine
-from model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, StepPacer, StepWork
-from model.linear.integers import IntegerLinear
-from model.network.transformer import Transformer
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.api.request import Pooling, Request, Source, TokenOutput, audio_source, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.api.stats import StepStats
+from triptych.model.attention.selection import Selection, select_backend, select_layers
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.checkpoint.sentence_transformers import SentenceSettings
+from triptych.model.engine import builder, generate_builder
+from triptych.model.engine.builder import LoadedModel
+from triptych.model.engine.execution.cuda_graphs import DECODE_STEPS
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.engine.generate_engine import GenerateEngine
+from triptych.model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, StepPacer, StepWork
+from triptych.model.linear.integers import IntegerLinear
+from triptych.model.network.transformer import Transformer
 
 Step = Callable[[], tuple[list[TokenOutput], StepStats | None]]
 GREEDY = SamplingParams(ignore_eos=True)

@@ -10,14 +10,14 @@ from torch import Tensor
 from lab.bench.gpu.cases import Case
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench, need_triton
-from model.kernel_check.product_problems import (
+from triptych.model.kernel_check.product_problems import (
     ExpertsShape,
     difference,
     experts_projection,
     experts_reference,
     routes_of,
 )
-from model.linear.float import ExpertsLinear
+from triptych.model.linear.float import ExpertsLinear
 
 # Of outputs, relative to their largest: those of 16 bits are rounded once, in the interpreter towards 0.
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

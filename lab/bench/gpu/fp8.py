@@ -13,11 +13,11 @@ from lab.bench.gpu.cases import Case
 from lab.bench.gpu.figures import Figures, Skip
 from lab.bench.gpu.machine import Bench, need_triton
 from lab.bench.gpu.quantised import filled, quantise_layers
-from model.kernel_check.product_problems import Fp8Shape, difference, empty_fp8, fp8_projection
-from model.linear.base import Linear
-from model.linear.float import FloatLinear
-from model.linear.fp8 import FEW, Fp8Linear, unsupported
-from model.network.transformer import Transformer
+from triptych.model.kernel_check.product_problems import Fp8Shape, difference, empty_fp8, fp8_projection
+from triptych.model.linear.base import Linear
+from triptych.model.linear.float import FloatLinear
+from triptych.model.linear.fp8 import FEW, Fp8Linear, unsupported
+from triptych.model.network.transformer import Transformer
 
 _BLOCK = (128, 128)
 _BOUND = 2e-2  # of a product in bfloat16, relative to its largest value
@@ -113,7 +113,7 @@ def _measure(bench: Bench, *, shape: Fp8Shape) -> Figures:
 
 def _apart(bench: Bench, x: Tensor, shape: Fp8Shape, turn: cycle[Linear]) -> Figures:
     """Return microseconds of quantising alone, and of the Triton kernel where torch multiplies."""
-    from model.linear import triton_fp8
+    from triptych.model.linear import triton_fp8
 
     group = shape.block[1] if shape.block else 0
     numbers, scales = triton_fp8.quantize_rows(x, group)

@@ -12,11 +12,11 @@ from lab.bench.gpu.cases import Case
 from lab.bench.gpu.figures import Figures, Skip
 from lab.bench.gpu.machine import Bench, need_triton
 from lab.bench.gpu.quantised import filled, quantise_layers
-from model.config.formats import QUANTIZED_LAYERS, NumberFormat
-from model.kernel_check.product_problems import IntegerShape, difference, integer_projection
-from model.linear.float import FloatLinear
-from model.linear.integers import MOST, IntegerLinear, unsupported
-from model.network.transformer import Transformer
+from triptych.model.config.formats import QUANTIZED_LAYERS, NumberFormat
+from triptych.model.kernel_check.product_problems import IntegerShape, difference, integer_projection
+from triptych.model.linear.float import FloatLinear
+from triptych.model.linear.integers import MOST, IntegerLinear, unsupported
+from triptych.model.network.transformer import Transformer
 
 _BOUND = 2e-2  # of a product in bfloat16, relative to its largest value
 _CHECKED_ROWS = (1, 7, 16, 17, 64, 65, 256, 300)

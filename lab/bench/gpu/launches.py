@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from lab.bench.gpu.recurrent import TOY
-from model.attention.triton import TritonBackend
-from model.cache.kv_cache import StateTables
-from model.kernel_check.attention_problems import Problem, make_tensors
-from model.kernel_check.recurrent_problems import RecurrentProblem, RecurrentStep
+from triptych.model.attention.triton import TritonBackend
+from triptych.model.cache.kv_cache import StateTables
+from triptych.model.kernel_check.attention_problems import Problem, make_tensors
+from triptych.model.kernel_check.recurrent_problems import RecurrentProblem, RecurrentStep
 
 PROBLEMS = (
     Problem(((1, 700), (1, 1)), heads=4, kv_heads=2, dim=80),

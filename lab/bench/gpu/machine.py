@@ -22,7 +22,7 @@ import torch
 
 from lab.bench.gpu.figures import Figures, Skip, Stop
 from lab.bench.roofline import Ceilings
-from model.attention.selection import select_backend
+from triptych.model.attention.selection import select_backend
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pytest")
 

@@ -34,13 +34,13 @@ from lab.bench.gpu.integers import in_integers, need_integers
 from lab.bench.gpu.machine import Bench
 from lab.bench.gpu.shapes import GPU_MODELS, tiny_shape
 from lab.bench.models import config_of, random_model
-from model.api.engine_config import EngineConfig
-from model.api.request import EncodeRequest, EncodeTask, token_source
-from model.api.sampling_params import SamplingParams
-from model.attention.sdpa import SdpaBackend
-from model.attention.selection import Selection, select_backend, select_layers
-from model.config.cache import StateSize, cached_elements, state_bytes
-from model.network.transformer import Transformer
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.request import EncodeRequest, EncodeTask, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.attention.selection import Selection, select_backend, select_layers
+from triptych.model.config.cache import StateSize, cached_elements, state_bytes
+from triptych.model.network.transformer import Transformer
 
 CPU = torch.device("cpu")
 _CONTEXT = 256

@@ -26,26 +26,26 @@ from lab.bench.gpu.fp8 import in_fp8
 from lab.bench.gpu.integers import in_integers
 from lab.bench.gpu.shapes import GPU_MODELS
 from lab.bench.models import config_of
-from model.api.sampling_params import SamplingParams
-from model.attention.base import AttentionMetadata, DeviceLengths
-from model.attention.triton import TritonBackend
-from model.cache.kv_cache import KVCache, whole_segments
-from model.config.cache import paged_specs, pools_of
-from model.config.formats import QUANTIZED_LAYERS
-from model.engine import warmup
-from model.engine.execution.cuda_graphs import DecodeGraphs
-from model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
-from model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts
-from model.kernel_check.attention_problems import make_tensors
-from model.linear.base import CompiledLinear, linears
-from model.linear.factory import LinearFactory
-from model.linear.float import ExpertsLinear
-from model.network.build import build_model
-from model.network.inputs import CrossInput, StackInput
-from model.network.transformer import Transformer
-from model.sampling.random_sampling import LIKELIEST_PARTS
-from model.system.background_work import finish
-from model.system.held_kernels import overlapping
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.attention.base import AttentionMetadata, DeviceLengths
+from triptych.model.attention.triton import TritonBackend
+from triptych.model.cache.kv_cache import KVCache, whole_segments
+from triptych.model.config.cache import paged_specs, pools_of
+from triptych.model.config.formats import QUANTIZED_LAYERS
+from triptych.model.engine import warmup
+from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
+from triptych.model.engine.execution.encoder_graphs import EncoderGraphs, can_record_batches
+from triptych.model.engine.execution.mixed_graphs import MixedGraphs, can_record_prompts
+from triptych.model.kernel_check.attention_problems import make_tensors
+from triptych.model.linear.base import CompiledLinear, linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.float import ExpertsLinear
+from triptych.model.network.build import build_model
+from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.transformer import Transformer
+from triptych.model.sampling.random_sampling import LIKELIEST_PARTS
+from triptych.model.system.background_work import finish
+from triptych.model.system.held_kernels import overlapping
 
 META = torch.device("meta")
 PAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -100,7 +100,7 @@ def key() -> str:
     from triton.compiler import compiler
     from triton.runtime import cache
 
-    from model.attention.triton_kernels import attend
+    from triptych.model.attention.triton_kernels import attend
 
     of_triton = getattr(cache, "triton_key", None) or compiler.triton_key
     build = hashlib.sha256(of_triton().encode()).hexdigest()[:16]
@@ -188,7 +188,7 @@ def _run(model: Transformer, cache: KVCache, step: tuple[tuple[int, int], ...]) 
 
 
 def _sample(vocabulary: int) -> None:
-    from model.sampling.triton_sampling import launch_greedy, launch_sampling
+    from triptych.model.sampling.triton_sampling import launch_greedy, launch_sampling
 
     params = SamplingParams(temperature=1.0, top_p=0.9)
     for dtype, count in product((torch.bfloat16, torch.float32), (1, 2)):

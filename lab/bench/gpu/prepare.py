@@ -11,7 +11,7 @@ from lab.bench.gpu.engines import bench_requests, finish, load, warm
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench
 from lab.bench.gpu.shapes import GPU_MODELS, tiny_shape
-from model.api.request import EncodeRequest, Pooling, token_source
+from triptych.model.api.request import EncodeRequest, Pooling, token_source
 
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _POOL = 1 << 30  # bytes of keys and values: several models are prepared at the same time

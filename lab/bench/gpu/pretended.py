@@ -78,7 +78,9 @@ class _Utils:
 
 
 class _Launcher:
-    """Launches nothing. It has what `model.system.held_kernels` reads of Triton's launcher, so variants are held."""
+    """Launches nothing. It has what `triptych.model.system.held_kernels` reads of Triton's launcher, so variants are
+    held.
+    """
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid = launch_pdl = False

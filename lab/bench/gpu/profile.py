@@ -16,10 +16,10 @@ from lab.bench.gpu.engines import BenchModel
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench
 from lab.bench.gpu.timers import Timers, Where
-from model.api.request import FinishReason
-from model.engine import encode_engine
-from model.engine.execution import model_runner
-from model.system import devices
+from triptych.model.api.request import FinishReason
+from triptych.model.engine import encode_engine
+from triptych.model.engine.execution import model_runner
+from triptych.model.system import devices
 
 _STEPS, _TINY_STEPS = 20, 3
 _SHOWN = 5  # kernels in the results; the text has more

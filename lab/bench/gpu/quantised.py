@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from model.linear.base import CompiledLinear
-from model.linear.float import FloatLinear
-from model.network.transformer import Transformer
+from triptych.model.linear.base import CompiledLinear
+from triptych.model.linear.float import FloatLinear
+from triptych.model.network.transformer import Transformer
 
 Made = TypeVar("Made", bound=CompiledLinear)
 

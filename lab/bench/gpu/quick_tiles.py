@@ -13,10 +13,10 @@ from lab.bench.gpu.cases import Case
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench, need_triton
 from lab.bench.gpu.tiles import beyond_cache, chosen_for, in_turn, named
-from model.kernel_check.attention_problems import Problem, make_tensors
+from triptych.model.kernel_check.attention_problems import Problem, make_tensors
 
 if TYPE_CHECKING:
-    from model.attention.triton import Tiles
+    from triptych.model.attention.triton import Tiles
 
 _EIGHT, _BART, _BERT, _GEMMA = (32, 8, 128), (16, 16, 64), (12, 12, 64), (4, 1, 256)
 
@@ -72,7 +72,7 @@ def cases(bench: Bench) -> list[Case]:
 
 def launches() -> Iterator[tuple[Problem, Tiles, int]]:
     """Yield small problems with the tiles and parts of all comparisons, to compile them."""
-    from model.attention.triton import Tiles
+    from triptych.model.attention.triton import Tiles
 
     for comparison in COMPARISONS.values():
         problem = comparison.problem
@@ -90,7 +90,7 @@ def _toy() -> Comparison:
 def _compare(bench: Bench, *, comparison: Comparison) -> Figures:
     """Return the microseconds of all tiles; a factor above 1 says that the chosen ones are faster than those before."""
     from lab.bench.gpu.tiled_backend import TiledBackend
-    from model.attention.triton import Tiles
+    from triptych.model.attention.triton import Tiles
 
     need_triton(bench)
     problem = comparison.problem

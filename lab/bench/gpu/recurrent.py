@@ -10,10 +10,10 @@ from torch import Tensor
 from lab.bench.gpu.cases import Case
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench, need_triton
-from model.cache.kv_cache import StateTables
-from model.config.attention import GatedDeltaConfig
-from model.config.cache import NO_STATE
-from model.kernel_check.recurrent_problems import RecurrentProblem, RecurrentStep
+from triptych.model.cache.kv_cache import StateTables
+from triptych.model.config.attention import GatedDeltaConfig
+from triptych.model.config.cache import NO_STATE
+from triptych.model.kernel_check.recurrent_problems import RecurrentProblem, RecurrentStep
 
 TOY = GatedDeltaConfig(2, 4, 12, 8, 4, 1e-6)
 # Of outputs, relative to their largest, and of states: rows of 16 bits are multiplied by TF32.
@@ -44,7 +44,7 @@ def check_cases(bench: Bench) -> list[Case]:
 def _check(bench: Bench, *, problem: RecurrentProblem, dtype: torch.dtype) -> Figures:
     """Compare a step with torch in float32 on the same device, also captured and replayed over other slots."""
     need_triton(bench)
-    from model.attention import triton_delta
+    from triptych.model.attention import triton_delta
 
     step = RecurrentStep(problem, bench.device, dtype)
     tables = StateTables.of(step.spans, triton_delta.CHUNK, bench.device)

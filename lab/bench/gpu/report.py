@@ -14,7 +14,7 @@ from typing import Any
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.supervisor import read, shown
 from lab.bench.gpu.targets import TARGETS, Target, datasheet_ceilings
-from loadtest.results.page import style
+from triptych.loadtest.results.page import style
 
 Cells = Sequence[str]
 _VERBS = ("schedule", "pack", "launch", "wait", "collect", "update", "rest")

@@ -21,13 +21,13 @@ import torch
 from lab.bench.gpu import caches
 from lab.bench.gpu.shapes import GPU_MODELS, tiny_shape
 from lab.bench.models import config_of
-from model.attention.selection import select_backend, select_layers
-from model.config.formats import QUANTIZED_LAYERS
-from model.kernel_check.check import Check
-from model.kernel_check.memory import Memory, identity_of
-from model.kernel_check.plan import planned_checks
-from model.kernel_check.processes import CHILD, Checker, Outcome
-from model.linear.factory import LinearFactory
+from triptych.model.attention.selection import select_backend, select_layers
+from triptych.model.config.formats import QUANTIZED_LAYERS
+from triptych.model.kernel_check.check import Check
+from triptych.model.kernel_check.memory import Memory, identity_of
+from triptych.model.kernel_check.plan import planned_checks
+from triptych.model.kernel_check.processes import CHILD, Checker, Outcome
+from triptych.model.linear.factory import LinearFactory
 
 _MODELS = (  # the most important first
     *("llama-8b", "bart-large", "qwen3.5-9b", "qwen3-30b-a3b", "llama-8b:w-int4", "llama-8b:int8", "llama-8b:w-fp8"),

@@ -18,13 +18,13 @@ import torch
 import triton
 
 from lab.bench.gpu.machine import Bench
-from model.attention.base import AttentionMetadata, Preparation
-from model.attention.triton import TritonBackend
-from model.cache.kv_cache import LayerCache
-from model.config.attention import AttentionConfig
-from model.kernel_check.step_problems import StepProblem, compare_steps, step_problems
-from model.network import fused_ops
-from model.system.held_kernels import HeldKernel
+from triptych.model.attention.base import AttentionMetadata, Preparation
+from triptych.model.attention.triton import TritonBackend
+from triptych.model.cache.kv_cache import LayerCache
+from triptych.model.config.attention import AttentionConfig
+from triptych.model.kernel_check.step_problems import StepProblem, compare_steps, step_problems
+from triptych.model.network import fused_ops
+from triptych.model.system.held_kernels import HeldKernel
 
 # What is compared: every step of one width, and those of models at others. Each takes 0.3 s to compile.
 _EVERY = (1024, torch.bfloat16)

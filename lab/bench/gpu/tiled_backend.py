@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model.attention.triton import Tiles, TritonBackend
+from triptych.model.attention.triton import Tiles, TritonBackend
 
 
 class TiledBackend(TritonBackend):

@@ -15,11 +15,11 @@ from lab.bench.gpu.cases import Case
 from lab.bench.gpu.compiling import in_parallel
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench, need_triton
-from model.attention.base import AttentionBackend
-from model.kernel_check.attention_problems import Problem, ProblemTensors, make_tensors
+from triptych.model.attention.base import AttentionBackend
+from triptych.model.kernel_check.attention_problems import Problem, ProblemTensors, make_tensors
 
 if TYPE_CHECKING:
-    from model.attention.triton import Tiles
+    from triptych.model.attention.triton import Tiles
 
 HEADS = {"8b": (32, 8, 128), "0.6b": (16, 8, 128), "bart": (16, 16, 64)}
 CONTEXTS = (256, 1024, 8192)

@@ -32,10 +32,10 @@ from lab.bench.gpu.engines import (
 from lab.bench.gpu.figures import Figures
 from lab.bench.gpu.machine import Bench, release
 from lab.bench.gpu.shapes import GPU_MODELS, tiny_shape
-from model.api.request import EncodeRequest, FinishReason, Pooling, Source, token_source
-from model.api.sampling_params import SamplingParams
-from model.engine.execution import mixed_graphs
-from model.engine.execution.model_runner import Launched, ModelRunner
+from triptych.model.api.request import EncodeRequest, FinishReason, Pooling, Source, token_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.engine.execution import mixed_graphs
+from triptych.model.engine.execution.model_runner import Launched, ModelRunner
 
 _DRAWN = replace(GREEDY, temperature=0.6)
 _FP8: dict[str, Any] = {"quantization": "fp8", "kv_cache_dtype": "fp8"}

@@ -21,7 +21,7 @@ from ctranslate2.converters import TransformersConverter
 from lab.bench.batches import NO_TIMESTAMPS, Workload, window
 from lab.bench.ours import Run
 from lab.bench.peers.batches import batches
-from model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.json_files import read_json
 
 
 class Engine:

@@ -22,9 +22,9 @@ from typing import Any
 
 from lab.bench.batches import Scale, workloads
 from lab.bench.busy import CpuClock
-from model.api.engine_config import EngineConfig
-from model.checkpoint.folder import read_checkpoint
-from model.system.child_process import engine_environment
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.system.child_process import engine_environment
 
 ANSWER_TIMEOUT_S = 1200.0
 _EXIT_TIMEOUT_S = 10.0  # after the end of its input

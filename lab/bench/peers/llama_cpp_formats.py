@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.json_files import read_json
 
 FORMATS = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}  # by llama.cpp's numbers (enum llama_ftype)
 _NAMES = {

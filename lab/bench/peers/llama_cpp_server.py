@@ -20,7 +20,7 @@ from lab.bench.batches import BenchRequest, Workload
 from lab.bench.ours import Run
 from lab.bench.peers import Unsupported
 from lab.bench.peers.llama_cpp_formats import be_quiet, quantised, write_gguf
-from model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.json_files import read_json
 
 _SLOTS, _BATCH = 64, 2048
 

@@ -22,7 +22,7 @@ from lab.bench.batches import Ids, Workload
 from lab.bench.ours import Run
 from lab.bench.peers import Unsupported
 from lab.bench.peers.ov_encoder import EncoderQueue
-from model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.json_files import read_json
 
 _CACHE_GB = 3  # as large as triptych's
 

@@ -50,7 +50,7 @@ def quantise(path: Path, folder: Path) -> None:
     import nncf
 
     from lab.bench.peers.ov_export import export
-    from model.checkpoint.folder import read_checkpoint
+    from triptych.model.checkpoint.folder import read_checkpoint
 
     exported = path.parent / f"{path.name}-openvino"
     if not exported.exists():

@@ -13,7 +13,7 @@ import transformers
 from lab.bench.batches import Ids, Workload
 from lab.bench.ours import Run
 from lab.bench.peers.batches import batches, padded
-from model.checkpoint.json_files import read_json
+from triptych.model.checkpoint.json_files import read_json
 
 _AUTO = {
     "llama": "CausalLM",

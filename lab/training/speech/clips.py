@@ -12,7 +12,7 @@ import numpy as np
 
 from lab.training.speech import synthesis, utterances
 from lab.training.speech.windows import Clip
-from model.errors import ConfigError
+from triptych.model.errors import ConfigError
 
 _SHARD = 500
 _LOUDEST = 32767

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from lab.training.speech import clips, recipe, synthesis
 from lab.training.speech.windows import Clip
-from model.api.engine_config import EngineConfig
-from model.api.request import audio_source
-from model.api.sampling_params import SamplingParams
-from model.llm import LLM
-from model.speech.log_mel import LogMel
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.api.request import audio_source
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.llm import LLM
+from triptych.model.speech.log_mel import LogMel
 
 HELD_OUT = 400  # utterances with each kind of voices
 NOISE = 15.0  # decibels below the speech

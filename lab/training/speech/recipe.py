@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from lab.training import recipes
 from lab.training.speech import clips, synthesis, tokens, utterances, windows
 from lab.training.trainer import TrainingPlan, cross_entropy, new_model, train
-from model.attention.base import AttentionMetadata
-from model.families import config_from_raw
-from model.network.inputs import CrossInput, StackInput
-from model.network.transformer import Transformer
-from model.pretrained import CHECKPOINTS
-from model.speech.log_mel import LogMel
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.families import config_from_raw
+from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.transformer import Transformer
+from triptych.model.pretrained import CHECKPOINTS
+from triptych.model.speech.log_mel import LogMel
 
 SECONDS = 6  # of a window
 TEXT_TOKENS = 700

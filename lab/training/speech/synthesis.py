@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from model.speech.resampling import resample
+from triptych.model.speech.resampling import resample
 
 RATE = 16000
 _ESPEAK_RATE = 22050

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from model.checkpoint.gguf import family_settings
-from model.checkpoint.gguf.encoders import ENCODERS
-from model.checkpoint.gguf.gemma4 import GEMMA4
-from model.checkpoint.gguf.more_experts import MORE_EXPERTS
-from model.checkpoint.gguf.older_decoders import FALCON_GROUPS, OLDER_DECODERS
-from model.checkpoint.gguf.recurrent import RECURRENT
-from model.checkpoint.gguf.table import (
+from triptych.model.checkpoint.gguf import family_settings
+from triptych.model.checkpoint.gguf.encoders import ENCODERS
+from triptych.model.checkpoint.gguf.gemma4 import GEMMA4
+from triptych.model.checkpoint.gguf.more_experts import MORE_EXPERTS
+from triptych.model.checkpoint.gguf.older_decoders import FALCON_GROUPS, OLDER_DECODERS
+from triptych.model.checkpoint.gguf.recurrent import RECURRENT
+from triptych.model.checkpoint.gguf.table import (
     ATTENTION,
     CHOSEN_EXPERTS,
     GATED,
@@ -29,7 +29,7 @@ from model.checkpoint.gguf.table import (
     layers,
     with_experts,
 )
-from model.gguf.container import GGUFModel
+from triptych.model.gguf.container import GGUFModel
 
 # Keys that change nothing, or that every architecture's settings are read of.
 HARMLESS_KEYS = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.checkpoint.gguf import grid_blocks as grids
+from triptych.model.checkpoint.gguf import grid_blocks as grids
 
 # What the 4 bits of IQ4_NL and IQ4_XS stand for.
 _NONLINEAR = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from model.checkpoint.gguf import family_settings
-from model.checkpoint.gguf.metadata import refuse_other
-from model.checkpoint.gguf.table import SIZES, Architecture, Rope, layers
-from model.gguf.container import GGUFModel
+from triptych.model.checkpoint.gguf import family_settings
+from triptych.model.checkpoint.gguf.metadata import refuse_other
+from triptych.model.checkpoint.gguf.table import SIZES, Architecture, Rope, layers
+from triptych.model.gguf.container import GGUFModel
 
 _BERT_KEYS = {**SIZES, "attention.layer_norm_epsilon": "layer_norm_eps"}
 _BERT_NAMES = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from model.checkpoint.gguf.metadata import has, head_dim, layer_types, rows, single
-from model.errors import ConfigError
-from model.gguf.container import GGUFModel
+from triptych.model.checkpoint.gguf.metadata import has, head_dim, layer_types, rows, single
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.container import GGUFModel
 
 Raw = Mapping[str, Any]
 

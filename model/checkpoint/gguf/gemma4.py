@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from model.checkpoint.gguf.metadata import layer_types, read_floats, refuse_other, single
-from model.checkpoint.gguf.table import (
+from triptych.model.checkpoint.gguf.metadata import layer_types, read_floats, refuse_other, single
+from triptych.model.checkpoint.gguf.table import (
     ATTENTION,
     GATED,
     OUTSIDE,
@@ -15,8 +15,8 @@ from model.checkpoint.gguf.table import (
     Architecture,
     layers,
 )
-from model.errors import ConfigError
-from model.gguf.container import GGUFModel
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.container import GGUFModel
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _NAMES = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.checkpoint.gguf.grids import grid
+from triptych.model.checkpoint.gguf.grids import grid
 
 Factors = tuple[Tensor, Tensor | None]
 _BITS = torch.arange(8, dtype=torch.uint8)

@@ -10,17 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.checkpoint.gguf.architectures import DROPPED_TENSORS
-from model.checkpoint.gguf.settings import architecture_of
-from model.checkpoint.gguf.table import Architecture, Change, Order
-from model.config.formats import Storage, integers_in_groups, joined
-from model.config.layer import MOST_EXPERTS
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.families import config_from_raw, family_for
-from model.families.table.rules import LinearRule
-from model.gguf.container import GGUFModel, GGUFTensor
-from model.gguf.types import FLOATS
+from triptych.model.checkpoint.gguf.architectures import DROPPED_TENSORS
+from triptych.model.checkpoint.gguf.settings import architecture_of
+from triptych.model.checkpoint.gguf.table import Architecture, Change, Order
+from triptych.model.config.formats import Storage, integers_in_groups, joined
+from triptych.model.config.layer import MOST_EXPERTS
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families import config_from_raw, family_for
+from triptych.model.families.table.rules import LinearRule
+from triptych.model.gguf.container import GGUFModel, GGUFTensor
+from triptych.model.gguf.types import FLOATS
 
 _GROUP = 32
 # Bits of an integer, and whether groups have offsets, of formats whose groups have 32 numbers.

@@ -7,8 +7,8 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from model.errors import ConfigError
-from model.gguf.container import GGUFModel, GGUFTensor
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.container import GGUFModel, GGUFTensor
 
 # -- Single values of a GGUF file's metadata, and what the presence of tensors tells.
 

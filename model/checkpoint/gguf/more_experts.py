@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from model.checkpoint.gguf import family_settings
-from model.checkpoint.gguf.metadata import has, refuse_other, single
-from model.checkpoint.gguf.table import CHOSEN_EXPERTS, LLAMA_KEYS, Architecture, Change, Rope, with_experts
-from model.gguf.container import GGUFModel
+from triptych.model.checkpoint.gguf import family_settings
+from triptych.model.checkpoint.gguf.metadata import has, refuse_other, single
+from triptych.model.checkpoint.gguf.table import CHOSEN_EXPERTS, LLAMA_KEYS, Architecture, Change, Rope, with_experts
+from triptych.model.gguf.container import GGUFModel
 
 Raw = Mapping[str, Any]
 _SIGMOID = 2  # of `expert_gating_func`, in llama.cpp's numbers

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from model.checkpoint.gguf.metadata import has, refuse_other, single
-from model.checkpoint.gguf.table import Architecture, Rope, layers
-from model.errors import ConfigError
-from model.gguf.container import GGUFModel
+from triptych.model.checkpoint.gguf.metadata import has, refuse_other, single
+from triptych.model.checkpoint.gguf.table import Architecture, Rope, layers
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.container import GGUFModel
 
 _NORM_EPS = {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
 _GPT2_NAMES = {

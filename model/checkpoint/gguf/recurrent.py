@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from model.checkpoint.gguf.table import (
+from triptych.model.checkpoint.gguf.table import (
     CHOSEN_EXPERTS,
     LLAMA_KEYS,
     LLAMA_NAMES,
@@ -21,8 +21,8 @@ from model.checkpoint.gguf.table import (
     experts,
     layers,
 )
-from model.errors import ConfigError
-from model.gguf.container import GGUFModel
+from triptych.model.errors import ConfigError
+from triptych.model.gguf.container import GGUFModel
 
 _KEYS = {
     **LLAMA_KEYS,

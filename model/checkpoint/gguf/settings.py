@@ -11,14 +11,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from model.api.request import Pooling
-from model.checkpoint.gguf.architectures import ARCHITECTURES, HARMLESS_KEYS, VARIANTS
-from model.checkpoint.gguf.metadata import decimal, factor_settings, head_dim, read_floats, refuse_other, rows, single
-from model.checkpoint.gguf.table import Architecture, Rope
-from model.errors import ConfigError
-from model.families.table.blamed_keys import MissingKeyError
-from model.gguf.container import GGUFModel, shown
-from model.gguf.paths import OTHER_PURPOSES
+from triptych.model.api.request import Pooling
+from triptych.model.checkpoint.gguf.architectures import ARCHITECTURES, HARMLESS_KEYS, VARIANTS
+from triptych.model.checkpoint.gguf.metadata import (
+    decimal,
+    factor_settings,
+    head_dim,
+    read_floats,
+    refuse_other,
+    rows,
+    single,
+)
+from triptych.model.checkpoint.gguf.table import Architecture, Rope
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.blamed_keys import MissingKeyError
+from triptych.model.gguf.container import GGUFModel, shown
+from triptych.model.gguf.paths import OTHER_PURPOSES
 
 # Texts of tokens that end an output too, whatever the metadata names, as in llama.cpp (llama-vocab.cpp).
 _ENDS = frozenset(

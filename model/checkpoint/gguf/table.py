@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from model.gguf.container import GGUFModel
+from triptych.model.gguf.container import GGUFModel
 
 
 class Rope(StrEnum):

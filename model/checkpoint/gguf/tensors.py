@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.checkpoint.gguf.blocks import FORMATS
-from model.checkpoint.gguf.layout import Origin, origins
-from model.checkpoint.gguf.settings import network_settings
-from model.checkpoint.gguf.table import Change
-from model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader, TensorSource
-from model.config.formats import FLOAT, Storage
-from model.config.model import ModelConfig
-from model.errors import CheckpointError
-from model.families import family_for
-from model.families.table.rules import LinearRule
-from model.gguf.container import GGUFTensor, read_gguf
-from model.gguf.types import BlockType
+from triptych.model.checkpoint.gguf.blocks import FORMATS
+from triptych.model.checkpoint.gguf.layout import Origin, origins
+from triptych.model.checkpoint.gguf.settings import network_settings
+from triptych.model.checkpoint.gguf.table import Change
+from triptych.model.checkpoint.tensor_files import DecodedTensor, StoredTensor, TensorReader, TensorSource
+from triptych.model.config.formats import FLOAT, Storage
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import CheckpointError
+from triptych.model.families import family_for
+from triptych.model.families.table.rules import LinearRule
+from triptych.model.gguf.container import GGUFTensor, read_gguf
+from triptych.model.gguf.types import BlockType
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _GROUP = 32  # numbers that share a scale, of what is kept as it is stored

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.config.cache import NO_STATE
-from model.engine.scheduling.block_table import BlockTable
-from model.engine.scheduling.scheduled_step import ScheduledSequence
+from triptych.model.config.cache import NO_STATE
+from triptych.model.engine.scheduling.block_table import BlockTable
+from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
 
 NO_SLOT = -1  # no slot to write to; no placeholder
 

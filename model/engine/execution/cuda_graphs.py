@@ -1,9 +1,9 @@
 """Records decode steps as CUDA graphs and replays them: one launch in place of a thousand.
 
 A step in which every sequence has one token has the same kernels whatever the tokens are. It is recorded for some batch
-sizes. A recorded step reads one row of integers (`model.engine.execution.batch`) at a fixed address. To run a step,
-that row is filled and the next larger size is replayed; padding rows have no keys and no slot to write to. Kernels read
-lengths on the device, so the backend must use only `AttentionMetadata.device_lengths`.
+sizes. A recorded step reads one row of integers (`triptych.model.engine.execution.batch`) at a fixed address. To run a
+step, that row is filled and the next larger size is replayed; padding rows have no keys and no slot to write to.
+Kernels read lengths on the device, so the backend must use only `AttentionMetadata.device_lengths`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from model.attention.base import UNEVEN_KEYS, UNEVEN_TIMES, AttentionMetadata, DeviceLengths
-from model.cache.kv_cache import KVCache
-from model.engine.execution.batch import BatchLayout, StepBatch, pack
-from model.engine.execution.static_row import fill_row
-from model.engine.scheduling.scheduled_step import ScheduledSequence
-from model.network.inputs import CrossInput, StackInput
-from model.network.transformer import Transformer
-from model.system.background_work import Work, finish
-from model.system.devices import to_device
-from model.system.fallbacks import summary
+from triptych.model.attention.base import UNEVEN_KEYS, UNEVEN_TIMES, AttentionMetadata, DeviceLengths
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.engine.execution.batch import BatchLayout, StepBatch, pack
+from triptych.model.engine.execution.static_row import fill_row
+from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
+from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.transformer import Transformer
+from triptych.model.system.background_work import Work, finish
+from triptych.model.system.devices import to_device
+from triptych.model.system.fallbacks import summary
 
 # What is recorded, in words.
 DECODE_STEPS, PROMPT_STEPS, BATCHES = "decode steps", "steps with prompts", "batches to encode"
@@ -69,7 +69,7 @@ class CudaRecorder:
 def _overlapping(device: torch.device) -> AbstractContextManager[None]:
     if find_spec("triton") is None:
         return nullcontext()
-    from model.system.held_kernels import can_overlap, overlapping
+    from triptych.model.system.held_kernels import can_overlap, overlapping
 
     return overlapping(can_overlap(device))
 

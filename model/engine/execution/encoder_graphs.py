@@ -3,8 +3,8 @@
 Batches with equally many rows run the same kernels whatever the texts are, so a batch is recorded for some numbers of
 tokens and of texts (`BatchSize`), or of images or windows of sound, which all have as many rows. To encode a batch, its
 integers go to a fixed address in one copy, and the smallest size that holds it is replayed. The rows after the last
-input are a segment without keys: nothing reads them. As in `model.engine.execution.cuda_graphs`, kernels read lengths
-on the device.
+input are a segment without keys: nothing reads them. As in `triptych.model.engine.execution.cuda_graphs`, kernels read
+lengths on the device.
 
 Only batches whose launches cost more than their computation are recorded (`most_tokens`). Larger ones, and inputs with
 adapters or unread tokens, are launched kernel by kernel.
@@ -22,18 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.api.request import Source
-from model.attention.base import AttentionMetadata, DeviceLengths
-from model.config.layer import ExpertsConfig
-from model.config.model import ModelConfig
-from model.engine.execution.cuda_graphs import Recorder
-from model.engine.execution.sources import blank_source, features_of
-from model.media.images import ImageProcessing
-from model.network.inputs import StackInput
-from model.network.parameter_counts import parameters_by_part
-from model.network.transformer import Transformer
-from model.system.background_work import Work, finish
-from model.system.kernel_faults import EXPERTS
+from triptych.model.api.request import Source
+from triptych.model.attention.base import AttentionMetadata, DeviceLengths
+from triptych.model.config.layer import ExpertsConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.engine.execution.cuda_graphs import Recorder
+from triptych.model.engine.execution.sources import blank_source, features_of
+from triptych.model.media.images import ImageProcessing
+from triptych.model.network.inputs import StackInput
+from triptych.model.network.parameter_counts import parameters_by_part
+from triptych.model.network.transformer import Transformer
+from triptych.model.system.background_work import Work, finish
+from triptych.model.system.kernel_faults import EXPERTS
 
 MOST_TOKENS = 4096
 SINGLE = (16, 32, 64, 128, 256, 512)  # tokens of the batches with one text

@@ -3,7 +3,7 @@
 A mixed step has D decoding sequences, then up to `PROMPTS` prompts (or parts of them, or sequences with drafts) of
 together P tokens. It is recorded for some D and P. Rows of sequences that are not there have no keys and no slot to
 write to; the rows after the last prompt are a segment of their own. All else is as in
-`model.engine.execution.cuda_graphs`.
+`triptych.model.engine.execution.cuda_graphs`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from model.attention.base import AttentionMetadata, DeviceLengths
-from model.cache.kv_cache import KVCache
-from model.config.model import ModelConfig
-from model.engine.execution.batch import BatchLayout, pack
-from model.engine.execution.cuda_graphs import Recorder
-from model.engine.execution.encoder_graphs import most_tokens
-from model.engine.execution.static_row import fill_row
-from model.engine.scheduling.scheduled_step import ScheduledSequence
-from model.network.inputs import StackInput
-from model.network.transformer import Transformer
-from model.parallel.rank0 import Rank0Transformer
-from model.system.background_work import Work, finish
-from model.system.devices import to_device
+from triptych.model.attention.base import AttentionMetadata, DeviceLengths
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.config.model import ModelConfig
+from triptych.model.engine.execution.batch import BatchLayout, pack
+from triptych.model.engine.execution.cuda_graphs import Recorder
+from triptych.model.engine.execution.encoder_graphs import most_tokens
+from triptych.model.engine.execution.static_row import fill_row
+from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
+from triptych.model.network.inputs import StackInput
+from triptych.model.network.transformer import Transformer
+from triptych.model.parallel.rank0 import Rank0Transformer
+from triptych.model.system.background_work import Work, finish
+from triptych.model.system.devices import to_device
 
 PROMPTS = 8
 _DECODES = (0, 8, 32, 64, 128, 256)

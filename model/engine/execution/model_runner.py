@@ -17,26 +17,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.api.request import Source, TokenLogprob
-from model.attention.base import are_uneven
-from model.cache.kv_cache import KVCache, StateSpan
-from model.config.model import GenerationRules
-from model.engine.execution.batch import BatchLayout, pack
-from model.engine.execution.cuda_graphs import DecodeGraphs
-from model.engine.execution.encoder_graphs import EncoderGraphs
-from model.engine.execution.mixed_graphs import MixedGraphs
-from model.engine.execution.sources import align, blank_source, keep_queries, kept_layers, source_input
-from model.engine.execution.step_logits import StepLogits, needed_rows
-from model.engine.execution.step_program import StepPlan, StepProgram
-from model.engine.scheduling.block_manager import BlockCopy, BlockManager
-from model.engine.scheduling.scheduled_step import DraftRun, SampledToken, ScheduledSequence, SchedulerOutput
-from model.engine.scheduling.sequence import SequenceState
-from model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, biases, forced_token
-from model.errors import ConfigError
-from model.network.inputs import packed_input
-from model.network.transformer import Transformer
-from model.parallel.rank0 import Rank0Transformer
-from model.sampling.sampler import (
+from triptych.model.api.request import Source, TokenLogprob
+from triptych.model.attention.base import are_uneven
+from triptych.model.cache.kv_cache import KVCache, StateSpan
+from triptych.model.config.model import GenerationRules
+from triptych.model.engine.execution.batch import BatchLayout, pack
+from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
+from triptych.model.engine.execution.encoder_graphs import EncoderGraphs
+from triptych.model.engine.execution.mixed_graphs import MixedGraphs
+from triptych.model.engine.execution.sources import align, blank_source, keep_queries, kept_layers, source_input
+from triptych.model.engine.execution.step_logits import StepLogits, needed_rows
+from triptych.model.engine.execution.step_program import StepPlan, StepProgram
+from triptych.model.engine.scheduling.block_manager import BlockCopy, BlockManager
+from triptych.model.engine.scheduling.scheduled_step import DraftRun, SampledToken, ScheduledSequence, SchedulerOutput
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.scheduling.token_constraints import allowed_tokens, banned_tokens, biases, forced_token
+from triptych.model.errors import ConfigError
+from triptych.model.network.inputs import packed_input
+from triptych.model.network.transformer import Transformer
+from triptych.model.parallel.rank0 import Rank0Transformer
+from triptych.model.sampling.sampler import (
     BeamCandidates,
     SamplingRow,
     chosen_logprobs,
@@ -44,7 +44,7 @@ from model.sampling.sampler import (
     token_logprobs,
     top_candidates,
 )
-from model.system.devices import HostCopy, device_tensor
+from triptych.model.system.devices import HostCopy, device_tensor
 
 _NO_RULES = GenerationRules()
 _NO_CANDIDATES = BeamCandidates([])
@@ -97,7 +97,7 @@ class Launched:
 
 
 class Drafter(Protocol):
-    """The draft model of the served one (`model.engine.speculation.draft_model`)."""
+    """The draft model of the served one (`triptych.model.engine.speculation.draft_model`)."""
 
     model: Transformer
     cache: KVCache

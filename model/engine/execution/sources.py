@@ -9,16 +9,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model.api.request import Alignment, AlignmentMethod, Source, SourceKind, audio_source, image_source, token_source
-from model.cache.kv_cache import KVCache
-from model.config.model import ModelConfig
-from model.config.stack import StackConfig
-from model.engine.scheduling.scheduled_step import ScheduledSequence
-from model.engine.scheduling.sequence import SequenceState
-from model.media.images import ImageProcessing
-from model.network.alignment import head_weights, mean_of_heads, warp
-from model.network.inputs import StackInput, packed_input
-from model.system.devices import device_tensor, to_device
+from triptych.model.api.request import (
+    Alignment,
+    AlignmentMethod,
+    Source,
+    SourceKind,
+    audio_source,
+    image_source,
+    token_source,
+)
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.media.images import ImageProcessing
+from triptych.model.network.alignment import head_weights, mean_of_heads, warp
+from triptych.model.network.inputs import StackInput, packed_input
+from triptych.model.system.devices import device_tensor, to_device
 
 # -- Converts sources to the network's input: packed token ids, or pixels or frames with their positions.
 

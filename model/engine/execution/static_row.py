@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from model.engine.execution.batch import BatchLayout, StepBatch
-from model.system import fallbacks
+from triptych.model.engine.execution.batch import BatchLayout, StepBatch
+from triptych.model.system import fallbacks
 
 _KERNEL = "the row of a recorded step is filled in several kernels"
 
@@ -37,7 +37,7 @@ def _filled_by_kernel(
     """Fill the row by one kernel, and return whether that worked: torch takes ten, some 250 us on the host."""
     if fallbacks.noted(_KERNEL) or not _has_triton():
         return False
-    from model.engine.execution import triton_static_row
+    from triptych.model.engine.execution import triton_static_row
 
     try:
         with torch.cuda.device_of(packed):

@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.engine.scheduling.scheduled_step import ScheduledSequence
-from model.engine.scheduling.sequence import SequenceState
-from model.network.transformer import Transformer
-from model.sampling.random_sampling import likeliest
-from model.sampling.sampler import (
+from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.network.transformer import Transformer
+from triptych.model.sampling.random_sampling import likeliest
+from triptych.model.sampling.sampler import (
     SamplingRow,
     change_scores,
     choose,
     process_logits,
     stable_top_k,
 )
-from model.system.devices import to_device
+from triptych.model.system.devices import to_device
 
 WHOLE, BEST, CANDIDATES = range(3)  # what the sampler needs of a row: a byte for each row of a plan
 NUM_CANDIDATES = 256  # of each rank

@@ -2,9 +2,9 @@
 
     block copies -> (encoder over new sources -> cross keys and values) -> decoder over packed tokens -> logits
 
-Rank 0 plans a step and sends the plan to the others (`model.parallel.messages.Step`). Every rank has the whole hidden
-states. Only rank 0 samples. Tokens that the next step needs travel with that step, from device to device, so no host
-waits for them.
+Rank 0 plans a step and sends the plan to the others (`triptych.model.parallel.messages.Step`). Every rank has the whole
+hidden states. Only rank 0 samples. Tokens that the next step needs travel with that step, from device to device, so no
+host waits for them.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.api.request import Source
-from model.attention.base import AttentionMetadata, DeviceLengths
-from model.cache.kv_cache import KVCache, StateSpan
-from model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch
-from model.engine.execution.cuda_graphs import DecodeGraphs
-from model.engine.execution.encoder_graphs import EncoderGraphs
-from model.engine.execution.mixed_graphs import MixedGraphs, MixedStep
-from model.engine.execution.sources import source_input
-from model.engine.execution.static_row import fill_placeholders
-from model.engine.execution.step_logits import StepLogits, step_logits
-from model.network.inputs import CrossInput, StackInput
-from model.network.stack import StackPass
-from model.network.transformer import Transformer
-from model.parallel.group import Group
-from model.system.devices import device_tensor, to_device
+from triptych.model.api.request import Source
+from triptych.model.attention.base import AttentionMetadata, DeviceLengths
+from triptych.model.cache.kv_cache import KVCache, StateSpan
+from triptych.model.engine.execution.batch import NO_SLOT, BatchLayout, StepBatch
+from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
+from triptych.model.engine.execution.encoder_graphs import EncoderGraphs
+from triptych.model.engine.execution.mixed_graphs import MixedGraphs, MixedStep
+from triptych.model.engine.execution.sources import source_input
+from triptych.model.engine.execution.static_row import fill_placeholders
+from triptych.model.engine.execution.step_logits import StepLogits, step_logits
+from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.stack import StackPass
+from triptych.model.network.transformer import Transformer
+from triptych.model.parallel.group import Group
+from triptych.model.system.devices import device_tensor, to_device
 
 if TYPE_CHECKING:
-    from model.parallel.messages import Step
-    from model.parallel.step_ring import Place
+    from triptych.model.parallel.messages import Step
+    from triptych.model.parallel.step_ring import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class StepPlan:
 
     def message(self, row: Place | bytes) -> Step:
         """Return the plan as a message for the other ranks, which find its integers at `row`."""
-        from model.parallel.messages import Step  # needs msgspec, which one rank does without
+        from triptych.model.parallel.messages import Step  # needs msgspec, which one rank does without
 
         return Step(
             astuple(self.layout),

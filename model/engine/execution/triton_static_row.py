@@ -6,8 +6,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from model.engine.execution.batch import BatchLayout
-from model.system.held_kernels import held
+from triptych.model.engine.execution.batch import BatchLayout
+from triptych.model.system.held_kernels import held
 
 _BLOCK = 1024
 _SIZES = ["count", "before", "tables", "used_blocks", "blocks", "segments", "used_source_blocks", "source_blocks"]

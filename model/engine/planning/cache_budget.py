@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.api.stats import CachePool
-from model.config.cache import PoolSize, PoolSpec, StateSize, paged_specs, pools_of, state_bytes
-from model.config.model import ModelConfig
-from model.config.sharding import Shard
-from model.errors import ConfigError
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.api.stats import CachePool
+from triptych.model.config.cache import PoolSize, PoolSpec, StateSize, paged_specs, pools_of, state_bytes
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.sharding import Shard
+from triptych.model.errors import ConfigError
 
 MIN_CONTEXT = 256  # tokens; the shortest context that `auto` chooses. An explicit context may be shorter
 _TYPICAL_SHARE = 4  # memory is divided for sequences of this fraction of the context

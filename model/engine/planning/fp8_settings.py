@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.linear.fp8 import unsupported
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.linear.fp8 import unsupported
 
 
 def fp8_projections(engine: EngineConfig, config: ModelConfig, device: torch.device) -> tuple[str, ...] | None:

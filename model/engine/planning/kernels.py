@@ -6,20 +6,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from model.api.engine_config import EngineConfig
-from model.attention.selection import Selection, select_backend, select_layers
-from model.config.formats import QUANTIZED_LAYERS, NumberFormat
-from model.config.model import ModelConfig
-from model.config.sharding import Shard
-from model.engine.planning.cache_budget import kv_dtype
-from model.engine.planning.fp8_settings import fp8_projections, refuse_experts
-from model.errors import ConfigError
-from model.linear.factory import LinearFactory
-from model.linear.integers import unsupported
-from model.network.native_stack import NativeStack, native_linears
-from model.parallel.group import Group
-from model.system.devices import has_fast_bf16
-from model.system.kernel_faults import NO_FAULTS, Faults
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.attention.selection import Selection, select_backend, select_layers
+from triptych.model.config.formats import QUANTIZED_LAYERS, NumberFormat
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.sharding import Shard
+from triptych.model.engine.planning.cache_budget import kv_dtype
+from triptych.model.engine.planning.fp8_settings import fp8_projections, refuse_experts
+from triptych.model.errors import ConfigError
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.integers import unsupported
+from triptych.model.network.native_stack import NativeStack, native_linears
+from triptych.model.parallel.group import Group
+from triptych.model.system.devices import has_fast_bf16
+from triptych.model.system.kernel_faults import NO_FAULTS, Faults
 
 # -- Integer weights on a GPU, multiplied by Triton.
 

@@ -14,23 +14,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.api.messages import ModelSpec
-from model.attention.reference import ReferenceBackend
-from model.checkpoint.folder import Checkpoint
-from model.checkpoint.tensor_sources import tensor_sources
-from model.config.formats import FORMATS
-from model.config.model import ModelConfig
-from model.engine.planning.cache_budget import KVLayout, fit_context, least_context, max_context
-from model.engine.planning.kernels import choose_dtype
-from model.errors import ConfigError, MemoryShortageError
-from model.linear.base import linears
-from model.linear.factory import LinearFactory
-from model.network.build import build_model, plain_parameters, tensor_shapes
-from model.network.native_stack import NativeStack, native_linears
-from model.network.parameter_counts import part_of
-from model.network.weights import TOKEN_TABLES, kept_table_dtype, largest_in_flight, plan_tensors
-from model.system.devices import has_fast_bf16
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.api.messages import ModelSpec
+from triptych.model.attention.reference import ReferenceBackend
+from triptych.model.checkpoint.folder import Checkpoint
+from triptych.model.checkpoint.tensor_sources import tensor_sources
+from triptych.model.config.formats import FORMATS
+from triptych.model.config.model import ModelConfig
+from triptych.model.engine.planning.cache_budget import KVLayout, fit_context, least_context, max_context
+from triptych.model.engine.planning.kernels import choose_dtype
+from triptych.model.errors import ConfigError, MemoryShortageError
+from triptych.model.linear.base import linears
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.build import build_model, plain_parameters, tensor_shapes
+from triptych.model.network.native_stack import NativeStack, native_linears
+from triptych.model.network.parameter_counts import part_of
+from triptych.model.network.weights import TOKEN_TABLES, kept_table_dtype, largest_in_flight, plan_tensors
+from triptych.model.system.devices import has_fast_bf16
 
 DEFAULT_POOL = 1 << 30  # bytes
 _POOL_SHARE = 4  # the pool takes this fraction of what the weights leave, so models loaded later find memory too
@@ -91,8 +91,8 @@ def plan_memory(
 ) -> int:
     """Return the bytes of each rank's KV pool on a CPU with `available` bytes.
 
-    `scratch`: the other memory of the largest step (`model.network.native_scratch`), with a draft model's weights.
-    `draft_token_bytes`: a token in the draft model's KV cache.
+    `scratch`: the other memory of the largest step (`triptych.model.network.native_scratch`), with a draft model's
+    weights. `draft_token_bytes`: a token in the draft model's KV cache.
     Raises `ConfigError` if the model does not fit: a `MemoryShortageError` if more memory would help.
     """
     config, ranks = checkpoint.config, engine.tensor_parallel_size

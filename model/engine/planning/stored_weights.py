@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from model.config.formats import FORMATS, NumberKind, Storage, kept_as_stored, nearest_kept
-from model.config.model import ModelConfig
-from model.linear.factory import LinearFactory
-from model.linear.fp8 import keeps
+from triptych.model.config.formats import FORMATS, NumberKind, Storage, kept_as_stored, nearest_kept
+from triptych.model.config.model import ModelConfig
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.fp8 import keeps
 
 _ROUNDING = {
     torch.float32: "which holds them exactly",

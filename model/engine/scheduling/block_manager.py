@@ -21,12 +21,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from model.config.cache import PoolSize, StateSize
-from model.engine.scheduling.block_pool import NULL_BLOCK, BlockHasher, BlockPool
-from model.engine.scheduling.sequence import SequenceState
-from model.engine.scheduling.shared_prefixes import SharedPrefixes
-from model.engine.scheduling.source_blocks import SourceBlocks
-from model.engine.scheduling.state_slots import StateSlots
+from triptych.model.config.cache import PoolSize, StateSize
+from triptych.model.engine.scheduling.block_pool import NULL_BLOCK, BlockHasher, BlockPool
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.scheduling.shared_prefixes import SharedPrefixes
+from triptych.model.engine.scheduling.source_blocks import SourceBlocks
+from triptych.model.engine.scheduling.state_slots import StateSlots
 
 
 class BlockCopy(NamedTuple):

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from hashlib import sha256
 from struct import pack
 
-from model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.scheduling.sequence import SequenceState
 
 # -- The blocks of one pool: which are free, used or cached, and what the known ones hold. No sequences, no tensors.
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from model.api.request import Source, TokenLogprob
-from model.engine.scheduling.beam_search import Candidates
-from model.engine.scheduling.block_manager import BlockCopy
-from model.engine.scheduling.sequence import SequenceState
-from model.engine.scheduling.source_blocks import LayersAhead
-from model.engine.speculation.model_drafts import ModelDrafts
+from triptych.model.api.request import Source, TokenLogprob
+from triptych.model.engine.scheduling.beam_search import Candidates
+from triptych.model.engine.scheduling.block_manager import BlockCopy
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.scheduling.source_blocks import LayersAhead
+from triptych.model.engine.speculation.model_drafts import ModelDrafts
 
 
 class ScheduledSequence(NamedTuple):  # made for every token: a frozen dataclass takes thrice the time

@@ -16,17 +16,17 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 
-from model.api.request import FinishReason
-from model.engine.scheduling.block_manager import BlockManager
-from model.engine.scheduling.scheduled_step import (
+from triptych.model.api.request import FinishReason
+from triptych.model.engine.scheduling.block_manager import BlockManager
+from triptych.model.engine.scheduling.scheduled_step import (
     UNLIMITED,
     ScheduledSequence,
     SchedulerOutput,
     StepBudget,
     StepDemand,
 )
-from model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
-from model.engine.scheduling.source_blocks import SourcePasses
+from triptych.model.engine.scheduling.sequence import Beams, SequenceState, SequenceStatus
+from triptych.model.engine.scheduling.source_blocks import SourcePasses
 
 
 class Scheduler:

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from model.api.request import FinishReason, Request, TokenLogprob
-from model.api.sampling_params import SamplingParams
-from model.api.token_history import History, SourceTokens
-from model.config.cache import NO_STATE
-from model.engine.scheduling.beam_search import BeamSearch, Candidates
-from model.engine.scheduling.block_table import BlockTable
-from model.engine.speculation.model_drafts import ModelDrafts
-from model.engine.speculation.ngrams import NgramDrafts
+from triptych.model.api.request import FinishReason, Request, TokenLogprob
+from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.api.token_history import History, SourceTokens
+from triptych.model.config.cache import NO_STATE
+from triptych.model.engine.scheduling.beam_search import BeamSearch, Candidates
+from triptych.model.engine.scheduling.block_table import BlockTable
+from triptych.model.engine.speculation.model_drafts import ModelDrafts
+from triptych.model.engine.speculation.ngrams import NgramDrafts
 
 if TYPE_CHECKING:
-    from model.text.grammar_matcher import Matcher
+    from triptych.model.text.grammar_matcher import Matcher
 
 
 PLACEHOLDER = -1  # a token that is sampled but has not reached the host yet

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from model.engine.scheduling.block_pool import BlockHasher, BlockPool
-from model.engine.scheduling.sequence import SequenceState
-from model.engine.scheduling.state_slots import StateSlots
+from triptych.model.engine.scheduling.block_pool import BlockHasher, BlockPool
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.scheduling.state_slots import StateSlots
 
 
 class SharedPrefixes:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from model.api.request import Source
-from model.engine.scheduling.block_pool import BlockHasher, BlockPool
-from model.engine.scheduling.sequence import SequenceState
+from triptych.model.api.request import Source
+from triptych.model.engine.scheduling.block_pool import BlockHasher, BlockPool
+from triptych.model.engine.scheduling.sequence import SequenceState
 
 
 class SourceBlocks:

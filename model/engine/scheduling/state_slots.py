@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from model.config.cache import NO_STATE, StateSize
-from model.engine.scheduling.block_pool import BlockHasher, BlockPool
-from model.engine.scheduling.sequence import SequenceState
+from triptych.model.config.cache import NO_STATE, StateSize
+from triptych.model.engine.scheduling.block_pool import BlockHasher, BlockPool
+from triptych.model.engine.scheduling.sequence import SequenceState
 
 
 class StateSlots:

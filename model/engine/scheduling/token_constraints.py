@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING
 
-from model.config.model import GenerationRules
-from model.engine.scheduling.sequence import SequenceState
+from triptych.model.config.model import GenerationRules
+from triptych.model.engine.scheduling.sequence import SequenceState
 
 if TYPE_CHECKING:
-    from model.text.grammar_matcher import Mask
+    from triptych.model.text.grammar_matcher import Mask
 
 
 def forced_token(sequence: SequenceState, rules: GenerationRules) -> int | None:

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.cache.kv_cache import KVCache
-from model.engine.execution.batch import BatchLayout, pack
-from model.engine.execution.cuda_graphs import DecodeGraphs
-from model.engine.execution.mixed_graphs import MixedGraphs
-from model.engine.execution.step_program import StepPlan, StepProgram
-from model.engine.scheduling.scheduled_step import DraftRun, ScheduledSequence
-from model.engine.scheduling.sequence import SequenceState
-from model.network.transformer import Transformer
-from model.sampling.sampler import SamplingRow, sample
+from triptych.model.cache.kv_cache import KVCache
+from triptych.model.engine.execution.batch import BatchLayout, pack
+from triptych.model.engine.execution.cuda_graphs import DecodeGraphs
+from triptych.model.engine.execution.mixed_graphs import MixedGraphs
+from triptych.model.engine.execution.step_program import StepPlan, StepProgram
+from triptych.model.engine.scheduling.scheduled_step import DraftRun, ScheduledSequence
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.network.transformer import Transformer
+from triptych.model.sampling.sampler import SamplingRow, sample
 
 
 class DraftModel:

@@ -1,7 +1,7 @@
 """Checks and plans the draft model of a served model, before a weight is read.
 
 A draft model proposes tokens of the same vocabulary. It uses the block numbers of the served model's first pool
-(`model.engine.speculation.draft_model`), so that pool must keep all tokens.
+(`triptych.model.engine.speculation.draft_model`), so that pool must keep all tokens.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from pathlib import Path
 
 import torch
 
-from model.api.engine_config import BatchLimits, EngineConfig
-from model.attention.selection import Selection
-from model.checkpoint.folder import Checkpoint, read_checkpoint
-from model.config.cache import paged_specs, pools_of
-from model.config.model import ModelConfig
-from model.config.stack import StackConfig
-from model.engine.planning.cache_budget import kv_bytes_per_token
-from model.engine.planning.kernels import check_kernels, choose_dtype, linears_of, select_kernels
-from model.engine.planning.memory_plan import plan_weights
-from model.engine.speculation.model_drafts import COMPUTED_AT_ONCE
-from model.errors import ConfigError
-from model.linear.factory import LinearFactory
-from model.network.native_scratch import planned_scratch
-from model.text.tokenizer import Tokenizer
+from triptych.model.api.engine_config import BatchLimits, EngineConfig
+from triptych.model.attention.selection import Selection
+from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
+from triptych.model.config.cache import paged_specs, pools_of
+from triptych.model.config.model import ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.engine.planning.cache_budget import kv_bytes_per_token
+from triptych.model.engine.planning.kernels import check_kernels, choose_dtype, linears_of, select_kernels
+from triptych.model.engine.planning.memory_plan import plan_weights
+from triptych.model.engine.speculation.model_drafts import COMPUTED_AT_ONCE
+from triptych.model.errors import ConfigError
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.native_scratch import planned_scratch
+from triptych.model.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

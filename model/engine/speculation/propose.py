@@ -6,11 +6,11 @@ drafts give their blocks back (`BlockManager.trim`), perhaps after the next step
 
 from __future__ import annotations
 
-from model.engine.scheduling.scheduled_step import DraftRun, ScheduledSequence, SchedulerOutput
-from model.engine.scheduling.scheduler import Scheduler
-from model.engine.scheduling.sequence import SequenceState
-from model.engine.speculation.model_drafts import COMPUTED_AT_ONCE, DraftPages
-from model.engine.speculation.ngrams import READ_AT_ONCE, NgramDrafts
+from triptych.model.engine.scheduling.scheduled_step import DraftRun, ScheduledSequence, SchedulerOutput
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.speculation.model_drafts import COMPUTED_AT_ONCE, DraftPages
+from triptych.model.engine.speculation.ngrams import READ_AT_ONCE, NgramDrafts
 
 # Upper bound on sampled rows in a step with drafts. Beyond this, computing rejected drafts costs more than reading the
 # weights once saves; and the logits of a step need memory.

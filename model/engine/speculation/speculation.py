@@ -11,13 +11,13 @@ import logging
 import time
 from collections.abc import Iterable
 
-from model.api.request import Request
-from model.engine.scheduling.scheduled_step import Runner, SchedulerOutput
-from model.engine.scheduling.scheduler import Scheduler
-from model.engine.scheduling.sequence import SequenceState
-from model.engine.speculation.model_drafts import DraftOdds, DraftPages, ModelDrafts
-from model.engine.speculation.ngrams import KnownText, NgramDrafts
-from model.engine.speculation.propose import add_drafts
+from triptych.model.api.request import Request
+from triptych.model.engine.scheduling.scheduled_step import Runner, SchedulerOutput
+from triptych.model.engine.scheduling.scheduler import Scheduler
+from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.speculation.model_drafts import DraftOdds, DraftPages, ModelDrafts
+from triptych.model.engine.speculation.ngrams import KnownText, NgramDrafts
+from triptych.model.engine.speculation.propose import add_drafts
 
 PREDICTED_TOKENS = 8  # drafts of a step for a request with a prediction, if no setting says how many
 

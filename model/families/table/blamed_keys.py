@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from model.errors import ConfigError, shown
-from model.families.table.known_keys import known_keys
+from triptych.model.errors import ConfigError, shown
+from triptych.model.families.table.known_keys import known_keys
 
 _MOST_DEPTH, _MOST_TRIES, _MOST_SECONDS, _MOST_NAMED = 4, 300, 0.5, 3
 _KINDS = {"model_type", "architectures", "auto_map"}  # which say what is built: the last to blame

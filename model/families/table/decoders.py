@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.config.attention import RotaryConfig
-from model.config.layer import ExpertsConfig, LayerConfig
-from model.config.model import EmbeddingConfig, ModelConfig
-from model.config.stack import StackConfig
-from model.families.table.heads import classifier
-from model.families.table.helpers import decoder_head, fused, ids
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, FusedExperts, LinearRule, Rule, TensorRule
+from triptych.model.config.attention import RotaryConfig
+from triptych.model.config.layer import ExpertsConfig, LayerConfig
+from triptych.model.config.model import EmbeddingConfig, ModelConfig
+from triptych.model.config.stack import StackConfig
+from triptych.model.families.table.heads import classifier
+from triptych.model.families.table.helpers import decoder_head, fused, ids
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, FusedExperts, LinearRule, Rule, TensorRule
 
 # -- What the tables of decoder-only families share: the model around a stack, and changes of its layers.
 

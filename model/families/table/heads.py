@@ -6,19 +6,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.config.attention import NormConfig
-from model.config.layer import Activation
-from model.config.model import (
+from triptych.model.config.attention import NormConfig
+from triptych.model.config.layer import Activation
+from triptych.model.config.model import (
     ClassifierConfig,
     ClassifierInput,
     EmbeddingConfig,
     MaskedHeadConfig,
     ModelConfig,
 )
-from model.errors import ConfigError
-from model.families.table.helpers import affine
-from model.families.table.raw_config import Settings
-from model.families.table.rules import ClassifierTable, LinearRule, Rule, TensorRule
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.helpers import affine
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import ClassifierTable, LinearRule, Rule, TensorRule
 
 _LIKE_ROBERTA = ("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet", "jina_embeddings_v3")
 

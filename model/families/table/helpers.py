@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from model.config.attention import AttentionConfig, NormSpan
-from model.config.layer import Activation, LayerConfig
-from model.config.model import HeadConfig
-from model.errors import ConfigError, shown
-from model.families.table.raw_config import Settings
-from model.families.table.rules import LinearRule, TensorRule
+from triptych.model.config.attention import AttentionConfig, NormSpan
+from triptych.model.config.layer import Activation, LayerConfig
+from triptych.model.config.model import HeadConfig
+from triptych.model.errors import ConfigError, shown
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import LinearRule, TensorRule
 
 _MAX_LAYERS = 10_000  # a larger number is an error in the file
 _ACTIVATIONS = {

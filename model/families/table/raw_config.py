@@ -14,13 +14,14 @@ from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
 
-from model.config.bounds import MOST, MOST_HEADS
-from model.errors import ConfigError, listed, shown
-from model.families.table.known_keys import KnownKeys, known_keys
-from model.families.table.uncomputed import UNCOMPUTED
+from triptych.model.config.bounds import MOST, MOST_HEADS
+from triptych.model.errors import ConfigError, listed, shown
+from triptych.model.families.table.known_keys import KnownKeys, known_keys
+from triptych.model.families.table.uncomputed import UNCOMPUTED
 
 # Settings that do not change the network's results: bookkeeping, training, and generation (which
-# `model.checkpoint.folder` reads). Patterns match suffixes with one meaning in any name: dropout and token ids.
+# `triptych.model.checkpoint.folder` reads). Patterns match suffixes with one meaning in any name: dropout and token
+# ids.
 _PATTERNS = ("*dropout", "*dropout_prob", "*dropout_rate", "*_pdrop", "*layerdrop", "*_token_id")
 _HARMLESS = frozenset(
     """

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from model.config.attention import RopeScaling, RotaryConfig
-from model.config.bounds import MOST
-from model.errors import ConfigError, listed, shown
-from model.families.table.raw_config import Settings
+from triptych.model.config.attention import RopeScaling, RotaryConfig
+from triptych.model.config.bounds import MOST
+from triptych.model.errors import ConfigError, listed, shown
+from triptych.model.families.table.raw_config import Settings
 
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 # What the library computes with, by type; it warns of other settings.

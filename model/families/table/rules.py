@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from model.config.formats import FLOAT, NumberKind, Storage
-from model.config.layer import MOST_EXPERTS, Activation
-from model.config.model import ClassifierInput, ModelConfig
-from model.errors import ConfigError
-from model.families.table.raw_config import Settings
+from triptych.model.config.formats import FLOAT, NumberKind, Storage
+from triptych.model.config.layer import MOST_EXPERTS, Activation
+from triptych.model.config.model import ClassifierInput, ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.raw_config import Settings
 
 Shape = tuple[int, ...]
 _OLD_NAMES = {"gamma": "weight", "beta": "bias"}

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.config.model import ModelConfig
-from model.errors import ConfigError
-from model.families.table.raw_config import Settings
-from model.families.table.rules import Family, Rule
+from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.raw_config import Settings
+from triptych.model.families.table.rules import Family, Rule
 
 # What the whole says of the text too, which then holds.
 _SHARED = (

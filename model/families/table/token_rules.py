@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from model.config.model import GenerationRules, ModelConfig
-from model.errors import ConfigError
-from model.families.table.helpers import ids
+from triptych.model.config.model import GenerationRules, ModelConfig
+from triptych.model.errors import ConfigError
+from triptych.model.families.table.helpers import ids
 
 _TUPLE = re.compile(r"\(\s*\d{1,9}(\s*,\s*\d{1,9})*,?\s*\)")  # of Python, as a key of JSON
 

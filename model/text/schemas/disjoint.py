@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from model.errors import GrammarError
-from model.text.schemas.documents import Document, Place
-from model.text.schemas.numbers import is_number
+from triptych.model.errors import GrammarError
+from triptych.model.text.schemas.documents import Document, Place
+from triptych.model.text.schemas.numbers import is_number
 
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _STEPS = 20_000  # of all comparisons of a schema

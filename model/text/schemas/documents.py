@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urljoin
 
-from model.errors import GrammarError
+from triptych.model.errors import GrammarError
 
 MAX_NODES = 50_000
 LATEST = 2020

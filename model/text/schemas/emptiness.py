@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from model.errors import GrammarError
+from triptych.model.errors import GrammarError
 
 Schema = dict[str, Any] | bool
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decimal import ROUND_DOWN, Decimal
 from typing import Any
 
-from model.text.schemas.documents import Place, shown
+from triptych.model.text.schemas.documents import Place, shown
 
 LARGEST = 2**63 - 1024  # the largest integer that both a double and 64 bits hold
 _EXACT = 2**53

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from model.errors import GrammarError
-from model.text.patterns import Reading, needs_number, search_pattern
-from model.text.schemas.documents import Place, shown
-from model.text.schemas.numbers import whole
+from triptych.model.errors import GrammarError
+from triptych.model.text.patterns import Reading, needs_number, search_pattern
+from triptych.model.text.schemas.documents import Place, shown
+from triptych.model.text.schemas.numbers import whole
 
 _ANY_NAME: tuple[object, ...] = ({}, True, {"type": "string"})
 _MOST_NAMES = 256  # that `minProperties` and `propertyNames` are written out for

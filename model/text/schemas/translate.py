@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from model.errors import GrammarError
-from model.text.patterns import LONGEST, needs_number, search_pattern
-from model.text.schemas.disjoint import TYPES, Comparison
-from model.text.schemas.documents import MAX_NODES, Document, Place, shown
-from model.text.schemas.emptiness import without_empty
-from model.text.schemas.numbers import checked_value, numeric, whole
-from model.text.schemas.objects import ObjectKeywords
+from triptych.model.errors import GrammarError
+from triptych.model.text.patterns import LONGEST, needs_number, search_pattern
+from triptych.model.text.schemas.disjoint import TYPES, Comparison
+from triptych.model.text.schemas.documents import MAX_NODES, Document, Place, shown
+from triptych.model.text.schemas.emptiness import without_empty
+from triptych.model.text.schemas.numbers import checked_value, numeric, whole
+from triptych.model.text.schemas.objects import ObjectKeywords
 
 # -- The `format`s that are held; others are annotations, as JSON Schema has it by default.
 

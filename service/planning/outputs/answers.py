@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from model.text.tokenizer import Encoded, Located, Tokenizer
-from service.core.errors import invalid
-from service.core.models import ServedModel
-from service.planning.outputs.base import (
+from triptych.model.text.tokenizer import Encoded, Located, Tokenizer
+from triptych.service.core.errors import invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.planning.outputs.base import (
     Array,
     CheckedInputs,
     EncodeInput,
@@ -21,8 +21,8 @@ from service.planning.outputs.base import (
     at_most,
     softmax,
 )
-from service.schemas.encode_bodies import EncodeBody
-from service.settings.service_settings import Limits
+from triptych.service.schemas.encode_bodies import EncodeBody
+from triptych.service.settings.service_settings import Limits
 
 # -- question_answering: the best spans of a context, by the scores of their first and last tokens. A context that is
 # too long is read in windows that overlap. As in the question answering pipeline of `transformers`, the scores of a

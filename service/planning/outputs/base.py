@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from model.api.request import EncodeOutput, EncodeTask
-from model.api.stats import ModelInfo
-from model.text.tokenizer import Encoded, Located, Tokenizer
-from service.core.errors import invalid, too_large
-from service.core.models import ServedModel
-from service.schemas.encode_bodies import EncodeBody
-from service.settings.service_settings import Limits
+from triptych.model.api.request import EncodeOutput, EncodeTask
+from triptych.model.api.stats import ModelInfo
+from triptych.model.text.tokenizer import Encoded, Located, Tokenizer
+from triptych.service.core.errors import invalid, too_large
+from triptych.service.core.models import ServedModel
+from triptych.service.schemas.encode_bodies import EncodeBody
+from triptych.service.settings.service_settings import Limits
 
 # -- The inputs of a body of /encode, as sent: texts, pairs of texts, token ids or images.
 

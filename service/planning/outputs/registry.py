@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from model.api.request import EncodeTask
-from service.core.errors import invalid
-from service.core.models import ServedModel
-from service.planning.outputs import answers, vectors
-from service.planning.outputs.base import Need, OutputKind
-from service.schemas.encode_bodies import EncodeBody
+from triptych.model.api.request import EncodeTask
+from triptych.service.core.errors import invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.planning.outputs import answers, vectors
+from triptych.service.planning.outputs.base import Need, OutputKind
+from triptych.service.schemas.encode_bodies import EncodeBody
 
 
 def _classifies(served: ServedModel, *, tokens: bool) -> bool:

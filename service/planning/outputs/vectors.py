@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.checkpoint.sentence_transformers import LateInteraction
-from model.config.attention import RotaryConfig
-from model.config.model import ClassifierInput
-from model.text.tokenizer import Encoded, Located
-from service.core.errors import invalid
-from service.core.models import ServedModel
-from service.planning.outputs.base import Array, CheckedInputs, EncodeInput, InputResult, Json
-from service.schemas.encode_bodies import EncodeBody
+from triptych.model.checkpoint.sentence_transformers import LateInteraction
+from triptych.model.config.attention import RotaryConfig
+from triptych.model.config.model import ClassifierInput
+from triptych.model.text.tokenizer import Encoded, Located
+from triptych.service.core.errors import invalid
+from triptych.service.core.models import ServedModel
+from triptych.service.planning.outputs.base import Array, CheckedInputs, EncodeInput, InputResult, Json
+from triptych.service.schemas.encode_bodies import EncodeBody
 
 _NORMALIZED = ((-1.0,), (1.0,))  # the range of every dimension
 

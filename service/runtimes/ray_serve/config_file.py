@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from model import names
-from model.checkpoint import hub_names
-from model.errors import ConfigError
-from service.runtimes.ray_serve.replica_gpus import gpus_of_replica, resources
-from service.settings import sources
-from service.settings.resolve import models_or_embedded, resolve_config
-from service.settings.serve_config import ServeConfig
+from triptych.model import names
+from triptych.model.checkpoint import hub_names
+from triptych.model.errors import ConfigError
+from triptych.service.runtimes.ray_serve.replica_gpus import gpus_of_replica, resources
+from triptych.service.settings import sources
+from triptych.service.settings.resolve import models_or_embedded, resolve_config
+from triptych.service.settings.serve_config import ServeConfig
 
 DEPLOYMENT: Final = "triptych"
 APPLICATION: Final = "application"  # key of `args` with the application's name
@@ -71,7 +71,7 @@ def _application(config: ServeConfig, content: Mapping[str, Any], num_cpus: floa
     application = {
         "name": config.name,
         "route_prefix": config.route,
-        "import_path": "service.runtimes.ray_serve.deployment:application",
+        "import_path": "triptych.service.runtimes.ray_serve.deployment:application",
         "args": _arguments(content) | {APPLICATION: config.name},
     }
     if num_cpus is None:

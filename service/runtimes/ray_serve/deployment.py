@@ -1,7 +1,7 @@
 """The Ray Serve deployment, whose replicas run the application. The only module that imports Ray.
 
 A replica serves HTTP to Serve's HAProxy or proxy, and runs its engines in a child process.
-`service.runtimes.ray_serve.environment` must prepare the environment before this module is imported.
+`triptych.service.runtimes.ray_serve.environment` must prepare the environment before this module is imported.
 """
 
 from __future__ import annotations
@@ -33,23 +33,30 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from model.api.stats import ModelInfo
-from model.errors import ConfigError, EngineDeadError
-from model.system.stacks import print_stacks_on_signal
-from service.core.errors import error_fields, internal, unavailable
-from service.core.models import Models
-from service.http.route_prefix import unprefixed
-from service.lifecycle.fleet import Fleet, LocalFleet
-from service.lifecycle.state import service_of
-from service.observability import logs
-from service.runtimes.assembly import base_url, build_app, build_models, listening, tune_garbage_collector, uses_of
-from service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
-from service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
-from service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
-from service.runtimes.ray_serve.replica_scaling import SATURATION
-from service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
-from service.sandbox import confinement
-from service.settings.serve_config import ModelUse, OnReady, Ready, Scaling, ServeConfig
+from triptych.model.api.stats import ModelInfo
+from triptych.model.errors import ConfigError, EngineDeadError
+from triptych.model.system.stacks import print_stacks_on_signal
+from triptych.service.core.errors import error_fields, internal, unavailable
+from triptych.service.core.models import Models
+from triptych.service.http.route_prefix import unprefixed
+from triptych.service.lifecycle.fleet import Fleet, LocalFleet
+from triptych.service.lifecycle.state import service_of
+from triptych.service.observability import logs
+from triptych.service.runtimes.assembly import (
+    base_url,
+    build_app,
+    build_models,
+    listening,
+    tune_garbage_collector,
+    uses_of,
+)
+from triptych.service.runtimes.ray_serve.config_file import DEPLOYMENT, config_of_application
+from triptych.service.runtimes.ray_serve.main_process import MainSignals, adopt_orphans, end_descendants, time_limit
+from triptych.service.runtimes.ray_serve.replica_gpus import check_gpus, gpus_of_replica, resources, with_own_gpus
+from triptych.service.runtimes.ray_serve.replica_scaling import SATURATION
+from triptych.service.runtimes.ray_serve.replicated_fleet import Command, CommandResult, ReplicatedFleet, WantedStore
+from triptych.service.sandbox import confinement
+from triptych.service.settings.serve_config import ModelUse, OnReady, Ready, Scaling, ServeConfig
 
 _LOG_PIPE = "log"  # file name of the pipe for the replicas' stderr, in the session's folder
 _SPARE_REQUESTS = 256  # in addition to the engines' queues: health, metrics, requests that the service will refuse
@@ -71,7 +78,7 @@ class Replica:
     """One copy of the application. It starts when its models are loaded, and fails to start if that fails."""
 
     def __init__(self, config: ServeConfig, log: str | None = None) -> None:
-        """`log`: the named pipe that becomes stderr (`service.observability.logs`)."""
+        """`log`: the named pipe that becomes stderr (`triptych.service.observability.logs`)."""
         if log is not None:
             logs.adopt(Path(log))
         print_stacks_on_signal()
@@ -119,7 +126,7 @@ class Replica:
 
 
 class _Siblings:
-    """The other replicas of the application (`service.lifecycle.fleet.Replicas`)."""
+    """The other replicas of the application (`triptych.service.lifecycle.fleet.Replicas`)."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._name = config.name
@@ -359,7 +366,7 @@ def _scaling(scaling: Scaling) -> dict[str, Any]:
     if scaling.min_replicas == scaling.max_replicas:
         return {"num_replicas": scaling.min_replicas}
     policy = AutoscalingPolicy(
-        policy_function="service.runtimes.ray_serve.replica_scaling:SaturationPolicy",
+        policy_function="triptych.service.runtimes.ray_serve.replica_scaling:SaturationPolicy",
         policy_kwargs={"target": scaling.target},
     )
     autoscaling = AutoscalingConfig(

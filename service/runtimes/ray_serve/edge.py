@@ -16,13 +16,13 @@ import uvicorn.config
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.core.errors import ApiError, internal, not_found, unavailable
-from service.core.request_context import request_id_from
-from service.http.bounded_protocol import bounded_protocol
-from service.http.connections import LOSS, raise_descriptor_limit
-from service.http.reply_writing import set_outermost_send
-from service.runtimes.ray_serve.environment import EDGE_LIMITS, HA_PROXY
-from service.settings.service_settings import Limits
+from triptych.service.core.errors import ApiError, internal, not_found, unavailable
+from triptych.service.core.request_context import request_id_from
+from triptych.service.http.bounded_protocol import bounded_protocol
+from triptych.service.http.connections import LOSS, raise_descriptor_limit
+from triptych.service.http.reply_writing import set_outermost_send
+from triptych.service.runtimes.ray_serve.environment import EDGE_LIMITS, HA_PROXY
+from triptych.service.settings.service_settings import Limits
 
 Headers = list[tuple[bytes, bytes]]
 

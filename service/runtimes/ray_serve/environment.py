@@ -18,11 +18,11 @@ from typing import Final
 
 import msgspec
 
-from model.errors import ConfigError
-from service.http.connections import raise_descriptor_limit
-from service.observability.metric_parts import MULTIPROCESS_FOLDER, make_folder
-from service.runtimes.ray_serve import haproxy
-from service.settings.serve_config import ServeConfig
+from triptych.model.errors import ConfigError
+from triptych.service.http.connections import raise_descriptor_limit
+from triptych.service.observability.metric_parts import MULTIPROCESS_FOLDER, make_folder
+from triptych.service.runtimes.ray_serve import haproxy
+from triptych.service.settings.serve_config import ServeConfig
 
 EDGE_LIMITS: Final = "TRIPTYCH_EDGE_LIMITS"  # variable with the limits, as JSON, for Serve's processes
 HA_PROXY: Final = "RAY_SERVE_ENABLE_HA_PROXY"
@@ -57,7 +57,7 @@ def variables(config: ServeConfig, folder: Path) -> dict[str, str]:
         HA_PROXY: str(int(with_haproxy)),
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": str(int(with_haproxy)),  # 1: replicas listen themselves; 0: a proxy does
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "service.runtimes.ray_serve.edge:middlewares",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "triptych.service.runtimes.ray_serve.edge:middlewares",
         EDGE_LIMITS: msgspec.json.encode(config.settings.limits).decode(),
         "RAY_SERVE_LOG_TO_STDERR": "0",
         # By default Serve kills a proxy that takes over 5 s to start, as on a busy machine, and then fails itself.
@@ -93,7 +93,7 @@ def _temp_dir() -> str:
 
 def _python_path(current: str) -> str:
     """Add this package's folder to `current` in a source checkout, so that Ray's workers can import it."""
-    root = str(Path(__file__).resolve().parents[3])
+    root = str(Path(__file__).absolute().parents[4])
     installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     paths = [path for path in current.split(os.pathsep) if path]
     return os.pathsep.join(paths if root in installed or root in paths else [root, *paths])

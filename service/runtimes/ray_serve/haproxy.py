@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from model.errors import ConfigError
-from service.core.errors import request_too_slow, unavailable
-from service.settings.serve_config import ServeConfig
-from service.settings.service_settings import Limits
+from triptych.model.errors import ConfigError
+from triptych.service.core.errors import request_too_slow, unavailable
+from triptych.service.settings.serve_config import ServeConfig
+from triptych.service.settings.service_settings import Limits
 
 _HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # HAProxy connects to replicas at 127.0.0.1, so they must listen there
 _MAX_SOCKET_PATH = 97  # bytes of a path in the configuration; HAProxy appends to it to bind the socket

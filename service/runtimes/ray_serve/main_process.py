@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from model.system.process_tree import descendants
-from service.runtimes.assembly import exit_code
+from triptych.model.system.process_tree import descendants
+from triptych.service.runtimes.assembly import exit_code
 
 # -- Signal handling while the main thread is inside calls to Ray, and a time limit for such calls.
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from model.api.engine_config import EngineConfig
-from model.errors import ConfigError
-from service.settings.serve_config import ServeConfig
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.errors import ConfigError
+from triptych.service.settings.serve_config import ServeConfig
 
 _UNITS = 10_000  # Ray counts ten-thousandths of a GPU
 

@@ -1,4 +1,6 @@
-"""Loads and unloads models on all replicas of an application (`service.lifecycle.fleet.Fleet`). Imports no Ray."""
+"""Loads and unloads models on all replicas of an application (`triptych.service.lifecycle.fleet.Fleet`). Imports no
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from model.checkpoint import hub, hub_names
-from service.core.errors import ApiError, conflict, error_fields, log_unexpected
-from service.core.models import Model, Origin, State
-from service.lifecycle.fleet import LoadOrder, LocalFleet, ModelEntry, keep, merged, wait_for
+from triptych.model.checkpoint import hub, hub_names
+from triptych.service.core.errors import ApiError, conflict, error_fields, log_unexpected
+from triptych.service.core.models import Model, Origin, State
+from triptych.service.lifecycle.fleet import LoadOrder, LocalFleet, ModelEntry, keep, merged, wait_for
 
 # -- The set of models that operators want on all replicas. It is in the cluster's key-value store, so it survives every
 # replica. Each replica reconciles its models with the set when it starts and every `POLL_SECONDS`. Changes are made

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from model.errors import ConfigError
-from model.families import read_settings
-from model.families.table.known_keys import known_keys
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.model.config_variants import Outcome, compare, kind_of, raw_of, served_types, values_for
+from triptych.model.errors import ConfigError
+from triptych.model.families import read_settings
+from triptych.model.families.table.known_keys import known_keys
 
 # Read elsewhere, or what the tiny folders' tensors and inputs are made for; `is_causal` depends on the library's
 # implementation of attention: without padding its masks are left out.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from model.text.grammar import written_grammar
-from model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
-from model.text.token_bytes import TokenBytes
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
+from triptych.model.text.grammar import written_grammar
+from triptych.model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
+from triptych.model.text.token_bytes import TokenBytes
 
 _BYTES = (*(bytes([byte]) for byte in range(256)), b"")
 _VOCABULARY = Vocabulary(TokenBytes(_BYTES, _BYTES))

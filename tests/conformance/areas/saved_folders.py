@@ -19,20 +19,20 @@ import numpy as np
 import torch
 import transformers
 
-from model.api.engine_config import EngineConfig
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.checkpoint.sentence_modules import ACTIVATIONS, KEYS, MODEL, NETWORK, REFUSED, SERVED
-from model.errors import ConfigError
-from model.llm import LLM
-from model.network.weights import load_model
-from model.text.tokenizer import Tokenizer
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.model.checkpoints import BERT, HEADS, KINDS, MPNET, loaded, randomise, saved
 from tests.model.parity import difference, hidden_states, ours_and_theirs
 from tests.model.tokenizer_folders import write_folder
 from tests.service.encode_models import client_of, encode_app
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.sentence_modules import ACTIVATIONS, KEYS, MODEL, NETWORK, REFUSED, SERVED
+from triptych.model.errors import ConfigError
+from triptych.model.llm import LLM
+from triptych.model.network.weights import load_model
+from triptych.model.text.tokenizer import Tokenizer
 
 _CLOSE = 1e-4
 # BART's classifier reads a text with its end of sequence, which the parity inputs lack.

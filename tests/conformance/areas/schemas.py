@@ -18,12 +18,12 @@ from typing import Any
 
 import jsonschema
 
-from model.text.grammar import GrammarError, json_grammar
-from model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
-from model.text.schemas.translate import HELD
-from model.text.token_bytes import TokenBytes
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
+from triptych.model.text.grammar import GrammarError, json_grammar
+from triptych.model.text.grammar_matcher import Matcher, Vocabulary, compile_grammar
+from triptych.model.text.schemas.translate import HELD
+from triptych.model.text.token_bytes import TokenBytes
 
 DRAFTS = {
     "draft4": "http://json-schema.org/draft-04/schema#",

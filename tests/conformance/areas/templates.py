@@ -15,23 +15,23 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from model.text.grammar_matcher import Vocabulary, compile_grammar
-from model.text.token_bytes import TokenBytes
-from service.chat.call_grammar import reply_grammar
-from service.chat.chat_template import ChatTemplate
-from service.chat.formats import REASONING_FORMATS, ToolFormat, tool_format
-from service.chat.message_fit import fitted_messages, shown_tools
-from service.chat.parts import WholeReply
-from service.chat.render_pool import RenderError, RenderPool, RenderWorker
-from service.chat.reply_parser import ReplyFormat, ReplyParser
-from service.chat.template_files import TemplateError, TemplateFiles
-from service.chat.template_probe import _Probe, probed_template
-from service.chat.tools import Tool, ToolUse
-from service.core.context_bound import ContextBound
-from service.core.errors import ApiError
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.conformance.template_files import published_templates
+from triptych.model.text.grammar_matcher import Vocabulary, compile_grammar
+from triptych.model.text.token_bytes import TokenBytes
+from triptych.service.chat.call_grammar import reply_grammar
+from triptych.service.chat.chat_template import ChatTemplate
+from triptych.service.chat.formats import REASONING_FORMATS, ToolFormat, tool_format
+from triptych.service.chat.message_fit import fitted_messages, shown_tools
+from triptych.service.chat.parts import WholeReply
+from triptych.service.chat.render_pool import RenderError, RenderPool, RenderWorker
+from triptych.service.chat.reply_parser import ReplyFormat, ReplyParser
+from triptych.service.chat.template_files import TemplateError, TemplateFiles
+from triptych.service.chat.template_probe import _Probe, probed_template
+from triptych.service.chat.tools import Tool, ToolUse
+from triptych.service.core.context_bound import ContextBound
+from triptych.service.core.errors import ApiError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 _OTHER = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -11,13 +11,13 @@ from typing import Any
 import transformers
 from tokenizers import Tokenizer as RawTokenizer
 
-from model.text.tokenizer import Tokenizer
-from model.text.tokenizer_builder import CLASSES
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.model.test_tokenizer_files import texts_for
 from tests.model.test_tokenizer_overlays import laid_over, overlays
 from tests.model.tokenizer_folders import FOLDERS, write_folder
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.model.text.tokenizer_builder import CLASSES
 
 _FLAGS = (True, False)
 _VALUES: dict[str, tuple[Any, ...]] = {
@@ -33,7 +33,7 @@ _WRITTEN_IN_PYTHON = {"byt5", "marian", "m2m-100", "esm"}
 
 
 def run(report: Report, packages: Packages) -> None:
-    logging.getLogger("model").setLevel(logging.ERROR)
+    logging.getLogger("triptych.model").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     for name in (name for name in FOLDERS if name not in _WRITTEN_IN_PYTHON):
         with TemporaryDirectory() as folder:

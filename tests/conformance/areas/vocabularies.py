@@ -15,12 +15,12 @@ from tempfile import TemporaryDirectory
 import sentencepiece
 import transformers
 
-from model.text.detokenizer import Detokenizer
-from model.text.tokenizer import Tokenizer
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.model.test_tokenizer_files import FIRST_SPACE
 from tests.model.tokenizer_folders import strings
+from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.tokenizer import Tokenizer
 
 _NPM = ("qwen3", "llama3_1", "gemma3", "gptoss", "deepseek_v3", "llama2")
 _TEXTS = (
@@ -78,7 +78,7 @@ _TEXTS = (
 
 
 def run(report: Report, packages: Packages) -> None:
-    logging.getLogger("model").setLevel(logging.ERROR)
+    logging.getLogger("triptych.model").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     _llama_cpp(report, packages.sdist("llama-cpp-python") / "vendor" / "llama.cpp" / "models")
     _mistral(report, packages.wheel("mistral-common") / "mistral_common" / "data")

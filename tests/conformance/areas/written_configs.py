@@ -21,18 +21,18 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.errors import ConfigError
-from model.families import FAMILIES, WHOLES, config_from_raw
-from model.linear.factory import LinearFactory
-from model.network.build import build_model
-from model.network.weights import load_model, plan_sources
 from tests.conformance.config_sources import class_defaults, package_configs
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.model.checkpoints import VOCAB, by_layer, randomise
 from tests.model.config_variants import TOLERANCE, _our_outputs, _their_outputs
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.errors import ConfigError
+from triptych.model.families import FAMILIES, WHOLES, config_from_raw
+from triptych.model.linear.factory import LinearFactory
+from triptych.model.network.build import build_model
+from triptych.model.network.weights import load_model, plan_sources
 
 _SDISTS = ("mlx-lm", "liger-kernel", "transformer-lens", "axolotl", "peft", "llmcompressor", "optimum-habana")
 _SDISTS += ("colossalai", "optimum-rbln", "compressed-tensors", "litgpt", "transformers", "mlx-vlm")

@@ -15,15 +15,15 @@ from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
 from lab.training.speech import clips, evaluate, recipe, synthesis, utterances, windows
 from lab.training.speech.windows import Clip, Placed, Window
-from model.api.engine_config import EngineConfig
-from model.attention.base import AttentionMetadata
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.llm import LLM
-from model.network.inputs import CrossInput, StackInput
-from model.network.weights import load_model
-from model.pretrained import CHECKPOINTS
-from model.speech.audio_file import AudioLimits, decode_audio
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.attention.base import AttentionMetadata
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.llm import LLM
+from triptych.model.network.inputs import CrossInput, StackInput
+from triptych.model.network.weights import load_model
+from triptych.model.pretrained import CHECKPOINTS
+from triptych.model.speech.audio_file import AudioLimits, decode_audio
 
 CPU = torch.device("cpu")
 

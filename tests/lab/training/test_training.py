@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lab.training import pairs, recipes, trainer, vocabulary
-from model.attention.sdpa import SdpaBackend
-from model.checkpoint.folder import read_checkpoint
-from model.families import config_from_raw
-from model.network.transformer import Transformer
-from model.network.weights import load_model, stored_tensors
+from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.families import config_from_raw
+from triptych.model.network.transformer import Transformer
+from triptych.model.network.weights import load_model, stored_tensors
 
 CPU = torch.device("cpu")
 PLAN = trainer.TrainingPlan(steps=12, learning_rate=3e-3, warmup=3, dropout=0.1, label_smoothing=0.1)

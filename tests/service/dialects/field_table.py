@@ -15,14 +15,14 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from model.api.parameters import Beams, Taken
-from model.api.request import PARAMETERS
-from service.dialects.cohere import EmbeddingBody
-from service.dialects.common import Ignored, Refused, ServedTypes
-from service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
-from service.dialects.messages_bodies import CountBody, MessagesBody
-from service.dialects.openai_bodies import ChatBody, CompletionBody
-from service.dialects.pipelines import (
+from triptych.model.api.parameters import Beams, Taken
+from triptych.model.api.request import PARAMETERS
+from triptych.service.dialects.cohere import EmbeddingBody
+from triptych.service.dialects.common import Ignored, Refused, ServedTypes
+from triptych.service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
+from triptych.service.dialects.messages_bodies import CountBody, MessagesBody
+from triptych.service.dialects.openai_bodies import ChatBody, CompletionBody
+from triptych.service.dialects.pipelines import (
     ClassBody,
     EmbedAllBody,
     EmbedSparseBody,
@@ -33,11 +33,11 @@ from service.dialects.pipelines import (
     SimilarityBody,
     ZeroShotBody,
 )
-from service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
-from service.dialects.responses_bodies import ResponsesBody
-from service.dialects.text2text import Text2TextBody, TranslationBody
-from service.schemas.field_paths import walk
-from service.speech.dialect_bodies import SpeechBody, TranscriptionForm, TranslationForm
+from triptych.service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
+from triptych.service.dialects.responses_bodies import ResponsesBody
+from triptych.service.dialects.text2text import Text2TextBody, TranslationBody
+from triptych.service.schemas.field_paths import walk
+from triptych.service.speech.dialect_bodies import SpeechBody, TranscriptionForm, TranslationForm
 
 _DOCS = Path(__file__).parents[3] / "docs"
 _OPENAI: dict[str, type[BaseModel]] = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from service.chat.chat_template import ChatTemplate
-from service.chat.template_files import TemplateFiles
-from service.chat.template_probe import probed_template
-from service.core.models import ServedModel
 from tests.service.support import App, byte_tokenizer, make_app, served
+from triptych.service.chat.chat_template import ChatTemplate
+from triptych.service.chat.template_files import TemplateFiles
+from triptych.service.chat.template_probe import probed_template
+from triptych.service.core.models import ServedModel
 
 # In the style of published templates, with our own words.
 TURNS = (

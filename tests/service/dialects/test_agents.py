@@ -14,14 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
-from service.chat.reply_parser import ReplyParser
-from service.chat.tools import Tool, ToolUse
-from service.dialects import messages, responses
-from service.dialects.messages_bodies import MessagesBody
-from service.dialects.responses_bodies import ResponsesBody
 from tests.service.dialects.support import CALLS, calling_app, prompt_of, says, talker
 from tests.service.support import App, check_accounts, live
 from tests.service.test_reply_parts import check, held, walk
+from triptych.service.chat.reply_parser import ReplyParser
+from triptych.service.chat.tools import Tool, ToolUse
+from triptych.service.dialects import messages, responses
+from triptych.service.dialects.messages_bodies import MessagesBody
+from triptych.service.dialects.responses_bodies import ResponsesBody
 
 AGENTS = Path(__file__).parents[2] / "data" / "agents"
 NAMES = ("claude_code", "codex")

@@ -16,12 +16,12 @@ import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 
-from service.http.multipart import MAX_PARTS, boundary_of, read_form
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.processes import eventually
 from tests.service.speech import BEGIN, ENGLISH, PREVIOUS, at, base64_of, ids, saying, speech_app, windows
 from tests.service.support import App, check_accounts, counted, live, run
 from tests.service.test_bad_requests import check_error
+from triptych.service.http.multipart import MAX_PARTS, boundary_of, read_form
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 pytestmark = pytest.mark.usefixtures("hub_client")
 SAID = [BEGIN, *ids(" Hello there."), at(0.2), at(0.2), *ids(" Bye."), at(0.4)]

@@ -8,10 +8,6 @@ from typing import Any
 import httpx
 import pytest
 
-from service.chat.render_pool import RenderPool
-from service.planning.response_format import GrammarChecker
-from service.planning.tokenization import TokenizerThreads
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import BRACKETS, chat_app, talker
 from tests.service.speech import ids, saying, served_speech
 from tests.service.support import (
@@ -26,6 +22,10 @@ from tests.service.support import (
     word_tokenizer,
 )
 from tests.service.test_bad_requests import check_error
+from triptych.service.chat.render_pool import RenderPool
+from triptych.service.planning.response_format import GrammarChecker
+from triptych.service.planning.tokenization import TokenizerThreads
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 C, M, V = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 G, E = "/generate", "/encode"

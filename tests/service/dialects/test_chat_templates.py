@@ -15,16 +15,16 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from model.errors import ConfigError
-from service.chat.chat_template import ChatTemplate
-from service.chat.render_pool import RenderError, RenderPool, RenderWorker
-from service.chat.template_files import TemplateFiles, template_files
-from service.chat.template_probe import probed_template, read_chat_template
-from service.core.context_bound import ContextBound
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import LINES, STYLES, TOKENS, TURNS, chat_app
 from tests.service.support import ask, check_accounts, run
 from tests.service.test_bad_requests import check_error
+from triptych.model.errors import ConfigError
+from triptych.service.chat.chat_template import ChatTemplate
+from triptych.service.chat.render_pool import RenderError, RenderPool, RenderWorker
+from triptych.service.chat.template_files import TemplateFiles, template_files
+from triptych.service.chat.template_probe import probed_template, read_chat_template
+from triptych.service.core.context_bound import ContextBound
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 HI = {"role": "user", "content": " Hi "}
 SAID = {"role": "assistant", "content": "Hello!"}

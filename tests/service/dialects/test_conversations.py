@@ -11,13 +11,13 @@ import httpx
 import openai
 import pytest
 
-from service.core.response_store import ResponseStore
-from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.support import calling_app, chat_app, prompt_of, says
 from tests.service.dialects.test_tools import CALLED, PARAMETERS, SAID
 from tests.service.processes import eventually
 from tests.service.support import App, ask, check_accounts, let_time_pass, live, run
 from tests.service.test_bad_requests import check_error
+from triptych.service.core.response_store import ResponseStore
+from triptych.service.settings.service_settings import ServiceSettings
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 TOOLS: list[Any] = [

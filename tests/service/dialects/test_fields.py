@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from model.text.grammar_matcher import Vocabulary, compile_grammar
-from model.text.token_bytes import token_bytes
-from service.app import TABLE
-from service.dialects.common import DialectBody
-from service.speech.dialect_bodies import AudioForm
 from tests.service.dialects.client_types import paths, within
 from tests.service.dialects.field_table import BODIES, Row, pages, table, types
 from tests.service.dialects.support import calling_app, prompt_of, says
 from tests.service.support import App, ask, byte_tokenizer
+from triptych.model.text.grammar_matcher import Vocabulary, compile_grammar
+from triptych.model.text.token_bytes import token_bytes
+from triptych.service.app import TABLE
+from triptych.service.dialects.common import DialectBody
+from triptych.service.speech.dialect_bodies import AudioForm
 
 RECORDED: dict[str, dict[str, list[str]]] = json.loads(
     (Path(__file__).parents[2] / "data" / "client_fields.json").read_text(encoding="utf-8")

@@ -12,13 +12,13 @@ import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError, TextGenerationError
 
-from model.config.model import ClassifierConfig, ClassifierInput
-from service.dialects import huggingface
-from service.dialects.huggingface import PredictBody, RerankBody
-from service.dialects.huggingface_info import model_kind
-from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.support import App, ask, check_accounts, events, live, make_app, served, word_tokenizer
+from triptych.model.config.model import ClassifierConfig, ClassifierInput
+from triptych.service.dialects import huggingface
+from triptych.service.dialects.huggingface import PredictBody, RerankBody
+from triptych.service.dialects.huggingface_info import model_kind
+from triptych.service.settings.service_settings import ServiceSettings
 
 pytestmark = pytest.mark.usefixtures("hub_client")
 

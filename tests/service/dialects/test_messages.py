@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from service.dialects.messages import JsonBeginning
-from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.support import calling_app, chat_app, prompt_of, says
 from tests.service.dialects.test_conversations import COUNT, GOOD, HELLO, MESSAGES, OWN_TOOLS, SENT
 from tests.service.dialects.test_tools import PARAMETERS, SAID
 from tests.service.support import App, check_accounts, live
+from triptych.service.dialects.messages import JsonBeginning
+from triptych.service.settings.service_settings import ServiceSettings
 
 
 @pytest.fixture(scope="module")

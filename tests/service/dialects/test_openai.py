@@ -12,11 +12,11 @@ import numpy as np
 import openai
 import pytest
 
-from model.text.grammar import choice_grammar, json_grammar, regex_grammar
-from service.settings.service_settings import ServiceSettings
 from tests.service.dialects.support import chat_app
 from tests.service.processes import eventually
 from tests.service.support import App, byte_tokenizer, check_accounts, let_time_pass, live
+from triptych.model.text.grammar import choice_grammar, json_grammar, regex_grammar
+from triptych.service.settings.service_settings import ServiceSettings
 
 HELLO: list[Any] = [{"role": "user", "content": "Hi"}]
 AB = list(byte_tokenizer().encode("ab").ids)  # <s> a b

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from service.core.models import ServedModel
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import CALLS, TURNS, talker
 from tests.service.support import App, ask, byte_tokenizer, make_app, served
+from triptych.service.core.models import ServedModel
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 CONTEXT = 8_192
 HELLO = [{"role": "user", "content": "Hi"}]

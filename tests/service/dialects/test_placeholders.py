@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from huggingface_hub import InferenceClient
 
-from service.http.bodies import PLACEHOLDERS
 from tests.service.dialects.support import chat_app, talker, template
 from tests.service.support import App, ask, byte_tokenizer, live, make_app, served
 from tests.service.test_bad_requests import check_error
+from triptych.service.http.bodies import PLACEHOLDERS
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {

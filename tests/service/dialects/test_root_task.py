@@ -13,11 +13,11 @@ import torch
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 
-from service.dialects.root_task import RootBody, RootTask
 from tests.model.checkpoints import saved
 from tests.service.encode_models import TEXT, encode_app, pipeline
 from tests.service.support import App, ask, live, make_app
 from tests.service.test_heads import FILES, pixel_values
+from triptych.service.dialects.root_task import RootBody, RootTask
 
 pytestmark = pytest.mark.usefixtures("hub_client")
 KINDS = ("bert", "bert-masked", "bert-entities", "bert-answers", "bert-nli", "vit-image")

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from model.api.request import TokenOutput
-from service.http.sse import EventTemplate, GenerationEvents
-from service.routes import generate
 from tests.service.dialects.support import CALLS, HARMONY, says, talker
 from tests.service.dialects.test_tools import OTHER, PARAMETERS, SAID, TOOL
 from tests.service.support import App, check_accounts, events, make_app, opened
+from triptych.model.api.request import TokenOutput
+from triptych.service.http.sse import EventTemplate, GenerationEvents
+from triptych.service.routes import generate
 
 Json = dict[str, Any]
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE = (

@@ -11,16 +11,16 @@ import httpx
 import openai
 import pytest
 
-from model.text.grammar_matcher import Vocabulary, compile_grammar
-from model.text.token_bytes import token_bytes
-from model.text.tokenizer import Tokenizer
-from service.core.errors import ApiError
-from service.core.models import ServedModel
-from service.planning.response_format import GrammarChecker, OutputConstraint
-from service.settings.service_settings import Limits, ServiceSettings
 from tests.service.dialects.support import HARMONY, MISTRAL, TURNS, calling_app, chat_app, prompt_of, says, talker
 from tests.service.support import App, ask, byte_tokenizer, check_accounts, events, live, make_app, run
 from tests.service.test_bad_requests import check_error
+from triptych.model.text.grammar_matcher import Vocabulary, compile_grammar
+from triptych.model.text.token_bytes import token_bytes
+from triptych.model.text.tokenizer import Tokenizer
+from triptych.service.core.errors import ApiError
+from triptych.service.core.models import ServedModel
+from triptych.service.planning.response_format import GrammarChecker, OutputConstraint
+from triptych.service.settings.service_settings import Limits, ServiceSettings
 
 PATH = "/v1/chat/completions"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
