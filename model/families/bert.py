@@ -7,38 +7,31 @@ XLM-RoBERTa-XL is one of them with pre-norm (Goyal et al. 2021). ELECTRA may hav
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 
 from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
 from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
 from triptych.model.config.model import EmbeddingConfig, ModelConfig
 from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
-from triptych.model.families.table.heads import (
-    classifier,
-    classifier_rules,
-    has_pooler,
-    masked_head,
-    masked_head_rules,
-    tied_names,
-)
-from triptych.model.families.table.helpers import (
-    activation,
-    affine,
-    refuse_unless,
-    repeat,
-    self_attention,
-    split_width,
-)
+from triptych.model.families.table.heads import classifier, has_pooler, masked_head, tied_names
+from triptych.model.families.table.helpers import activation, refuse_unless, repeat, split_width
 from triptych.model.families.table.raw_config import Settings
-from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.families.table.rules import Family
+from triptych.model.families.table.stored_names import StoredNames
 
-_POST_NORMS = {"attention.output.LayerNorm": "attn_norms.post", "output.LayerNorm": "mlp_norms.post"}
-_XL_NORMS = {"attention.self_attn_layer_norm": "attn_norms.pre", "LayerNorm": "mlp_norms.pre"}
+NAMES = StoredNames(
+    layer="encoder.layer.{}",
+    attention=tuple(f"attention.{part}" for part in ("self.query", "self.key", "self.value", "output.dense")),
+    norms=("attention.output.LayerNorm", "output.LayerNorm"),
+    mlp=("intermediate.dense", "output.dense"),
+    final_norm="encoder.LayerNorm",
+)
+_XL_NAMES = replace(NAMES, norms=("attention.self_attn_layer_norm", "LayerNorm"))
 
 
-def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+def config(raw: Settings, names: Collection[str] | None, *, pooler: str = NAMES.pooler) -> ModelConfig:
+    """Build the configuration; `pooler` is what the tensors of a pooler are called."""
     refuse_unless(raw, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
     size, heads = raw["hidden_size"], raw["num_attention_heads"]
     dim = split_width(size, heads)
@@ -62,7 +55,7 @@ def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
         embedding=embedding,
         encoder=encoder,
         masked_head=masked_head(raw, names, embedding, layer.mlp.activation, norm),
-        pooler=has_pooler(labels, names, "pooler.dense.weight"),
+        pooler=has_pooler(labels, names, f"{pooler}.weight"),
         classifier=labels,
         max_positions=raw["max_position_embeddings"],
         pad_token_id=raw.get("pad_token_id", 0),
@@ -97,52 +90,18 @@ def electra(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(base, embedding=replace(base.embedding, embedding_size=width), pooler=False, masked_head=head)
 
 
-def rules(
-    config: ModelConfig,
-    norms: Mapping[str, str] = _POST_NORMS,
-    *,
-    embed_norm: str = "embeddings.LayerNorm",
-    final_norm: str = "encoder.LayerNorm",
-    project: str = "embeddings_project",
-) -> Iterator[Rule]:
-    """Yield the weight rules; `norms` maps the stored names of a layer's norms to parameters."""
-    assert config.encoder is not None
-    yield TensorRule("embeddings.word_embeddings.weight", "tokens.weight")
-    if config.encoder.position.kind is PositionKind.LEARNED:
-        yield TensorRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
-    if config.encoder.token_types:
-        yield TensorRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
-    if config.encoder.embed_norm is not None:
-        yield from affine(embed_norm, "encoder.embed_norm")
-    if config.encoder.final_norm is not None:
-        yield from affine(final_norm, "encoder.final_norm")
-    if config.encoder.projects(config.embedding.embedding_size):
-        yield LinearRule(project, "encoder.project")
-    for i, layer in enumerate(config.encoder.layers):
-        here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
-        parts = ("self.query", "self.key", "self.value", "output.dense")
-        names = (f"{here}.attention.{part}" for part in parts)
-        yield from self_attention(layer.attention, f"{there}.attn", *names)
-        yield LinearRule(f"{here}.intermediate.dense", f"{there}.mlp.up")
-        yield LinearRule(f"{here}.output.dense", f"{there}.mlp.down")
-        for stored, norm in norms.items():
-            yield from affine(f"{here}.{stored}", f"{there}.{norm}")
-    if config.pooler:
-        yield LinearRule("pooler.dense", "pooler")
-    yield from classifier_rules(config)
-    yield from masked_head_rules(config)
-
-
 # Of pre-training heads only the one for masked tokens is served; what is left of them is passed over. ColBERT's
 # projection of tokens, `linear`, is no part of the network (model/checkpoint/sentence_transformers.py).
 DROPPED = ("linear.*", "embeddings.position_ids", "cls.*", "lm_head.*", "discriminator_predictions.*", "generator_*")
-_FAMILY = Family(config, rules, "bert.", DROPPED, tables=("embeddings.word_embeddings.weight",), **tied_names("bert"))
+_FAMILY = Family(
+    config, NAMES.rules, "bert.", DROPPED, tables=("embeddings.word_embeddings.weight",), **tied_names("bert")
+)
 _ROBERTA = replace(_FAMILY, config=roberta, prefix="roberta.", **tied_names("roberta"))
 FAMILIES = {
     "bert": _FAMILY,
     "roberta": _ROBERTA,
     "camembert": _ROBERTA,
     "xlm-roberta": _ROBERTA,
-    "xlm-roberta-xl": replace(_ROBERTA, config=roberta_xl, rules=partial(rules, norms=_XL_NORMS)),
+    "xlm-roberta-xl": replace(_ROBERTA, config=roberta_xl, rules=_XL_NAMES.rules),
     "electra": replace(_FAMILY, config=electra, prefix="electra.", **tied_names("electra")),
 }

@@ -1,21 +1,25 @@
-"""BLOOM and MPT: no positions but slopes of scores (ALiBi, Press et al. 2022).
+"""Decoders whose scores fall with the distance of tokens (ALiBi: Press et al. 2021), or may do so.
 
-BLOOM (Scao et al. 2022) has a norm after the embeddings, and biases; MPT (MosaicML 2023) has no biases at all.
+BLOOM (BigScience 2022); MPT (MosaicML 2023), without biases; Falcon (Almazrouei et al. 2023), with rotary positions but
+for its first models, and attention and MLP in parallel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
-from triptych.model.config.attention import AlibiConfig, AttentionConfig, NormConfig, NormKind
+from triptych.model.config.attention import AlibiConfig, AttentionConfig, NormConfig, NormKind, RotaryConfig
 from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
 from triptych.model.config.model import ModelConfig
 from triptych.model.config.stack import StackConfig
+from triptych.model.errors import ConfigError
 from triptych.model.families.table.decoders import decoder_model
-from triptych.model.families.table.heads import classifier_rules
-from triptych.model.families.table.helpers import affine, ignore_unless, refuse_unless, repeat, split_width
+from triptych.model.families.table.helpers import activation, ignore_unless, refuse_unless, repeat, split_width
 from triptych.model.families.table.raw_config import Settings
-from triptych.model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule
+from triptych.model.families.table.rope import rotary
+from triptych.model.families.table.rules import Family, Interleaved, Rule
+from triptych.model.families.table.stored_names import StoredNames
 
 _OLDER = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
 # Of training, or of kernels that are as good as others.
@@ -44,23 +48,6 @@ def bloom(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return decoder_model(raw, names, StackConfig(layers, size, causal=True, embed_norm=norm, final_norm=norm), None)
 
 
-def bloom_rules(config: ModelConfig) -> Iterator[Rule]:
-    assert config.decoder is not None
-    yield TensorRule("word_embeddings.weight", "tokens.weight")
-    yield from affine("word_embeddings_layernorm", "decoder.embed_norm")
-    for i, layer in enumerate(config.decoder.layers):
-        here, there = f"h.{i}", f"decoder.layers.{i}"
-        stored = Interleaved(layer.attention.num_heads)
-        yield from affine(f"{here}.input_layernorm", f"{there}.attn_norms.pre")
-        yield LinearRule(f"{here}.self_attention.query_key_value", f"{there}.attn.qkv", interleaved=stored)
-        yield LinearRule(f"{here}.self_attention.dense", f"{there}.attn.out")
-        yield from affine(f"{here}.post_attention_layernorm", f"{there}.mlp_norms.pre")
-        yield LinearRule(f"{here}.mlp.dense_h_to_4h", f"{there}.mlp.up")
-        yield LinearRule(f"{here}.mlp.dense_4h_to_h", f"{there}.mlp.down")
-    yield from affine("ln_f", "decoder.final_norm")
-    yield from _head(config)
-
-
 def mpt(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     ignore_unless(raw, expansion_ratio=4, no_bias=True, logit_scale=None, norm_type="low_precision_layernorm")
     for unused in ("learned_pos_emb", "embedding_fraction", "init_device", "init_config", "tokenizer_name", "verbose"):
@@ -85,28 +72,82 @@ def mpt(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return decoder_model(raw, names, decoder, raw.get("max_seq_len", 2048))
 
 
-def mpt_rules(config: ModelConfig) -> Iterator[Rule]:
+def falcon(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, apply_residual_connection_post_layernorm=False, ff_factor=4)
+    raw = raw.but(hidden_size=raw.get("n_embed") or raw["hidden_size"])  # the former name wins
+    size, bias = raw["hidden_size"], bool(raw.get("bias", False))
+    norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_epsilon", 1e-5))
+    parallel, one_norm = _block(raw)
+    layer = LayerConfig(
+        mixer=_attention(raw, bias),
+        feed_forward=MLPConfig(
+            raw.get("ffn_hidden_size") or 4 * size, activation(raw, "activation", "gelu"), bias=bias
+        ),
+        norms=(Norms(pre=norm), Norms() if one_norm else Norms(pre=norm)),
+        parallel=parallel,
+        one_norm=one_norm,
+    )
+    decoder = StackConfig(repeat(layer, raw["num_hidden_layers"]), size, causal=True, final_norm=norm)
+    return decoder_model(raw, names, decoder, raw.get("max_position_embeddings", 2048))
+
+
+def _block(raw: Settings) -> tuple[bool, bool]:
+    """Return whether the sublayers are parallel, and whether they then share a norm."""
+    grouped, parallel = bool(raw.get("new_decoder_architecture", False)), bool(raw.get("parallel_attn", True))
+    norms = raw.get("num_ln_in_parallel_attn")
+    if grouped and not parallel:
+        raise ConfigError("parallel_attn = false is not served for Falcon's new decoder architecture")
+    return parallel, parallel and not (grouped and norms in (None, 2))
+
+
+def _attention(raw: Settings, bias: bool) -> AttentionConfig:
+    heads = raw["num_attention_heads"]
+    dim, grouped = split_width(raw["hidden_size"], heads), raw.get("new_decoder_architecture", False)
+    kv_heads = raw.get("num_kv_heads") or heads
+    if not grouped:
+        kv_heads = 1 if raw.get("multi_query", True) else heads
+    raw.get("multi_query")
+    scale = dim**-0.5
+    position: AlibiConfig | RotaryConfig = rotary(raw, dim)
+    if raw.get("alibi", False):  # which is added to scores before these are scaled
+        position = AlibiConfig(tuple(slope * scale for slope in AlibiConfig.of_heads(heads).slopes))
+    return AttentionConfig(heads, kv_heads, dim, scale, qkv_bias=bias, out_bias=bias, position=position)
+
+
+def _grouped(attention: AttentionConfig) -> Interleaved:
+    """Head by head of the keys: its queries, the key, the value. Of one head that is the order of ours."""
+    return Interleaved(attention.num_kv_heads, (attention.num_heads // attention.num_kv_heads, 1, 1))
+
+
+def falcon_rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.decoder is not None
-    yield TensorRule("wte.weight", "tokens.weight")
-    for i in range(config.decoder.num_layers):
-        here, there = f"blocks.{i}", f"decoder.layers.{i}"
-        yield from affine(f"{here}.norm_1", f"{there}.attn_norms.pre", bias=False)
-        yield LinearRule(f"{here}.attn.Wqkv", f"{there}.attn.qkv", bias=False)
-        yield LinearRule(f"{here}.attn.out_proj", f"{there}.attn.out", bias=False)
-        yield from affine(f"{here}.norm_2", f"{there}.mlp_norms.pre", bias=False)
-        yield LinearRule(f"{here}.ffn.up_proj", f"{there}.mlp.up", bias=False)
-        yield LinearRule(f"{here}.ffn.down_proj", f"{there}.mlp.down", bias=False)
-    yield from affine("norm_f", "decoder.final_norm", bias=False)
-    yield from _head(config)
+    layer = config.decoder.layers[0]
+    both = layer.parallel and not layer.one_norm
+    return (replace(_BLOOM, norms=("ln_attn", "ln_mlp")) if both else _BLOOM).rules(config)
 
 
-def _head(config: ModelConfig) -> Iterator[Rule]:
-    yield from classifier_rules(config)
-    if config.head is not None and not config.head.tied:
-        yield LinearRule("lm_head", "head", bias=False)
-
-
+_BLOOM = StoredNames(
+    tokens="word_embeddings",
+    embed_norm="word_embeddings_layernorm",
+    layer="h.{}",
+    attention=("self_attention.query_key_value", "self_attention.dense"),
+    norms=("input_layernorm", "post_attention_layernorm"),
+    mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    final_norm="ln_f",
+    interleaved=_grouped,
+)
+_MPT = StoredNames(
+    tokens="wte",
+    layer="blocks.{}",
+    attention=("attn.Wqkv", "attn.out_proj"),
+    norms=("norm_1", "norm_2"),
+    mlp=("ffn.up_proj", "ffn.down_proj"),
+    final_norm="norm_f",
+)
+_DROPPED = ("h.*.self_attention.rotary_emb.inv_freq",)
+_FAMILY = Family(bloom, _BLOOM.rules, "transformer.", tables=("word_embeddings.weight",))
 FAMILIES = {
-    "bloom": Family(bloom, bloom_rules, "transformer.", tables=("word_embeddings.weight",)),
-    "mpt": Family(mpt, mpt_rules, "transformer.", tables=("wte.weight",)),
+    "bloom": _FAMILY,
+    "mpt": Family(mpt, _MPT.rules, "transformer.", tables=("wte.weight",)),
+    "falcon": replace(_FAMILY, config=falcon, rules=falcon_rules, dropped=_DROPPED),
 }
