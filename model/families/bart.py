@@ -4,6 +4,11 @@ Marian (Junczys-Dowmunt et al. 2018) is the original: sinusoidal positions, post
 learned positions and an embedding norm; MVP (Tang et al. 2022) and PLBART (Ahmad et al. 2021) are BARTs. mBART, M2M-100
 (and NLLB), Pegasus and Blenderbot are pre-norm, with a final norm. The small Blenderbot is BART again, but that its
 decoder adds positions after the norm of embeddings.
+
+`transformer` is torch.nn.Transformer: config.json has the arguments of `nn.Transformer` by their names, `vocab_size`,
+`scale_embedding` and the special ids. The tensors are the module's state_dict under `transformer.`, and
+`embedding.weight`, `generator.weight` and `generator.bias`; without `generator.weight` the head is tied. Positions are
+the paper's sinusoids, sine and cosine interleaved; they are computed, not stored.
 """
 
 from __future__ import annotations
@@ -192,6 +197,88 @@ _TABLES = (*_DROPPED, "*.embed_positions.weight", "*.embed_positions.weights")  
 _SHARED = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _FAMILY = Family(_LEARNED, rules, "model.", _DROPPED, tables=_SHARED)
 _COMPUTED = replace(_FAMILY, dropped=_TABLES)
+
+
+_TORCH_HEAD = "generator.weight"
+
+
+def torch_module(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, bias=True, batch_first=raw.get("batch_first"))
+    size, heads = raw.get("d_model", 512), raw.get("nhead", 8)
+    dim = split_width(size, heads)
+    attention = AttentionConfig(heads, heads, dim, dim**-0.5, qkv_bias=True, out_bias=True)
+    norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5))
+    norms = Norms(pre=norm) if raw.get("norm_first", False) else Norms(post=norm)
+
+    def stack(side: str) -> StackConfig:
+        layer = LayerConfig(
+            mixer=attention,
+            cross=attention if side == "decoder" else None,
+            feed_forward=MLPConfig(raw.get("dim_feedforward", 2048), activation(raw, "activation", "relu")),
+            norms=(norms,) * (3 if side == "decoder" else 2),
+        )
+        return StackConfig(
+            layers=repeat(layer, raw.get(f"num_{side}_layers", 6)),
+            hidden_size=size,
+            causal=side == "decoder",
+            position=PositionConfig(PositionKind.SINUSOIDAL, interleaved=True),
+            final_norm=norm,  # nn.Transformer has final norms with either norm_first
+        )
+
+    return ModelConfig(
+        model_type="transformer",
+        embedding=EmbeddingConfig(
+            raw["vocab_size"], size, scale=size**0.5 if raw.get("scale_embedding", True) else 1.0
+        ),
+        encoder=stack("encoder"),
+        decoder=stack("decoder"),
+        head=HeadConfig(tied=tied(raw, names, _TORCH_HEAD), bias=names is None or "generator.bias" in names),
+        max_positions=raw.get("max_position_embeddings"),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=ids(raw.get("eos_token_id")),
+        pad_token_id=raw.get("pad_token_id"),
+        decoder_start_token_id=raw.get("decoder_start_token_id", raw.get("bos_token_id")),
+    )
+
+
+def torch_rules(config: ModelConfig) -> Iterator[Rule]:
+    assert config.head is not None
+    yield TensorRule("embedding.weight", "tokens.weight")
+    for side, stack in config.stacks.items():
+        for i, layer in enumerate(stack.layers):
+            here, there = f"transformer.{side}.layers.{i}", f"{side}.layers.{i}"
+            yield from _packed(f"{here}.self_attn.in_proj_", f"{there}.attn.qkv.")
+            yield LinearRule(f"{here}.self_attn.out_proj", f"{there}.attn.out")
+            sublayers = ["attn", "mlp"]
+            if layer.cross is not None:
+                sublayers.insert(1, "cross")
+                yield from _cross(f"{here}.multihead_attn", f"{there}.cross", stack)
+            slot = "pre" if layer.norms[0].pre else "post"
+            for number, sublayer in enumerate(sublayers, 1):
+                yield from affine(f"{here}.norm{number}", f"{there}.{sublayer}_norms.{slot}")
+            yield LinearRule(f"{here}.linear1", f"{there}.mlp.up")
+            yield LinearRule(f"{here}.linear2", f"{there}.mlp.down")
+        yield from affine(f"transformer.{side}.norm", f"{side}.final_norm")
+    if config.head.bias:
+        yield TensorRule("generator.bias", "head.bias")
+    if not config.head.tied:
+        yield TensorRule(_TORCH_HEAD, "head.weight")
+
+
+def _packed(source: str, target: str) -> Iterator[Rule]:
+    for kind in ("weight", "bias"):
+        yield TensorRule(f"{source}{kind}", f"{target}{kind}")
+
+
+def _cross(source: str, target: str, stack: StackConfig) -> Iterator[Rule]:
+    """Split the stored matrix of q, k and v: q is separate, since it reads another sequence than k and v."""
+    size = stack.hidden_size
+    for kind, shape in (("weight", (3 * size, size)), ("bias", (3 * size,))):
+        yield TensorRule(f"{source}.in_proj_{kind}", f"{target}.q.{kind}", shape=shape, part=(0, size))
+        yield TensorRule(f"{source}.in_proj_{kind}", f"{target}.kv.{kind}", shape=shape, part=(size, 3 * size))
+    yield LinearRule(f"{source}.out_proj", f"{target}.out")
+
+
 FAMILIES = {
     "marian": replace(_COMPUTED, config=marian),
     "bart": _FAMILY,
@@ -202,4 +289,5 @@ FAMILIES = {
     "blenderbot": replace(_FAMILY, config=blenderbot),
     "blenderbot-small": replace(_FAMILY, config=blenderbot_small),
     "pegasus": replace(_COMPUTED, config=partial(config, pre_norm=True, float16_overflows=True)),
+    "transformer": Family(torch_module, torch_rules, tables=("embedding.weight",), heads=(_TORCH_HEAD,)),
 }

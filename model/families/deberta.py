@@ -7,18 +7,21 @@ project them by the matrices of the contents, and in larger models has a convolu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 
 from triptych.model.config.attention import AttentionConfig, DisentangledConfig, NormConfig, NormKind
 from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
 from triptych.model.config.model import ClassifierConfig, EmbeddingConfig, ModelConfig
 from triptych.model.config.stack import ConvolutionConfig, PositionConfig, PositionKind, StackConfig
 from triptych.model.errors import ConfigError
-from triptych.model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
-from triptych.model.families.table.helpers import activation, affine, refuse_unless, repeat, self_attention, split_width
+from triptych.model.families import bert
+from triptych.model.families.table.heads import classifier, masked_head, tied_names
+from triptych.model.families.table.helpers import activation, affine, refuse_unless, repeat, split_width
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import Family, Interleaved, LinearRule, Rule, TensorRule, ZeroRule
+from triptych.model.families.table.stored_names import StoredNames
 
 _KINDS = {"c2p", "p2c"}
 
@@ -141,12 +144,6 @@ def _attention(config: AttentionConfig, here: str, there: str) -> Iterator[Rule]
     yield from _positions(config, f"{here}.self.pos_proj", f"{here}.self.pos_q_proj", there)
 
 
-def _attention_2(config: AttentionConfig, here: str, there: str) -> Iterator[Rule]:
-    parts = ("self.query_proj", "self.key_proj", "self.value_proj", "output.dense")
-    yield from self_attention(config, f"{there}.attn", *(f"{here}.{part}" for part in parts))
-    yield from _positions(config, f"{here}.self.pos_key_proj", f"{here}.self.pos_query_proj", there)
-
-
 def _positions(config: AttentionConfig, key: str, query: str, there: str) -> Iterator[LinearRule]:
     position = config.position
     if not isinstance(position, DisentangledConfig) or position.shared:
@@ -157,17 +154,17 @@ def _positions(config: AttentionConfig, key: str, query: str, there: str) -> Ite
         yield LinearRule(query, f"{there}.relative.query")
 
 
-def _rules(config: ModelConfig, attention: Callable[[AttentionConfig, str, str], Iterator[Rule]]) -> Iterator[Rule]:
+# Attention has rules of its own in the first version.
+_NAMES = replace(bert.NAMES, project="embeddings.embed_proj")
+_PARTS = ("self.query_proj", "self.key_proj", "self.value_proj", "output.dense")
+_NAMES_1 = replace(_NAMES, attention=())
+_NAMES_2 = replace(_NAMES, attention=tuple(f"attention.{part}" for part in _PARTS))
+
+
+def _rules(config: ModelConfig, names: StoredNames) -> Iterator[Rule]:
     encoder = config.encoder
     assert encoder is not None
-    yield TensorRule("embeddings.word_embeddings.weight", "tokens.weight")
-    if encoder.position.kind is PositionKind.LEARNED:
-        yield TensorRule("embeddings.position_embeddings.weight", "encoder.positions.weight")
-    if encoder.token_types:
-        yield TensorRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
-    if encoder.projects(config.embedding.embedding_size):
-        yield LinearRule("embeddings.embed_proj", "encoder.project", bias=False)
-    yield from affine("embeddings.LayerNorm", "encoder.embed_norm")
+    yield from names.rules(config)
     if encoder.relative_span is not None:
         yield TensorRule("encoder.rel_embeddings.weight", "encoder.relative.weight")
     if encoder.relative_norm is not None:
@@ -178,22 +175,11 @@ def _rules(config: ModelConfig, attention: Callable[[AttentionConfig, str, str],
         yield TensorRule("encoder.conv.conv.bias", "encoder.convolution.project.bias")
         yield from affine("encoder.conv.LayerNorm", "encoder.convolution.norm")
     for i, layer in enumerate(encoder.layers):
-        here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
-        yield from attention(layer.attention, f"{here}.attention", there)
-        yield from affine(f"{here}.attention.output.LayerNorm", f"{there}.attn_norms.post")
-        yield LinearRule(f"{here}.intermediate.dense", f"{there}.mlp.up")
-        yield LinearRule(f"{here}.output.dense", f"{there}.mlp.down")
-        yield from affine(f"{here}.output.LayerNorm", f"{there}.mlp_norms.post")
-    yield from classifier_rules(config)
-    yield from masked_head_rules(config)
-
-
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    return _rules(config, _attention)
-
-
-def rules_2(config: ModelConfig) -> Iterator[Rule]:
-    return _rules(config, _attention_2)
+        here, there = f"encoder.layer.{i}.attention", f"encoder.layers.{i}"
+        if names is _NAMES_1:
+            yield from _attention(layer.attention, here, there)
+        else:
+            yield from _positions(layer.attention, f"{here}.self.pos_key_proj", f"{here}.self.pos_query_proj", there)
 
 
 # Pre-training heads, and tables that a configuration has switched off.
@@ -209,11 +195,11 @@ _RENAMED = {
 }
 _FAMILY = Family(
     config,
-    rules,
+    partial(_rules, names=_NAMES_1),
     "deberta.",
     _DROPPED,
     _RENAMED,
     tables=("embeddings.word_embeddings.weight",),
     **tied_names("deberta"),
 )
-FAMILIES = {"deberta": _FAMILY, "deberta-v2": replace(_FAMILY, config=version_2, rules=rules_2)}
+FAMILIES = {"deberta": _FAMILY, "deberta-v2": replace(_FAMILY, config=version_2, rules=partial(_rules, names=_NAMES_2))}

@@ -1,16 +1,24 @@
-"""Gemma: Llama with scaled embeddings and norm weights stored minus 1 (Mesnard et al. 2024)."""
+"""Gemma: Llama with scaled embeddings and norm weights stored minus 1 (Mesnard et al. 2024).
+
+Gemma 2 has windows in every second layer, softcaps of scores and logits, sandwich norms (Riviere et al. 2024).
+Gemma 3's language model has five layers of windows to one of full attention, each kind with a rotary base of its own,
+and norms of q and k (Kamath et al. 2025). EmbeddingGemma sees both directions, with windows on both sides (Schechter
+Vera et al. 2025).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 from triptych.model.config.layer import Norms
 from triptych.model.config.model import ModelConfig
 from triptych.model.families import llama
-from triptych.model.families.table.decoders import either_way
+from triptych.model.families.table.decoders import as_encoder, with_attention, with_windows
+from triptych.model.families.table.helpers import ignore_unless, query_scale, refuse_unless
 from triptych.model.families.table.raw_config import Settings
-from triptych.model.families.table.rules import Family
+from triptych.model.families.table.rope import number, rotary, settings_by_type
 
 # The stored names of Gemma 2's and 3's norms before and after each sublayer.
 SANDWICH_NORMS = {
@@ -21,7 +29,7 @@ SANDWICH_NORMS = {
 }
 
 
-def config(raw: Settings, names: Collection[str] | None, *, sandwich: bool = False) -> ModelConfig:
+def gemma(raw: Settings, names: Collection[str] | None, *, sandwich: bool = False) -> ModelConfig:
     """What all Gemmas have; with `sandwich` the output of a sublayer is normalised too (Gemma 2 and 3)."""
     raw = raw.otherwise(max_position_embeddings=8192)
     act = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
@@ -36,4 +44,51 @@ def config(raw: Settings, names: Collection[str] | None, *, sandwich: bool = Fal
     return replace(base, embedding=embedding, decoder=replace(decoder, final_norm=norm))
 
 
-FAMILIES = {"gemma": either_way(Family(config, llama.rules, "model.", llama.DROPPED))}
+_GEMMA2_PERIOD = 2  # every second layer has full attention
+
+
+def gemma2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    # `transformers` sees both directions with flash attention alone.
+    refuse_unless(raw, use_bidirectional_attention=False)
+    base = gemma(raw.otherwise(num_key_value_heads=4), names, sandwich=True)
+    base = with_attention(base, scale=query_scale(raw), softcap=raw.get("attn_logit_softcapping", 50.0))
+    base = with_windows(base, raw, raw.get("sliding_window", 4096), _GEMMA2_PERIOD)
+    return replace(base, head=base.head and replace(base.head, softcap=raw.get("final_logit_softcapping", 30.0)))
+
+
+_GEMMA3_PERIOD = 6  # every sixth layer has full attention
+
+
+def gemma3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    ignore_unless(raw, attn_logit_softcapping=None)
+    both_ways, window = bool(raw.get("use_bidirectional_attention", False)), raw.get("sliding_window", 4096)
+    ropes = _ropes(raw.otherwise(max_position_embeddings=131_072, num_key_value_heads=4))
+    base = gemma(ropes["full_attention"], names, sandwich=True)
+    assert base.decoder is not None
+    sliding = {"position": rotary(ropes["sliding_attention"], base.decoder.layers[0].attention.head_dim)}
+    base = with_attention(base, scale=query_scale(raw), qk_norm=base.decoder.final_norm)
+    window = window // 2 + 1 if both_ways else window
+    period = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", _GEMMA3_PERIOD))
+    found = with_windows(base, raw, window, period, sliding=sliding)
+    found = replace(found, head=found.head and replace(found.head, softcap=raw.get("final_logit_softcapping")))
+    return as_encoder(found) if both_ways else found
+
+
+def _ropes(raw: Settings) -> dict[str, Settings]:
+    """Return the settings of each type of layer; old checkpoints have two bases, and scale full attention alone."""
+    local = number(raw, "rope_local_base_freq", 10_000.0)
+    return settings_by_type(
+        raw,
+        {
+            "full_attention": raw.otherwise(rope_theta=1_000_000.0),
+            "sliding_attention": raw.but(rope_scaling=None, rope_theta=local),
+        },
+    )
+
+
+_SANDWICH = partial(llama.rules, norms=SANDWICH_NORMS)
+FAMILIES = {
+    "gemma": llama.family(gemma),
+    "gemma2": llama.family(gemma2, _SANDWICH),
+    "gemma3_text": llama.family(gemma3, _SANDWICH),
+}

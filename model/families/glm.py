@@ -13,10 +13,10 @@ from functools import partial
 from triptych.model.config.layer import Norms
 from triptych.model.config.model import ModelConfig
 from triptych.model.families import llama
-from triptych.model.families.table.decoders import either_way, turning_neighbours, with_attention, with_layers
+from triptych.model.families.table.decoders import turning_neighbours, with_attention, with_layers
 from triptych.model.families.table.helpers import affine
 from triptych.model.families.table.raw_config import Settings
-from triptych.model.families.table.rules import Family, LinearRule, Rule
+from triptych.model.families.table.rules import LinearRule, Rule
 
 _NORMS = {"input_layernorm": "attn_norms.pre", "post_attention_layernorm": "mlp_norms.pre"}
 _SANDWICH = {**_NORMS, "post_self_attn_layernorm": "attn_norms.output", "post_mlp_layernorm": "mlp_norms.output"}
@@ -59,7 +59,7 @@ def helium(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 def rules(config: ModelConfig, norms: Mapping[str, str] = _NORMS) -> Iterator[Rule]:
     """Yield the rules of GLM-4, whose gate and up are one matrix."""
     assert config.decoder is not None
-    yield from llama.outside(config)
+    yield from llama.NAMES.outside(config)
     for i, layer in enumerate(config.decoder.layers):
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         yield from llama.attention_rules(layer.attention, here, there)
@@ -70,8 +70,8 @@ def rules(config: ModelConfig, norms: Mapping[str, str] = _NORMS) -> Iterator[Ru
 
 
 FAMILIES = {
-    "glm": either_way(Family(glm, rules, "model.", llama.DROPPED)),
-    "glm4": either_way(Family(glm4, partial(rules, norms=_SANDWICH), "model.", llama.DROPPED)),
-    "ernie4_5": either_way(Family(ernie4_5, llama.rules, "model.", llama.DROPPED)),
-    "helium": either_way(Family(helium, llama.rules, "model.", llama.DROPPED)),
+    "glm": llama.family(glm, rules),
+    "glm4": llama.family(glm4, partial(rules, norms=_SANDWICH)),
+    "ernie4_5": llama.family(ernie4_5),
+    "helium": llama.family(helium),
 }

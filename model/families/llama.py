@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
 from triptych.model.config.layer import ExpertsConfig, LayerConfig, MLPConfig, Norms
@@ -16,7 +17,6 @@ from triptych.model.config.model import ModelConfig
 from triptych.model.config.stack import StackConfig
 from triptych.model.errors import ConfigError
 from triptych.model.families.table.decoders import ExpertNames, decoder_model, either_way, with_attention
-from triptych.model.families.table.heads import classifier_rules
 from triptych.model.families.table.helpers import (
     activation,
     affine,
@@ -32,7 +32,17 @@ from triptych.model.families.table.helpers import (
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rope import rotary
 from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.families.table.stored_names import StoredNames
 
+NAMES = StoredNames(
+    tokens="embed_tokens",
+    layer="layers.{}",
+    attention=tuple(f"self_attn.{part}_proj" for part in "qkvo"),
+    norms=("input_layernorm", "post_attention_layernorm"),
+    mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    final_norm="norm",
+)
+_PHI3 = replace(NAMES, attention=("self_attn.qkv_proj", "self_attn.o_proj"), mlp=("mlp.gate_up_proj", "mlp.down_proj"))
 _PRE_NORMS = {"input_layernorm": "attn_norms.pre", "post_attention_layernorm": "mlp_norms.pre"}
 
 
@@ -153,7 +163,7 @@ def rules(
 ) -> Iterator[Rule]:
     """Yield the weight rules; `norms` maps the stored names of a layer's norms to parameters."""
     assert config.decoder is not None
-    yield from outside(config)
+    yield from NAMES.outside(config)
     for i, layer in enumerate(config.decoder.layers):
         yield from attention_rules(layer.attention, f"layers.{i}", f"decoder.layers.{i}")
         yield from rest(config, i, norms, experts)
@@ -166,18 +176,6 @@ def attention_rules(attention: AttentionConfig, here: str, there: str) -> Iterat
     yield from heads_norm(attention, f"{there}.attn", f"{here}.self_attn.q_norm", f"{here}.self_attn.k_norm")
     if attention.sinks:
         yield TensorRule(f"{here}.self_attn.sinks", f"{there}.attn.sinks")
-
-
-def phi3_rules(config: ModelConfig) -> Iterator[Rule]:
-    assert config.decoder is not None
-    yield from outside(config)
-    for i in range(config.decoder.num_layers):
-        here, there = f"layers.{i}", f"decoder.layers.{i}"
-        yield LinearRule(f"{here}.self_attn.qkv_proj", f"{there}.attn.qkv", bias=False)
-        yield LinearRule(f"{here}.self_attn.o_proj", f"{there}.attn.out", bias=False)
-        yield LinearRule(f"{here}.mlp.gate_up_proj", f"{there}.mlp.up", bias=False)
-        yield LinearRule(f"{here}.mlp.down_proj", f"{there}.mlp.down", bias=False)
-        yield from _norms(config, here, there, _PRE_NORMS)
 
 
 def rest(
@@ -209,29 +207,28 @@ def _shifts(config: ModelConfig) -> bool:
     return norm is not None and norm.kind is NormKind.LAYER and norm.bias
 
 
-def outside(config: ModelConfig) -> Iterator[Rule]:
-    """Yield the rules of what is before and after the layers."""
-    yield TensorRule("embed_tokens.weight", "tokens.weight")
-    if config.decoder is not None and config.decoder.final_norm is not None and config.decoder.final_norm.gain:
-        yield from affine("norm", "decoder.final_norm", bias=_shifts(config))
-    yield from classifier_rules(config)
-    if config.head is not None and not config.head.tied:
-        yield LinearRule("lm_head", "head", bias=config.head.bias)
-    elif config.head is not None and config.head.bias:
-        yield TensorRule("lm_head.bias", "head.bias")
-
-
 # A head is of no use to an embedder or a classifier.
 DROPPED = ("layers.*.self_attn.rotary_emb.inv_freq", "lm_head.*")
+
+
+def family(
+    config: Callable[[Settings, Collection[str] | None], ModelConfig],
+    rules: Callable[[ModelConfig], Iterator[Rule]] = rules,
+    **fields: Any,
+) -> Family:
+    """Return the table of a relative of Llama, which may see both directions."""
+    return either_way(Family(config, rules, "model.", DROPPED, **fields))
+
+
 FAMILIES = {
-    "llama": either_way(Family(config, rules, "model.", DROPPED)),
-    "mistral": either_way(Family(mistral, rules, "model.", DROPPED)),
-    "ministral": either_way(Family(ministral, rules, "model.", DROPPED)),
-    "ministral3": either_way(Family(ministral3, rules, "model.", DROPPED)),
-    "qwen2": either_way(Family(qwen2, rules, "model.", DROPPED)),
-    "qwen3": either_way(Family(qwen3, rules, "model.", DROPPED)),
-    "qwen2_vl_text": either_way(Family(qwen2_vl, rules, "model.", DROPPED)),
-    "qwen2_5_vl_text": either_way(Family(qwen2_vl, rules, "model.", DROPPED)),
-    "qwen3_vl_text": either_way(Family(qwen3_vl, rules, "model.", DROPPED)),
-    "phi3": either_way(Family(phi3, phi3_rules, "model.", DROPPED)),
+    "llama": family(config),
+    "mistral": family(mistral),
+    "ministral": family(ministral),
+    "ministral3": family(ministral3),
+    "qwen2": family(qwen2),
+    "qwen3": family(qwen3),
+    "qwen2_vl_text": family(qwen2_vl),
+    "qwen2_5_vl_text": family(qwen2_vl),
+    "qwen3_vl_text": family(qwen3_vl),
+    "phi3": family(phi3, _PHI3.rules),
 }

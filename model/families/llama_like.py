@@ -1,8 +1,16 @@
-"""Llama with other biases, another MLP or norms of queries and keys.
+"""Llama with other biases, norms or multipliers, another MLP, or layers without positions.
 
 Seed-OSS (ByteDance 2025); AFM (Arcee 2025) and Nemotron (NVIDIA 2024), which have a squared ReLU and no gate; HunYuan
 (Tencent 2025); Apertus (Swiss AI 2025) with xIELU. Nemotron's norms are LayerNorms whose gains are stored as their
 distance from 1, and half of each head's dimensions turn.
+
+Granite (2024) multiplies embeddings, scores, residual sums and logits; GraniteMoe has experts too, those of a layer in
+one tensor; GraniteMoeShared one more for every token. Every fourth layer of SmolLM3 (Hugging Face 2025; Yang et al.
+2025) has no positions. StableLM (Bellagente et al. 2024) has LayerNorms, and StarCoder 2 (Lozhkov et al. 2024) biases
+and no gate.
+
+Command R (Cohere 2024) computes attention and MLP in parallel after one norm. Command R+ has norms of queries and keys,
+with gains of each head. Of Command R7B and A (cohere2) three of four layers have a window, the others no positions.
 """
 
 from __future__ import annotations
@@ -12,15 +20,22 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-from triptych.model.config.attention import NormConfig, NormKind
-from triptych.model.config.layer import Activation, ExpertsConfig, MLPConfig
+from triptych.model.config.attention import NormConfig, NormKind, NormSpan
+from triptych.model.config.layer import Activation, ExpertsConfig, LayerConfig, MLPConfig, Norms
 from triptych.model.config.model import ModelConfig
 from triptych.model.errors import ConfigError, shown
 from triptych.model.families import llama
-from triptych.model.families.table.decoders import ExpertNames, either_way, with_attention, with_layers
-from triptych.model.families.table.helpers import refuse_unless
+from triptych.model.families.table.decoders import (
+    ExpertNames,
+    turning_neighbours,
+    with_attention,
+    with_experts,
+    with_layers,
+    with_windows,
+)
+from triptych.model.families.table.helpers import activation, refuse_unless
 from triptych.model.families.table.raw_config import Settings
-from triptych.model.families.table.rules import Family, Rule, TensorRule
+from triptych.model.families.table.rules import Rule, TensorRule
 
 
 def seed_oss(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -140,28 +155,160 @@ def _ungated(base: ModelConfig) -> ModelConfig:
 
 _HUNYUAN_NORMS = {".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."}
 _HUNYUAN_EXPERTS = ExpertNames("mlp.gate.wg", shared="mlp.shared_mlp")
+
+
+def granite(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    base = llama.config(raw, names, head_scale=1.0 / raw.get("logits_scaling", 1.0))
+    base = with_attention(base, scale=float(raw.get("attention_multiplier", 1.0)))
+    base = with_layers(base, residual_scale=float(raw.get("residual_multiplier", 1.0)))
+    return replace(base, embedding=replace(base.embedding, scale=float(raw.get("embedding_multiplier", 1.0))))
+
+
+def granite_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    base = granite(raw, names)
+    assert base.decoder is not None
+    count, per_token = raw.get("num_local_experts", 8), raw.get("num_experts_per_tok", 2)
+    mlp, width = base.decoder.layers[0].mlp, raw.get("shared_intermediate_size", 0)
+    shared = replace(mlp, intermediate_size=width) if width else None
+    return with_experts(base, ExpertsConfig(count, per_token, mlp, renormalised=True, shared=shared))
+
+
+_MOE = "block_sparse_moe"
+_GRANITE_SHARED = ("shared_mlp.input_linear", "shared_mlp.output_linear")
+_GRANITE_NAMES = ExpertNames(f"{_MOE}.router.layer", f"{_MOE}.experts", shared_fused=_GRANITE_SHARED)
+_GRANITE_FUSED = (
+    *_GRANITE_NAMES.fused(f"{_MOE}.input_linear.weight", f"{_MOE}.output_linear.weight", written=True),
+    *_GRANITE_NAMES.fused(f"{_MOE}.experts.gate_up_proj", f"{_MOE}.experts.down_proj"),
+)
+
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def smollm3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    raw = raw.otherwise(num_key_value_heads=4, max_position_embeddings=32_768, rope_theta=2_000_000.0)
+    raw.get("max_window_layers")  # of Qwen
+    base = llama.config(raw, names)
+    assert base.decoder is not None
+    count, plain = base.decoder.num_layers, base.decoder.layers[0]
+    interval, window = raw.get("no_rope_layer_interval", 4), raw.get("sliding_window")
+    turns = raw.get("no_rope_layers") or [(index + 1) % interval != 0 for index in range(count)]
+    slides = raw.get("use_sliding_window", False) and window is not None
+    kinds = raw.get("layer_types") or [_KINDS[bool(slides and not turn)] for turn in turns]
+    if len(turns) < count or len(kinds) != count or set(kinds) - set(_KINDS):
+        raise ConfigError(f"no_rope_layers and layer_types are not of {count} layers of full or sliding attention")
+    found: dict[tuple[bool, bool], LayerConfig] = {}
+
+    def layer(turn: bool, sliding: bool) -> LayerConfig:
+        if (turn, sliding) not in found:
+            position = plain.attention.position if turn else None
+            mixer = replace(plain.attention, position=position, window=window if sliding else None)
+            found[turn, sliding] = replace(plain, mixer=mixer)
+        return found[turn, sliding]
+
+    layers = tuple(layer(bool(turn), kind == _KINDS[1]) for turn, kind in zip(turns, kinds, strict=False))
+    return replace(base, decoder=replace(base.decoder, layers=layers))
+
+
+def stablelm(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5))
+    raw = raw.otherwise(max_position_embeddings=4096, partial_rotary_factor=raw.get("rope_pct", 0.25))
+    base = llama.config(raw, names, norm=norm, partial=True)
+    base = with_attention(base, qkv_bias=bool(raw.get("use_qkv_bias", False)), out_bias=False)
+    if raw.get("qk_layernorm", False):
+        base = with_attention(base, qk_norm=replace(norm, bias=False), qk_norm_span=NormSpan.OWN_GAINS)
+    if raw.get("use_parallel_residual", False):
+        base = with_layers(base, parallel=True, one_norm=True, norms=(Norms(pre=norm), Norms()))
+    return base
+
+
+def stablelm_rules(config: ModelConfig) -> Iterator[Rule]:
+    assert config.decoder is not None
+    one_norm = config.decoder.layers[0].one_norm
+    norms = {"input_layernorm": "attn_norms.pre"} | ({} if one_norm else {"post_attention_layernorm": "mlp_norms.pre"})
+    yield from llama.rules(with_attention(config, qk_norm=None), norms=norms)
+    for i, layer in enumerate(config.decoder.layers):
+        attention = layer.attention
+        for side, heads in (("q", attention.num_heads), ("k", attention.num_kv_heads)) if attention.qk_norm else ():
+            for head in range(heads):
+                source = f"layers.{i}.self_attn.{side}_layernorm.norms.{head}.weight"
+                target, rows = f"decoder.layers.{i}.attn.{side}_norm.weight", (head, head + 1)
+                yield TensorRule(source, target, rows, shape=(attention.head_dim,))
+
+
+# Of StarCoder's first files: how its softmax was computed, and what has other names now.
+_OLDER = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "activation_function", "layer_norm_epsilon")
+
+
+def starcoder2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
+    for unused in _OLDER:
+        raw.get(unused)
+    raw = raw.otherwise(max_position_embeddings=4096, num_key_value_heads=2)
+    bias = bool(raw.get("use_bias", True))
+    norm = NormConfig(NormKind.LAYER, raw.get("norm_epsilon", 1e-5))
+    base = llama.config(raw.but(hidden_act="silu"), names, norm=norm)
+    base = with_attention(base, qkv_bias=bias, out_bias=bias, window=raw.get("sliding_window"))
+    mlp = MLPConfig(raw["intermediate_size"], activation(raw, "hidden_act", "gelu_pytorch_tanh"), bias=bias)
+    return with_layers(base, feed_forward=mlp)
+
+
+_PERIOD = 4  # every fourth layer of cohere2 has full attention
+
+
+def cohere(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    raw = raw.otherwise(max_position_embeddings=8192, rope_theta=500_000.0)
+    return _parallel(raw, names, qk_norm=bool(raw.get("use_qk_norm", False)))
+
+
+def _parallel(raw: Settings, names: Collection[str] | None, *, qk_norm: bool) -> ModelConfig:
+    norm = NormConfig(NormKind.LAYER, raw.get("layer_norm_eps", 1e-5), bias=False)
+    base = llama.config(raw, names, norm=norm, head_scale=raw.get("logit_scale", 0.0625))
+    base = turning_neighbours(base)
+    if qk_norm:
+        base = with_attention(base, qk_norm=norm, qk_norm_span=NormSpan.OWN_GAINS)
+    return with_layers(base, parallel=True, one_norm=True, norms=(Norms(pre=norm), Norms()))
+
+
+def cohere2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    refuse_unless(raw, use_qk_norm=False, use_parallel_block=True, use_embedding_sharing=True)
+    refuse_unless(raw, use_gated_activation=True, rotary_pct=1.0)
+    for unused in ("use_parallel_embedding", "layer_switch"):
+        raw.get(unused)  # of training; the same as the pattern
+    refuse_unless(raw, position_embedding_type="rope_gptj", order_of_interleaved_layers="local_attn_first")
+    base = _parallel(raw.otherwise(max_position_embeddings=8192), names, qk_norm=False)
+    assert base.decoder is not None
+    period = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", _PERIOD))
+    return with_windows(base, raw, raw.get("sliding_window", 4096), period, full={"position": None})
+
+
+_COHERE_RULES = partial(llama.rules, norms={"input_layernorm": "attn_norms.pre"})
+
+
+_SPARSE = llama.family(
+    granite_moe,
+    partial(llama.rules, experts=_GRANITE_NAMES),
+    fused=_GRANITE_FUSED,
+    spelled={f"{_MOE}.router.weight": f"{_MOE}.router.layer.weight"},
+)
 FAMILIES = {
-    "seed_oss": either_way(Family(seed_oss, llama.rules, "model.", llama.DROPPED)),
-    "arcee": either_way(Family(arcee, llama.rules, "model.", llama.DROPPED)),
-    "nemotron": either_way(Family(nemotron, llama.rules, "model.", llama.DROPPED)),
-    "hunyuan_v1_dense": either_way(
-        Family(
-            hunyuan,
-            llama.rules,
-            "model.",
-            llama.DROPPED,
-            spelled=_HUNYUAN_NORMS,
-        )
+    "seed_oss": llama.family(seed_oss),
+    "arcee": llama.family(arcee),
+    "nemotron": llama.family(nemotron),
+    "hunyuan_v1_dense": llama.family(hunyuan, spelled=_HUNYUAN_NORMS),
+    "hunyuan_v1_moe": llama.family(
+        hunyuan_moe,
+        partial(llama.rules, experts=_HUNYUAN_EXPERTS),
+        fused=_HUNYUAN_EXPERTS.fused(),
+        spelled=_HUNYUAN_NORMS,
     ),
-    "hunyuan_v1_moe": either_way(
-        Family(
-            hunyuan_moe,
-            partial(llama.rules, experts=_HUNYUAN_EXPERTS),
-            "model.",
-            llama.DROPPED,
-            fused=_HUNYUAN_EXPERTS.fused(),
-            spelled=_HUNYUAN_NORMS,
-        )
-    ),
-    "apertus": either_way(Family(apertus, apertus_rules, "model.", llama.DROPPED)),
+    "apertus": llama.family(apertus, apertus_rules),
+    "granite": llama.family(granite),
+    "granitemoe": _SPARSE,
+    "granitemoeshared": _SPARSE,
+    "smollm3": llama.family(smollm3),
+    "stablelm": llama.family(stablelm, stablelm_rules),
+    "starcoder2": llama.family(starcoder2, replace(llama.NAMES, mlp=("mlp.c_fc", "mlp.c_proj")).rules),
+    "cohere": llama.family(cohere, _COHERE_RULES),
+    "cohere2": llama.family(cohere2, _COHERE_RULES),
 }

@@ -1,30 +1,32 @@
 """ModernBERT: windows in two of three layers, a rotary base for each kind, a gated MLP (Warner et al. 2024).
 
 It is pre-norm with a norm after the embeddings, which is why the first layer's attention has none. Norms do not shift
-and projections have no biases unless the configuration says so.
+and projections have no biases unless the configuration says so. EuroBERT is Llama's network, whose attention sees both
+directions (Boizard et al. 2025).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind
 from triptych.model.config.layer import LayerConfig, MLPConfig, Norms
 from triptych.model.config.model import ClassifierConfig, ClassifierInput, EmbeddingConfig, ModelConfig
 from triptych.model.config.stack import StackConfig
+from triptych.model.families import llama
+from triptych.model.families.table.decoders import as_encoder, encoder_rules
 from triptych.model.families.table.heads import (
     classifier,
-    classifier_rules,
     masked_head,
-    masked_head_rules,
     pooled_by,
     tied_names,
 )
-from triptych.model.families.table.helpers import activation, affine, layers_by_type, refuse_unless, repeat, split_width
+from triptych.model.families.table.helpers import activation, layers_by_type, refuse_unless, repeat, split_width
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rope import number, rotary, settings_by_type
-from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.families.table.rules import Family
+from triptych.model.families.table.stored_names import StoredNames
 
 _POOLING = {"cls": ClassifierInput.FIRST, "mean": ClassifierInput.MEAN}
 # Of training, of how `transformers` computes, and what old files say in other words too.
@@ -35,7 +37,7 @@ _WITHOUT_EFFECT = (
 _PERIOD = 3  # every third layer from the first on has full attention
 
 
-def config(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+def modernbert(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     refuse_unless(raw, position_embedding_type="absolute")  # what old files say of a model without such embeddings
     size, longest = raw["hidden_size"], raw.get("max_position_embeddings", 8192)
     norm = NormConfig(NormKind.LAYER, raw.get("norm_eps", 1e-5), bias=bool(raw.get("norm_bias", False)))
@@ -95,28 +97,36 @@ def _classifier(raw: Settings, names: Collection[str] | None, norm: NormConfig) 
     return pooled_by(head, raw, _POOLING, "cls")
 
 
-def rules(config: ModelConfig) -> Iterator[Rule]:
-    encoder = config.encoder
-    assert encoder is not None and encoder.final_norm is not None
-    shifts = encoder.final_norm.bias
-    yield TensorRule("embeddings.tok_embeddings.weight", "tokens.weight")
-    yield from affine("embeddings.norm", "encoder.embed_norm", bias=shifts)
-    yield from affine("final_norm", "encoder.final_norm", bias=shifts)
-    for i, layer in enumerate(encoder.layers):
-        here, there = f"layers.{i}", f"encoder.layers.{i}"
-        yield LinearRule(f"{here}.attn.Wqkv", f"{there}.attn.qkv", layer.attention.qkv_bias)
-        yield LinearRule(f"{here}.attn.Wo", f"{there}.attn.out", layer.attention.out_bias)
-        yield LinearRule(f"{here}.mlp.Wi", f"{there}.mlp.up", layer.mlp.bias)
-        yield LinearRule(f"{here}.mlp.Wo", f"{there}.mlp.down", layer.mlp.bias)
-        if layer.norms[0].pre is not None:
-            yield from affine(f"{here}.attn_norm", f"{there}.attn_norms.pre", bias=shifts)
-        yield from affine(f"{here}.mlp_norm", f"{there}.mlp_norms.pre", bias=shifts)
-    yield from classifier_rules(config)
-    yield from masked_head_rules(config)
+_NAMES = StoredNames(
+    tokens="embeddings.tok_embeddings",
+    embed_norm="embeddings.norm",
+    layer="layers.{}",
+    attention=("attn.Wqkv", "attn.Wo"),
+    norms=("attn_norm", "mlp_norm"),
+    mlp=("mlp.Wi", "mlp.Wo"),
+    final_norm="final_norm",
+)
+_EURO_POOLING = {"bos": ClassifierInput.FIRST, "mean": ClassifierInput.MEAN, "late": ClassifierInput.ALL}
+
+
+def eurobert(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    for unused in ("bos_token", "eos_token", "pad_token", "mask_token"):  # their ids are what counts
+        raw.get(unused)
+    base = as_encoder(llama.config(raw.otherwise(max_position_embeddings=8192, rms_norm_eps=1e-5), names))
+    raw = raw.otherwise(classifier_pooling=raw.get("clf_pooling", "late"))
+    raw.get("classifier_pooling")
+    untied = raw.otherwise(tie_word_embeddings=False)
+    return replace(
+        base,
+        classifier=base.classifier and pooled_by(base.classifier, raw, _EURO_POOLING, "late"),
+        masked_head=masked_head(untied, names, base.embedding, None, None),
+    )
 
 
 _DROPPED = ("head.*", "decoder.*")
-_TABLES = ("embeddings.tok_embeddings.weight",)
 FAMILIES = {
-    "modernbert": Family(config, rules, "model.", _DROPPED, tables=_TABLES, **tied_names("modernbert")),
+    "modernbert": Family(
+        modernbert, _NAMES.rules, "model.", _DROPPED, tables=(f"{_NAMES.tokens}.weight",), **tied_names("modernbert")
+    ),
+    "eurobert": Family(eurobert, encoder_rules(llama.rules), "model.", llama.DROPPED),
 }

@@ -3,26 +3,26 @@
 OLMo 1 is of Groeneveld et al. 2024. In 2 and 3 norms of all queries' and all keys' heads together are added.
 OLMo 2 (OLMo team 2025) has full attention; in OLMo 3 three of four layers have a window, and only the others stretch
 their rotary positions. OLMoE (Muennighoff et al. 2024) has experts, the same norms of heads, and Llama's of sublayers.
+EXAONE 4 (LG AI Research 2025) normalises each head; where some layers have windows, the others have no positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
 
 from triptych.model.config.attention import NormConfig, NormKind, NormSpan
 from triptych.model.config.layer import ExpertsConfig, Norms
 from triptych.model.config.model import ModelConfig
+from triptych.model.errors import ConfigError
 from triptych.model.families import llama
-from triptych.model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts, with_layers
+from triptych.model.families.table.decoders import ExpertNames, with_attention, with_experts, with_layers, with_windows
 from triptych.model.families.table.helpers import layers_by_type
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rope import rotary, settings_by_type
-from triptych.model.families.table.rules import Family
 
-# The stored names of norms after the sublayers; EXAONE 4 has the same.
-OUTPUT_NORMS = {"post_attention_layernorm": "attn_norms.output", "post_feedforward_layernorm": "mlp_norms.output"}
+# The stored names of norms after the sublayers.
+_OUTPUT_NORMS = {"post_attention_layernorm": "attn_norms.output", "post_feedforward_layernorm": "mlp_norms.output"}
 _PERIOD = 4  # every fourth layer of OLMo 3 has full attention
 
 
@@ -49,13 +49,8 @@ def olmo3(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     ropes = settings_by_type(raw, {"full_attention": plain, "sliding_attention": plain.but(rope_scaling=None)})
     base = olmo2(ropes["full_attention"], names)
     assert base.decoder is not None
-    layer = base.decoder.layers[0]
-    position, window = rotary(ropes["sliding_attention"], layer.attention.head_dim), raw.get("sliding_window", 4096)
-    sliding = replace(layer, mixer=replace(layer.attention, window=window, position=position))
-    layers = {"sliding_attention": sliding, "full_attention": layer}
-    return replace(
-        base, decoder=replace(base.decoder, layers=layers_by_type(raw, layers, base.decoder.num_layers, _PERIOD))
-    )
+    position = rotary(ropes["sliding_attention"], base.decoder.layers[0].attention.head_dim)
+    return with_windows(base, raw, raw.get("sliding_window", 4096), _PERIOD, sliding={"position": position})
 
 
 def olmoe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -75,12 +70,34 @@ def olmoe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
 
 
 _EXPERTS = ExpertNames()
-_RULES = partial(llama.rules, norms=OUTPUT_NORMS)
+_RULES = partial(llama.rules, norms=_OUTPUT_NORMS)
+
+
+def exaone4(raw: Settings, names: Collection[str] | None) -> ModelConfig:
+    base = with_attention(olmo2(raw, names), qk_norm_span=NormSpan.HEAD)
+    assert base.decoder is not None
+    window = raw.get("sliding_window", 4096)
+    if window is None:
+        layers_by_type(raw, {"full_attention": base.decoder.layers[0]}, base.decoder.num_layers, 1)
+        raw.get("sliding_window_pattern")
+        return base
+    return with_windows(base, raw, window, _exaone_period(raw), full={"position": None})
+
+
+def _exaone_period(raw: Settings) -> int:
+    """Return the period of layers with full attention; raises `ConfigError` for a pattern without `layer_types`."""
+    pattern = raw.get("sliding_window_pattern", 4)
+    if raw.get("layer_types") is None and not isinstance(pattern, int):
+        raise ConfigError(f"sliding_window_pattern {pattern!r} is served with layer_types only")
+    return pattern if isinstance(pattern, int) else 1
+
+
+_EXPERTS = ExpertNames()
+_RULES = partial(llama.rules, norms=_OUTPUT_NORMS)
 FAMILIES = {
-    "olmo": either_way(Family(olmo, llama.rules, "model.", llama.DROPPED)),
-    "olmo2": either_way(Family(olmo2, _RULES, "model.", llama.DROPPED)),
-    "olmoe": either_way(
-        Family(olmoe, partial(llama.rules, experts=_EXPERTS), "model.", llama.DROPPED, fused=_EXPERTS.fused())
-    ),
-    "olmo3": either_way(Family(olmo3, _RULES, "model.", llama.DROPPED)),
+    "olmo": llama.family(olmo),
+    "olmo2": llama.family(olmo2, _RULES),
+    "olmoe": llama.family(olmoe, partial(llama.rules, experts=_EXPERTS), fused=_EXPERTS.fused()),
+    "olmo3": llama.family(olmo3, _RULES),
+    "exaone4": llama.family(exaone4, _RULES),
 }

@@ -73,7 +73,7 @@ def _sparse(raw: Settings, base: ModelConfig) -> ModelConfig:
 def rules(config: ModelConfig, *, by_heads: bool = False) -> Iterator[Rule]:
     """Yield the weight rules; `by_heads`: a recurrent layer's inputs are stored by key heads (Qwen3-Next)."""
     assert config.decoder is not None
-    yield from llama.outside(config)
+    yield from llama.NAMES.outside(config)
     for i, layer in enumerate(config.decoder.layers):
         here, there = f"layers.{i}", f"decoder.layers.{i}"
         if isinstance(layer.mixer, AttentionConfig):

@@ -9,10 +9,9 @@ from functools import partial
 from triptych.model.config.layer import ExpertsConfig
 from triptych.model.config.model import ModelConfig
 from triptych.model.families import llama
-from triptych.model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts
+from triptych.model.families.table.decoders import ExpertNames, with_attention, with_experts
 from triptych.model.families.table.helpers import split_width
 from triptych.model.families.table.raw_config import Settings
-from triptych.model.families.table.rules import Family
 
 NAMES = ExpertNames()
 
@@ -81,7 +80,7 @@ _RULES = partial(llama.rules, experts=NAMES)
 # Published folders have inputs first, those that `transformers` 5 writes outputs first.
 _EITHER_WAY = tuple(replace(one, either_way=True) for one in NAMES.fused(written=True))
 FAMILIES = {
-    "qwen2_moe": either_way(Family(qwen2, _RULES, "model.", llama.DROPPED, fused=NAMES.fused())),
-    "qwen3_moe": either_way(Family(qwen3, _RULES, "model.", llama.DROPPED, fused=NAMES.fused())),
-    "qwen3_vl_moe_text": either_way(Family(qwen3_vl, _RULES, "model.", llama.DROPPED, fused=_EITHER_WAY)),
+    "qwen2_moe": llama.family(qwen2, _RULES, fused=NAMES.fused()),
+    "qwen3_moe": llama.family(qwen3, _RULES, fused=NAMES.fused()),
+    "qwen3_vl_moe_text": llama.family(qwen3_vl, _RULES, fused=_EITHER_WAY),
 }

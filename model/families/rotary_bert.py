@@ -7,20 +7,20 @@ low-rank adapters. The code that comes with their folders is not run: tensors ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from functools import partial
 
 from triptych.model.config.attention import AttentionConfig, NormConfig, NormKind, RopeScaling, RotaryConfig
 from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
 from triptych.model.config.model import AdapterConfig, ClassifierInput, EmbeddingConfig, ModelConfig
 from triptych.model.config.stack import StackConfig
 from triptych.model.errors import ConfigError
-from triptych.model.families.table.heads import classifier, classifier_rules, masked_head, masked_head_rules, tied_names
-from triptych.model.families.table.helpers import activation, affine, fused, refuse_unless, repeat, split_width
+from triptych.model.families.table.heads import classifier, masked_head, tied_names
+from triptych.model.families.table.helpers import activation, refuse_unless, repeat, split_width
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rope import number, rotary
 from triptych.model.families.table.rules import Family, LinearRule, Rule, TensorRule
+from triptych.model.families.table.stored_names import StoredNames
 
 
 def _config(
@@ -180,80 +180,43 @@ def jina(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(base, max_positions=longest, adapters=_adapters(raw, names))
 
 
-# What tensors are called, but for those of an MLP.
-_NOMIC = {
-    "layer": "encoder.layers",
-    "embed_norm": "emb_ln",
-    "attn.qkv": "attn.Wqkv",
-    "attn.out": "attn.out_proj",
-    "attn_norms": "norm1",
-    "mlp_norms": "norm2",
-}
-_JINA = {**_NOMIC, "attn.qkv": "mixer.Wqkv", "attn.out": "mixer.out_proj"}
-_GTE = {
-    "layer": "encoder.layer",
-    "embed_norm": "embeddings.LayerNorm",
-    "attn.qkv": "attention.qkv_proj",
-    "attn.out": "attention.o_proj",
-    "attn_norms": "attn_ln",
-    "mlp_norms": "mlp_ln",
-}
+_NOMIC = StoredNames(
+    embed_norm="emb_ln",
+    layer="encoder.layers.{}",
+    attention=("attn.Wqkv", "attn.out_proj"),
+    norms=("norm1", "norm2"),
+    mlp=("mlp.fc12", "mlp.fc11", "mlp.fc2"),
+)
+_JINA = replace(_NOMIC, attention=("mixer.Wqkv", "mixer.out_proj"), mlp=("mlp.fc1", "mlp.fc2"))
+_GTE = StoredNames(
+    layer="encoder.layer.{}",
+    attention=("attention.qkv_proj", "attention.o_proj"),
+    norms=("attn_ln", "mlp_ln"),
+)
 
 
-def _rules(
-    config: ModelConfig,
-    names: Mapping[str, str],
-    mlp: Callable[[LayerConfig, int, str, str], Iterator[Rule]],
-) -> Iterator[Rule]:
+def _gte_rules(config: ModelConfig) -> Iterator[Rule]:
+    """Yield the rules of GTE, whose matrix has the gate after what it gates."""
     encoder = config.encoder
     assert encoder is not None
-    yield TensorRule("embeddings.word_embeddings.weight", "tokens.weight")
-    if encoder.token_types:
-        yield TensorRule("embeddings.token_type_embeddings.weight", "encoder.types.weight")
-    yield from affine(names["embed_norm"], "encoder.embed_norm")
+    yield from _GTE.rules(config)
     for i, layer in enumerate(encoder.layers):
-        here, there = f"{names['layer']}.{i}", f"encoder.layers.{i}"
-        for part in ("attn.qkv", "attn.out"):
-            yield LinearRule(f"{here}.{names[part]}", f"{there}.{part}", layer.attention.qkv_bias)
-        yield from mlp(layer, encoder.hidden_size, f"{here}.mlp", f"{there}.mlp")
-        for norm in ("attn_norms", "mlp_norms"):
-            yield from affine(f"{here}.{names[norm]}", f"{there}.{norm}.post")
-    if config.pooler:
-        yield LinearRule("pooler.dense", "pooler")
-    yield from classifier_rules(config)
-    yield from masked_head_rules(config)
-
-
-def _nomic_mlp(layer: LayerConfig, hidden: int, here: str, there: str) -> Iterator[Rule]:
-    gate_first = dict.fromkeys((f"{here}.fc12", f"{here}.fc11"), layer.mlp.intermediate_size)
-    yield from fused(gate_first, f"{there}.up", bias=False)
-    yield LinearRule(f"{here}.fc2", f"{there}.down", bias=False)
-
-
-def _gte_mlp(layer: LayerConfig, hidden: int, here: str, there: str) -> Iterator[Rule]:
-    """The stored matrix has the gate after what it gates."""
-    inner = layer.mlp.intermediate_size
-    first, second, shape = (0, inner), (inner, 2 * inner), (2 * inner, hidden)
-    for rows, part in ((first, second), (second, first)):
-        yield TensorRule(f"{here}.up_gate_proj.weight", f"{there}.up.weight", rows, shape=shape, part=part)
-    yield LinearRule(f"{here}.down_proj", f"{there}.down")
-
-
-def _jina_mlp(layer: LayerConfig, hidden: int, here: str, there: str) -> Iterator[Rule]:
-    yield LinearRule(f"{here}.fc1", f"{there}.up")
-    yield LinearRule(f"{here}.fc2", f"{there}.down")
+        here, there, inner = f"encoder.layer.{i}.mlp", f"encoder.layers.{i}.mlp", layer.mlp.intermediate_size
+        first, second, shape = (0, inner), (inner, 2 * inner), (2 * inner, encoder.hidden_size)
+        for rows, part in ((first, second), (second, first)):
+            yield TensorRule(f"{here}.up_gate_proj.weight", f"{there}.up.weight", rows, shape=shape, part=part)
+        yield LinearRule(f"{here}.down_proj", f"{there}.down")
 
 
 _DROPPED = ("cls.*", "lm_head.*")
-_GTE_RULES = partial(_rules, names=_GTE, mlp=_gte_mlp)
 _GTE_FAMILY = Family(
-    gte, _GTE_RULES, "gte.", _DROPPED, tables=("embeddings.word_embeddings.weight",), **tied_names("gte")
+    gte, _gte_rules, "gte.", _DROPPED, tables=("embeddings.word_embeddings.weight",), **tied_names("gte")
 )
 FAMILIES = {
     "nomic_bert": replace(
         _GTE_FAMILY,
         config=nomic,
-        rules=partial(_rules, names=_NOMIC, mlp=_nomic_mlp),
+        rules=_NOMIC.rules,
         prefix="nomic_bert.",
         **tied_names("nomic_bert"),
     ),
@@ -262,7 +225,7 @@ FAMILIES = {
     "jina_embeddings_v3": replace(
         _GTE_FAMILY,
         config=jina,
-        rules=partial(_rules, names=_JINA, mlp=_jina_mlp),
+        rules=_JINA.rules,
         prefix="roberta.",
         dropped=(*_DROPPED, "*.parametrizations.weight.0.lora_?"),
         **tied_names("jina_embeddings_v3"),

@@ -15,9 +15,8 @@ from triptych.model.config.layer import ChoiceConfig, ExpertsConfig
 from triptych.model.config.model import ModelConfig
 from triptych.model.errors import ConfigError
 from triptych.model.families import glm, llama, mixtral
-from triptych.model.families.table.decoders import ExpertNames, either_way, with_attention, with_experts
+from triptych.model.families.table.decoders import ExpertNames, with_attention, with_experts
 from triptych.model.families.table.raw_config import Settings
-from triptych.model.families.table.rules import Family
 
 
 def glm4_moe(raw: Settings, names: Collection[str] | None) -> ModelConfig:
@@ -117,26 +116,18 @@ _ERNIE = ExpertNames(shared="mlp.shared_experts", choice="mlp.moe_statics.e_scor
 _RULES = partial(llama.rules, experts=_NAMES)
 _MINIMAX = replace(mixtral.NAMES, choice="block_sparse_moe.e_score_correction_bias")
 FAMILIES = {
-    "minimax_m2": either_way(
-        Family(
-            minimax_m2,
-            partial(llama.rules, experts=_MINIMAX),
-            "model.",
-            llama.DROPPED,
-            fused=_MINIMAX.fused(),
-            spelled={".mlp.": ".block_sparse_moe."},
-        )
+    "minimax_m2": llama.family(
+        minimax_m2,
+        partial(llama.rules, experts=_MINIMAX),
+        fused=_MINIMAX.fused(),
+        spelled={".mlp.": ".block_sparse_moe."},
     ),
-    "glm4_moe": either_way(Family(glm4_moe, _RULES, "model.", llama.DROPPED, fused=_NAMES.fused())),
-    "dots1": either_way(Family(dots1, _RULES, "model.", llama.DROPPED, fused=_NAMES.fused())),
-    "ernie4_5_moe": either_way(
-        Family(
-            ernie4_5_moe,
-            partial(llama.rules, experts=_ERNIE),
-            "model.",
-            llama.DROPPED,
-            fused=_ERNIE.fused(),
-            spelled={".gate.moe_statics.": ".moe_statics."},
-        )
+    "glm4_moe": llama.family(glm4_moe, _RULES, fused=_NAMES.fused()),
+    "dots1": llama.family(dots1, _RULES, fused=_NAMES.fused()),
+    "ernie4_5_moe": llama.family(
+        ernie4_5_moe,
+        partial(llama.rules, experts=_ERNIE),
+        fused=_ERNIE.fused(),
+        spelled={".gate.moe_statics.": ".moe_statics."},
     ),
 }

@@ -11,7 +11,7 @@ from dataclasses import replace
 from triptych.model.config.layer import LayerConfig
 from triptych.model.config.model import HeadConfig, ModelConfig
 from triptych.model.config.stack import StackConfig
-from triptych.model.families import gemma2
+from triptych.model.families import gemma
 from triptych.model.families.table.decoders import as_encoder, see_one_more
 from triptych.model.families.table.helpers import affine, cross_attention, fused, ids, self_attention, tied
 from triptych.model.families.table.raw_config import Settings
@@ -46,7 +46,7 @@ def _module(raw: Settings, side: str) -> ModelConfig:
     own = raw.part(side, raw[side], "t5_gemma_module")
     for unused in ("is_decoder", "cross_attention_hidden_size"):
         own.get(unused)
-    found = gemma2.config(own, None)
+    found = gemma.gemma2(own, None)
     own.refuse_unread()
     return found
 

@@ -13,6 +13,7 @@ from triptych.model.config.attention import AttentionConfig, NormConfig, NormKin
 from triptych.model.config.layer import Activation, LayerConfig, MLPConfig, Norms
 from triptych.model.config.model import ClassifierInput, EmbeddingConfig, ImageConfig, ModelConfig
 from triptych.model.config.stack import PositionConfig, PositionKind, StackConfig
+from triptych.model.families import bert
 from triptych.model.families.table.heads import classifier, classifier_rules, has_pooler
 from triptych.model.families.table.helpers import (
     activation,
@@ -20,7 +21,6 @@ from triptych.model.families.table.helpers import (
     ignore_unless,
     refuse_unless,
     repeat,
-    self_attention,
     split_width,
 )
 from triptych.model.families.table.raw_config import Settings
@@ -107,11 +107,14 @@ def dinov2(raw: Settings, names: Collection[str] | None) -> ModelConfig:
     return replace(base, image=image, encoder=encoder, pooler=False, max_positions=image.num_tokens)
 
 
-_VIT_NAMES = {
-    "layernorm_before": "attn_norms.pre",
-    "layernorm_after": "mlp_norms.pre",
-}
-_DINO_NAMES = {"norm1": "attn_norms.pre", "norm2": "mlp_norms.pre"}
+_PARTS = ("attention.query", "attention.key", "attention.value", "output.dense")
+_NAMES = replace(
+    bert.NAMES,
+    attention=tuple(f"attention.{part}" for part in _PARTS),
+    norms=("layernorm_before", "layernorm_after"),
+)
+_DINO = replace(_NAMES, norms=("norm1", "norm2"), mlp=("mlp.fc1", "mlp.fc2"))
+_GATED_DINO = replace(_DINO, mlp=("mlp.weights_in", "mlp.weights_out"))
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
@@ -119,13 +122,12 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     assert config.image is not None
     yield from _embeddings(config.image, config.encoder.hidden_size)
     for i, layer in enumerate(config.encoder.layers):
-        here, there = f"encoder.layer.{i}", f"encoder.layers.{i}"
-        parts = ("attention.query", "attention.key", "attention.value", "output.dense")
-        names = (f"{here}.attention.{part}" for part in parts)
-        yield from self_attention(layer.attention, f"{there}.attn", *names)
-        for stored, norm in (_DINO_NAMES if layer.channel_scales else _VIT_NAMES).items():
-            yield from affine(f"{here}.{stored}", f"{there}.{norm}")
-        yield from _mlp(layer, here, there)
+        here, there, names = f"encoder.layer.{i}", f"encoder.layers.{i}", _NAMES
+        if layer.channel_scales:
+            names = _GATED_DINO if layer.mlp.gated else _DINO
+            yield TensorRule(f"{here}.layer_scale1.lambda1", f"{there}.attn_scale")
+            yield TensorRule(f"{here}.layer_scale2.lambda1", f"{there}.mlp_scale")
+        yield from names.layer_rules(layer, here, there)
     yield from affine("layernorm", "encoder.final_norm")
     if config.pooler:
         yield LinearRule("pooler.dense", "pooler")
@@ -149,16 +151,6 @@ def _embeddings(image: ImageConfig, size: int) -> Iterator[Rule]:
     if image.grid is not None:
         target, rows = "patches.positions", image.grid**2 + 1
     yield TensorRule("embeddings.position_embeddings", target, shape=(1, rows, size))
-
-
-def _mlp(layer: LayerConfig, here: str, there: str) -> Iterator[Rule]:
-    up, down = "intermediate.dense", "output.dense"
-    if layer.channel_scales:
-        up, down = ("mlp.weights_in", "mlp.weights_out") if layer.mlp.gated else ("mlp.fc1", "mlp.fc2")
-        yield TensorRule(f"{here}.layer_scale1.lambda1", f"{there}.attn_scale")
-        yield TensorRule(f"{here}.layer_scale2.lambda1", f"{there}.mlp_scale")
-    yield LinearRule(f"{here}.{up}", f"{there}.mlp.up")
-    yield LinearRule(f"{here}.{down}", f"{there}.mlp.down")
 
 
 _PATCHES = ("embeddings.patch_embeddings.projection.weight",)  # in the place of a token table

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from triptych.model.config.attention import RotaryConfig
@@ -11,7 +12,7 @@ from triptych.model.config.layer import ExpertsConfig, LayerConfig
 from triptych.model.config.model import EmbeddingConfig, ModelConfig
 from triptych.model.config.stack import StackConfig
 from triptych.model.families.table.heads import classifier
-from triptych.model.families.table.helpers import decoder_head, fused, ids
+from triptych.model.families.table.helpers import decoder_head, fused, ids, layers_by_type
 from triptych.model.families.table.raw_config import Settings
 from triptych.model.families.table.rules import Family, FusedExperts, LinearRule, Rule, TensorRule
 
@@ -55,6 +56,29 @@ def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
     assert config.decoder is not None
     changed = config.decoder.with_layers(lambda layer: replace(layer, mixer=replace(layer.attention, **changes)))
     return replace(config, decoder=changed)
+
+
+def with_windows(
+    config: ModelConfig,
+    raw: Settings,
+    window: int | None,
+    period: int,
+    *,
+    full: Mapping[str, Any] = MappingProxyType({}),
+    sliding: Mapping[str, Any] = MappingProxyType({}),
+) -> ModelConfig:
+    """Return a decoder-only model whose layers have a window or not, as `layer_types` or the period tells.
+
+    `full` and `sliding` change the attention of each kind.
+    """
+    assert config.decoder is not None
+    layer = config.decoder.layers[0]
+    layers = {
+        "sliding_attention": replace(layer, mixer=replace(layer.attention, window=window, **sliding)),
+        "full_attention": replace(layer, mixer=replace(layer.attention, **full)),
+    }
+    chosen = layers_by_type(raw, layers, config.decoder.num_layers, period)
+    return replace(config, decoder=replace(config.decoder, layers=chosen))
 
 
 def turning_neighbours(config: ModelConfig) -> ModelConfig:

@@ -23,9 +23,10 @@ class StoredNames:
     """
 
     layer: str  # with the layer's number in place of {}
-    attention: tuple[str, ...]  # q, k, v and the output; or the three in one, and the output
     norms: tuple[str, ...]
-    mlp: tuple[str, ...] = ()  # up and down; or the gate, up and down. Empty: rules of their own
+    # Empty: rules of their own.
+    attention: tuple[str, ...] = ()  # q, k, v and the output; or the three in one, and the output
+    mlp: tuple[str, ...] = ()  # up and down; or the gate, up and down
     heads_norm: str = ""  # of queries and keys, with q or k in place of {}
     tokens: str = "embeddings.word_embeddings"
     positions: str = "embeddings.position_embeddings"
@@ -76,7 +77,7 @@ class StoredNames:
         names = [f"{here}.{part}" for part in self.attention]
         if len(names) == 4:
             yield from self_attention(attention, f"{there}.attn", *names)
-        else:
+        elif names:
             stored, qkv = self.interleaved(attention), f"{there}.attn.qkv"
             yield LinearRule(names[0], qkv, attention.qkv_bias, transpose=self.transpose, interleaved=stored)
             yield LinearRule(names[1], f"{there}.attn.out", attention.out_bias, transpose=self.transpose)
@@ -95,5 +96,5 @@ class StoredNames:
 
 
 def _norm(norm: NormConfig | None, source: str, target: str) -> Iterator[Rule]:
-    if norm is not None:
+    if norm is not None and norm.gain:
         yield from affine(source, target, bias=norm.kind is NormKind.LAYER and norm.bias)
