@@ -88,7 +88,7 @@ PANELS = (
         "Refused by reason",
         "reqps",
         (("{{reason}}", rate("rejections_total", "reason", 'model=~"$model|"')),),
-        "queue_requests and queue_tokens: more load than capacity. Without a model: refused before it was known.",
+        "Reasons queue_*: more load than capacity. Without a model: refused before it was known.",
         stacked=True,
     ),
     Panel(
@@ -111,7 +111,16 @@ PANELS = (
         (("{{model}} waiting", now("requests_waiting")), ("{{model}} running", now("requests_running"))),
         width=6,
     ),
-    Panel("Time in the queue", "s", percentiles("request_queue_time_seconds", 0.5, 0.95), width=6),
+    Panel(
+        "Time in the queue",
+        "s",
+        (
+            *percentiles("request_queue_time_seconds", 0.5, 0.95),
+            ("{{model}} estimated now", now("queue_wait_seconds", "max")),
+        ),
+        "Of requests that began; and of one that comes now, which --max-queue-seconds bounds.",
+        width=6,
+    ),
     Panel(
         "KV cache",
         "percentunit",

@@ -149,6 +149,7 @@ def _info(spec: ModelSpec) -> ModelInfo:
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_queued_requests=limits.max_queued_requests,
         max_queued_tokens=limits.max_queued_tokens,
+        max_queue_seconds=limits.max_queue_seconds,
         block_size=16,
         num_blocks=_CONTEXT,
         kv_bytes_per_token=1,

@@ -74,7 +74,7 @@ class QueueFullError(EngineError):
 
     def __init__(self, reason: str, retry_after_s: float) -> None:
         super().__init__(reason)
-        self.reason = reason  # "queue_requests" or "queue_tokens"
+        self.reason = reason  # "queue_seconds", "queue_requests" or "queue_tokens"
         self.retry_after_s = retry_after_s
 
 

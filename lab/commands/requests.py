@@ -96,6 +96,7 @@ def add_command(commands: Any) -> None:
 
 def _command(options: argparse.Namespace) -> int:
     arguments = ["--runtime", "local", "--api-key", _KEY, "--stall-timeout", "3600", "--drain-timeout", "1"]
+    arguments += ["--max-queued-requests", "256"]  # soon full
     found: dict[str, list[float]] = {}
     with Site(arguments, every_core=True) as site:
         _measure(site, KINDS, options, found)

@@ -207,7 +207,7 @@ class _Run:
 
     def _gauges(self, model: str) -> Json:
         """Return the server's gauges over time; empty lists if it has none."""
-        names = ("running", "waiting", "kv_usage")
+        names = ("running", "waiting", "wait_s", "kv_usage")
         during = [scrapes[model] for scrapes in self._scrapes[1:]]
         found: Json = {"at": [round(scrape.at, 3) for scrape in during]}
         return found | {name: [scrape.value(name) for scrape in during] for name in names}

@@ -24,6 +24,7 @@ NAMES: Final[Mapping[str, Sequence[str]]] = {
     "rejected": ("triptych_rejections_total",),
     "running": ("triptych_requests_running", "vllm:num_requests_running"),
     "waiting": ("triptych_requests_waiting", "vllm:num_requests_waiting"),
+    "wait_s": ("triptych_queue_wait_seconds",),
     "kv_usage": ("triptych_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
     "preemptions": ("triptych_preemptions_total", "vllm:num_preemptions_total"),
     "ttft": ("triptych_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),

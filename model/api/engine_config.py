@@ -34,6 +34,7 @@ class BatchLimits:
     max_num_batched_tokens: int
     max_queued_requests: int
     max_queued_tokens: int
+    max_queue_seconds: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,9 @@ class EngineConfig:
     draft_model: str | None = None  # folder of a small model that drafts too, of the same vocabulary
     draft_model_shared: bool = False  # it is that of all models: those that are not decoder-only do without
     model_weight: float = 1.0  # relative share of compute time among the models of the process
-    max_queued_requests: int | None = None  # None: 4 x max_num_seqs
-    max_queued_tokens: int | None = None  # None: 8 x max_num_batched_tokens
+    max_queue_seconds: float = 60.0  # that a new request may have to wait until its first step
+    max_queued_requests: int | None = None  # bound of memory; None: 128 x max_num_seqs
+    max_queued_tokens: int | None = None  # bound of memory; None: 1024 x max_num_batched_tokens
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device):
@@ -96,6 +98,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} must not be negative, found {value}")
+        if not 0 <= self.max_queue_seconds < math.inf:
+            raise ConfigError(f"max_queue_seconds must be a number from 0, found {self.max_queue_seconds}")
         if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             found = self.num_speculative_tokens
             raise ConfigError(f"num_speculative_tokens must be 0 to {MAX_SPECULATIVE_TOKENS}, found {found}")
@@ -126,8 +130,9 @@ class EngineConfig:
         return BatchLimits(
             seqs,
             tokens,
-            4 * seqs if self.max_queued_requests is None else self.max_queued_requests,
-            8 * tokens if self.max_queued_tokens is None else self.max_queued_tokens,
+            128 * seqs if self.max_queued_requests is None else self.max_queued_requests,
+            1024 * tokens if self.max_queued_tokens is None else self.max_queued_tokens,
+            self.max_queue_seconds,
         )
 
     def largest_limits(self) -> BatchLimits:

@@ -54,6 +54,7 @@ class Demand:
 
     saturation: float  # running and waiting work over what can run at once; above 1 some waits
     waiting_tokens: int  # of prompts and inputs without an output yet
+    wait_seconds: float = 0.0  # estimated, until the first step of a request that comes now
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class ModelInfo:
     max_num_batched_tokens: int
     max_queued_requests: int
     max_queued_tokens: int
+    max_queue_seconds: float
     block_size: int
     num_blocks: int
     kv_bytes_per_token: int
@@ -108,7 +110,11 @@ class ModelInfo:
     @property
     def limits(self) -> BatchLimits:
         return BatchLimits(
-            self.max_num_seqs, self.max_num_batched_tokens, self.max_queued_requests, self.max_queued_tokens
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.max_queued_requests,
+            self.max_queued_tokens,
+            self.max_queue_seconds,
         )
 
     @property

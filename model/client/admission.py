@@ -1,7 +1,9 @@
-"""Admission control bounds the requests and tokens that wait for one model. No torch.
+"""Admission control bounds the queue of one model by the time that it takes. No torch.
 
 The front counts requests as they arrive: a request is refused before any work, never dropped afterwards. A request's
-tokens count as waiting until its first output; sequences beyond `max_num_seqs` wait by definition.
+tokens count as waiting until its first output; sequences beyond `max_num_seqs` wait by definition. A new request is
+refused if it would wait for more than `max_queue_seconds` (`work_rates`). The bounds on requests and tokens limit
+the memory of a queue. What `max_num_seqs` lets run at once is never refused.
 
 Of the inputs of one call of `encode` a few are with the engine, and the front holds the others; these are counted
 apart. The engine computes inputs in the order in which they come. As a call of any size sends few at a time, by the
@@ -17,72 +19,111 @@ from collections.abc import Mapping, Sequence
 
 from triptych.model.api.engine_config import BatchLimits, EngineConfig
 from triptych.model.api.request import EncodeOutput, EncodeRequest
-from triptych.model.api.stats import Demand, EngineStats
+from triptych.model.api.stats import Demand, EngineStats, ModelInfo, StepStats
+from triptych.model.client.work_rates import WorkRates
 from triptych.model.errors import QueueFullError
 
-_MAX_RETRY_SECONDS = 60.0
 _SHARE_STEPS = 2  # that the inputs of one call may fill in the queue: while one is computed, the next is ready
 _SHARE_SECONDS = 0.2  # for which they may fill it
 _FIRST_SHARE = 4  # before a call's rate is known it fills 1 / 4 of a step
 _MAX_HELD_TOKENS = 1 << 21  # of inputs that are held back: about 80 MB
-_RATE_WINDOW = 64  # ends of requests from which their rate is computed
+_FILLED_SEQUENCES, _FILLED_STEPS = 4, 8  # of `max_num_seqs`, of a step's tokens: the queue that calls fill, if it may
+_FULL_CACHE = 0.9  # used share of the KV cache, above which it bounds the sequences that run
 
 
 class Admission:
     """Counts the requests and tokens that one model has admitted and not yet finished."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Uses the limits for a CPU until `set_limits` brings those of the loaded model."""
+        """Uses the limits for a CPU until `loaded` brings those of the loaded model."""
         self._block_size = config.block_size
-        self.set_limits(config.limits())
-        self._sequences: dict[str, int] = {}  # number of sequences, by id of every unfinished request
+        self._rates = WorkRates()
+        self._set_limits(config.limits())
+        self._sequences: dict[str, int] = {}  # number of sequences, by id of every unfinished request; 0: to encode
         self._waiting: dict[str, int] = {}  # tokens, by id of every such request without an output
+        self._started: dict[str, int] = {}  # `WorkRates.steps` at the first output, by id of those that have one
         self._num_sequences = 0  # the sum of `_sequences`
+        self._num_inputs = 0  # to encode
         self._waiting_tokens = 0  # the sum of `_waiting`
         self._held_tokens = 0
-        self._ends: deque[float] = deque(maxlen=_RATE_WINDOW)  # times at which requests ended
 
-    def set_limits(self, limits: BatchLimits) -> None:
-        """Replace the limits; some depend on the device, which is known once the model is loaded."""
-        self._max_running = limits.max_num_seqs
+    def loaded(self, info: ModelInfo) -> None:
+        """Replace the limits: some depend on the device, which is known once the model is loaded."""
+        self._set_limits(info.limits)
+        self._rates.loaded(info)
+
+    def _set_limits(self, limits: BatchLimits) -> None:
+        self._max_running = self._slots = limits.max_num_seqs
         self._step_tokens = limits.max_num_batched_tokens
         self._max_sequences = limits.max_num_seqs + limits.max_queued_requests
         self._max_waiting_tokens = max(1, limits.max_queued_tokens)
+        self._max_seconds = limits.max_queue_seconds
+        self._filled_sequences = min(self._max_sequences, (1 + _FILLED_SEQUENCES) * limits.max_num_seqs)
+        self._filled_tokens = min(self._max_waiting_tokens, _FILLED_STEPS * self._step_tokens)
 
     def admit(self, tokens: Mapping[str, int], *, sequences: Mapping[str, int] | None = None) -> None:
-        """Admit all requests (id -> prompt tokens) or none; raises `QueueFullError`.
+        """Admit all requests to generate (id -> prompt tokens) or none; raises `QueueFullError`.
 
         With no unfinished request any number of sequences is admitted, so that no request is refused forever.
         """
         number = sequences or dict.fromkeys(tokens, 1)
-        self.check_room(sum(number.values()))
-        self._num_sequences += sum(number.values())
+        total = sum(number.values())
+        self.check_room(total)
+        self._begin()
+        self._num_sequences += total
         self._waiting_tokens += sum(tokens.values())
         self._sequences.update(number)
         self._waiting.update(tokens)
 
     def check_room(self, sequences: int = 1) -> None:
-        """Raise `QueueFullError` where `admit` would refuse this number of sequences.
+        """Raise `QueueFullError` where `admit` would refuse this number of sequences, or `hold` an input (0).
 
-        The token bound looks at the tokens that wait already, not at the new prompt's. So the answer is known before
-        tokenisation, and long prompts are admitted as often as short ones; the last one may exceed the bound.
+        The waiting work of others decides, not the new prompt's. So the answer is known before tokenisation, and long
+        prompts are admitted as often as short ones.
         """
-        admitted = self._num_sequences
-        if admitted and admitted + sequences > self._max_sequences:
-            raise QueueFullError("queue_requests", self._retry_after(sequences))
-        if self.waiting_tokens >= self._max_waiting_tokens:
-            raise QueueFullError("queue_tokens", self._retry_after(1))
+        running = self._num_sequences + sequences if sequences else self._num_inputs + 1
+        if running <= self._max_running or not self._sequences:
+            return
+        seconds = self.wait_seconds(sequences)
+        late = {"queue_seconds": seconds - self._max_seconds} if seconds > self._max_seconds else {}
+        unfinished = self._num_sequences + self._num_inputs
+        if (over := unfinished + max(1, sequences) - self._max_sequences) > 0:
+            late["queue_requests"] = seconds * over / max(over, unfinished - self._max_running)
+        if (over := self._waiting_tokens + 1 - self._max_waiting_tokens) > 0:
+            late["queue_tokens"] = seconds * over / self._waiting_tokens
+        if late:
+            reason = max(late, key=late.__getitem__)
+            raise QueueFullError(reason, late[reason])
+
+    def wait_seconds(self, sequences: int = 1) -> float:
+        """Estimate the seconds until the first step of a new request of this many sequences (0: of an input).
+
+        All waiting tokens are computed before. Sequences beyond those that can run wait until others have ended.
+        """
+        seconds = self._rates.prefill_seconds(self._waiting_tokens)
+        over = self._num_sequences + sequences - self._slots
+        return seconds + self._rates.decode_seconds(over, self._slots) if sequences and over > 0 else seconds
+
+    def observe(self, step: StepStats) -> None:
+        """Learn the rates of work from a step."""
+        self._rates.observe(step, time.monotonic())
+
+    def set_stats(self, stats: EngineStats) -> None:
+        """Count the sequences that can run: those that do, where a full KV cache keeps others waiting."""
+        full = stats.waiting and stats.used_blocks > _FULL_CACHE * stats.total_blocks
+        self._slots = max(1, stats.running) if full else self._max_running
 
     def hold(self, tokens: Sequence[int]) -> None:
         """Admit the inputs of one call, given the tokens of each; all are held at first; raises `QueueFullError`.
 
         A call is admitted where a single input is. What is held back is bounded, by what others hold already.
         """
-        self.check_room()
+        self.check_room(0)
         total = sum(tokens)
         fits = len(tokens) <= _SHARE_STEPS * self._max_running and total <= _SHARE_STEPS * self._step_tokens
         if not fits and self._held_tokens >= _MAX_HELD_TOKENS:
-            raise QueueFullError("queue_tokens", self._retry_after(len(tokens)))
+            over = self._held_tokens + 1 - _MAX_HELD_TOKENS
+            raise QueueFullError("queue_tokens", self._rates.prefill_seconds(over))
         self._held_tokens += total
 
     def has_share(self, sequences: int, tokens: int, rate: float | None) -> bool:
@@ -96,14 +137,16 @@ class Admission:
         most = self._step_tokens // _FIRST_SHARE if rate is None else _SHARE_SECONDS * rate
         if sequences >= _SHARE_STEPS * self._max_running or tokens > min(most, _SHARE_STEPS * self._step_tokens):
             return False
-        return self._num_sequences < self._max_sequences and self._waiting_tokens < self._max_waiting_tokens
+        unfinished = self._num_inputs + self._num_sequences
+        return unfinished < self._filled_sequences and self._waiting_tokens < self._filled_tokens
 
     def take_held(self, request_id: str, tokens: int) -> None:
         """Count an input that was held as one in the queue."""
+        self._begin()
         self._held_tokens -= tokens
-        self._num_sequences += 1
+        self._num_inputs += 1
         self._waiting_tokens += tokens
-        self._sequences[request_id] = 1
+        self._sequences[request_id] = 0
         self._waiting[request_id] = tokens
 
     def let_go(self, tokens: int) -> None:
@@ -121,38 +164,45 @@ class Admission:
         return self._waiting_tokens
 
     def demand(self, stats: EngineStats) -> Demand:
-        return Demand(self.saturation(stats), self.waiting_tokens + self._held_tokens)
+        return Demand(self.saturation(stats), self.waiting_tokens + self._held_tokens, self.wait_seconds())
 
     def saturation(self, stats: EngineStats) -> float:
         """The load as a fraction of what can run at once, by sequences or by tokens, whichever is larger.
 
         Above 1 some requests wait. Tokens are those in KV blocks plus those that wait; layers with a window
-        have a fraction of their own. Without a KV cache it is the waiting tokens over their bound.
+        have a fraction of their own. Without a KV cache it is the waiting tokens over those of 8 steps.
         """
         tokens = self.waiting_tokens
         if not stats.total_blocks:
-            return tokens / self._max_waiting_tokens
+            return tokens / (_FILLED_STEPS * self._step_tokens)
         token_load = stats.used_blocks / stats.total_blocks + tokens / (stats.total_blocks * self._block_size)
-        return max(token_load, *stats.window_usage.values(), self._num_sequences / self._max_running)
+        sequences = self._num_sequences + self._num_inputs
+        return max(token_load, *stats.window_usage.values(), sequences / self._max_running)
 
-    def mark_started(self, request_id: str) -> None:
-        """Stop counting a request's tokens as waiting: it has an output."""
-        self._waiting_tokens -= self._waiting.pop(request_id, 0)
+    def mark_started(self, request_id: str, cached_tokens: int = 0) -> None:
+        """Stop counting a request's tokens as waiting: it has an output. `cached_tokens`: found in the prefix cache."""
+        tokens = self._waiting.pop(request_id, None)
+        if tokens is not None:
+            self._waiting_tokens -= tokens
+            self._started[request_id] = self._rates.steps
+            self._rates.found(cached_tokens)
 
     def release(self, request_id: str) -> None:
         """Stop counting a finished request; an unknown id is ignored."""
-        self.mark_started(request_id)
+        self._waiting_tokens -= self._waiting.pop(request_id, 0)
         sequences = self._sequences.pop(request_id, None)
-        if sequences is not None:
-            self._num_sequences -= sequences
-            self._ends.append(time.monotonic())
+        if sequences is None:
+            return
+        self._num_sequences -= sequences
+        self._num_inputs -= not sequences
+        began = self._started.pop(request_id, None)
+        if began is not None:
+            self._rates.ended(self._rates.steps - began)
 
-    def _retry_after(self, sequences: int) -> float:
-        """Estimate the seconds until this number of sequences fits, from the rate at which requests finished lately."""
-        if len(self._ends) < 2:
-            return 1.0
-        rate = len(self._ends) / max(time.monotonic() - self._ends[0], 1e-3)
-        return min(_MAX_RETRY_SECONDS, max(1.0, sequences / rate))
+    def _begin(self) -> None:
+        """Let the clock of the rates start if there was no work."""
+        if not self._sequences:
+            self._rates.begin(time.monotonic())
 
 
 class Encoding:

@@ -147,7 +147,7 @@ class AsyncEngine:
             self._transport = None
 
     def check_room(self, model: str, sequences: int = 1) -> None:
-        """Raise as `submit` and `encode` do where they would refuse this number of sequences of `model`."""
+        """Raise where `submit` would refuse this number of sequences of `model`, or `encode` an input (0)."""
         self._check_ready()
         self._table[model].admission.check_room(sequences)
 
@@ -223,9 +223,9 @@ class AsyncEngine:
         """Tell the engine to end a request or one of its sequences; one that has ended is ignored."""
         self._next_commands().abort.append(Abort(model, request_id, index, reason))
 
-    def started(self, model: str, request_id: str) -> None:
+    def started(self, model: str, request_id: str, cached_tokens: int) -> None:
         """Note that a request has an output: its tokens wait no more."""
-        self._table.mark_started(model, request_id)
+        self._table.mark_started(model, request_id, cached_tokens)
 
     def release(self, request_id: str) -> None:
         """Remove a request that has ended: it no longer counts in admission control and gets no more outputs."""
@@ -298,6 +298,7 @@ class AsyncEngine:
         for stats in events.stats:
             self._table.set_stats(stats)
         for step in events.steps:
+            self._table.observe(step)
             for observe in self._observers:
                 observe(step)
         for output in events.tokens:

@@ -97,7 +97,7 @@ class StreamOwner(Protocol):
 
     def abort(self, model: str, request_id: str, index: int | None, reason: FinishReason) -> None: ...
 
-    def started(self, model: str, request_id: str) -> None:
+    def started(self, model: str, request_id: str, cached_tokens: int) -> None:
         """A sequence of the request has its first output."""
 
     def release(self, request_id: str) -> None: ...
@@ -203,7 +203,7 @@ class GenerationStream:
         self._hold(output, size)
         if key not in self._started:
             self._started.add(key)
-            self._engine.started(self.model, output.request_id)
+            self._engine.started(self.model, output.request_id, output.cached_tokens)
             self._deliver_held()
         elif output.finish_reason is not None:
             self._deliver_held()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from triptych.model.api.messages import Commands, FailureKind, LoadFailure, ModelSpec
-from triptych.model.api.stats import EngineStats, ModelInfo
+from triptych.model.api.stats import EngineStats, ModelInfo, StepStats
 from triptych.model.client.admission import Admission
 from triptych.model.errors import (
     ConfigError,
@@ -43,7 +43,7 @@ class FrontModel:
 
     def has_loaded(self, info: ModelInfo) -> None:
         self.info = info
-        self.admission.set_limits(info.limits)
+        self.admission.loaded(info)
         logger.info("loaded %s in %.1f s", info.name, info.load_seconds)
 
 
@@ -77,14 +77,20 @@ class ModelTable:
             if not model.admission.has_requests:
                 model.drained.set()
 
-    def mark_started(self, name: str, request_id: str) -> None:
+    def mark_started(self, name: str, request_id: str, cached_tokens: int) -> None:
         """Note that a request has an output."""
         if name in self.served:
-            self.served[name].admission.mark_started(request_id)
+            self.served[name].admission.mark_started(request_id, cached_tokens)
+
+    def observe(self, step: StepStats) -> None:
+        """Let admission control learn from a step."""
+        if step.model in self.served:
+            self.served[step.model].admission.observe(step)
 
     def set_stats(self, stats: EngineStats) -> None:
         if stats.model in self.served:
             self.served[stats.model].stats = stats
+            self.served[stats.model].admission.set_stats(stats)
 
     def begin_load(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> asyncio.Future[ModelInfo]:
         """Reserve the model's name; what is returned ends as `load` does. Raises `ConfigError` if it is in use."""

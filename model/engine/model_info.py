@@ -79,6 +79,7 @@ def describe_model(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_queued_requests=limits.max_queued_requests,
         max_queued_tokens=limits.max_queued_tokens,
+        max_queue_seconds=limits.max_queue_seconds,
         block_size=spec.engine.block_size,
         num_blocks=generate.block_manager.num_blocks if generate else 0,
         state_slots=generate.block_manager.num_states if generate else 0,

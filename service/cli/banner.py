@@ -66,7 +66,7 @@ def _model_lines(info: ModelInfo, use: ModelUse = _NO_USE) -> list[str]:
         lines.append(f"  {'':<10} decode steps replayed as CUDA graphs, {info.recorded_sizes} batch sizes{prompts}")
     if info.recorded_batches:
         lines.append(f"  {'':<10} inputs encoded by CUDA graphs, {info.recorded_batches} batch sizes")
-    queue = f"queue {info.max_queued_requests} requests, {info.max_queued_tokens} tokens"
+    queue = f"queue {info.max_queue_seconds:g} s, {info.max_queued_requests} requests, {info.max_queued_tokens} tokens"
     context = f"context {info.max_model_len} ({info.max_model_len_reason})"
     return [*lines, f"  {'':<10} {context}, {limits}, {queue}"]
 

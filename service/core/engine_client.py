@@ -78,7 +78,7 @@ class EngineClient(Protocol):
         """Fail all running requests and release the engines. Idempotent."""
 
     def check_room(self, model: str, sequences: int = 1) -> None:
-        """Raise the error that `submit` and `encode` would raise for this number of sequences, before any preparation.
+        """Raise the error that `submit` would raise for this number of sequences, or `encode` for an input (0).
 
         It is `ModelNotLoadedError`, `QueueFullError` or `EngineGoneError`.
         """

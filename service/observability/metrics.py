@@ -214,6 +214,7 @@ class Metrics:
         for name, demand in client.demand().items():
             self._saturation.labels(name).set(demand.saturation)
             self._waiting_tokens.labels(name).set(demand.waiting_tokens)
+            self._queue_seconds.labels(name).set(demand.wait_seconds)
             self._ready.labels(name).set(health.ready)
             self._live.labels(name).set(health.live)
             self._add(self._restarts, name, "restarts", client.restarts)
@@ -336,6 +337,9 @@ class Metrics:
         self._waiting = self._gauge("requests_waiting", "Requests waiting in an engine's queue.")
         self._waiting_tokens = self._gauge(
             "tokens_waiting", "Prompt and input tokens of requests that have no output yet."
+        )
+        self._queue_seconds = self._gauge(
+            "queue_wait_seconds", "Estimated seconds until a new request's first step.", over_replicas="max"
         )
         self._kv_usage = self._gauge(
             "kv_cache_usage_ratio", "Used share of the KV cache's blocks.", over_replicas="max"

@@ -95,7 +95,7 @@ class EncodePlanner:
         info = loaded_info(self._client, served)
         check_timeout(body.timeout_s, self._limits)
         checked = check_inputs(body, served, info, self._limits, uncounted)
-        check_room(self._client, served)  # if there is room for one, all are admitted
+        check_room(self._client, served, 0)  # if there is room for one, all are admitted
         if served.config.image is not None:
             return await self._plan_images(checked, request_id, arrival)
 

@@ -228,7 +228,7 @@ async def test_the_queue_is_bounded_by_requests(brake: Brake) -> None:
         with pytest.raises(QueueFullError) as error:
             engine.submit([endless("too-many")])
         assert error.value.reason == "queue_requests"
-        assert error.value.retry_after_s >= 1
+        assert 0 < error.value.retry_after_s < 60
         engine.cancel("r0")
         streams.append(engine.submit([request(LLAMA, "r3", 3, max_tokens=1)]))
         for stream in streams:
@@ -260,9 +260,11 @@ async def test_the_queue_is_bounded_by_tokens_that_wait(brake: Brake) -> None:
         with pytest.raises(QueueFullError) as error:
             engine.submit([request(LLAMA, "too-many", 6)])
         assert error.value.reason == "queue_tokens"
-        with pytest.raises(QueueFullError):
-            await engine.encode([EncodeRequest("e", LLAMA, token_source(prompt(6)))])
-        await running_.aclose()
+        first = asyncio.create_task(engine.encode(encodings(1, 6, "a")))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="queue_tokens"):
+            await engine.encode(encodings(1, 6, "b"))
+        await asyncio.gather(first, running_.aclose())
         assert ends_of(await collect(waiting)) == {("waiting", 0): FinishReason.LENGTH}
         await collect(engine.submit([request(LLAMA, "now", 6)]))
 

@@ -31,7 +31,7 @@ def inputs(count: int, name: str, length: int = 4, deadline: float | None = None
 def counts(engine: AsyncEngine) -> tuple[int, int, int]:
     """Return the queue's sequences and tokens, and the tokens held back."""
     found = engine._table[LLAMA].admission
-    return found._num_sequences, found.waiting_tokens, found._held_tokens
+    return found._num_inputs, found.waiting_tokens, found._held_tokens
 
 
 @async_test

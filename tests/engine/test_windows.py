@@ -205,7 +205,7 @@ def test_a_real_model_keeps_a_window_of_a_long_context(tmp_path: Path) -> None:
 
 
 def test_what_fits_is_asked_of_every_pool() -> None:
-    info = ModelInfo(*[""] * 3, *[0] * 2, *[""] * 5, 1000, "", *[0] * 4, BLOCK, 100, 6, 0, 0.0)
+    info = ModelInfo(*[""] * 3, *[0] * 2, *[""] * 5, 1000, "", *[0] * 5, BLOCK, 100, 6, 0, 0.0)
     assert info.shortage(2, 800) is None
     assert info.shortage(2, 801) == (102, 100)
     info.cache_pools = (CachePool(None, 1, 100, 1), CachePool(WINDOW, 5, 70, 5, 33))
