@@ -175,6 +175,7 @@ class Request:
     deadline: float | None = None
     streams: bool = False  # a client reads the tokens as they come, so the pacer keeps steps short
     prediction: tuple[int, ...] = ()  # tokens that the output is expected to copy: drafts, which change nothing else
+    continued: tuple[int, int] | None = None  # the part of prompt or source that the output continues; None: the whole
     keeps_source: bool = (
         False  # requests with the same source and salt follow: its encoding stays cached after this one
     )

@@ -19,6 +19,14 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class LineStop:
+    """Ends an output at a line break; llama.cpp's, for editors."""
+
+    indent: int = 0  # before a line that begins with fewer spaces and tabs
+    seconds: float = 0.0  # after a line that ends this long after the first token; 0: never
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when to stop; the default is greedy decoding up to `max_tokens`."""
 
@@ -340,6 +348,7 @@ class SamplingParams:
         True, "Leave special tokens such as end-of-sequence out of the text.", True, openai=EXTRA
     )
     shown_special_ids: tuple[int, ...] = internal(())  # special tokens that have a text although others are skipped
+    line_stop: LineStop | None = internal(None)
     grammar: str = internal("")  # the whole output must match it (`triptych.model.text.grammar`); empty: none
     timestamps: TimestampRules | None = internal(None)  # which the output follows
     cumulative_logprob: bool = internal(False)  # outputs say the log-probability of all tokens so far

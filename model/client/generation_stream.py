@@ -131,7 +131,7 @@ class GenerationStream:
         if tokenizer is not None:
             self._detokenizers = {key: Detokenizer.of(tokenizer, self._requests[key[0]].params) for key in self._open}
         # Stop strings need each token's text at once; otherwise detokenisation waits for a read.
-        self._has_stop_strings = any(request.params.stop for request in requests)
+        self._has_stop_strings = any(one.params.stop or one.params.line_stop for one in requests)
         self._held: list[TokenOutput] = []  # until the interval is over
         self._received: list[TokenOutput] = []  # readable, not merged yet
         self._ready: deque[TokenOutput] = deque()  # merged: at most one output a sequence

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from triptych.model.api.request import FinishReason, TokenOutput
-from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.api.sampling_params import LineStop, SamplingParams
 from triptych.model.text.decoders import StreamCleaner
+from triptych.model.text.line_stops import LineWatch
 from triptych.model.text.tokenizer import REPLACEMENT, Tokenizer
 
+LINE_STOP = ""  # the stop reason of an output that a `LineStop` ended
 _MAX_HELD = 16  # tokens that are held back without emitting part of their text
 _CHARACTER_BYTES = 4  # of the longest UTF-8 character
 
@@ -35,10 +37,13 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         shown_special_ids: Sequence[int] = (),
         min_tokens: int = 0,
+        line_stop: LineStop | None = None,
     ) -> None:
         """`shown_special_ids`: special tokens that are not skipped."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._lines = None if line_stop is None else LineWatch(line_stop)
+        self._stops = bool(stop) or line_stop is not None
         self._include_stop = include_stop
         self._skipped = tokenizer.special_ids.difference(shown_special_ids) if skip_special_tokens else frozenset()
         self._skip_special_tokens = skip_special_tokens and not shown_special_ids  # when decoding; `_skipped` are gone
@@ -62,6 +67,7 @@ class Detokenizer:
             skip_special_tokens=params.skip_special_tokens,
             shown_special_ids=params.shown_special_ids,
             min_tokens=params.min_tokens,
+            line_stop=params.line_stop,
         )
 
     def fill(self, output: TokenOutput) -> bool:
@@ -81,17 +87,17 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int], *, final: bool = False) -> str:
         """Add `ids` and return the text that is final by now; with `final` nothing is held back."""
-        if not final and not self._stop:
+        if not final and not self._stops:
             return self._new_text(ids)
         if self.stopped is not None:
             return ""
         ignored = self._min_tokens - self._num_tokens  # the first ids, which cannot stop the sequence
-        if self._stop and 0 < ignored < len(ids):
+        if self._stops and 0 < ignored < len(ids):
             return self.push(ids[:ignored]) + self.push(ids[ignored:], final=final)
         self._num_tokens += len(ids)
         text = self._possible_stop + self._new_text(ids, final=final)
         self._possible_stop = ""
-        if not self._stop or self._num_tokens <= self._min_tokens:
+        if not self._stops or self._num_tokens <= self._min_tokens:
             return text
         return self._cut_at_stop(text, final)
 
@@ -199,7 +205,12 @@ class Detokenizer:
         if matches:  # the first one to be complete, so that the size of the deltas does not matter
             start, self.stopped = min(matches, key=lambda match: (match[0] + len(match[1]), match[0]))
             return text[: start + len(self.stopped) * self._include_stop]
-        held = 0 if final else max(_overlap(text, stop) for stop in self._stop)
+        if self._lines is not None and (end := self._lines.end(text)) is not None:
+            self.stopped = LINE_STOP
+            return text[:end]
+        held = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
+        if self._lines is not None and not final:
+            held = max(held, self._lines.held(text))
         self._possible_stop = text[len(text) - held :]
         return text[: len(text) - held]
 

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from triptych.model.errors import ConfigError
 from triptych.model.gguf.container import GGUFModel, read_gguf, shown
+from triptych.model.text.fill_marks import GGUF_KEYS
 from triptych.model.text.gguf_pretokenizers import PRE_TOKENIZERS
 from triptych.model.text.sentencepiece_bpe import sentencepiece_bpe, set_llama_steps
 from triptych.model.text.sentencepiece_classes import model_tokens, scored
@@ -89,6 +90,17 @@ class GGUFFiles(Files):
                 found[name] = self.tokens[token]
         if templates := self._chat_templates():
             found["chat_template"] = templates
+        return found
+
+    @property
+    def fill_names(self) -> dict[str, str]:
+        """The marks of a text whose middle is missing, by the keys of `GGUF_KEYS`."""
+        found = {}
+        for name, keys in GGUF_KEYS.items():
+            tokens = (self.model.integer(f"{_PREFIX}.{key}", None) for key in keys)
+            token = next((token for token in tokens if token is not None and 0 <= token < len(self.tokens)), None)
+            if token is not None:
+                found[name] = self.tokens[token]
         return found
 
     @property

@@ -16,7 +16,9 @@ from triptych.model.errors import ConfigError, TokenizerError, TooManyTokensErro
 from triptych.model.gguf.container import read_gguf
 from triptych.model.gguf.paths import gguf_path
 from triptych.model.text.decoders import clean_up, has_fixed_texts
+from triptych.model.text.fill_marks import find_marks, find_sentinels
 from triptych.model.text.gguf_tokenizer import GGUFFiles, build_gguf_tokenizer
+from triptych.model.text.infilling import Infilling
 from triptych.model.text.piece_tokenizers import PieceTokenizer
 from triptych.model.text.source_languages import SourceLanguages, source_languages
 from triptych.model.text.tokenizer_builder import build_tokenizer, cleans_up
@@ -118,7 +120,9 @@ class Tokenizer:
         added = tokenizer.get_added_tokens_decoder()  # of Gemma's 6,400 tokens the call takes 10 ms
         self._added = {known.content: token for token, known in added.items()}
         self.special_ids = frozenset(token for token, known in added.items() if known.special)
-        names = names or {}
+        self._built, self._names = built, names or {}
+        names = self._names
+        self._infilling: dict[bool, Infilling | None] = {}
         self.mask_token = self._first("mask_token", names, _MASKS)
         self.unknown_id = self._id_of(self._first("unk_token", names, _UNKNOWNS))
         self._token_texts: dict[tuple[int, bool], str] = {}  # cached, since streams decode single tokens constantly
@@ -136,7 +140,7 @@ class Tokenizer:
         if not files.has_json and (file := gguf_path(folder)) is not None:
             metadata = GGUFFiles(file, read_gguf(file))
             found = build_gguf_tokenizer(metadata)
-            return None if found is None else cls(found, None, _special_names(metadata))
+            return None if found is None else cls(found, None, _special_names(metadata) | metadata.fill_names)
         built = build_tokenizer(files)
         if built is None:
             return None
@@ -237,6 +241,20 @@ class Tokenizer:
         [encoding] = self._encodings([_item(text, pair)], add_special_tokens)
         _check_number(len(encoding), most)
         return Encoded(tuple(encoding.ids), tuple(encoding.type_ids))
+
+    def infilling(self, *, sentinels: bool) -> Infilling | None:
+        """Return what makes prompts for the middle of a text; None without marks or, for `sentinels`, without those."""
+        if sentinels not in self._infilling:
+            find = find_sentinels(self.token_id) if sentinels else find_marks(self.token_id, self._names)
+            self._infilling[sentinels] = None if find is None else Infilling(self._built, find, self._ends())
+        return self._infilling[sentinels]
+
+    def _ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens that are put before and after a text."""
+        whole, plain = self.encode("a").ids, self.encode("a", add_special_tokens=False).ids
+        starts = range(len(whole) - len(plain) + 1)
+        at = next((at for at in starts if whole[at : at + len(plain)] == plain), len(whole))
+        return whole[:at], whole[at + len(plain) :]
 
     def count(
         self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, most: int | None = None

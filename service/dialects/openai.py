@@ -47,6 +47,9 @@ def check_completion(body: CompletionBody) -> None:
     """Raise `ApiError`, with the body's own field names, for fields that contradict each other."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of must be n: choosing among more is not supported", "best_of", "not_supported")
+    if body.suffix and body.echo and body.logprobs is not None:
+        message = "echo with logprobs has no meaning with suffix: the model reads marks between the texts"
+        raise invalid(message, "echo", "not_supported")
     _check_structure(body)
 
 
@@ -63,6 +66,7 @@ def completion(body: CompletionBody, served: ServedModel) -> GenerateBody:
         "max_tokens": DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         "echo": body.echo,
         "logprobs": body.logprobs,
+        "suffix": body.suffix or None,
     }
     if body.echo and body.logprobs is not None:
         fields["prompt_logprobs"] = body.logprobs

@@ -142,7 +142,11 @@ class CompletionBody(Sampling):
     )
     best_of: int | None = Field(None, description="Accepted only if equal to `n`.", examples=[None])
     add_special_tokens: Annotated[Any, Refused(True)] = None
-    suffix: Annotated[Any, Refused("")] = None
+    suffix: str | None = Field(
+        None,
+        description="A text that follows the output, for models that fill in the middle; empty: none.",
+        examples=["\n\nprint(add(1, 2))\n"],
+    )
     prompt_embeds: NotSupported = None
 
 

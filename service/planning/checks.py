@@ -14,12 +14,14 @@ from typing import Any, NamedTuple, cast
 from triptych.model.api.parameters import Beams
 from triptych.model.api.sampling_bounds import lacks_tokens
 from triptych.model.api.sampling_defaults import beams_of, over_defaults
-from triptych.model.api.sampling_params import SAMPLING
+from triptych.model.api.sampling_params import SAMPLING, LineStop
 from triptych.model.api.stats import ModelInfo
+from triptych.model.text.fill_marks import OtherFile
 from triptych.model.text.source_languages import SourceLanguages
 from triptych.service.core.context_bound import ContextBound
 from triptych.service.core.errors import invalid, shorten
 from triptych.service.core.models import ServedModel
+from triptych.service.planning.infilling import gap_of
 from triptych.service.planning.response_format import Constrain, OutputConstraint
 from triptych.service.planning.tokenization import PromptInput, outside_vocabulary
 from triptych.service.schemas.bodies import GenerateBody
@@ -43,16 +45,21 @@ class ReplyShape:
     """Settings of an output that a dialect needs and a native body does not have.
 
     Without `max_tokens` the output goes on until the model ends it or the context is full. `constrain` makes the
-    constraint of the dialect's reply from that of the body.
+    constraint of the dialect's reply from that of the body. `files` are read before a prompt with a suffix, which is
+    cut if it `cuts`.
     """
 
     constrain: Constrain | None = None
     shown_special_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    files: tuple[OtherFile, ...] = ()
+    cuts: bool = False
+    line_stop: LineStop | None = None
 
     def put_on(self, sampling: dict[str, Any], body: GenerateBody) -> None:
-        """Add the special tokens to show and the stop tokens to the fields of `SamplingParams`."""
+        """Add the special tokens to show and what stops an output to the fields of `SamplingParams`."""
         sampling["stop_token_ids"] = tuple(dict.fromkeys((*body.stop_token_ids, *self.stop_token_ids)))
+        sampling["line_stop"] = self.line_stop
         if body.skip_special_tokens:
             sampling["shown_special_ids"] = self.shown_special_ids
 
@@ -69,7 +76,7 @@ class CheckedPrompts(NamedTuple):
     prompts: list[PromptInput]
     decoder_prompt: PromptInput | None
     prediction: PromptInput | None
-    target_language: tuple[int, ...]  # first token of the output; empty: none
+    forced_tokens: tuple[int, ...]  # with which an encoder-decoder's output starts: a language, a sentinel
     fills_context: bool  # whether an output may fill the context if client and checkpoint set no length
 
 
@@ -83,6 +90,11 @@ def check_body(
     _check_tokens(body, served.vocab_size)
     if shape is not None:
         shape.put_on(sampling, body)
+    gap = gap_of(body, served, info, shape.files if shape else (), cuts=shape is not None and shape.cuts)
+    if gap is not None:
+        ends = (token for token in gap.infilling.marks.ends if token < served.vocab_size)
+        sampling["stop_token_ids"] = (*sampling.get("stop_token_ids", ()), *ends)
+        prompts = [prompt._replace(gap=gap) for prompt in prompts]
     decoder_prompt, target = _decoder_prompt(body, served, info), target_language(body, served)
     prediction = None
     if body.prediction:
@@ -92,7 +104,10 @@ def check_body(
     for one in inputs:
         if isinstance(one.value, str):
             served.require_tokenizer(one.param)
-            bound.check(one.value, one.param)
+            if gap is None or gap.room is None:
+                bound.check(one.value, one.param)
+    if gap is not None and gap.room is None:
+        bound.check(gap.suffix, "suffix")
     return CheckedPrompts(
         body=body,
         served=served,
@@ -103,7 +118,7 @@ def check_body(
         prompts=prompts,
         decoder_prompt=decoder_prompt,
         prediction=prediction,
-        target_language=target,
+        forced_tokens=target if gap is None else gap.infilling.marks.started,
         fills_context=shape is not None,
     )
 

@@ -87,15 +87,15 @@ class GeneratePlanner:
         def refuse(one: PromptInput, count: int) -> None:
             check_length(checked, one, count, self._limits)
 
-        ids = await tokenise(self._threads, checked.served, checked.inputs, refuse)
-        prompts, others = ids[: len(checked.prompts)], iter(ids[len(checked.prompts) :])
+        found = await tokenise(self._threads, checked.served, checked.inputs, refuse)
+        prompts, others = found[: len(checked.prompts)], iter(found[len(checked.prompts) :])
         start = checked.served.config.decoder_start_token_id
         decoder: tuple[int, ...] = ()
         if checked.served.is_encoder_decoder and start is not None:
-            decoder = (start, *checked.target_language)
+            decoder = (start, *checked.forced_tokens)
         if checked.decoder_prompt is not None:
-            decoder += next(others)
-        prediction = () if checked.prediction is None else next(others)
+            decoder += next(others).ids
+        prediction = () if checked.prediction is None else next(others).ids
         return Tokens(prompts, decoder, prediction[: checked.info.max_model_len])
 
     async def _echo(self, checked: CheckedPrompts) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from triptych.model.api.request import Request, token_source
 from triptych.model.api.sampling_defaults import length_of
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.api.stats import ModelInfo
+from triptych.model.text.infilling import PromptTokens
 from triptych.service.core.context_bound import context_exceeded
 from triptych.service.core.errors import ApiError, invalid
 from triptych.service.core.models import ServedModel
@@ -39,7 +40,7 @@ def cache_salt(requested: str | None) -> str:
 class Tokens(NamedTuple):
     """The token ids of a body's texts."""
 
-    prompts: Sequence[tuple[int, ...]]
+    prompts: Sequence[PromptTokens]
     decoder: tuple[int, ...]  # start of the decoder's input, in an encoder-decoder
     prediction: tuple[int, ...]
 
@@ -63,7 +64,7 @@ def check_length(checked: CheckedPrompts, text: PromptInput, tokens: int, limits
 
 
 def _request(checked: CheckedPrompts, tokens: Tokens, at: int, name: str, arrival: float, limits: Limits) -> Request:
-    body, served, ids = checked.body, checked.served, tokens.prompts[at]
+    body, served, (ids, begin, end, _) = checked.body, checked.served, tokens.prompts[at]
     encodes, param = served.is_encoder_decoder, checked.prompts[at].param
     start = len(tokens.decoder) if encodes else len(ids)
     max_tokens = _max_tokens(checked, start, param, limits)
@@ -80,6 +81,7 @@ def _request(checked: CheckedPrompts, tokens: Tokens, at: int, name: str, arriva
         deadline=arrival + (body.timeout_s or limits.request_timeout_s),
         streams=bool(body.stream),
         prediction=tokens.prediction,
+        continued=(begin, end) if end - begin < len(ids) else None,
     )
 
 

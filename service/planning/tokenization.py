@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from triptych.model.errors import TooManyTokensError
+from triptych.model.text.fill_marks import OtherFile
+from triptych.model.text.infilling import Infilling, PromptTokens
 from triptych.model.text.tokenizer import Encoded, Tokenizer
 from triptych.service.core.errors import ApiError, invalid
 from triptych.service.core.models import ServedModel
@@ -47,6 +49,18 @@ class TokenizerThreads(Threads):
         return work() if len(ids) <= _INLINE_TOKENS else await self.run_in_thread(work)
 
 
+class Gap(NamedTuple):
+    """What is around the output, if a model fills in the middle of a text."""
+
+    infilling: Infilling
+    suffix: str
+    files: Sequence[OtherFile] = ()
+    room: int | None = None  # a longer prompt is cut to this many tokens; None: it is refused
+
+    def prompt(self, prefix: str) -> PromptTokens:
+        return self.infilling.prompt(prefix, self.suffix, self.files, most=self.room)
+
+
 class PromptInput(NamedTuple):
     """A text or token ids as the client sent them, and the name of their field."""
 
@@ -55,12 +69,26 @@ class PromptInput(NamedTuple):
     special: bool = True  # whether special tokens are added
     language: int | None = None  # token of the text's language; None: the checkpoint's default
     most: int | None = None  # maximum tokens of a text; None: any number
+    gap: Gap | None = None  # the text is what is before the gap
 
-    def ids(self, served: ServedModel, refuse: Callable[[PromptInput, int], None]) -> tuple[int, ...]:
+    @property
+    def characters(self) -> int:
+        """The number of characters to tokenise."""
+        texts = [self.value] if isinstance(self.value, str) else []
+        if self.gap is not None:
+            texts += [self.gap.suffix, *(one.text for one in self.gap.files)]
+        return sum(map(len, texts))
+
+    def tokens(self, served: ServedModel, refuse: Callable[[PromptInput, int], None]) -> PromptTokens:
         """Return the token ids; raises a 400 if there are none, or for an id outside the vocabulary.
 
         If there are more tokens than `most`, `refuse` is called with their number before ids are made.
         """
+        if isinstance(self.value, str) and self.gap is not None:
+            found = self.gap.prompt(self.value)
+            if self.most is not None and len(found.ids) > self.most:
+                refuse(self, len(found.ids))
+            return found
         if isinstance(self.value, str):
             tokenizer = served.require_tokenizer(self.param)
             try:
@@ -75,7 +103,7 @@ class PromptInput(NamedTuple):
         if not ids:
             raise invalid(f"{self.param} is empty: it has no tokens", self.param, "empty_prompt")
         check_vocabulary(ids, served.source_vocab_size, self.param)
-        return ids
+        return PromptTokens(ids, 0, len(ids))
 
 
 async def tokenise(
@@ -83,13 +111,13 @@ async def tokenise(
     served: ServedModel,
     inputs: Sequence[PromptInput],
     refuse: Callable[[PromptInput, int], None],
-) -> list[tuple[int, ...]]:
-    """Return the token ids of each input, as `PromptInput.ids` does."""
+) -> list[PromptTokens]:
+    """Return the tokens of each input, as `PromptInput.tokens` does."""
 
-    def work() -> list[tuple[int, ...]]:
-        return [one.ids(served, refuse) for one in inputs]
+    def work() -> list[PromptTokens]:
+        return [one.tokens(served, refuse) for one in inputs]
 
-    characters = sum(len(one.value) for one in inputs if isinstance(one.value, str))
+    characters = sum(one.characters for one in inputs)
     return await threads.run(served.name, characters, work) if characters else work()
 
 

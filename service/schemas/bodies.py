@@ -131,6 +131,13 @@ class GenerateBody(Parameters):
         "`root`, or Lark, whose first rule is `start`. Default: none.",
         examples=['root ::= "[" root "]" | [0-9]+'],
     )
+    suffix: str | None = Field(
+        None,
+        description="A text that follows the output: the model fills in what is between the prompt, a text, and the "
+        "suffix. For decoders with marks for it (Qwen Coder, StarCoder, DeepSeek, Codestral) and encoder-decoders with "
+        "sentinels (T5). Default: none.",
+        examples=["\n\nprint(add(1, 2))\n"],
+    )
     prediction: TextOrIds | None = Field(
         None,
         description="A text that the output is expected to repeat largely, such as the text to edit. Drafts are also "

@@ -263,6 +263,16 @@ def test_an_encoder_decoder_drafts_from_its_source() -> None:
     assert drafts.propose([1, 52, 53], 1) == [54, 55, 56]
 
 
+@pytest.mark.parametrize("source", [False, True])
+def test_a_suffix_is_read_and_the_prefix_continued(source: bool) -> None:
+    prefix, suffix = (1, 2, 3), (9, 1, 2, 3, 4, 5, 6)
+    text, place = (90, *prefix, 91, *suffix, 92), (1, 4)
+    known = KnownText((0,), text, (), place) if source else KnownText(text, continued=place)
+    assert known.read(100) == len(text)
+    tokens = [0] if source else list(text)
+    assert NgramDrafts(4, known).propose(tokens, len(tokens)) == [4, 5, 6]
+
+
 def test_drafts_leave_half_of_the_snapshots_where_they_are() -> None:
     """Check that drafts take free slots first, then the oldest snapshots."""
     harness = Harness(num_blocks=200, states=StateSize(2, 8), script=lambda source, tokens: 7, num_speculative_tokens=8)

@@ -28,10 +28,10 @@ from tests.model.texts import (
     words_tokenizer,
 )
 from triptych.model.api.request import FinishReason, TokenOutput
-from triptych.model.api.sampling_params import SamplingParams
+from triptych.model.api.sampling_params import LineStop, SamplingParams
 from triptych.model.errors import ConfigError, TooManyTokensError
 from triptych.model.text.decoders import has_fixed_texts
-from triptych.model.text.detokenizer import Detokenizer
+from triptych.model.text.detokenizer import LINE_STOP, Detokenizer
 from triptych.model.text.piece_tokenizers import PieceTokenizer
 from triptych.model.text.tokenizer import Tokenizer, free_vocabulary
 
@@ -248,6 +248,36 @@ def test_a_stop_string_in_the_last_token_needs_no_word_to_the_engine() -> None:
     ids = list(bytes_tokenizer().encode("a#").ids)
     output, told = filled(SamplingParams(stop=("#",)), TokenOutput("r", 0, ids, finish_reason=FinishReason.LENGTH))
     assert (output.text, output.finish_reason, told) == ("a", FinishReason.STOP, False)
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [100]])
+@pytest.mark.parametrize(
+    ("text", "indent", "shown"),
+    [
+        ("a\n    b\n  c", 4, "a\n    b\n  "),
+        ("a\n    b\n\t\t\t\tc\n\nd", 4, "a\n    b\n\t\t\t\tc\n"),
+        ("  a\n b", 1, "  a\n b"),
+        ("a\n   ", 4, "a\n   "),
+        ("a\nb#", 0, "a\nb"),
+    ],
+)
+def test_a_line_that_is_indented_too_little_ends_the_text(text: str, indent: int, shown: str, sizes: list[int]) -> None:
+    detokenizer = Detokenizer(bytes_tokenizer(), stop=["#"], line_stop=LineStop(indent))
+    assert "".join(stream(detokenizer, bytes_tokenizer().encode(text).ids, sizes * 9)) == shown
+    ends = {"#"} if "#" in text else {None} if shown == text else {LINE_STOP}
+    assert detokenizer.stopped in ends
+
+
+def test_a_line_break_ends_a_text_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    tokenizer = bytes_tokenizer()
+    detokenizer = Detokenizer(tokenizer, line_stop=LineStop(seconds=1.0))
+    assert detokenizer.push(tokenizer.encode("a\nb").ids) == "a\nb"
+    now[0] = 7.0
+    assert detokenizer.push(tokenizer.encode("cd").ids) == "cd"
+    assert detokenizer.push(tokenizer.encode("e\nf").ids) == "e\n"
+    assert detokenizer.stopped == LINE_STOP
 
 
 @pytest.mark.parametrize("include", [True, False])

@@ -102,9 +102,24 @@ def hash_end(tokens: array[int]) -> Hashes:
 class KnownText:
     """The text before the outputs of a request, indexed for drafts."""
 
-    def __init__(self, prompt: tuple[int, ...], source: tuple[int, ...] = (), prediction: tuple[int, ...] = ()) -> None:
-        """`prediction`: what an output is expected to begin with."""
-        self._token_ids = prediction + source + prompt
+    def __init__(
+        self,
+        prompt: tuple[int, ...],
+        source: tuple[int, ...] = (),
+        prediction: tuple[int, ...] = (),
+        continued: tuple[int, int] | None = None,
+    ) -> None:
+        """`prediction`: what an output is expected to begin with.
+
+        `continued`: the part of the source, or else of the prompt, that the output continues. It is put last, so that
+        what follows its last tokens elsewhere, in a suffix too, is proposed first.
+        """
+        if continued is None:
+            text = source + prompt
+        else:
+            (begin, end), whole = continued, source or prompt
+            text = whole[:begin] + whole[end:] + whole[begin:end]
+        self._token_ids = prediction + text
         self.tokens = array("i")  # the part that was indexed
         self.tables = NgramTables(0, len(self._token_ids))
         self.is_predicted = bool(prediction)

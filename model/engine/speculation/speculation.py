@@ -46,7 +46,7 @@ class Speculation:
         if not limit:
             return
         source = request.source.token_ids if request.source is not None else ()
-        known = KnownText(request.prompt_token_ids, source, request.prediction)
+        known = KnownText(request.prompt_token_ids, source, request.prediction, request.continued)
         for sequence in sequences:
             sequence.drafting = NgramDrafts(limit, known)
             if self.draft_context is not None:
