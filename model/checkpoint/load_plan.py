@@ -16,6 +16,7 @@ from triptych.model.config.model import ModelConfig
 from triptych.model.errors import CheckpointError, listed
 from triptych.model.families.table.rules import Family, LinearRule, Shape, TensorRule, ZeroRule
 
+TABLE = "tokens.weight"  # the parameter that holds the vectors of tokens
 few = partial(listed, most=2, longest=80)  # names of tensors
 
 
@@ -27,7 +28,7 @@ def plan_load(
     `sources` are the stored tensors' shapes, `targets` the parameters'.
     """
     stored = family.by_rule_name(sources, tied=config.is_tied)  # a rule may take what is dropped otherwise
-    rules = list(family.tensor_rules(config))
+    rules = [rule for rule in family.tensor_rules(config) if rule.target in targets or not _kept_in_head(config, rule)]
     present = [rule for rule in rules if rule.source in stored]
     missing = [rule.source for rule in rules if rule.source not in stored and not rule.duplicate]
     extra = _of_quantised(family, config, leftover_tensors(family, config, sources))
@@ -58,6 +59,11 @@ def leftover_tensors(family: Family, config: ModelConfig, names: Collection[str]
         and not any(fnmatchcase(name, pattern) for pattern in passed_over)
         and not any(fnmatchcase(family.canonical(name), pattern) for pattern in unused)
     ]
+
+
+def _kept_in_head(config: ModelConfig, rule: TensorRule) -> bool:
+    """Return whether a table that the network lacks is the matrix of its head, which another rule fills."""
+    return config.head is not None and config.head.repeats_table and rule.target == TABLE
 
 
 def _of_quantised(family: Family, config: ModelConfig, names: Collection[str]) -> list[str]:

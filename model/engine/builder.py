@@ -165,7 +165,7 @@ def assembling(
     draft: DraftPlan | None = None,
 ) -> Work[LoadedModel]:
     """Build the engines in parts; `pool` is the KV cache of each rank in bytes, None: by free memory."""
-    device = next(model.parameters()).device
+    device = model.device
     limits = batch_limits(spec.engine, device)
     context = max_context(spec.engine, checkpoint.config, limits)
     attach_native_stacks(model)

@@ -140,7 +140,7 @@ def build_generate_engine(
 
     `encoder_graphs`: recorded batches of the encoder, if there are any.
     """
-    config, device = checkpoint.config, next(model.parameters()).device
+    config, device = checkpoint.config, model.device
     block_manager = BlockManager(
         plan.pools,
         spec.engine.block_size,

@@ -157,7 +157,7 @@ def pool_memory(
 @torch.inference_mode()
 def largest_step(model: Transformer, limits: BatchLimits, max_model_len: int) -> None:
     """Run the step that needs the most memory: the maximum of prompt tokens, then sampling of the maximum of rows."""
-    device = next(model.parameters()).device
+    device = model.device
     lengths = _split_lengths(limits.max_num_batched_tokens, max_model_len)
     encoder_output = None
     if model.encoder is not None:

@@ -31,7 +31,7 @@ from triptych.model.network.transformer import Transformer
 
 
 def weight_bytes(model: Transformer) -> int:
-    """Return the bytes of the weights; a tied table counts twice if the head has a packed copy."""
+    """Return the bytes of the weights; a tied table counts twice if the head has a rounded copy."""
     plain = sum(parameter.nbytes for parameter in plain_parameters(model).values())
     return plain + sum(linear.nbytes for linear in linears(model))
 
@@ -47,7 +47,7 @@ def describe_model(
 ) -> ModelInfo:
     """Return the description of a loaded model; the caller fills in `load_seconds`."""
     config = checkpoint.config
-    device = next(model.parameters()).device
+    device = model.device
     dtype, reason = str(model.dtype).removeprefix("torch."), choose_dtype(spec.engine.dtype, config, device).reason
     kept_in_fp8 = model.linear.fp8 is not None and any(map(keeps, stored_formats(config)))
     in_integers = selection.library is not None or model.linear.integers is not None

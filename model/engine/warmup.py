@@ -125,7 +125,7 @@ def compile_own_kernels(model: Transformer) -> Work[int]:
         first, last = model.vocabulary[model.linear.shard.rank]
         for count in LIKELIEST_PARTS:
             likeliest(_own_logits(model, count))
-            likeliest(torch.zeros(count, last - first, dtype=model.dtype, device=next(model.parameters()).device))
+            likeliest(torch.zeros(count, last - first, dtype=model.dtype, device=model.device))
             launched += 1
             yield None
     return launched
@@ -163,7 +163,7 @@ def compile_products(model: Transformer) -> Work[int]:
 @torch.inference_mode()
 def compile_sampling(model: Transformer) -> None:
     """Sample from logits in the network's dtype, and in float32, which penalties, grammars and ranks return."""
-    device, vocabulary = next(model.parameters()).device, model.config.embedding.vocab_size
+    device, vocabulary = model.device, model.config.embedding.vocab_size
     rows = [SamplingRow(SamplingParams(temperature=1.0, top_p=0.9), 0, (0,), 1)] * 2
     kinds = [(model.dtype, vocabulary), (torch.float32, vocabulary), (torch.float32, candidate_columns(model))]
     for dtype, columns in dict.fromkeys(kinds):
@@ -181,7 +181,7 @@ def compile_sampling(model: Transformer) -> None:
 def _own_logits(model: Transformer, rows: int) -> Tensor:
     """Return a rank's logits as its head makes them: kernels are compiled for the distance between rows, too."""
     assert model.head is not None
-    hidden = torch.zeros(rows, model.head.spec.inputs, dtype=model.dtype, device=next(model.parameters()).device)
+    hidden = torch.zeros(rows, model.head.spec.inputs, dtype=model.dtype, device=model.device)
     return model.partial_logits(hidden)
 
 
@@ -204,7 +204,7 @@ def _bounds(
             yield from backend.launch_bounds(
                 attention,
                 model.dtype,
-                next(model.parameters()).device,
+                model.device,
                 most_queries=most_queries,
                 most_keys=most_keys,
                 biased=isinstance(attention.position, BucketBiasConfig),
@@ -215,7 +215,7 @@ def _bounds(
 @torch.inference_mode()
 def _encode_blank(model: Transformer, length: int, bounds: tuple[int, int]) -> None:
     """Encode a blank image or window of audio."""
-    image, audio, device = model.config.image, model.config.audio, next(model.parameters()).device
+    image, audio, device = model.config.image, model.config.audio, model.device
     inputs = _packed(length, [length], bounds, device, causal=False)
     if image is not None:
         inputs = replace(inputs, pixels=torch.zeros(1, image.channels, image.size, image.size, device=device))
@@ -227,7 +227,7 @@ def _encode_blank(model: Transformer, length: int, bounds: tuple[int, int]) -> N
 @torch.inference_mode()
 def _encode_tokens(model: Transformer, stack: Stack, bounds: tuple[int, int]) -> None:
     """Encode tokens without a cache: separate texts if the bounds are those of single queries, else one text."""
-    device = next(model.parameters()).device
+    device = model.device
     for tokens in (1, 2):
         lengths = [1] * tokens if bounds[0] == 1 else [tokens]
         inputs = _packed(tokens, lengths, bounds, device, causal=stack.config.causal)

@@ -150,6 +150,16 @@ class NativeLinear(Linear):
             sizes |= {"scale": 4 * outputs, "row_sums": 4 * outputs}
         return sizes
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether `rows` are what was stored, rounded to the network's dtype and no further."""
+        return self.kind is Kind.F32 or (self.kind is Kind.BF16 and self.dtype is torch.bfloat16)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` `[count]` of the matrix, in the network's dtype; zeros for an id that it does not have."""
+        assert self.library is not None
+        return self.library.unpack_rows(self.matrix, ids.to(torch.int64).contiguous()).to(self.dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.float().contiguous()
         out = torch.empty(rows.shape[0], self.spec.num_outputs)
@@ -172,6 +182,8 @@ class NativeLinear(Linear):
 
 class Int8RowsLinear(NativeLinear):
     """As `NativeLinear`, of a matrix that is stored as it is kept: integers, and a scale for each row."""
+
+    keeps_rows = True
 
     def tensors(self) -> Mapping[str, TensorShape]:
         scales = TensorShape((self.spec.num_outputs, 1), outputs=0)
@@ -198,6 +210,10 @@ class GivenIntegersLinear(NativeLinear):
         arrays = {storage.scale: "scale", storage.offset: "offset"}
         self._arrays = {f"{spec.name}.{tensor}": array for tensor, array in arrays.items() if tensor is not None}
         self._of_groups = tuple(self._arrays.values())
+
+    @property
+    def keeps_rows(self) -> bool:
+        return "offset" not in self._of_groups
 
     def tensors(self) -> Mapping[str, TensorShape]:
         shape = (self.spec.num_outputs, -(-self.spec.inputs // self.group))

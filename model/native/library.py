@@ -67,7 +67,7 @@ class Library:
     # All that a library exports: functions that return nothing, and those that return a number.
     _ACTIONS = (
         *("run_stack", "run_linear", "run_attention", "write_pages"),
-        *("top_k", "pack_rows", "quantise_rows", "time_warping"),
+        *("top_k", "pack_rows", "unpack_rows", "quantise_rows", "time_warping"),
     )
     _NUMBERS = (
         *("scratch_bytes", "linear_scratch_bytes", "attention_scratch_bytes"),
@@ -140,6 +140,15 @@ class Library:
         kind, stride, count = c_int64(KINDS[rows.dtype]), c_int64(rows.stride(0)), c_int64(len(rows))
         threads = _num_threads()
         self._functions.pack_rows(ctypes.byref(matrix), _at(rows), kind, stride, c_int64(first), count, threads)
+
+    def unpack_rows(self, matrix: PackedMatrix, ids: Tensor) -> Tensor:
+        """Return rows `ids` `[count]`, int64, of a matrix without offsets, float32 `[count, k]`.
+
+        The row of an id that the matrix does not have is zero.
+        """
+        rows, given = torch.empty(len(ids), matrix.k), (ctypes.byref(matrix), _at(ids), c_int64(len(ids)))
+        self._functions.unpack_rows(*given, _at(rows), _num_threads(rows.numel()))
+        return rows
 
     def quantise_rows(
         self, rows: Tensor, kind: Kind, group: int = 0, weights: Tensor | None = None

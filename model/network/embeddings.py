@@ -12,6 +12,7 @@ from triptych.model.config.sharding import Range
 from triptych.model.config.stack import ConvolutionConfig, PositionConfig
 from triptych.model.linear.base import Linear, LinearSpec, Part
 from triptych.model.linear.factory import Collective, LinearFactory
+from triptych.model.linear.native import NativeLinear
 from triptych.model.network.activations import ACTIVATIONS
 from triptych.model.network.inputs import StackInput
 from triptych.model.network.positions import inverse_frequencies
@@ -77,6 +78,17 @@ class VocabularyTable(TokenTable):
         elsewhere = (rows < 0) | (rows >= self.num_embeddings)
         vectors = super().forward(rows.masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0.0)
         return self.collective.sum(vectors)
+
+
+class PackedTable(nn.Module):
+    """Token vectors from the packed matrix of a head that has the same rows, so that they are kept once."""
+
+    def __init__(self, head: NativeLinear) -> None:
+        super().__init__()
+        self._head = (head,)  # not a module of this one
+
+    def forward(self, ids: Tensor) -> Tensor:  # [T] -> [T, E]
+        return self._head[0].rows(ids)
 
 
 def token_table(rows: int, size: int, collective: Collective | None) -> TokenTable:

@@ -20,9 +20,17 @@ from triptych.model.config.sharding import Shard
 from triptych.model.config.stack import StackConfig
 from triptych.model.linear.base import Linear, LinearSpec, Part, Split
 from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.native import NativeLinear
 from triptych.model.native.library import KINDS
 from triptych.model.network.activation_dump import dump_to
-from triptych.model.network.embeddings import AudioEmbedding, PatchEmbedding, TokenTable, token_table, without_masked
+from triptych.model.network.embeddings import (
+    AudioEmbedding,
+    PackedTable,
+    PatchEmbedding,
+    TokenTable,
+    token_table,
+    without_masked,
+)
 from triptych.model.network.heads import Classifier, MaskedHead
 from triptych.model.network.inputs import CrossInput, StackInput
 from triptych.model.network.stack import Stack, StackPass
@@ -50,7 +58,7 @@ class Transformer(nn.Module):
             Shard(rank, linear.shard.size).shard_range(config.embedding.vocab_size) for rank in range(linear.shard.size)
         ]
         self.vocabulary = vocabulary  # of each rank
-        self.tokens = self._table(config.embedding)
+        self.tokens: TokenTable | PackedTable | None = self._table(config.embedding)
         self.source_tokens = self._table(config.source_embedding)
         self.patches = (
             PatchEmbedding(config.image, size, linear.within("patches")) if config.image is not None else None
@@ -60,13 +68,16 @@ class Transformer(nn.Module):
         self.decoder = self._stack("decoder", own.decoder)
         hidden_size = next(reversed(config.stacks.values())).output_width
         self.head = self._head(own, hidden_size) if config.head is not None else None
+        packed = self._head_with_table()
+        if packed is not None:
+            self.tokens = PackedTable(packed)
         self.classifier: Classifier | None = None
         if config.classifier is not None:
             self.classifier = Classifier(config.classifier, hidden_size, linear.within("classifier"))
         self.masked_head: MaskedHead | None = None
         if config.masked_head is not None:
             table, within = self.tokens, linear.within("masked_head")
-            assert table is not None
+            assert isinstance(table, TokenTable)
             size = own.embedding.vocab_size
             self.masked_head = MaskedHead(config.masked_head, hidden_size, size, within, lambda: table.weight)
         self.pooler = linear(LinearSpec("pooler", hidden_size, (Part(hidden_size),))) if config.pooler else None
@@ -88,7 +99,7 @@ class Transformer(nn.Module):
     def _head(self, config: ModelConfig, hidden_size: int) -> Linear:
         """Hidden states to logits; the matrix is the token table where they are tied."""
         head, table = config.head, self.tokens
-        assert head is not None and table is not None
+        assert head is not None and isinstance(table, TokenTable)
         spec = LinearSpec(
             "head",
             hidden_size,
@@ -99,6 +110,19 @@ class Transformer(nn.Module):
             softcap=head.softcap,
         )
         return self.linear(spec, lambda: table.weight)
+
+    def _head_with_table(self) -> NativeLinear | None:
+        """The head, if its packed matrix has the rows of the token table, which is then not kept."""
+        head, others = self.config.head, self.config.masked_head
+        if head is None or not (head.tied or head.repeats_table) or (others is not None and others.tied):
+            return None
+        return self.head if isinstance(self.head, NativeLinear) and self.head.keeps_rows else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        parameter = next(self.parameters(), None)  # OLMo has none but packed matrices, which are on a CPU
+        return self.linear.device if parameter is None else parameter.device
 
     @property
     def dtype(self) -> torch.dtype:

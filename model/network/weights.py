@@ -30,7 +30,9 @@ from triptych.model.families import family_for
 from triptych.model.families.table.rules import Family, Shape, TensorRule, ZeroRule
 from triptych.model.linear.base import linears
 from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.native import NativeLinear
 from triptych.model.network.build import FLOAT32, build_model, plain_parameters, shard_slices, tensor_shapes
+from triptych.model.network.embeddings import TokenTable
 from triptych.model.network.transformer import Transformer
 
 TOKEN_TABLES = ("tokens.weight", "source_tokens.weight")  # the second of an encoder that has its own
@@ -102,7 +104,7 @@ def adopt_parameters(model: Transformer, parameters: Mapping[str, Tensor], table
     """Give a network its plain parameters; projections have theirs."""
     model.load_state_dict(parameters, strict=False, assign=True)
     for table in (model.tokens, model.source_tokens):
-        if table is not None and table_dtype is not model.linear.dtype:
+        if isinstance(table, TokenTable) and table_dtype is not model.linear.dtype:
             table.vector_dtype = model.linear.dtype
 
 
@@ -162,8 +164,13 @@ class _Filler:
 
     def holds(self, name: str, into: Index, values: Tensor) -> bool:
         """Whether `values` are what is there, in the dtype that it is kept in."""
-        there = self._parameters[name]
-        return torch.equal(there[into], values.to(there.device, there.dtype))
+        if name in self._parameters:
+            there = self._parameters[name][into]
+        else:
+            head = self._linears[name]  # whose packed matrix is the token table
+            assert isinstance(head, NativeLinear)
+            there = head.rows(torch.arange(into[0].start, into[0].stop))[(slice(None), *into[1:])]
+        return torch.equal(there, values.to(there.device, there.dtype))
 
     def finish(self) -> None:
         """Hand the parameters over, and let every projection finish."""

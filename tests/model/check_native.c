@@ -26,6 +26,7 @@ void top_k(const float *x, int64_t rows, int64_t size, int64_t count, float *val
            int64_t threads);
 void pack_rows(const PackedMatrix *matrix, const void *from, int64_t kind, int64_t stride, int64_t first, int64_t count,
                int64_t threads);
+void unpack_rows(const PackedMatrix *matrix, const int64_t *ids, int64_t count, float *to, int64_t threads);
 void quantise_rows(const PackedMatrix *matrix, const void *from, int64_t kind, int64_t stride, int64_t count,
                    const float *weights, int8_t *integers, float *scales, int64_t threads);
 int64_t time_warping_bytes(int64_t rows, int64_t columns);
@@ -182,6 +183,10 @@ static void check_products(int64_t tiles, int64_t threads) {
                 run_linear(&m, floats(rows * m.k), rows, out, i % 2 ? 5.0f : 0.0f, room(bytes), threads);
                 must_be_finite("run_linear", out, rows * m.n);
             }
+            int64_t *ids = room(4 * sizeof *ids), some[] = {m.n - 1, 0, -1, m.n};
+            float *found = room(4 * m.k * sizeof *found);
+            unpack_rows(&m, memcpy(ids, some, sizeof some), 4, found, threads);
+            must_be_finite("unpack_rows", found, 4 * m.k);
             free_all();
         }
 }

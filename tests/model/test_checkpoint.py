@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from tests.model.checkpoints import KINDS, copied, loaded, prompt, saved
+from tests.model.checkpoints import KINDS, copied, load_native, loaded, native_backends, prompt, saved
 from tests.model.parity import decoder_logits
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
@@ -237,9 +237,15 @@ def test_a_tied_table_stored_twice_is_read_if_equal(kind: str, tmp_path: Path) -
     name = "encoder.embed_tokens.weight"
     edit_tensors(folder, lambda tensors: tensors.update({name: table.clone()}))
     assert torch.equal(read_and_load(folder).tokens.weight, table)
+    libraries = [backend.library for backend in native_backends()[:1]]
+    for library in libraries:  # where the packed head is the table
+        assert torch.equal(load_native(read_checkpoint(folder), library).tokens(torch.arange(len(table))), table)
     edit_tensors(folder, lambda tensors: tensors.update({name: table + 1}))
     with pytest.raises(CheckpointError, match=name):
         read_and_load(folder)
+    for library in libraries:
+        with pytest.raises(CheckpointError, match=name):
+            load_native(read_checkpoint(folder), library)
 
 
 # Buffers, version numbers, unused tables and heads of pre-training in published folders.

@@ -32,6 +32,8 @@ from triptych.model.config.attention import BucketBiasConfig, RopeScaling, Rotar
 from triptych.model.config.formats import Storage, integers_in_groups
 from triptych.model.config.layer import ExpertsConfig, LayerConfig
 from triptych.model.config.model import ModelConfig
+from triptych.model.engine.model_info import weight_bytes
+from triptych.model.engine.planning.memory_plan import plan_weights
 from triptych.model.errors import ConfigError
 from triptych.model.gguf.container import read_gguf
 from triptych.model.gguf.types import BLOCK_TYPES
@@ -358,6 +360,20 @@ def test_a_head_that_repeats_the_token_table_counts_once(tmp_path: Path) -> None
     assert plain.head is not None and plain.head.tied and repeated.head is not None and not repeated.head.tied
     assert parameters_by_part(plain) == parameters_by_part(repeated)
     assert dissect(plain).total_parameters == dissect(repeated).total_parameters
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q5_0", "Q8_0", "IQ4_XS", "TQ2_0", "MXFP4", "Q4_1", "Q6_K"])
+def test_a_table_that_the_head_repeats_exactly_is_kept_once(kind: str, tmp_path: Path) -> None:
+    """The same bits are looked up in the head's panels; with offsets or smaller groups both are kept."""
+    checkpoint, library = read_checkpoint(quantised(tmp_path, {"token_embd": kind})), native_backends()[0].library
+    ids, both = torch.arange(64), kind in ("Q4_1", "Q6_K")
+    for dtype in (torch.float32, torch.bfloat16):
+        linear = native_linears(checkpoint.config, dtype, library)
+        model = load_model(checkpoint, SdpaBackend(), linear)
+        expected = load_model(checkpoint, SdpaBackend(), LinearFactory(dtype)).embed_tokens(ids)
+        assert ("tokens.weight" in dict(model.named_parameters())) == both
+        assert torch.equal(model.embed_tokens(ids), expected) and expected.dtype is dtype
+        assert plan_weights(checkpoint, linear).total == weight_bytes(model)
 
 
 @pytest.mark.parametrize("name", MIXED)

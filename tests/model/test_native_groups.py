@@ -278,6 +278,20 @@ def test_rows_are_quantised_as_they_are_packed(kind: Kind, group: int, dtype: to
     assert torch.equal(scales[:, 0], packed.arrays["scale"].view(torch.float32)[:n])
 
 
+@pytest.mark.parametrize(
+    ("kind", "group"), [(Kind.F32, 0), (Kind.BF16, 0), (Kind.INT8, 0), (Kind.INT8, 32), (Kind.INT4, 128)]
+)
+def test_rows_are_unpacked_as_they_were_packed(kind: Kind, group: int) -> None:
+    for n, k in SHAPES:
+        weight = torch.randn(n, k).bfloat16() if kind is Kind.BF16 else torch.randn(n, k)
+        expected, ids = weight, torch.tensor([n - 1, 0, 3, 0, -1, n])
+        if kind in KINDS:
+            integers, scales = library().quantise_rows(weight, kind, group)
+            expected = integers * scales.repeat_interleave(group or k, dim=1)[:, :k]
+        found = packed_linear(library(), weight, None, kind, group).rows(ids)
+        assert torch.equal(found[:4], expected[ids[:4]]) and not found[4:].any()
+
+
 def test_errors_that_count_more_are_smaller() -> None:
     weight, counts = torch.randn(64, 256), torch.randn(256).exp().square()
     counts[64:128] = 0

@@ -89,7 +89,7 @@ class EncoderGraphs:
     ) -> None:
         """`images` says how pixels are scaled."""
         self._model = model
-        self._device = next(model.parameters()).device
+        self._device = model.device
         self._record = record
         self._images = images
         tokens, rows = min(most_tokens(model.config), max_num_tokens), model.config.source_positions

@@ -67,7 +67,7 @@ def plan_weights(checkpoint: Checkpoint, linear: LinearFactory) -> WeightPlan:
     for name, parameter in plain_parameters(model).items():
         dtype = table if name in TOKEN_TABLES else linear.dtype
         parts[part_of(name)] += parameter.numel() * dtype.itemsize
-    for projection in linears(model):  # a packed tied head is a copy of the table
+    for projection in linears(model):  # a tied head that is rounded is a copy of the table
         parts[part_of(projection.spec.name)] += projection.nbytes
     return WeightPlan({part: size for part, size in parts.items() if size}, largest_in_flight(stored, plan))
 

@@ -152,6 +152,47 @@ EXPORTED void pack_rows(const PackedMatrix *matrix, const void *from, int64_t ki
         else pack_panel(&rows, panel);
 }
 
+/* Write a row of a matrix as floats [k]; `kind` is a constant. */
+INLINE void unpack_row(int64_t kind, const PackedMatrix *matrix, int64_t row, float *to) {
+    int64_t panel = row / PANEL_WIDTH, lane = row % PANEL_WIDTH, group = matrix->group;
+    int64_t step = kind == INT4 ? 8 : 4 / element_bytes(kind); /* numbers of k in a word */
+    int64_t depth = group ? grouped_k(matrix) : padded_k(kind, matrix->k), shared = group ? group : matrix->k;
+    const uint32_t *from = (const uint32_t *)matrix->data + panel * PANEL_WIDTH * (depth / step) + lane;
+    const float *scales = matrix->scale;
+    if (group) scales += panel * group_count(matrix) * PANEL_WIDTH + lane;
+    else if (kind == INT8) scales += row;
+    for (int64_t k = 0; k < matrix->k; scales += PANEL_WIDTH) {
+        float scale = kind == INT4 || kind == INT8 ? *scales : 1.0f;
+        for (int64_t end = min_i64(k + shared, matrix->k); k < end; k += step, from += PANEL_WIDTH) {
+            float numbers[8];
+            for (int64_t i = 0; i < step; i++) {
+                if (kind == F32) memcpy(numbers, from, sizeof *numbers);
+                else if (kind == BF16) numbers[i] = from_bf16((bf16)(*from >> 16 * i));
+                else if (kind == INT8) numbers[i] = (float)(int8_t)(*from >> 8 * i) * scale;
+                else numbers[i] = (float)((int)(*from >> (i < 4 ? 8 * i : 8 * i - 28) & 15) - 8) * scale;
+            }
+            memcpy(to + k, numbers, (end - k < step ? end - k : step) * sizeof *numbers);
+        }
+    }
+}
+
+static void unpack_any_row(const PackedMatrix *matrix, int64_t row, float *to) {
+    switch (matrix->dtype) {
+    case F32: unpack_row(F32, matrix, row, to); break;
+    case BF16: unpack_row(BF16, matrix, row, to); break;
+    case INT8: unpack_row(INT8, matrix, row, to); break;
+    default: unpack_row(INT4, matrix, row, to);
+    }
+}
+
+/* Write rows `ids` [count] of a matrix without offsets as floats [count][k]; of an id that it has not, zeros. */
+EXPORTED void unpack_rows(const PackedMatrix *matrix, const int64_t *ids, int64_t count, float *to, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads((int)threads)
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] >= 0 && ids[i] < matrix->n) unpack_any_row(matrix, ids[i], to + i * matrix->k);
+        else memset(to + i * matrix->k, 0, matrix->k * sizeof(float));
+}
+
 /* The integers of a row whose numbers share one scale, which is returned. */
 static float whole_row_integers(const UnpackedRows *rows, int64_t row, int8_t *to) {
     float numbers[PACK_DEPTH], scale = row_scale(rows, row);
