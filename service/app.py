@@ -35,6 +35,7 @@ from triptych.service.routes import (
     images,
     messages,
     models,
+    ollama,
     openai,
     operations,
     pipelines,
@@ -50,7 +51,7 @@ from triptych.service.speech import routes as audio
 from triptych.service.speech.routes import speech_planner
 
 _MODULES = (
-    *(generate, encode, openai, responses, messages, huggingface, ranking, pipelines, text2text, images, audio),
+    *(generate, encode, openai, responses, messages, ollama, huggingface, ranking, pipelines, text2text, images, audio),
     *(tokens, operations, models, playground, docs),
 )
 TABLE = RouteTable(row for module in _MODULES for row in module.routes.rows)

@@ -57,6 +57,7 @@ class Parameter:
     messages: Taken | str | None = None
     huggingface: Taken | str | None = None
     text2text: Taken | str | None = None
+    ollama: Taken | str | None = None
 
     @property
     def description(self) -> str:

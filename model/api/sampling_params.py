@@ -43,6 +43,7 @@ class SamplingParams:
         messages="max_tokens",
         huggingface="max_new_tokens",
         text2text="max_new_tokens",
+        ollama="num_predict",
     )
     min_tokens: int = parameter(
         0,
@@ -69,6 +70,7 @@ class SamplingParams:
         messages="temperature",
         huggingface="temperature",
         text2text="temperature",
+        ollama=OWN,
     )
     top_k: int = parameter(
         0,
@@ -85,6 +87,7 @@ class SamplingParams:
         messages=OWN,
         huggingface=OWN,
         text2text=OWN,
+        ollama=OWN,
     )
     top_p: float = parameter(
         1.0,
@@ -101,6 +104,7 @@ class SamplingParams:
         messages=OWN,
         huggingface=OWN,
         text2text=OWN,
+        ollama=OWN,
     )
     min_p: float = parameter(
         0.0,
@@ -115,6 +119,7 @@ class SamplingParams:
         openai=EXTRA,
         responses=EXTRA,
         text2text=OWN,
+        ollama=OWN,
     )
     typical_p: float = parameter(
         1.0,
@@ -127,6 +132,7 @@ class SamplingParams:
         beams=Beams.UNREAD,
         huggingface=OWN,
         text2text=OWN,
+        ollama=OWN,
     )
     epsilon_cutoff: float = parameter(
         0.0, "Tokens below this probability are not drawn.", least=0, most=1, sent=False, folder=True, draws=True
@@ -154,6 +160,7 @@ class SamplingParams:
         messages=EXTRA,
         huggingface=OWN,
         text2text=OWN,
+        ollama=OWN,
     )
     n: int = parameter(
         1,
@@ -211,6 +218,7 @@ class SamplingParams:
         responses="stop",
         messages="stop_sequences",
         huggingface="stop",
+        ollama="stop",
     )
     stop_token_ids: tuple[int, ...] = parameter(  # the engine adds the checkpoint's EOS ids unless `ignore_eos`
         (), "Up to 128 ids that end the output.", [2], limit="max_stop_token_ids", openai=EXTRA
@@ -232,6 +240,7 @@ class SamplingParams:
         responses=EXTRA,
         huggingface=OWN,
         text2text=OWN,
+        ollama="repeat_penalty",
     )
     no_repeat_ngram_size: int = parameter(
         0,
@@ -276,6 +285,7 @@ class SamplingParams:
         most=2,
         openai=OWN,
         responses=EXTRA,
+        ollama=OWN,
     )
     frequency_penalty: float = parameter(
         0.0,
@@ -286,6 +296,7 @@ class SamplingParams:
         openai=OWN,
         responses=EXTRA,
         huggingface=OWN,
+        ollama=OWN,
     )
     logit_bias: dict[int, float] = parameter(
         dict,
@@ -324,6 +335,7 @@ class SamplingParams:
         most=MAX_SPECULATIVE_TOKENS,
         beams=Beams.NEVER,
         openai=EXTRA,
+        ollama="draft_num_predict",
     )
     logprobs: int | None = parameter(
         None,

@@ -1,6 +1,6 @@
 """All errors that a client can see, in one shape: `{"error": {"message", "type", "param", "code"}}`.
 
-Errors of Anthropic's routes have the shape of that API (`anthropic_error`).
+Errors of Anthropic's and Ollama's routes have the shapes of those APIs (`anthropic_error`, `ollama_error`).
 
 Routes raise an `ApiError` made by one of the functions below. The table of routes renders these errors; the middleware
 renders all other exceptions. Messages name fields and limits. They contain no path, address, traceback or key. The only
@@ -31,6 +31,7 @@ NOT_SUPPORTED = "not_supported"  # code for an unsupported field of a dialect th
 SERVER_FAULTS = ("internal", "engine_failed", "engine_dead", "not_ready")  # they consume the error budget (rules.yaml)
 
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})  # routes whose errors have that API's shape
+OLLAMA_ROUTES = "/api/"  # the beginning of the paths whose errors have the shape of Ollama's API
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -95,7 +96,7 @@ def not_found(message: str, code: str = "not_found", param: str | None = None) -
 
 
 def unknown_model(name: str, known: Iterable[str]) -> ApiError:
-    message = f"model {shorten(name)} is not served; served: {listed(known)}"
+    message = f"model {shorten(name)} not found; served: {listed(known)}"
     return not_found(message, code="model_not_found", param="model")
 
 
@@ -214,11 +215,14 @@ def render(error: ApiError) -> Response:
     context = current()
     if context is not None and not context.rejection:
         context.rejection = error.reason
-    if context is not None and context.path in ANTHROPIC_PATHS:
-        content = msgspec.json.encode(anthropic_error(error, context.request_id))
+    path = "" if context is None else context.path
+    if context is not None and path in ANTHROPIC_PATHS:
+        shown = anthropic_error(error, context.request_id)
     else:
-        content = msgspec.json.encode(error.body())
-    return Response(content, status_code=error.status, headers=error.headers, media_type="application/json")
+        shown = ollama_error(error) if path.startswith(OLLAMA_ROUTES) else error.body()
+    return Response(
+        msgspec.json.encode(shown), status_code=error.status, headers=error.headers, media_type="application/json"
+    )
 
 
 def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
@@ -229,6 +233,11 @@ def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
     if (error.param, error.code) == ("thread", NOT_SUPPORTED):  # tells the client to send whole conversations
         detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": detail, "request_id": request_id}
+
+
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in the shape of Ollama's API."""
+    return {"error": error.message}
 
 
 def log_unexpected(error: BaseException) -> None:

@@ -153,6 +153,7 @@ class Model:
     spec: ModelSpec  # with the path as given: a folder, or a name on the Hub
     origin: Origin
     pinned: bool
+    keep_alive_s: float | None = None  # idle time after which it is unloaded, by a client; None: by the settings
     state: State = State.AVAILABLE
     served: ServedModel | None = None  # description for requests; None: they may not name the model
     refusal: ApiError | None = None  # error for requests that name the model, if they may not
@@ -188,7 +189,7 @@ class Model:
 
     def serve(self, served: ServedModel) -> None:
         """Mark the model as loaded by the engine."""
-        self.state, self.served, self.refusal = State.LOADED, served, None
+        self.state, self.served, self.refusal, self.keep_alive_s = State.LOADED, served, None, None
         self.used_at = time.monotonic()
 
     def offer(self, checkpoint: Checkpoint) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import pydantic_core
+
 from triptych.service.chat.parts import Arguments, Call, Part, Reasoning
 from triptych.service.chat.reply_parser import ReplyFormat, ReplyParser
 from triptych.service.chat.usage import reasoning_tokens
@@ -28,6 +30,15 @@ class Block:
     id: str = ""
     name: str = ""
     is_cut: bool = False  # whether the reply was ended inside this block, and not by the model
+
+
+def arguments_of(call: Block) -> Json:
+    """Return the arguments of a call; if the call was cut off, those that are complete."""
+    try:
+        found = pydantic_core.from_json(call.text, allow_partial="trailing-strings", allow_inf_nan=False)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class BlockRendering(NamedEvents):

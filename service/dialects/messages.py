@@ -18,7 +18,7 @@ from triptych.service.chat.reply_parser import ReplyFormat
 from triptych.service.chat.tools import Json, Tool, tool_use
 from triptych.service.core.errors import ApiError, anthropic_error, invalid
 from triptych.service.core.models import ServedModel
-from triptych.service.dialects.blocks import Block, BlockRendering
+from triptych.service.dialects.blocks import Block, BlockRendering, arguments_of
 from triptych.service.dialects.common import native_generate, sampling_fields
 from triptych.service.dialects.messages_bodies import (
     ConversationMessage,
@@ -310,13 +310,4 @@ def _shown(block: Block) -> Json:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind == "content":
         return {"type": "text", "text": block.text}
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.text)}
-
-
-def _input(arguments: str) -> Json:
-    """Return the arguments of a call; if the call was cut off, those that are complete."""
-    try:
-        found = pydantic_core.from_json(arguments, allow_partial="trailing-strings", allow_inf_nan=False)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments_of(block)}

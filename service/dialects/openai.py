@@ -97,7 +97,7 @@ def conversation(body: ChatBody, served: ServedModel) -> Conversation:
 
 
 def _tool_use(body: ChatBody) -> ToolUse:
-    tools = tuple(_tool(one, f"tools[{at}].function") for at, one in enumerate(body.tools or ()))
+    tools = tuple(tool(one, f"tools[{at}].function") for at, one in enumerate(body.tools or ()))
     parallel = body.parallel_tool_calls is not False
     match body.tool_choice:
         case NamedTool(function=named):
@@ -108,7 +108,8 @@ def _tool_use(body: ChatBody) -> ToolUse:
             return tool_use(tools, choice, None, parallel=parallel)
 
 
-def _tool(body: ToolBody, param: str) -> Tool:
+def tool(body: ToolBody, param: str) -> Tool:
+    """Return a tool whose function is the field `param`."""
     function = body.function
     return Tool(function.name, function.description, function.parameters, bool(function.strict), f"{param}.parameters")
 

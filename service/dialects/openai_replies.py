@@ -315,11 +315,12 @@ def _content_logprobs(choice: Json) -> Json | None:
     entries = choice.get("logprobs")
     if entries is None:
         return None
-    content = [{**_token(entry), "top_logprobs": [_token(one) for one in entry["top"]]} for entry in entries]
+    content = [{**shown_token(entry), "top_logprobs": [shown_token(one) for one in entry["top"]]} for entry in entries]
     return {"content": content, "refusal": None}
 
 
-def _token(entry: Json) -> dict[str, Any]:
+def shown_token(entry: Json) -> dict[str, Any]:
+    """Return a token with its log-probability, and its bytes where they are known."""
     text = entry["text"]
     known = "\ufffd" not in text  # else the token is part of a character, and its bytes are unknown here
     return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode()) if known else None}

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from triptych.service.core.errors import ApiError, client_gone, invalid
+from triptych.service.core.errors import OLLAMA_ROUTES, ApiError, client_gone, invalid
 from triptych.service.core.request_context import RequestContext, current
 from triptych.service.http.connections import LOSS, ConnectionLoss
 from triptych.service.http.parsing import one_of, parsed
@@ -39,6 +39,7 @@ def _list_of_array(value: object) -> object:
 JSON: Final = "application/json"
 # Model names that clients send if they know none: InferenceClient, and the documentation of TGI, TEI and SGLang.
 PLACEHOLDERS: Final = frozenset({"", "dummy", "tgi", "tei", "text-embeddings-inference", "default"})
+LATEST: Final = ":latest"  # the tag of names in Ollama's API; no model has one here
 _json = msgspec.json.Encoder(enc_hook=_list_of_array)
 
 
@@ -71,16 +72,21 @@ def with_model(request: Request, body: B) -> B:
 def named_model(request: Request, given: str | None) -> str | None:
     """Return the model that a request names in its body (`given`), else in its URL (`?model=`); None if it names none.
 
-    A placeholder counts only if a model has that name.
+    A placeholder counts only if a model has that name. `NAME:latest` is `NAME`, as programs write it that read names
+    from Ollama's `/api/tags`.
     """
     in_url = request.query_params.get("model") if request.scope["query_string"] else None
-    names = [name for name in (given, in_url) if name is not None]
+    names = [name.removesuffix(LATEST) for name in (given, in_url) if name is not None]
     return next((one for one in names if one not in PLACEHOLDERS or service_of(request).models.knows(one)), None)
 
 
 async def raw_body(request: Request, counted: Callable[[int], None] | None = None) -> bytes:
-    """Return a JSON body as `whole_body` does; raises a 415 for another content type, a 400 for an empty body."""
-    _check_content_type(request)
+    """Return a JSON body as `whole_body` does; raises a 415 for another content type, a 400 for an empty body.
+
+    Ollama's routes take any type, as the commands of its documentation name none; `Sites` refuses pages of other sites.
+    """
+    if not request.scope["path"].startswith(OLLAMA_ROUTES):
+        _check_content_type(request)
     raw = await whole_body(request.receive, counted)
     if not raw or raw.isspace():
         raise invalid("the body is empty; expected a JSON object", code="invalid_json")

@@ -153,6 +153,10 @@ class Rendering(Protocol):
     """A converter of one generation for a dialect, to events or to one reply; one object for each HTTP request."""
 
     @property
+    def media_type(self) -> str:
+        """The content type of a stream."""
+
+    @property
     def done(self) -> bytes:
         """The bytes that end a stream, after its last event."""
 
@@ -188,6 +192,7 @@ Render = Callable[[Generation], Rendering]
 class DataEvents:
     """Framing of events without names, which most dialects have; the JSON has no line breaks."""
 
+    media_type = "text/event-stream"
     done = b"data: [DONE]\n\n"
     keepalive = b": keep-alive\n\n"
 
@@ -211,6 +216,16 @@ class NamedEvents(DataEvents):
 
     def frame(self, event: Json) -> bytes:
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+
+
+class JsonLines(DataEvents):
+    """Framing of a stream of lines, each a JSON object; a subclass has an object for `keepalive`."""
+
+    media_type = "application/x-ndjson"
+    done = b""
+
+    def frame(self, event: Json) -> bytes:
+        return msgspec.json.encode(event) + b"\n"
 
 
 class NativeRendering(DataEvents):

@@ -55,7 +55,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply of a route: one of `shapes` (types) as JSON, a stream of `events`, or a text.
+    """A reply of a route: one of `shapes` (types) as JSON, a stream of `events` or of `lines` of JSON, or a text.
 
     The shape `Any` is described in the reference of another API.
     """
@@ -64,6 +64,7 @@ class Reply:
     shapes: Sequence[Any] = ()
     events: Sequence[Any] = ()
     texts: Sequence[str] = ()  # media types
+    lines: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,15 @@ def file_body(model: type[BaseModel], media_type: str, ability: str, sample: str
     return Body((model,), {}, (media_type, "application/octet-stream", JSON), limit, ability, sample)
 
 
-def replies(description: str, *shapes: Any, events: Sequence[Any] = (), texts: Sequence[str] = ()) -> dict[int, Reply]:
+def replies(
+    description: str,
+    *shapes: Any,
+    events: Sequence[Any] = (),
+    texts: Sequence[str] = (),
+    lines: Sequence[Any] = (),
+) -> dict[int, Reply]:
     """Return the replies of a route whose only reply has status 200."""
-    return {200: Reply(description, shapes, events, texts)}
+    return {200: Reply(description, shapes, events, texts, lines)}
 
 
 def in_query(name: str, description: str, **schema: Any) -> Parameter:
@@ -159,6 +166,10 @@ class Routes:
         self, path: str, summary: str, replies: Mapping[int, Reply], *parameters: Parameter, errors: Sequence[int] = ()
     ) -> Callable[[Handler], Handler]:
         return self._add("DELETE", path, summary, replies, parameters, errors)
+
+    def hidden(self, method: str, path: str) -> Callable[[Handler], Handler]:
+        """Add a route that is not described; its body, if any, is not read."""
+        return self._add(method, path, "", None, (), ())
 
     def _add(
         self,

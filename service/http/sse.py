@@ -1,9 +1,9 @@
 """Server-sent events: frames, keep-alive comments, and cancellation of the work when a stream ends for any reason.
 
-A stream consists of the frames of a `Rendering`, such as `data: {json}`, and the rendering's end (`data: [DONE]`). If
-it fails, the last frame has an error object. Frames are sent at the speed of the client; nothing is buffered here. A
-client that disconnects, or reads nothing for `stream_stall_s`, ends the stream. The `finally` of `EventStream.__call__`
-always closes the job once.
+A stream consists of the frames of a `Rendering`, such as `data: {json}` or a line of JSON, and the rendering's end
+(`data: [DONE]`). If it fails, the last frame has an error object. Frames are sent at the speed of the client; nothing
+is buffered here. A client that disconnects, or reads nothing for `stream_stall_s`, ends the stream. The `finally` of
+`EventStream.__call__` always closes the job once.
 
 If the server is uvicorn and the engine's stream has callbacks, events are rendered and written in the callback, for all
 streams of a step together. Otherwise a task awaits each output and sends it.
@@ -215,8 +215,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, job: Job, limits: Limits, writes: WriteBatch) -> None:
+    def __init__(
+        self, events: Events, job: Job, limits: Limits, writes: WriteBatch, media_type: str = media_type
+    ) -> None:
         self.status_code = 200
+        self.media_type = media_type
         self.background = None
         self.body = b""
         self._events = events

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from triptych.service.core.errors import (
     ApiError,
     conflict,
     deadline_passed,
+    forbidden,
     internal,
     invalid,
     log_unexpected,
@@ -274,12 +276,32 @@ class ModelLoader:
 
     def unload_unneeded(self) -> None:
         """Start unloading models that no request has used for `keep_alive`, and those whose folder is gone."""
-        limit = time.monotonic() - self._settings.keep_alive_s
+        now = time.monotonic()
         for model in self._models:
             if model.state is State.LOADED and model.missed >= _MISSED_SCANS:
                 self.begin_unload(model, "gone", self._drain_s)
-            elif model.is_evictable and model.used_at < limit:
+            elif model.is_evictable and model.used_at + self.keep_alive(model) < now:
                 self.begin_unload(model, "idle")
+
+    def keep_alive(self, model: Model) -> float:
+        """Return the idle seconds after which a model is unloaded; infinite for a pinned one."""
+        if model.pinned:
+            return math.inf
+        return self._settings.keep_alive_s if model.keep_alive_s is None else model.keep_alive_s
+
+    def release(self, name: str) -> None:
+        """Unload a model as soon as no request uses it, for a client; raises a 403 for a pinned one, and a 404."""
+        model = self._models.get(name)
+        if model is None or model.served is None:
+            raise self._models.unknown(name)
+        if model.pinned:
+            raise forbidden(
+                f"model {name} is pinned and stays loaded; with --no-pin, models given at the start can be unloaded",
+                "model_pinned",
+            )
+        model.keep_alive_s = 0.0
+        if model.is_evictable:
+            self.begin_unload(model, "idle")
 
     def unload(self, name: str, drain_s: float | None) -> asyncio.Task[None]:
         """Start unloading a model, or cancel its load, for an operator; raises a 404 or 409."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _OPERATIONS = {"generate": "text_completion", "encode": "embeddings"}  # the convention has no term for scores or labels
-_CHAT = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
+_CHAT = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"})
 
 
 class Tracer:

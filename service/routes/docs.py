@@ -12,14 +12,14 @@ from pydantic import BaseModel, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from triptych.service.core.errors import ANTHROPIC_PATHS
+from triptych.service.core.errors import ANTHROPIC_PATHS, OLLAMA_ROUTES
 from triptych.service.http.route_prefix import prefix_of
 from triptych.service.http.route_table import JSON, Parameter, Reply, Route, Routes, RouteTable
 from triptych.service.http.static_pages import page
 from triptych.service.lifecycle.state import service_of
 from triptych.service.planning.capabilities import Choice, choices
 from triptych.service.routes.doc_examples import Choices, body_content
-from triptych.service.schemas.replies import AnthropicError, ErrorReply
+from triptych.service.schemas.replies import AnthropicError, ErrorReply, OllamaError
 
 routes = Routes()
 
@@ -103,9 +103,9 @@ class _Schemas:
             for model in route.body.models if route.body is not None else ():
                 wanted[model, "validation"] = TypeAdapter(model)
             for reply in (route.replies or {}).values():
-                for shape in (*reply.shapes, *reply.events):
+                for shape in (*reply.shapes, *reply.events, *reply.lines):
                     wanted[repr(shape), "serialization"] = TypeAdapter(shape)
-        for error in (ErrorReply, AnthropicError):
+        for error in (ErrorReply, AnthropicError, OllamaError):
             wanted[repr(error), "serialization"] = TypeAdapter(error)
         inputs = [(key, mode, adapter) for (key, mode), adapter in wanted.items()]
         self._found, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REFS)
@@ -124,7 +124,7 @@ def _any_of(schemas: list[Json]) -> Json:
 
 def _operation(route: Route, path: str, schemas: _Schemas, chosen: Choices) -> Json:
     name = re.sub(r"\W", "_", f"{route.handler.__name__}{path}")
-    error = {JSON: {"schema": schemas.sent([AnthropicError if route.path in ANTHROPIC_PATHS else ErrorReply])}}
+    error = {JSON: {"schema": schemas.sent([_error_shape(route)])}}
     replies = {status: _reply(one, schemas) for status, one in (route.replies or {}).items()}
     for status in sorted({*route.errors, *_EVERYWHERE}):
         replies[status] = {"description": _MEANING[status], "content": error}
@@ -143,6 +143,12 @@ def _operation(route: Route, path: str, schemas: _Schemas, chosen: Choices) -> J
             "content": body_content(route.body, schemas.read(route.body.models), chosen, path),
         }
     return found | {"responses": {str(status): one for status, one in replies.items()}}
+
+
+def _error_shape(route: Route) -> type[BaseModel]:
+    if route.path in ANTHROPIC_PATHS:
+        return AnthropicError
+    return OllamaError if route.path.startswith(OLLAMA_ROUTES) else ErrorReply
 
 
 def _parameter(one: Parameter) -> Json:
@@ -168,5 +174,7 @@ def _reply(reply: Reply, schemas: _Schemas) -> Json:
                 "required": ["data"],
             }
         }
+    if reply.lines:  # before OpenAPI 3.2, the schema of a stream of lines is the schema of each
+        content["application/x-ndjson"] = {"schema": schemas.sent([*reply.lines, OllamaError])}
     content |= {kind: {"schema": {"type": "string"}} for kind in reply.texts}
     return {"description": reply.description, **({"content": content} if content else {})}

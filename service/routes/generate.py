@@ -129,7 +129,7 @@ async def answer_taken(
     rendering = render(generation)
     if body.stream:
         events = GenerationEvents(generation, stream, job, rendering, lambda error: rename_fields(error, names))
-        return EventStream(events, job, service.limits, service.writes)
+        return EventStream(events, job, service.limits, service.writes, rendering.media_type)
     try:
         reply = await cancel_on_disconnect(request, collect(generation, stream, job))
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
 
 from triptych.model.pretrained import CHECKPOINTS
 from triptych.service.core.errors import not_found
@@ -20,7 +20,10 @@ _SAMPLE = CHECKPOINTS / "speech" / SAMPLE
     "/",
     "The playground",
     {
-        200: Reply("A page to try the models with.", texts=("text/html",)),
+        200: Reply(
+            "A page to try the models with; for programs, which do not ask for HTML, the line `Ollama is running`.",
+            texts=("text/html", "text/plain"),
+        ),
         307: Reply("Below a route prefix without its last slash: the page is there."),
     },
 )
@@ -29,6 +32,8 @@ async def playground(request: Request) -> Response:
     if is_bare(request.scope):  # the page's relative URLs need the slash
         query = f"?{request.url.query}" if request.url.query else ""
         return RedirectResponse(f"{prefix_of(request.scope)}/{query}")
+    if "text/html" not in request.headers.get("accept", ""):
+        return PlainTextResponse("Ollama is running", headers={"Vary": "Accept"})
     return page("playground")
 
 

@@ -72,6 +72,7 @@ RESPONSES = Dialect("responses", "OpenAI's")
 MESSAGES = Dialect("messages", "Anthropic's")
 HUGGING_FACE = Dialect("huggingface", "Hugging Face's", "parameters.")
 TEXT2TEXT = Dialect("text2text", "Hugging Face's", "parameters.")
+OLLAMA = Dialect("ollama", "Ollama's", "options.")
 
 
 def native_body(declared: type[B]) -> type[B]:

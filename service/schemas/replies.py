@@ -44,6 +44,14 @@ class AnthropicError(Reply):
     request_id: str = Field(description="The request id.", examples=["5f0c1d"])
 
 
+class OllamaError(Reply):
+    """The errors of Ollama's routes."""
+
+    error: str = Field(
+        description="What is wrong and what is expected.", examples=["model 'x' not found; served: chat"]
+    )
+
+
 class Usage(Reply):
     prompt_tokens: int = Field(description="Tokens of all prompts; encoder-decoder: of the sources.", examples=[5])
     completion_tokens: int = Field(description="Generated tokens of all choices.", examples=[16])

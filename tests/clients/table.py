@@ -41,6 +41,7 @@ CLIENTS = (
     Client("huggingface_hub", "huggingface_hub_client.py", ("huggingface_hub==2.4.0", *_ARRAYS)),
     Client("huggingface_hub-0", "huggingface_hub_client.py", ("huggingface_hub==0.36.2", *_ARRAYS)),
     Client("cohere", "cohere_client.py", ("cohere==7.3.1",)),
+    Client("ollama", "ollama_client.py", ("ollama==0.6.3",)),
     Client("litellm", "litellm_client.py", ("litellm==1.110.2",)),
     Client("langchain-openai", "langchain_openai_client.py", ("langchain-openai==1.7.4",)),
     Client("langchain-anthropic", "langchain_anthropic_client.py", ("langchain-anthropic==1.7.10",)),

@@ -1,6 +1,6 @@
-"""Records in client_fields.json which fields the newest cohere, sglang and vllm know, from their unpacked wheels.
+"""Records in client_fields.json which fields the newest cohere, ollama, sglang and vllm know, from unpacked wheels.
 
-    python tests/data/record_client_fields.py cohere=FOLDER sglang=FOLDER vllm=FOLDER
+    python tests/data/record_client_fields.py cohere=FOLDER ollama=FOLDER sglang=FOLDER vllm=FOLDER
 
 reads their sources without importing them. Types of openai, anthropic and huggingface_hub are read where they are
 installed. Only names of fields are recorded.
@@ -53,6 +53,17 @@ SOURCES: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "vllm/entrypoints/openai/completion/protocol.py": {"CompletionRequest": (COMPLETIONS, "")},
         "vllm/sampling_params.py": {"StructuredOutputsParams": (CHAT, "structured_outputs.")},
+    },
+    "ollama": {
+        "ollama/_types.py": {
+            "ChatRequest": ("/api/chat", ""),
+            "Message": ("/api/chat", "messages[]."),
+            "Options": ("/api/chat", "options."),
+            "GenerateRequest": ("/api/generate", ""),
+            "EmbedRequest": ("/api/embed", ""),
+            "EmbeddingsRequest": ("/api/embeddings", ""),
+            "ShowRequest": ("/api/show", ""),
+        },
     },
     "cohere": {
         "cohere/v2/raw_client.py": {

@@ -16,6 +16,7 @@ from tests.service.test_worst_bodies import LONGEST_S, longest_hold
 from triptych.service.dialects.cohere import EmbeddingBody
 from triptych.service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from triptych.service.dialects.messages_bodies import CountBody, MessagesBody
+from triptych.service.dialects.ollama_bodies import OllamaChatBody
 from triptych.service.dialects.openai_bodies import ChatBody, CompletionBody
 from triptych.service.dialects.pipelines import EntityBody, FillMaskBody, QuestionBody, SimilarityBody, ZeroShotBody
 from triptych.service.dialects.ranking import ClassifyBody, CohereEmbedBody, RankBody, ScoreBody
@@ -30,6 +31,7 @@ ROUTES: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
     ("/v1/chat/completions", ChatBody, {"model": "chat", "messages": _HI}),
     ("/v1/completions", CompletionBody, {"model": "gen", "prompt": "x"}),
     ("/v1/messages", MessagesBody, {"model": "chat", "max_tokens": 2, "messages": _HI}),
+    ("/api/chat", OllamaChatBody, {"model": "chat", "messages": _HI}),
     ("/v1/messages/count_tokens", CountBody, {"model": "chat", "messages": _HI}),
     ("/v1/responses", ResponsesBody, {"model": "chat", "input": "x"}),
     ("/v1/embeddings", EmbeddingBody, {"model": "enc", "input": "w1"}),

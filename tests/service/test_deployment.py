@@ -156,6 +156,6 @@ def test_under_a_route_prefix_it_is_what_it_is_at_the_root(deployed: str) -> Non
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
         metrics = client.get("/metrics").text
         assert 'triptych_requests_total{model="gen",outcome="length",task="generate"} 1.0' in metrics
-        assert "playground" in client.get("/").text.lower()
+        assert "playground" in client.get("/", headers={"accept": "text/html"}).text.lower()
         assert httpx.get(deployed, headers=client.headers).headers["location"] == "/text/"
         assert client.get("/openapi.json").json()["servers"] == [{"url": "/text"}]

@@ -37,7 +37,7 @@ from triptych.model.api.request import FinishReason
 from triptych.model.errors import ConfigError
 from triptych.service.app import TABLE
 from triptych.service.cli import banner
-from triptych.service.core.errors import ANTHROPIC_PATHS, SERVER_FAULTS
+from triptych.service.core.errors import ANTHROPIC_PATHS, OLLAMA_ROUTES, SERVER_FAULTS
 from triptych.service.observability import logs
 from triptych.service.schemas.replies import InfoReply, ModelsReply
 from triptych.service.settings.service_settings import Limits, ServiceSettings
@@ -230,6 +230,8 @@ def test_every_route_asks_for_a_key() -> None:
                         assert reply.headers["www-authenticate"] == "Bearer"
                         if path in ANTHROPIC_PATHS:
                             assert (reply.status_code, reply.json()["error"]["type"]) == (401, "authentication_error")
+                        elif path.startswith(OLLAMA_ROUTES):
+                            assert reply.status_code == 401 and "API key" in reply.json()["error"]
                         else:
                             check_error(reply, 401, None, "invalid_api_key")
                     host = await client.request(method, path, headers={**headers, "host": "x/livez?"})

@@ -21,6 +21,13 @@ from triptych.service.dialects.cohere import EmbeddingBody
 from triptych.service.dialects.common import Ignored, Refused, ServedTypes
 from triptych.service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from triptych.service.dialects.messages_bodies import CountBody, MessagesBody
+from triptych.service.dialects.ollama_bodies import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    ShowBody,
+)
 from triptych.service.dialects.openai_bodies import ChatBody, CompletionBody
 from triptych.service.dialects.pipelines import (
     ClassBody,
@@ -52,6 +59,13 @@ _MESSAGES: dict[str, type[BaseModel]] = {
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountBody,
 }
+_OLLAMA: dict[str, type[BaseModel]] = {
+    "/api/chat": OllamaChatBody,
+    "/api/generate": OllamaGenerateBody,
+    "/api/embed": OllamaEmbedBody,
+    "/api/embeddings": OllamaEmbeddingsBody,
+    "/api/show": ShowBody,
+}
 _RANKING: dict[str, type[BaseModel]] = {
     "/v1/embed, /v2/embed (Cohere)": CohereEmbedBody,
     "/v1/rerank, /v2/rerank (Cohere, Jina, vLLM)": RankBody,
@@ -76,10 +90,11 @@ _HUGGING_FACE: dict[str, type[BaseModel]] = {
     "/pipeline/translation": TranslationBody,
     "/pipeline/summarization, /pipeline/text2text-generation": Text2TextBody,
 }
-BODIES = _OPENAI | _MESSAGES | _RANKING | _HUGGING_FACE
+BODIES = _OPENAI | _MESSAGES | _OLLAMA | _RANKING | _HUGGING_FACE
 _PAGES = {  # a page of docs/ for each group of routes, by its title
     "fields-openai.md": ("Fields of OpenAI's API", _OPENAI),
     "fields-anthropic.md": ("Fields of Anthropic's API", _MESSAGES),
+    "fields-ollama.md": ("Fields of Ollama's API", _OLLAMA),
     "fields-ranking.md": ("Fields of Cohere's, Jina's and vLLM's APIs", _RANKING),
     "fields-huggingface.md": ("Fields of Hugging Face's APIs", _HUGGING_FACE),
 }
@@ -165,6 +180,7 @@ _COLUMNS = {
     "Anthropic": "messages",
     "TGI": "huggingface",
     "text2text": "text2text",
+    "Ollama": "ollama",
 }
 
 
