@@ -66,9 +66,9 @@ class NativeBackend:
         elif bias is not None:
             table = _bias_table(bias, max(metadata.kv_lens))
             described = BiasTable(table.data_ptr(), table.shape[1])
-        tiles = self.library.tiles and query.dtype is torch.bfloat16
         given_rows = (given(rows[0]), rows[1], rows[2])
-        self.library.run_attention(shape, segments, pages, *given_rows, out, described, tiles=tiles)
+        narrow = query.dtype is torch.bfloat16
+        self.library.run_attention(shape, segments, pages, *given_rows, out, described, narrow=narrow)
         del kept, table  # the description pointed into them
         return out.to(query.dtype)
 

@@ -53,6 +53,7 @@ CLAMPED_SILU = 7  # a gated SiLU with bounds; 6 is a softcap
 LARGE = 1 << 20  # multiply-adds of a layer or a product from which on several threads share it
 _EXPONENTIAL = 8  # an exponential takes as long as 8 of them
 
+_IN_FLOATS, _IN_TILES, _BY_VECTORS = range(3)  # forms of attention (attention.h)
 _SCRATCH_CALLS = 256  # scratch memory that none of the last 256 calls needed is freed
 _NO_TILES = {  # by what `start_tiles` says
     2: "this CPU or its system has none",
@@ -93,6 +94,7 @@ class Library:
         _check_structures(functions)
         started = functions.start_tiles()
         self.tiles = bool(started == 1)
+        self._narrow_form = _IN_TILES if self.tiles else _BY_VECTORS
         self._no_tiles = _NO_TILES.get(started)
         if self._no_tiles:
             logger.warning("the library %s multiplies without its AMX tiles: %s", built.origin, self._no_tiles)
@@ -179,17 +181,18 @@ class Library:
         out: Tensor,
         bias: ScoreBias | None = None,
         *,
-        tiles: bool = False,
+        narrow: bool = False,
     ) -> None:
         """Write keys and values where `segments` has slots, then attend; `bias` is added to the scores by distance.
 
-        With `tiles`, long contexts in pages of bfloat16 or int8 are multiplied in AMX tiles.
+        With `narrow`, long contexts in pages of bfloat16 or int8 are computed by products of bfloat16, if the CPU has
+        these.
         """
         threads, rows = _num_threads(), c_int64(query.shape[0])
         needed = self._functions.attention_scratch_bytes(ctypes.byref(shape), ctypes.byref(segments), threads)
         attention = Attention(ctypes.pointer(shape), ctypes.pointer(segments), ctypes.pointer(pages))
         attention.queries, attention.query_stride = query.data_ptr(), shape.heads * shape.dim
-        attention.out, attention.tiles = out.data_ptr(), tiles
+        attention.out, attention.form = out.data_ptr(), self._narrow_form if narrow else _IN_FLOATS
         if bias is not None:
             attention.bias = ctypes.pointer(bias)
         given = (ctypes.byref(attention), _at(key), _at(value), rows)

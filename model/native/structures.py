@@ -80,7 +80,7 @@ class Attention(ctypes.Structure):
         ("queries", c_void_p),
         ("query_stride", c_int64),
         ("out", c_void_p),
-        ("tiles", c_int64),
+        ("form", c_int64),
     )
 
 

@@ -265,7 +265,8 @@ static void check_attention(int64_t tiles, int64_t threads) {
                 KVPages pages = pages_of(kind, paged ? pool_rows(&s) : rows, shape.kv_heads, dim);
                 ScoreBias bias = bias_of(shape.heads, paged ? LONGEST : 70);
                 Attention a = {&shape, &s, &pages, i % 3 ? NULL : &bias, NULL, shape.heads * dim, NULL};
-                a.tiles = tiles, a.queries = floats(rows * shape.heads * dim), a.out = room(rows * shape.heads * dim * 4);
+                a.form = tiles ? ATTEND_IN_TILES : i % 2 ? ATTEND_BY_VECTORS : ATTEND_IN_FLOATS;
+                a.queries = floats(rows * shape.heads * dim), a.out = room(rows * shape.heads * dim * 4);
                 int64_t kv = rows * shape.kv_heads * dim;
                 char *memory = room(attention_scratch_bytes(&shape, &s, threads));
                 if (paged) write_pages(&shape, &pages, s.slots, floats(2 * kv), rows, threads);
@@ -288,7 +289,8 @@ static void check_shared_keys(int64_t tiles, int64_t threads) {
                 memcpy((int64_t *)s.tables + i * s.table_width, s.tables, s.table_width * sizeof *s.tables);
             s.slots = NULL; /* keys are there already */
             KVPages pages = pages_of(kind, pool_rows(&s), shape.kv_heads, shape.dim);
-            Attention a = {.shape = &shape, .segments = &s, .pages = &pages, .query_stride = width, .tiles = tiles};
+            Attention a = {.shape = &shape, .segments = &s, .pages = &pages, .query_stride = width};
+            a.form = tiles ? ATTEND_IN_TILES : ATTEND_BY_VECTORS;
             a.queries = floats(rows * width), a.out = room(rows * width * 4);
             run_attention(&a, NULL, NULL, rows, room(attention_scratch_bytes(&shape, &s, threads)), threads);
             must_be_finite("run_attention", a.out, rows * width);

@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -219,9 +220,10 @@ def long_case(**changes: Any) -> Case:
     return Case(**{**usual, **changes})
 
 
-def with_tiles() -> list[Library]:
+def attending() -> list[Library]:
+    """Return libraries that attend in tiles, by vectors of bfloat16, and in this CPU's tiles if it has any."""
     here = Library(Built(real(), "real"))
-    return [emulated(), here] if here.tiles else [emulated()]
+    return [emulated(), emulated(*REFUSED), *([here] if here.tiles else [])]
 
 
 def attended(library: Library, case: Case, given: Problem, rows: slice = slice(None)) -> Tensor:
@@ -249,17 +251,17 @@ def attended(library: Library, case: Case, given: Problem, rows: slice = slice(N
     ],
     ids=str,
 )
-def test_long_contexts_attend_in_tiles(changes: dict[str, Any]) -> None:
+def test_long_contexts_attend_by_products_of_bfloat16(changes: dict[str, Any]) -> None:
     case = long_case(**changes)
     given = problem(case, CPU)
-    vectors = attended(emulated(*REFUSED), case, given)
+    floats = attended(emulated(), case, replace(given, query=given.query.float())).bfloat16()
     keys = [kv - (q - row - 1 if case.causal else 0) for q, kv in case.segments for row in range(q)]
     short = torch.tensor(keys) <= 64
-    for library in with_tiles():
-        tiles = attended(library, case, given)
-        assert_finite_and_close(tiles, given.expected, tolerance(case))
-        assert torch.equal(tiles[short], vectors[short])  # only a row's keys decide
-        assert not torch.equal(tiles[~short], vectors[~short])
+    for library in attending():
+        narrow = attended(library, case, given)
+        assert_finite_and_close(narrow, given.expected, tolerance(case))
+        assert torch.equal(narrow[short], floats[short])  # only a row's keys decide
+        assert not torch.equal(narrow[~short], floats[~short])
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_a_long_context_has_the_same_bits_however_it_is_divided(
     case = long_case(segments=((270, 270),), heads=heads, kv_heads=kv_heads, int8=int8, window=window)
     given = problem(case, CPU, solved=False)
     parts = ((63, 64), (64, 65), (64, 66), (255, 256), (256, 257), (50, 90), (60, 269), (256, 260))
-    for library in with_tiles():
+    for library in attending():
         whole = attended(library, case, given)
         for part in parts:
             assert torch.equal(attended(library, case, given, slice(*part)), whole[slice(*part)])
@@ -295,7 +297,7 @@ def test_rows_that_see_the_same_keys_have_the_bits_that_they_have_alone(heads: i
         return NativeBackend(library).forward(given.query[places], None, None, given.cache, metadata, case.config, None)
 
     places = list(range(len(sources)))
-    for library in with_tiles():
+    for library in attending():
         together = rows(places, library)
         assert torch.equal(together, torch.cat([rows([place], library) for place in places]))
         assert not torch.equal(together[0], together[1])
@@ -306,11 +308,11 @@ def test_a_value_that_is_no_number_does_not_reach_rows_that_do_not_see_it(bad: f
     case = long_case(segments=((300, 300),), window=25)
     given = problem(case, CPU, solved=False)
     assert given.value is not None
-    clean = [attended(library, case, given) for library in with_tiles()]
+    clean = [attended(library, case, given) for library in attending()]
     given.value[[100, 270]] = bad
     row = torch.arange(300)
     seen = ((row >= 100) & (row < 125)) | ((row >= 270) & (row < 295))
-    for library, before in zip(with_tiles(), clean, strict=True):
+    for library, before in zip(attending(), clean, strict=True):
         spoilt = attended(library, case, given)
         assert torch.equal(spoilt[~seen], before[~seen])
         assert not spoilt[seen].isfinite().any()

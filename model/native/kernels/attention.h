@@ -56,6 +56,10 @@ typedef struct {
     int64_t decode, prefill;
 } LongestSegments;
 
+/* How an attention over pages in BF16 or INT8 computes long contexts: in float32, or with queries and weights rounded to
+ * bf16, in AMX tiles or by vectors of bf16. A library without these computes in float32. */
+enum { ATTEND_IN_FLOATS = 0, ATTEND_IN_TILES = 1, ATTEND_BY_VECTORS = 2 };
+
 /* One attention over packed rows. The caller owns all that this points to. */
 typedef struct {
     const AttentionShape *shape;
@@ -65,7 +69,7 @@ typedef struct {
     const float *queries; /* rows of [heads][dim] */
     int64_t query_stride; /* floats from row to row */
     float *out;           /* [rows][heads][dim] */
-    int64_t tiles;        /* whether AMX tiles may round queries and weights to bfloat16, of pages in BF16 or INT8 */
+    int64_t form;         /* how long contexts are computed */
 } Attention;
 
 /* One attention of whole segments, whose queries see all keys of their own segment. */

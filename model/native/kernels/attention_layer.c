@@ -93,8 +93,10 @@ void encoder_self_attention(const StackContext *t, const AttentionLayer *layer) 
     finish_attention(t, layer);
 }
 
-/* Whether attention over pages may be in tiles: where products of bfloat16 are. */
-static int tiled_attention(const Stack *stack) { return stack->tiles && stack->dtype == BF16; }
+/* How attention over pages computes long contexts: in bf16 where the network's products are. */
+static int attention_form(const Stack *stack) {
+    return stack->dtype != BF16 ? ATTEND_IN_FLOATS : stack->tiles ? ATTEND_IN_TILES : ATTEND_BY_VECTORS;
+}
 
 /* Multiply the heads' outputs by the sigmoids of their gates, which follow the queries. Ends at a barrier. */
 static void gate_attended(const StackContext *t, const AttentionLayer *layer, int64_t width) {
@@ -121,7 +123,7 @@ void self_attention(const StackContext *t, const AttentionLayer *layer, int64_t 
     if (pages || changes_heads(layer)) finish_heads(t, layer, kv_heads, layer->reads_keys ? NULL : pages, F32);
     Attention attention = {.shape = a, .segments = step->segments + layer->segments, .pages = pages ? pages : &rows};
     attention.bias = score_bias_of(layer, step);
-    attention.tiles = tiled_attention(t->stack);
+    attention.form = attention_form(t->stack);
     attention.queries = t->qkv, attention.query_stride = width, attention.out = t->attended;
     paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
     wait_for_threads(&t->team);
@@ -143,7 +145,7 @@ void cross_attention(const StackContext *t, const AttentionLayer *layer, int64_t
     }
     Attention attention = {.shape = &layer->shape, .segments = step->segments + layer->segments};
     attention.pages = step->pages + number, attention.bias = score_bias_of(layer, step);
-    attention.tiles = tiled_attention(t->stack);
+    attention.form = attention_form(t->stack);
     attention.queries = t->qkv, attention.query_stride = width, attention.out = t->attended;
     paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
     wait_for_threads(&t->team);

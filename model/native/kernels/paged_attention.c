@@ -368,7 +368,7 @@ int64_t paged_attention_scratch(const AttentionShape *shape, LongestSegments lon
 INLINE int64_t first_tiled_row(const KeySource *s, const Attention *in, int64_t rows) {
     const AttentionShape *a = s->shape;
     int64_t kind = s->pages->kind;
-    if (!HAS_TILES || !in->tiles || kind == F32 || (kind == INT8 && a->heads < 4 * a->kv_heads)) return rows;
+    if (!HAS_TILED_ATTENTION || !in->form || kind == F32 || (kind == INT8 && a->heads < 4 * a->kv_heads)) return rows;
     if (s->segments->causal) return min_i64(rows, max_i64(0, TILED_KEYS - first_position(s)));
     return s->segments->kv_lens[s->segment] > TILED_KEYS && !s->shape->window ? 0 : rows;
 }

@@ -1,32 +1,20 @@
-/* Attention in AMX tiles: blocks of queries by blocks of keys (FlashAttention, Dao et al. 2022).
+/* Attention by products of bf16: blocks of queries by blocks of keys (FlashAttention, Dao et al. 2022).
  *
  * Queries and weights of values are rounded to bfloat16; sums are float32. Keys are taken in blocks that begin at
  * multiples of BLOCK_KEYS. A query's weights in a block are relative to its largest score there, and blocks are added
  * up in ascending order. All of that depends on the query's position alone, so that a token that is decoded gets the
  * bits of one that is prefilled.
  *
- * The heads that share keys are queries like others: query j is head j % per of row j / per. Of up to TILE_ROWS
- * queries, as in decoding, keys are a product's rows, where they lie; of more they are packed as its columns. A sum of
- * products has the same bits either way. */
-#include "tile_attention.h"
+ * The heads that share keys are queries like others: query j is head j % per of row j / per. In AMX tiles, of up to
+ * TILE_ROWS queries, as in decoding, keys are a product's rows, where they lie; of more, and for vectors, they are
+ * packed as its columns. A sum of products has the same bits either way. */
+#include "tile_products.h"
 
-#include "tile_packing.h"
+#if HAS_TILED_ATTENTION
 
-#if HAS_TILES
-
-#define PAIR_ROWS (2 * TILE_ROWS)         /* queries that share packed keys while they are in tiles */
-#define SCORE_STRIDE (BLOCK_KEYS + LANES) /* floats: not a power of two, whose rows would share sets of the cache */
 #define TASK_QUERIES 256       /* that a thread takes at least, of the heads that share keys */
 #define MOST_TASK_QUERIES 1024 /* and at most: what they need stays in the second cache while blocks pass */
 #define LOG2_E 1.44269504088896341f
-
-/* What a block adds to a tile's queries. */
-typedef struct {
-    int64_t first, rows;                           /* queries */
-    int64_t from[PAIR_ROWS], to[PAIR_ROWS];        /* keys that each sees, from the block's first */
-    int64_t begin, end;                            /* of all of them, in whole steps */
-    float tops[PAIR_ROWS], totals[PAIR_ROWS][LANES];
-} BlockTile;
 
 INLINE int64_t query_count(const AttentionShape *a, int64_t rows) { return rows * (a->heads / a->kv_heads); }
 
@@ -55,9 +43,9 @@ static void take_block(Scratch *scratch, const AttentionShape *a, TiledQueries *
 }
 
 /* Take the buffers of `count` queries. */
-static void take_queries(Scratch *scratch, int64_t count, TiledQueries *t) {
+static void take_queries(Scratch *scratch, int64_t count, int in_tiles, TiledQueries *t) {
     int64_t padded = round_up(count, PAIR_ROWS);
-    t->count = count, t->few = count <= TILE_ROWS;
+    t->count = count, t->in_tiles = in_tiles, t->few = in_tiles && count <= TILE_ROWS;
     t->queries = scratch_take(scratch, padded * t->depth * sizeof *t->queries);
     t->sums = scratch_take(scratch, padded * t->width * sizeof *t->sums);
     t->totals = scratch_take(scratch, padded * LANES * sizeof *t->totals);
@@ -71,86 +59,9 @@ int64_t tiled_scratch(const AttentionShape *a) {
     int64_t many = query_count(a, task_rows(a, MOST_TASK_QUERIES));
     int64_t few = a->kv_heads * round_up(query_count(a, 1), PAIR_ROWS);
     take_block(&scratch, a, &sizes);
-    take_queries(&scratch, max_i64(many, few), &sizes); /* several heads' buffers, or one's of more queries */
+    take_queries(&scratch, max_i64(many, few), 0, &sizes); /* several heads' buffers, or one's of more queries */
     scratch.used += a->kv_heads * 4 * (SCRATCH_ALIGNMENT + SCRATCH_GAP);
     return scratch.used;
-}
-
-/* Begin sums of one or two tiles of queries, by two of columns. */
-INLINE void zero_sums(int two) {
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    if (!two) return;
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-}
-
-/* Scores of the tile's queries with the block's packed keys: two tiles of queries by two of keys. */
-static void score_packed(const TiledQueries *t, const BlockTile *tile) {
-    int two = tile->rows > TILE_ROWS;
-    int64_t bytes = t->depth * sizeof(bf16), panel = t->depth * 16;
-    const bf16 *low = t->queries + tile->first * t->depth, *high = low + TILE_ROWS * t->depth;
-    STORED_FOR_TILES();
-    for (int64_t key = tile->begin; key < tile->end; key += STEP_KEYS) {
-        const bf16 *keys = t->keys + key / 16 * panel;
-        float *scores = t->scores + key;
-        zero_sums(two);
-        for (int64_t at = 0; at < t->depth; at += 32) {
-            TILE_LOAD(6, keys + at * 16, TILE_BYTES);
-            TILE_LOAD(7, keys + panel + at * 16, TILE_BYTES);
-            TILE_LOAD(4, low + at, bytes);
-            TILE_DOT_BF16(0, 4, 6);
-            TILE_DOT_BF16(1, 4, 7);
-            if (!two) continue;
-            TILE_LOAD(5, high + at, bytes);
-            TILE_DOT_BF16(2, 5, 6);
-            TILE_DOT_BF16(3, 5, 7);
-        }
-        TILE_STORE(0, scores, SCORE_STRIDE * 4);
-        TILE_STORE(1, scores + 16, SCORE_STRIDE * 4);
-        if (!two) continue;
-        TILE_STORE(2, scores + TILE_ROWS * SCORE_STRIDE, SCORE_STRIDE * 4);
-        TILE_STORE(3, scores + TILE_ROWS * SCORE_STRIDE + 16, SCORE_STRIDE * 4);
-    }
-}
-
-/* Dot products of KEY_GROUP keys with a few queries, in sums 2 or 3, `sums`. */
-#define MULTIPLY_KEYS(sums, keys, bytes, queries, depth)                                                               \
-    do {                                                                                                               \
-        TILE_ZERO(sums);                                                                                               \
-        for (int64_t at = 0; at < depth; at += 32) {                                                                   \
-            TILE_LOAD(6, (keys) + at, bytes);                                                                          \
-            TILE_LOAD(7, (queries) + at * 16, TILE_BYTES);                                                             \
-            TILE_DOT_BF16(sums, 6, 7);                                                                                 \
-        }                                                                                                              \
-    } while (0)
-
-/* Scores of a few queries: products of keys, where they lie if they can be read so, with the queries as columns. */
-INLINE void score_rows(int kind, int64_t dim, const TiledQueries *t, const BlockTile *tile) {
-    const StoredHead stored = stored_keys(kind, t);
-    const KeySource *s = t->source;
-    int in_place = kind == BF16 && s->contiguous && s->segments->tables && dim % 32 == 0;
-    int64_t from = t->from - t->begin, to = t->to - t->begin, depth = round_up(dim, 32);
-    float *products = t->products;
-    if (!in_place) gather_keys(kind, dim, t, &stored, from, to);
-    STORED_FOR_TILES();
-    for (int64_t key = from / KEY_GROUP * KEY_GROUP; key < to; key += KEY_GROUP) {
-        if (in_place) read_ahead(&stored, key + AHEAD, KEY_GROUP);
-        const bf16 *keys = in_place ? (const bf16 *)head_at(&stored, key) : t->keys + key * depth;
-        int64_t bytes = in_place ? stored.stride : depth * 2;
-        if (key & KEY_GROUP) { /* in turns, so that none waits for the one before it */
-            MULTIPLY_KEYS(3, keys, bytes, t->queries, depth);
-            TILE_STORE(3, products + key * 16, TILE_BYTES);
-        } else {
-            MULTIPLY_KEYS(2, keys, bytes, t->queries, depth);
-            TILE_STORE(2, products + key * 16, TILE_BYTES);
-        }
-    }
-    static const ivec lanes = LANE_INDICES;
-    const __m512i column = (__m512i)(lanes * LANES);
-    for (int64_t key = from / KEY_GROUP * KEY_GROUP; key < to; key += KEY_GROUP)
-        for (int64_t r = 0; r < tile->rows; r++)
-            store(t->scores + r * SCORE_STRIDE + key, (vec)_mm512_i32gather_ps(column, products + key * 16 + r, 4));
 }
 
 /* 2^x for x up to 0, to 3e-6; 0 below -125, NaN of NaN. */
@@ -221,35 +132,6 @@ INLINE void weigh_row(int quantised, const TiledQueries *t, BlockTile *tile, int
     store(tile->totals[r], total);
 }
 
-/* Add up the packed values by the tile's weights, into the block's sums. */
-static void sum_values(const TiledQueries *t, const BlockTile *tile) {
-    int two = tile->rows > TILE_ROWS;
-    int64_t panels = t->width / 16, stride = t->width * sizeof *t->block_sums;
-    const bf16 *low = (const bf16 *)t->scores, *high = (const bf16 *)(t->scores + TILE_ROWS * SCORE_STRIDE);
-    STORED_FOR_TILES();
-    for (int64_t panel = 0; panel < panels; panel += 2) {
-        float *sums = t->block_sums + panel * 16;
-        zero_sums(two);
-        for (int64_t key = tile->begin; key < tile->end; key += STEP_KEYS) {
-            const bf16 *values = t->values + (key / STEP_KEYS * panels + panel) * 512;
-            TILE_LOAD(6, values, TILE_BYTES);
-            TILE_LOAD(7, values + 512, TILE_BYTES);
-            TILE_LOAD(4, low + key, SCORE_STRIDE * 4);
-            TILE_DOT_BF16(0, 4, 6);
-            TILE_DOT_BF16(1, 4, 7);
-            if (!two) continue;
-            TILE_LOAD(5, high + key, SCORE_STRIDE * 4);
-            TILE_DOT_BF16(2, 5, 6);
-            TILE_DOT_BF16(3, 5, 7);
-        }
-        TILE_STORE(0, sums, stride);
-        TILE_STORE(1, sums + 16, stride);
-        if (!two) continue;
-        TILE_STORE(2, sums + TILE_ROWS * t->width, stride);
-        TILE_STORE(3, sums + TILE_ROWS * t->width + 16, stride);
-    }
-}
-
 /* Add row r of the block's sums to those of its query: both relative to the larger of their largest scores. */
 INLINE void add_block_row(const TiledQueries *t, const BlockTile *tile, int64_t r, float keep, float add) {
     float *sums = t->sums + (tile->first + r) * t->width, *totals = t->totals + (tile->first + r) * LANES;
@@ -306,11 +188,11 @@ INLINE void attend_block(int kind, int64_t dim, TiledQueries *t) {
     if (!t->few) pack_keys(kind, t);
     t->finite = pack_values(kind, dim, t, t->from - t->begin, t->to - t->begin);
     if (kind == INT8) load_block_scales(t);
-    for (int64_t first = 0; first < t->count; first += PAIR_ROWS) {
-        BlockTile tile = block_tile(t, first, min_i64(PAIR_ROWS, t->count - first));
+    int64_t most = t->in_tiles ? PAIR_ROWS : TILE_ROWS; /* whose scores stay in the first cache */
+    for (int64_t first = 0; first < t->count; first += most) {
+        BlockTile tile = block_tile(t, first, min_i64(most, t->count - first));
         if (tile.begin >= tile.end) continue;
-        if (t->few) score_rows(kind, dim, t, &tile);
-        else score_packed(t, &tile);
+        score_keys(kind, dim, t, &tile);
         for (int64_t r = 0; r < tile.rows; r++) weigh_row(kind == INT8, t, &tile, r);
         if (t->finite) {
             sum_values(t, &tile);
@@ -375,8 +257,11 @@ static void locate_rows(TiledQueries *t, int64_t last) {
 /* Attend with the queries of `heads` key heads, which see keys [from, to), block by block: what lies together is
  * read together. */
 INLINE void attend_blocks(int kind, int64_t dim, TiledQueries *all, int64_t heads, int64_t from, int64_t to) {
+#if HAS_TILES
     int64_t count = all->count, rest = count - TILE_ROWS;
-    tiles_begin(shapes_of((int)min_i64(count, TILE_ROWS), rest > 0 && rest < TILE_ROWS ? (int)rest : TILE_ROWS));
+    if (all->in_tiles)
+        tiles_begin(shapes_of((int)min_i64(count, TILE_ROWS), rest > 0 && rest < TILE_ROWS ? (int)rest : TILE_ROWS));
+#endif
     for (int64_t begin = from / BLOCK_KEYS * BLOCK_KEYS; begin < to; begin += BLOCK_KEYS)
         for (TiledQueries *t = all; t < all + heads; t++) {
             t->begin = begin, t->from = max_i64(from, begin), t->to = min_i64(to, begin + BLOCK_KEYS);
@@ -384,7 +269,9 @@ INLINE void attend_blocks(int kind, int64_t dim, TiledQueries *all, int64_t head
             if (t == all) locate_rows(t, to);
             attend_block(kind, dim, t);
         }
-    tiles_end();
+#if HAS_TILES
+    if (all->in_tiles) tiles_end();
+#endif
 }
 
 /* A copy of that for each kind of pages and for the widths of a head that are worth one. */
@@ -408,7 +295,7 @@ void attend_tiled(const KeySource *source, const Attention *in, TiledRows rows, 
         TiledQueries *t = all + i;
         *t = block;
         t->source = source, t->per = query_count(a, 1), t->kv_head = rows.first_head + i, t->position = position;
-        take_queries(&scratch, query_count(a, rows.last - rows.first), t);
+        take_queries(&scratch, query_count(a, rows.last - rows.first), in->form == ATTEND_IN_TILES, t);
         pack_queries((int)source->pages->kind, t, in->queries + row * in->query_stride, in->query_stride);
         memset(t->sums, 0, t->count * t->width * sizeof *t->sums);
         memset(t->totals, 0, t->count * LANES * sizeof *t->totals);

@@ -1,10 +1,16 @@
-/* Attention in AMX tiles, for queries that see many keys in pages of bfloat16 or int8. */
+/* Attention by products of bf16, for queries that see many keys in pages of bfloat16 or int8. */
 #ifndef TRIPTYCH_TILE_ATTENTION_H
 #define TRIPTYCH_TILE_ATTENTION_H
 
 #include "amx.h"
 #include "key_source.h"
 #include "scratch.h"
+
+#ifdef __AVX512BF16__ /* which every CPU with tiles has */
+#define HAS_TILED_ATTENTION 1
+#else
+#define HAS_TILED_ATTENTION 0
+#endif
 
 #define TILED_KEYS 64 /* a query with more keys is computed in tiles, where an attention may use them */
 
@@ -14,7 +20,7 @@ typedef struct {
     int64_t first, last, first_head, last_head;
 } TiledRows;
 
-#if HAS_TILES
+#if HAS_TILED_ATTENTION
 /* The rows of a prefill that a thread takes at a time: enough to make packing keys cheap, few enough to give each
  * thread some. No result depends on it. */
 int64_t tiled_rows(const AttentionShape *shape, int64_t rows, int64_t threads);

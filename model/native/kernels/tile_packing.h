@@ -1,15 +1,14 @@
 /* What tile_attention.c keeps of the queries that it computes together, and how a block of keys and values gets from the
- * pages into rows of AMX tiles.
+ * pages into what their products read.
  *
  * Keys are packed as columns of a product of many queries, or copied as rows for a few; values are packed as rows. Both
  * become bf16. */
 #ifndef TRIPTYCH_TILE_PACKING_H
 #define TRIPTYCH_TILE_PACKING_H
 
-#include "amx.h"
-#include "key_source.h"
+#include "tile_attention.h"
 
-#if HAS_TILES
+#if HAS_TILED_ATTENTION
 
 #define BLOCK_KEYS 256
 #define STEP_KEYS 32 /* keys of a tile of weights */
@@ -21,7 +20,7 @@ typedef struct {
     int64_t per, kv_head;      /* query heads for each key head */
     int64_t position, count;   /* of the first query's row; of queries */
     int64_t depth, width;      /* dim in whole tiles of bf16, and of floats */
-    int few;                   /* whether the keys are a product's rows */
+    int in_tiles, few;         /* whether AMX tiles multiply; few queries: whether the keys are a product's rows */
     bf16 *queries;             /* [count][depth], whole tiles of rows; few: [depth / 2][16][2] */
     float *sums;               /* [count][width] */
     float *totals, *tops;      /* [count][LANES] of weights; [count] the largest score, times log2(e) */
