@@ -122,8 +122,11 @@ def check(body: WritingBody) -> None:
         param = "options.repeat_last_n"
         message = f"{param}: options.{given[0]} looks at all tokens; send -1 for that, or 0 to switch it off"
         raise invalid(message, param, "not_supported")
-    if isinstance(body, OllamaGenerateBody) and body.raw and (body.system or body.context):
-        raise invalid("raw mode does not support template, system, or context", "raw")
+    if isinstance(body, OllamaGenerateBody) and (body.system or body.context):
+        if body.raw:
+            raise invalid("raw mode does not support template, system, or context", "raw")
+        if body.suffix:
+            raise invalid("suffix excludes system and context: the model reads marks around the texts", "suffix")
 
 
 def is_held(body: WritingBody) -> bool:
@@ -161,6 +164,8 @@ def generate_body(
         fields |= {"temperature": 0.0, "top_p": None}
     if options.repeat_last_n == 0:
         fields |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    if isinstance(body, OllamaGenerateBody):
+        fields["suffix"] = body.suffix or None
     if isinstance(body.format, dict):
         fields["response_format"] = json_format(body.format, "format")
     elif body.format:
@@ -210,6 +215,11 @@ def empty_reply(body: WritingBody, name: str, created_at: str, reason: str) -> J
     return {"model": name, "created_at": created_at, **said, "done": True, "done_reason": reason}
 
 
+def gives_context(body: WritingBody) -> bool:
+    """Whether the reply has the tokens of prompt and output, which a later prompt can continue."""
+    return isinstance(body, OllamaGenerateBody) and not body.raw and not body.suffix
+
+
 class OllamaReply(JsonLines, BlockRendering):
     """Renders the reply to a chat or a prompt; a call is one line, with all its arguments."""
 
@@ -219,7 +229,7 @@ class OllamaReply(JsonLines, BlockRendering):
         """`name` is the model's, as the client wrote it; `load_s` the seconds until the model was loaded."""
         super().__init__(generation, format)
         self._is_chat = isinstance(body, OllamaChatBody)
-        self._has_context = isinstance(body, OllamaGenerateBody) and not body.raw
+        self._has_context = gives_context(body)
         self._has_logprobs = bool(body.logprobs)
         self._load_s = load_s
         self._head = {"model": name, "created_at": timestamp(generation.head()["created"])}

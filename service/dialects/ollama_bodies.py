@@ -194,7 +194,12 @@ class OllamaGenerateBody(WritingBody):
     context: list[TokenId] | None = Field(
         None, description="`context` of an earlier reply, which the prompt continues.", examples=[[1, 42]]
     )
-    suffix: Annotated[Any, Refused("")] = None
+    suffix: str | None = Field(
+        None,
+        description="A text that follows the output, for models that fill in the middle. Without the chat template; "
+        "texts that are too long are cut at their far ends.",
+        examples=["\n\nprint(add(1, 2))\n"],
+    )
     template: Annotated[Any, Refused("", instead="raw")] = None
     images: NotFilled = None
     truncate: NotTrue = None

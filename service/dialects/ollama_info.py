@@ -18,6 +18,7 @@ from triptych.service.lifecycle.state import Service
 API_VERSION: Final = "0.32.0"  # the version of Ollama whose API this is: programs ask for a lowest one
 _NEVER = "2300-01-01T00:00:00Z"  # the end of a model that stays loaded
 _FORMATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_INSERTS = "{{ .Prompt }}{{ .Suffix }}"  # programs look for `.Suffix` in a template
 _PARAMETERS = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _PARAMETERS |= {"repetition_penalty": "repeat_penalty"}
 
@@ -64,7 +65,7 @@ def shown(service: Service, served: ServedModel) -> Json:
         "license": "",
         "modelfile": f"FROM {served.name}\n",
         "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameters.items() if value is not None),
-        "template": "",
+        "template": _INSERTS if "insert" in abilities(service, served) else "",
         "system": "",
         "details": _details(served, info),
         "model_info": {name: value for name, value in model_info.items() if value is not None},
@@ -81,7 +82,8 @@ def abilities(service: Service, served: ServedModel) -> list[str]:
     if not config.can_generate:
         return ["embedding"] if config.classifier is None else []
     chat = chat_abilities(served.chat, "", tools=settings.tool_format, reasoning=settings.reasoning_format)
-    more = {"tools": chat["tools"], "thinking": chat["reasoning"]}
+    marks = served.tokenizer and served.tokenizer.infilling(sentinels=served.is_encoder_decoder)
+    more = {"tools": chat["tools"], "thinking": chat["reasoning"], "insert": marks}
     return ["completion", *(name for name, found in more.items() if found is not None)]
 
 

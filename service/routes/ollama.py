@@ -98,13 +98,13 @@ async def generate_text(request: Request) -> Response:
     ollama.check(body)
     names = ollama.GENERATE_NAMES
     with at.service.handling():
-        if body.raw or at.served.chat is None:
+        if body.raw or body.suffix or at.served.chat is None:
             if body.system:
                 message = f"system: model {at.served.name} has no chat template, which would put it before the prompt"
                 raise invalid(message, "system", "no_chat_template")
             ollama.check_thinking(body, at.served, ReplyFormat())
             prompt = await _plain_prompt(at, body)
-            return await _written(request, at, body, prompt, names, ReplyFormat(), ReplyShape())
+            return await _written(request, at, body, prompt, names, ReplyFormat(), ReplyShape(cuts=bool(body.suffix)))
         said = ollama.prompt_conversation(body, at.served)
         turn = await take_turn(at.service, at.served, said, answer_is_held=ollama.is_held(body))
         ollama.check_thinking(body, at.served, turn.format)
@@ -280,6 +280,8 @@ async def _fitting_turn(at: _Prepared, body: OllamaChatBody) -> Turn:
 async def _plain_prompt(at: _Prepared, body: OllamaGenerateBody) -> PromptValue:
     """Return the prompt without a template: tokens, after those of `context`; or the source of an encoder-decoder."""
     text, served, limits = body.prompt or "", at.served, at.service.limits
+    if body.suffix:
+        return text  # whose tokens depend on the suffix
     if served.is_encoder_decoder:
         if body.context:
             raise invalid(f"context: model {served.name} reads one text and continues none", "context", "wrong_task")
@@ -308,12 +310,13 @@ async def _written(
     shape: ReplyShape,
 ) -> Response:
     """Generate the reply to a prompt."""
-    with_ids = isinstance(body, OllamaGenerateBody) and not body.raw
     if isinstance(body, OllamaGenerateBody) and body.context:
         names = {**names, "prompt": "context"}  # whose tokens come first
-    room = output_room(at.served, at.service.model_info(at.served.name), 1 if isinstance(prompt, str) else len(prompt))
+    info = at.service.model_info(at.served.name)
+    read = info.max_model_len // 2 if isinstance(prompt, str) else len(prompt)
+    room = output_room(at.served, info, read)
     with naming_errors(names):
-        found = ollama.generate_body(body, at.served, prompt, room, with_ids=with_ids)
+        found = ollama.generate_body(body, at.served, prompt, room, with_ids=ollama.gives_context(body))
         found = found.model_copy(update={"model": at.served.name})
         return await generate.answer_taken(
             request, found, lambda one: ollama.OllamaReply(one, body, format, at.name, at.load_s), names, shape

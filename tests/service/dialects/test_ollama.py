@@ -16,6 +16,7 @@ from tests.service.dialects.support import CALLS, calling_app, chat_app, prompt_
 from tests.service.dialects.test_conversations import HELLO
 from tests.service.dialects.test_tools import PARAMETERS, SAID
 from tests.service.support import App, ask, byte_tokenizer, check_accounts, live, make_app, run, until
+from tests.service.test_infilling import filling, sent
 from triptych.service.core.models import State
 from triptych.service.dialects.ollama_bodies import _seconds
 from triptych.service.settings.service_settings import Limits, ServiceSettings
@@ -179,7 +180,8 @@ def test_options_are_taken_by_their_names(app: App) -> None:
         ),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "messages[0].content"),
         (GENERATE, {"images": ["iVBOR"]}, "images is not supported"),
-        (GENERATE, {"suffix": "x"}, "suffix is not supported"),
+        (GENERATE, {"suffix": "x"}, "suffix: model chat cannot fill in the middle"),
+        (GENERATE, {"suffix": "x", "system": "a"}, "suffix excludes system and context"),
         (GENERATE, {"template": "{{ .Prompt }}"}, "template is not supported; use raw"),
         (GENERATE, {"raw": True, "system": "a"}, "raw mode does not support template, system, or context"),
         (GENERATE, {"raw": True, "context": [1]}, "raw mode does not support template, system, or context"),
@@ -220,6 +222,22 @@ def test_a_prompt_is_answered_by_the_template_and_a_context_goes_on(app: App) ->
     for model, start in (("gen", "<s>"), ("seq", None)):
         assert send(app, GENERATE, model=model, prompt="y = ", options={"num_predict": 99}).status_code == 200
         assert start is None or prompt_of(app) == "<s>y = "
+
+
+def test_a_suffix() -> None:
+    """Continue knows by the template that a model fills in, and may ask for more tokens than fit."""
+    app = filling()
+    says(app, "xx")
+    shown = send(app, "/api/show", model="fill").json()
+    assert shown["capabilities"] == ["completion", "insert"] and ".Suffix" in shown["template"]
+    for prompt, start in (("ab", "<fim_prefix>ab"), ("ab" * 90, "<fim_prefix>ba")):
+        body = {"model": "fill", "prompt": prompt, "suffix": "yz", "options": {"num_predict": 1000}}
+        found = lines(send(app, GENERATE, **body))
+        assert "".join(line["response"] for line in found) == "xx" and "context" not in found[-1]
+        read = sent(app)
+        app.client.submitted.clear()
+        assert read.startswith(start[:14]) and read.endswith("<fim_suffix>yz<fim_middle>")
+    check_accounts(app)
 
 
 def test_logprobs_of_a_chat(app: App) -> None:
