@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from triptych.model.config.cache import NO_STATE, SCALED_KINDS, PagedSpec, paged
 from triptych.model.config.stack import StackConfig
 from triptych.model.system import huge_pages
 from triptych.model.system.devices import device_tensor, to_device
+from triptych.model.system.mapped_file import resident_bytes
 
 # -- States of recurrent layers, by slots: what a sequence keeps of all its tokens in a fixed size (`GatedDeltaConfig`).
 #
@@ -237,6 +239,7 @@ class KVCache:
         self.states = {
             index: StateCache.zeros(config, num_states, device) for index, config in decoder.recurrences.items()
         }
+        _CACHES.add(self)
 
     def _make_layers(self, pool: int, spec: PagedSpec, count: int, pages: int) -> list[LayerCache]:
         shape = (count, pages, self.block_size, spec.kv_heads)
@@ -264,18 +267,35 @@ class KVCache:
         pages = sum(tensor.nbytes for tensors in self._tensors for tensor in tensors)
         return pages + sum(states.nbytes for states in self.states.values())
 
+    def _on_host(self) -> list[Tensor]:
+        """All tensors, if they are in a CPU's memory."""
+        states = [tensor for states in self.states.values() for tensor in (states.recurrent, states.convolution)]
+        found = [*(tensor for tensors in self._tensors for tensor in tensors), *states]
+        return [tensor for tensor in found if tensor.device.type == "cpu"]
+
     def commit(self) -> None:
         """Take the memory of an empty cache, which a CPU's pools otherwise take as they are written."""
-        states = [tensor for states in self.states.values() for tensor in (states.recurrent, states.convolution)]
-        for tensor in [*(tensor for tensors in self._tensors for tensor in tensors), *states]:
-            if tensor.device.type == "cpu":
-                huge_pages.commit(tensor)
+        for tensor in self._on_host():
+            huge_pages.commit(tensor)
+
+    @property
+    def promised(self) -> int:
+        """Bytes of a CPU's memory that are not taken yet."""
+        return sum(max(0, tensor.nbytes - resident_bytes(tensor)) for tensor in self._on_host())
 
     def copy_blocks(self, pool: int, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Fill whole blocks of a pool with others of it, all read before any is written."""
         target, source = (device_tensor(list(blocks), self.device, torch.int64) for blocks in (targets, sources))
         for tensor in map(plain, self._tensors[pool]):
             tensor[:, target] = tensor[:, source]
+
+
+_CACHES = WeakSet[KVCache]()  # of this process
+
+
+def promised_memory() -> int:
+    """Return the bytes that Linux counts as available and the KV caches of this process will take."""
+    return sum(cache.promised for cache in _CACHES)
 
 
 def plain(numbers: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from triptych.model.client.generation_stream import Delivery, GenerationStream
 from triptych.model.client.model_table import FrontModel, ModelTable
 from triptych.model.errors import ConfigError, EngineDeadError, EngineGoneError
 from triptych.model.system.fault_limit import FaultLimit
+from triptych.model.system.host_memory import resident_memory
 from triptych.model.text.tokenizer import Tokenizer
 
 _DEADLINE_GRACE = 2.0  # the engine ends late requests itself; after this the front does
@@ -44,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 class Transport(Protocol):
     """The front's end of the connection to an engine loop (`ProcessTransport`, `ThreadTransport`)."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process with the engine; None: it has not started."""
 
     async def start(self, on_events: Callable[[Events], None], on_lost: Callable[[str], None]) -> None: ...
 
@@ -207,6 +212,11 @@ class AsyncEngine:
         if hang := self._kill_reason or self._hang_reason():
             return Health(live=False, ready=False, reason=hang)
         return Health(live=True, ready=not self._unready_reason, reason=self._unready_reason)
+
+    def resident_memory(self) -> int:
+        """Return the bytes that the engine process has in memory; 0 if there is none."""
+        process = self._transport.pid if self._transport is not None else None
+        return resident_memory(process) if process is not None else 0
 
     def stats(self) -> dict[str, EngineStats]:
         return {name: model.stats for name, model in self._table.served.items()}

@@ -14,6 +14,7 @@ from triptych.model.api.engine_config import BatchLimits, EngineConfig
 from triptych.model.api.messages import ModelSpec
 from triptych.model.api.stats import CachePool, ModelInfo
 from triptych.model.attention.selection import Selection
+from triptych.model.cache.kv_cache import promised_memory
 from triptych.model.checkpoint.folder import Checkpoint, errors_about
 from triptych.model.engine.encode_engine import EncodeEngine
 from triptych.model.engine.execution.cuda_graphs import BATCHES, DECODE_STEPS, CudaRecorder, recording
@@ -280,7 +281,7 @@ def _plan_for_cpu(plan: NetworkPlan, packed: PackedWeights | None) -> tuple[int,
             linear.library, config, dtype, linear.quantization, rows=rows, context=max(plan.context, source)
         )
     resident, others = (packed.resident, packed.others_in_use) if packed is not None else (0, 0)
-    available = available_memory(mapped=resident + others) + resident  # mapped already
+    available = max(0, available_memory(mapped=resident + others) - promised_memory()) + resident  # mapped already
     if plan.spec.memory is not None:
         available = min(available, plan.spec.memory)
     drafts = (draft.memory, draft.token_bytes) if draft is not None else (0, 0)

@@ -13,7 +13,7 @@ from triptych.model.api.messages import ModelSpec
 from triptych.model.api.stats import CachePool
 from triptych.model.attention.base import AttentionBackend
 from triptych.model.attention.layer_backends import recurrent_backend
-from triptych.model.cache.kv_cache import KVCache
+from triptych.model.cache.kv_cache import KVCache, promised_memory
 from triptych.model.checkpoint.folder import Checkpoint
 from triptych.model.config.cache import PoolSize, StateSize, paged_specs, pools_of
 from triptych.model.config.layer import ExpertsConfig
@@ -117,7 +117,7 @@ def measure_pool(
             recorded_sizes=_num_recorded(engine, model, limits.max_num_seqs, max_model_len, device)
             + (_num_recorded(engine, draft_model, MAX_VERIFIED_ROWS, max_model_len, device) if draft_model else 0),
         )
-    return plan_pool(engine, available_memory())
+    return plan_pool(engine, max(0, available_memory() - promised_memory()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,9 @@ def build_generate_engine(
     if drafting is not None:
         draft_model, why_not = yield from _draft_model(spec.engine, drafting.model, model, cache, plan.context.tokens)
         unrecorded |= {f"{what} of the draft model": why for what, why in why_not.items()}
-    for empty in (cache, *([draft_model.cache] if draft_model is not None else [])):
+    # A size that was asked for is taken now, so that a lack of memory shows; else it grows with use.
+    wanted = (cache, *([draft_model.cache] if draft_model is not None else []))
+    for empty in wanted if spec.engine.kv_cache_memory is not None else ():
         yield from in_thread(empty.commit, idle=True)
     runner = ModelRunner(model, cache, block_manager, graphs, draft_model, unrecorded, encoder_graphs, mixed)
     return GenerateEngine(

@@ -6,6 +6,7 @@ It uses the same frames as `ProcessTransport`, which the service uses.
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from triptych.model.engine.loop import EngineLoop
 
 class ThreadTransport:
     """The front's end of the connection to an engine loop in a thread; `_Channel` is the loop's end."""
+
+    pid = os.getpid()
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Commands] = queue.SimpleQueue()

@@ -30,6 +30,11 @@ def available_memory(root: Path = Path("/"), *, mapped: int = 0) -> int:
     return min([max(0, machine * 1024 - mapped), *of_groups])
 
 
+def resident_memory(process: int) -> int:
+    """Return the bytes that a process has in memory, with the files that it maps; 0 if there is no such process."""
+    return 1024 * _read_fields(Path(f"/proc/{process}/status")).get("VmRSS:", 0)
+
+
 def return_free_memory() -> None:
     """Return freed memory to the system, which glibc would keep for later."""
     with suppress(OSError, AttributeError):

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -63,17 +64,19 @@ class MappedFile:
         # EINVAL: an older kernel, which reads pages when they are used
 
     @property
-    def _address(self) -> ctypes.c_void_p:
-        return ctypes.c_void_p(self._bytes.data_ptr())
-
-    @property
     def resident(self) -> int:
         """Return the bytes of the file that are in memory now, for this process or others."""
-        pages = -(-len(self._bytes) // _PAGE)
-        found = (ctypes.c_ubyte * pages)()
-        if _libc().mincore(self._address, ctypes.c_size_t(len(self._bytes)), found):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return int(torch.frombuffer(found, dtype=torch.uint8).bitwise_and(1).sum()) * _PAGE
+        return resident_bytes(self._bytes)
+
+
+def resident_bytes(memory: Tensor) -> int:
+    """Return the bytes of the pages with `memory` that are in memory now."""
+    first = memory.data_ptr() // _PAGE * _PAGE
+    pages = -(-(memory.data_ptr() + memory.nbytes - first) // _PAGE)
+    found = (ctypes.c_ubyte * pages)()
+    if pages and _libc().mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * _PAGE), found):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int((numpy.frombuffer(bytearray(found), dtype=numpy.uint8) & 1).sum()) * _PAGE
 
 
 def _libc() -> ctypes.CDLL:

@@ -26,14 +26,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command. Raises `EngineError` if no service answers."""
     url = checked_url(arguments.url or os.environ.get("TRIPTYCH_URL", "") or DEFAULT_URL)
     client = ServiceClient(url, arguments.api_key or os.environ.get("TRIPTYCH_API_KEY", ""))
-    found = rows(client.models(), client.metrics())
+    info = client.info()
+    found = rows({one["name"]: one for one in info["models"]}, client.metrics())
+    resident = info.get("resident_bytes", 0)
     if arguments.json:
-        print(json.dumps({"url": url, "models": found}))
+        print(json.dumps({"url": url, "resident_bytes": resident, "models": found}))
         return 0
     table = [_COLUMNS, *map(_shown, found)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    if resident:
+        print(f"In memory now: {resident / 1e6:,.0f} MB. A KV cache takes its memory as it is used.")
     return 0
 
 

@@ -36,11 +36,15 @@ class ServiceClient:
 
     def models(self) -> dict[str, Json]:
         """Return what /info says of each model, by name. Raises `EngineError` if there is no service."""
+        return {one["name"]: one for one in self.info()["models"]}
+
+    def info(self) -> Json:
+        """Return the reply of /info. Raises `EngineError` if there is no service."""
         with self._open("/info", None, _CONNECT_SECONDS) as reply:
             found = json.load(reply)
         if not isinstance(found, dict) or found.get("name") != "triptych":
             raise EngineError(f"{self.url} is no triptych service: its /info has no models")
-        return {one["name"]: one for one in found["models"]}
+        return found
 
     def metrics(self) -> str:
         """Return the text of /metrics. Raises `EngineError` if there is no service."""

@@ -303,6 +303,9 @@ class CachingClient:
     def health(self) -> Health:
         return self._client.health()
 
+    def resident_memory(self) -> int:
+        return self._client.resident_memory()
+
     def stats(self) -> dict[str, EngineStats]:
         return self._client.stats()
 

@@ -98,6 +98,9 @@ class EngineClient(Protocol):
     def health(self) -> Health:
         """Return whether the engines are alive and ready, and the reason if not."""
 
+    def resident_memory(self) -> int:
+        """Return the bytes that the engine process has in memory; 0 if none runs."""
+
     def stats(self) -> dict[str, EngineStats]:
         """Return the latest state of each model's engine."""
 

@@ -173,6 +173,9 @@ class FakeEngineClient:
         dead = self.script.dead or self._closed
         return Health(self.script.live and not dead, self.script.ready and not dead, self.script.reason)
 
+    def resident_memory(self) -> int:
+        return 0
+
     def stats(self) -> dict[str, EngineStats]:
         return {
             name: EngineStats(

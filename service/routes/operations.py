@@ -72,6 +72,7 @@ async def info(request: Request) -> Response:
         "elsewhere": service.models.elsewhere,
         "asks_for_key": service.settings.asks_for_key,
         "embed_cache": _embed_cache(service),
+        "resident_bytes": service.client.resident_memory(),
         "confinement": asdict(service.confinement),
         "limits": asdict(service.limits),
         **huggingface_info(service),

@@ -225,6 +225,10 @@ class InfoReply(Reply):
         description="Models of other groups, with the path prefix of each.", examples=[{"chat": "/chat"}]
     )
     embed_cache: EmbedCacheInfo | None = Field(description="The cache of results of /encode; null: off.")
+    resident_bytes: int = Field(
+        description="Bytes that the engine process has in the host's memory now, with the weights that it maps.",
+        examples=[780_000_000],
+    )
     asks_for_key: bool = Field(description="Whether requests need a key.", examples=[False])
     confinement: dict[str, Any] = Field(
         description="What confines the processes for templates, grammars and files: the version "

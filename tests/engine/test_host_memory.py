@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from triptych.model.api.engine_config import EngineConfig
+from triptych.model.cache.kv_cache import promised_memory
+from triptych.model.engine import builder
+from triptych.model.engine.execution.model_runner import ModelRunner
+from triptych.model.llm import LLM
 from triptych.model.system.host_memory import available_memory
 
 MACHINE = {"proc/meminfo": "MemTotal:       1000 kB\nMemFree:          50 kB\nMemAvailable:    600 kB\n"}
@@ -42,3 +47,21 @@ def test_minimum_of_machine_and_container(files: dict[str, str], expected: int, 
 def test_of_this_machine_and_without_any_of_these_files(tmp_path: Path) -> None:
     assert available_memory() > 1 << 20
     assert available_memory(tmp_path) > 1 << 20
+
+
+@pytest.mark.parametrize("asked", [None, 32 << 20])
+def test_a_default_kv_pool_takes_memory_as_it_is_used(asked: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size that was asked for is taken at load. What is promised is not given to the model that is loaded next."""
+    monkeypatch.setattr(builder, "available_memory", lambda **given: 400 << 20)
+    with LLM("code", EngineConfig(kv_cache_memory=asked)) as llm:
+        runner = llm._generate.runner  # type: ignore[union-attr]
+        assert isinstance(runner, ModelRunner)
+        cache, before = runner.cache, runner.cache.promised
+        if asked is not None:
+            assert before == 0
+            return
+        assert before > 0.6 * cache.nbytes and promised_memory() >= before
+        with LLM("code") as second:
+            assert llm.info.memory_bytes - before // 3 < second.info.memory_bytes < llm.info.memory_bytes - before // 5
+        cache.commit()
+        assert cache.promised == 0

@@ -151,10 +151,12 @@ MODELS = {
 def test_ps_shows_each_model_with_what_it_computes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ServiceClient, "models", lambda self: MODELS)
+    info = {"name": "triptych", "models": list(MODELS.values()), "resident_bytes": 566_000_000}
+    monkeypatch.setattr(ServiceClient, "info", lambda self: info)
     monkeypatch.setattr(ServiceClient, "metrics", lambda self: METRICS)
     code, text = ran("ps", capsys=capsys)
-    head, first, second = text.splitlines()
+    head, first, second, last = text.splitlines()
+    assert last.startswith("In memory now: 566 MB.")
     assert code == 0 and head.split() == [
         "NAME",
         "FORM",
@@ -172,6 +174,7 @@ def test_ps_shows_each_model_with_what_it_computes(
     assert second.split() == ["b", "encoder-only", "available", "-", "-", "-", "-", "-", "-", "-"]
     code, text = ran("ps", "--json", capsys=capsys)
     assert json.loads(text)["models"] == ps.rows(MODELS, METRICS)
+    assert json.loads(text)["resident_bytes"] == 566_000_000
 
 
 def test_ps_without_a_service_says_so(capsys: pytest.CaptureFixture[str]) -> None:
