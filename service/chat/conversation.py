@@ -184,7 +184,7 @@ def _chosen(service: Service, served: ServedModel, use: ToolUse) -> tuple[ChatTe
     calls = tool_format(chat.traits, setting)
     if calls is None and use.callable:
         message = (
-            f"tools: model {served.name} cannot call any: {chat.traits.tools_problem}. Send no tools or "
+            f"tools: model {served.name} does not support tools: {chat.traits.tools_problem}. Send no tools or "
             "tool_choice none; the service's setting --tool-format names a format for all its models"
         )
         raise invalid(message, "tools", "not_supported")

@@ -272,6 +272,12 @@ def _models(arguments: argparse.Namespace) -> int:
     return models.run(arguments)
 
 
+def _launch(arguments: argparse.Namespace) -> int:
+    from triptych.service.cli import launch
+
+    return launch.run(arguments)
+
+
 def _ps(arguments: argparse.Namespace) -> int:
     from triptych.service.cli import ps
 
@@ -300,6 +306,7 @@ _COMMANDS = {
     "inspect": _inspect,
     "quantize": _quantize,
     "models": _models,
+    "launch": _launch,
     "ps": _ps,
     "doctor": _doctor,
     "completion": _completion,

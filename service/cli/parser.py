@@ -81,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_quantize(commands)
     _add_models(commands)
+    _add_launch(commands)
     _add_ps(commands)
     _add_doctor(commands)
     _add_completion(commands)
@@ -305,13 +306,21 @@ def _add_models(commands: Any) -> None:
     parser.set_defaults(flags=_flags(parser))
 
 
+def _add_launch(commands: Any) -> None:
+    text = "point a coding agent at a running service: check what it needs, and print or run its command"
+    parser = commands.add_parser("launch", help=text, description=f"{text}. Exits 1 if the model cannot serve it.")
+    parser.add_argument("agent", choices=("claude", "codex", "opencode", "aider"))
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a model of the service (default: one with tools)")
+    parser.add_argument("--exec", action="store_true", help="run the agent")
+    _add_service(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
 def _add_ps(commands: Any) -> None:
     text = "show the models of a running service: memory, and running and waiting requests"
     parser = commands.add_parser("ps", help=text, description=text)
-    parser.add_argument("--url", help="the service (default: TRIPTYCH_URL, else http://127.0.0.1:8000)")
-    parser.add_argument("--api-key", metavar="KEY", help="a key of the service (default: TRIPTYCH_API_KEY)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    _add_verbose(parser)
+    _add_service(parser)
     parser.set_defaults(flags=_flags(parser))
 
 
@@ -330,6 +339,12 @@ def _add_completion(commands: Any) -> None:
     parser.add_argument("shell", choices=SHELLS)
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))
+
+
+def _add_service(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="the service (default: TRIPTYCH_URL, else http://127.0.0.1:8000)")
+    parser.add_argument("--api-key", metavar="KEY", help="a key of the service (default: TRIPTYCH_API_KEY)")
+    _add_verbose(parser)
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:

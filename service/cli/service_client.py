@@ -1,4 +1,4 @@
-"""A client of a service for `triptych run`: of one that runs already, or of one that is started for a model."""
+"""A client of a service for commands: of a service that runs already, or of one that is started for a model."""
 
 from __future__ import annotations
 
@@ -51,6 +51,12 @@ class ServiceClient:
         with self._open("/metrics", None, _CONNECT_SECONDS) as reply:
             text: str = reply.read().decode()
         return text
+
+    def reply(self, path: str, body: Mapping[str, Any]) -> Json:
+        """Return a whole reply, after which a model may have been loaded. Raises `EngineError`."""
+        with self._open(path, body, _REPLY_SECONDS) as reply:
+            found: Json = json.load(reply)
+        return found
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Json]:
         """Yield the events of a streamed reply. Closing the iterator cancels the request."""
