@@ -180,7 +180,7 @@ def test_policy_and_the_front_import_no_torch() -> None:
 # What torch comes with, in one process, as torch takes seconds: the names that are loaded after each step.
 WITH_TORCH = """
 import sys
-import triptych.model.llm, triptych.model.engine.thread_transport
+import triptych.model.llm, triptych.model.engine.loop
 print(*sys.modules)
 from lab.bench.gpu import check, child, peer, sweep, tests, workloads
 print(*sys.modules)

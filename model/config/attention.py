@@ -248,11 +248,6 @@ class AttentionConfig:
         values = 0 if self.keys_as_values else keys
         return self.query_size, self.query_size if self.output_gate else 0, keys, values
 
-    @property
-    def has_score_bias(self) -> bool:
-        """Whether positions are added to the scores."""
-        return isinstance(self.position, AlibiConfig | BucketBiasConfig | XLNetRelativeConfig | DisentangledConfig)
-
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaConfig:

@@ -151,11 +151,6 @@ def _loading(asked: ModelSpec, idle: bool) -> Work[LoadedModel]:
     return loaded
 
 
-def assemble(spec: ModelSpec, checkpoint: Checkpoint, model: Transformer, selection: Selection) -> LoadedModel:
-    """Build the engines of a network whose weights are loaded."""
-    return finish(assembling(spec, checkpoint, model, selection))
-
-
 def assembling(
     spec: ModelSpec,
     checkpoint: Checkpoint,

@@ -298,11 +298,6 @@ def half_span(group: int) -> int:
     return min(group or 64, 64)
 
 
-def span_of(group: int) -> int:
-    """Inputs of a span; those of packed weights are a multiple."""
-    return 2 * half_span(group)
-
-
 def multiply(
     x: Tensor,
     weight: Tensor,

@@ -12,8 +12,7 @@ from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.core.models import ServedModel
 
 # -- The interface to the engines. `triptych.model.client.async_engine.AsyncEngine` implements it with engines in a
-# child process or a thread; `triptych.service.core.fake_engine.FakeEngineClient` is a scripted implementation for tests
-# of HTTP semantics.
+# child process.
 
 
 class GenerationStream(Protocol):

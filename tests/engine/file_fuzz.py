@@ -27,6 +27,7 @@ from typing import Any
 
 from tests.engine.front import collect, ids_of
 from tests.engine.support import request
+from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import saved
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
@@ -34,7 +35,6 @@ from triptych.model.api.request import EncodeRequest, FinishReason, Request
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.client.async_engine import AsyncEngine
 from triptych.model.engine.execution.sources import blank_source
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.errors import ConfigError
 
 KINDS = (

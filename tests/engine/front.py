@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import saved
 from tests.model.texts import bytes_tokenizer
 from triptych.model.api.engine_config import EngineConfig
@@ -18,7 +19,6 @@ from triptych.model.api.messages import ModelSpec
 from triptych.model.api.request import FinishReason, TokenOutput
 from triptych.model.client.async_engine import AsyncEngine, Transport
 from triptych.model.client.generation_stream import GenerationStream
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.network.inputs import StackInput
 from triptych.model.network.transformer import Transformer
 

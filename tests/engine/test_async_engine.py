@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
 from tests.engine.support import mixed, request, running
+from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import prompt
 from tests.model.texts import bytes_tokenizer
 from triptych.model.api.engine_config import BatchLimits, EngineConfig
@@ -18,7 +19,6 @@ from triptych.model.api.request import EncodeRequest, FinishReason, TokenOutput,
 from triptych.model.client import async_engine
 from triptych.model.client.async_engine import AsyncEngine
 from triptych.model.engine import builder, network_plan
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.errors import ConfigError, EngineDeadError, QueueFullError
 
 LLAMA = "llama-gqa"

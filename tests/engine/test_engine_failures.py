@@ -13,6 +13,7 @@ import pytest
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, until
 from tests.engine.support import mixed, request
 from tests.engine.test_async_engine import LLAMA, encodings, endless
+from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import prompt
 from triptych.model.api.messages import Events
 from triptych.model.api.request import EncodeRequest, FinishReason, token_source
@@ -21,7 +22,6 @@ from triptych.model.client import async_engine
 from triptych.model.engine.builder import MAX_FAULTS
 from triptych.model.engine.scheduling.scheduled_step import SchedulerOutput
 from triptych.model.engine.scheduling.scheduler import Scheduler
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.errors import ConfigError, EngineDeadError, EngineGoneError, ModelNotLoadedError
 from triptych.model.system import fault_limit
 

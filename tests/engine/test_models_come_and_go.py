@@ -19,6 +19,7 @@ import pytest
 
 from tests.engine.front import Brake, async_test, collect, ends_of, idle, ids_of, served, text_of, until
 from tests.engine.support import request
+from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import copied, prompt, saved
 from tests.model.sparse import qwen3, sparse_checkpoint
 from tests.model.texts import bytes_tokenizer
@@ -31,7 +32,6 @@ from triptych.model.client.async_engine import AsyncEngine
 from triptych.model.client.process_transport import ProcessTransport
 from triptych.model.engine import background_jobs, builder, generate_builder, loop
 from triptych.model.engine.loop import EngineLoop
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.errors import (
     ConfigError,
     EngineDeadError,

@@ -23,6 +23,7 @@ import uvloop
 
 from tests.engine.front import async_test, collect, idle, ids_of, served, until
 from tests.engine.support import mixed, request, running
+from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import prompt, saved
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import Abort, Commands, Events, ModelSpec
@@ -33,7 +34,6 @@ from triptych.model.client.async_engine import AsyncEngine
 from triptych.model.client.process_transport import ProcessTransport
 from triptych.model.engine import __main__ as engine_main
 from triptych.model.engine.__main__ import SocketChannel
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.errors import EngineDeadError
 from triptych.model.system.child_process import ENGINE, ConnectedChild, FrameSocket
 

@@ -12,12 +12,12 @@ import pytest
 
 from lab.bench import models, vocabularies
 from lab.training.corpus import Document, held_out_sample
+from tests.engine.thread_transport import ThreadTransport
 from tests.lab.bench_models import SMALL, small_models
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.client.async_engine import AsyncEngine
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.text.detokenizer import Detokenizer
 from triptych.model.text.token_bytes import token_bytes
 from triptych.model.text.tokenizer import Tokenizer

@@ -39,6 +39,7 @@ from triptych.model.network.layer import Layer
 from triptych.model.network.transformer import Transformer
 from triptych.model.network.weights import load_model
 from triptych.model.sampling import random_sampling, sampler, triton_sampling
+from triptych.model.system.background_work import finish
 from triptych.model.system.devices import HostCopy
 
 ALLOCATES = ("empty", "new_empty")
@@ -126,7 +127,7 @@ def of_each_layer(
         with launches:
             return run(), lambda: None
 
-    DecodeGraphs(model, cache, max_num_seqs=1, max_model_len=64, record=record).record_all()
+    finish(DecodeGraphs(model, cache, max_num_seqs=1, max_model_len=64, record=record).record_each())
     return layers
 
 
@@ -243,7 +244,7 @@ def test_a_steady_decode_waits_once_a_step(
     cache = KVCache(model.decoder.config, [pool.num_pages for pool in pools], 4, torch.float32, CPU, num_states=12)
     recorded = DecodeGraphs(model, cache, max_num_seqs=4, max_model_len=64, record=replaying) if graphs else None
     if recorded is not None:
-        recorded.record_all()
+        finish(recorded.record_each())
     blocks = BlockManager(pools, 4, states=states)
     runner, scheduler = ModelRunner(model, cache, blocks, recorded), Scheduler(blocks, 4, 64)
     engine = GenerateEngine(kind, runner, scheduler, max_model_len=64, overlap=True)

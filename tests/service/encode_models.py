@@ -16,12 +16,12 @@ from starlette.applications import Starlette
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import VOCAB, copied, saved
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.client.async_engine import AsyncEngine
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.app import create_app
 from triptych.service.core.models import Models, ServedModel

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import saved
 from tests.service.encode_models import TEXT, raw_tokenizer
 from tests.service.support import App, ask, live, make_app
@@ -19,7 +20,6 @@ from tests.service.test_bad_requests import check_error
 from tests.service.test_live import _post, eventually, settled
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.client.async_engine import AsyncEngine
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.app import create_app
 from triptych.service.core.models import Models, ServedModel

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import saved
 from tests.model.test_images import ANIMATED, file, picture, png_of
 from tests.service.encode_models import Client, client_of
@@ -21,7 +22,6 @@ from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.client.async_engine import AsyncEngine
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.service.app import create_app
 from triptych.service.core.models import Models, ServedModel
 from triptych.service.settings.service_settings import ServiceSettings

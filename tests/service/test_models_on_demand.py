@@ -10,13 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.service.fake_engine import FakeEngineClient
 from tests.service.support import check_accounts, counted, hold, info, run, until
 from tests.service.test_models import ADMIN, code, generate, listed, load, make, state, write_models
 from triptych.model.api.messages import ModelSpec
 from triptych.model.api.stats import ModelInfo
 from triptych.model.errors import ConfigError, MemoryShortageError
 from triptych.model.text.tokenizer import Tokenizer
-from triptych.service.core.fake_engine import FakeEngineClient
 from triptych.service.core.models import ServedModel
 from triptych.service.lifecycle import folder_watch
 from triptych.service.settings.service_settings import Limits

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from tests.checkpoints import byte_level_bpe, save
+from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import BERT, LLAMA
 from tests.service.encode_models import TEXT, Client, client_of, raw_tokenizer
 from triptych.model.api.engine_config import EngineConfig
@@ -21,7 +22,6 @@ from triptych.model.api.messages import ModelSpec
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.checkpoint.sentence_transformers import MessageSettings
 from triptych.model.client.async_engine import AsyncEngine
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.errors import ConfigError
 from triptych.service.app import create_app
 from triptych.service.core.models import Models

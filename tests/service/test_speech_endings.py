@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.service.fake_engine import FakeStream
 from tests.service.speech import (
     RATE,
     SAID,
@@ -29,7 +30,6 @@ from triptych.model.api.request import Request
 from triptych.model.errors import QueueFullError
 from triptych.model.speech.chunks import Spectrogram
 from triptych.model.speech.log_mel import LogMel
-from triptych.service.core.fake_engine import FakeStream
 from triptych.service.core.request_context import RequestContext
 from triptych.service.lifecycle.jobs import Job
 from triptych.service.settings.service_settings import Limits, ServiceSettings

@@ -14,6 +14,7 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 
 from tests.engine.test_published_folders import GENERATORS, published
+from tests.engine.thread_transport import ThreadTransport
 from tests.model.test_checkpoint import edit_json
 from tests.model.test_generation_defaults import TASKS
 from tests.service.support import App, live
@@ -22,7 +23,6 @@ from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.client.async_engine import AsyncEngine
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.app import create_app
 from triptych.service.core.models import Models, ServedModel

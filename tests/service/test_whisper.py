@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig, WhisperForConditionalGeneration, WhisperProcessor, WhisperTokenizer
 
+from tests.engine.thread_transport import ThreadTransport
 from tests.service import whisper
 from tests.service.asking import SAID, SAMPLE
 from tests.service.support import live
@@ -28,7 +29,6 @@ from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.client.async_engine import AsyncEngine
-from triptych.model.engine.thread_transport import ThreadTransport
 from triptych.model.errors import ConfigError
 from triptych.model.llm import LLM
 from triptych.model.speech.driver import Piece, Transcription

@@ -148,7 +148,7 @@ def build_engines(name: str, model: Transformer, selection: Selection, config: E
         (builder, "warm_up", "warm_up_s"),
     ]
     with timers.on(*parts):
-        loaded = builder.assemble(ModelSpec(name, name, config), checkpoint, model, selection)
+        loaded = finish(builder.assembling(ModelSpec(name, name, config), checkpoint, model, selection))
     seconds = {**{name: 0.0 for _, _, name in parts}, **timers.seconds, "assemble_s": time.perf_counter() - began}
     return BenchModel(loaded, model, seconds)
 

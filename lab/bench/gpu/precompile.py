@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,13 +117,17 @@ def launch_model(described: str) -> None:
         finish(warmup.compile_attention(model, cache, min(most, _MOST_TOKENS), most))
         finish(warmup.compile_products(model))
         if can_record_batches(model):
-            EncoderGraphs(model, max_num_seqs=_MOST_SEQUENCES, max_num_tokens=_MOST_TOKENS, record=_record).record_all()
+            finish(
+                EncoderGraphs(
+                    model, max_num_seqs=_MOST_SEQUENCES, max_num_tokens=_MOST_TOKENS, record=_record
+                ).record_each()
+            )
         if cache is not None:
             for count in (_MOST_SEQUENCES, 1):
-                sizes: dict[str, Any] = {"max_num_seqs": count, "max_model_len": most, "record": _record}
-                DecodeGraphs(model, cache, **sizes).record_all()
+                sizes = {"max_num_seqs": count, "max_model_len": most, "record": _record}
+                finish(DecodeGraphs(model, cache, **sizes).record_each())
                 if can_record_prompts(model):
-                    MixedGraphs(model, cache, **sizes).record_all()
+                    finish(MixedGraphs(model, cache, **sizes).record_each())
             for step in _STEPS:
                 _run(model, cache, step)
             _sample(model.config.embedding.vocab_size)

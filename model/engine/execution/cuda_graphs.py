@@ -102,10 +102,6 @@ class DecodeGraphs:
         self.uneven_sizes = uneven_sizes(max_num_seqs, max_model_len)
         self._recorded: dict[tuple[int, bool], tuple[Tensor, Callable[[], object]]] = {}
 
-    def record_all(self) -> None:
-        """Record every size."""
-        finish(self.record_each())
-
     def record_each(self) -> Work[None]:
         """Record every size in a part, the largest first, so that the smaller ones fit into its memory."""
         began = time.monotonic()

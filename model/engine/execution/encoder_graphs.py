@@ -32,7 +32,7 @@ from triptych.model.media.images import ImageProcessing
 from triptych.model.network.inputs import StackInput
 from triptych.model.network.parameter_counts import parameters_by_part
 from triptych.model.network.transformer import Transformer
-from triptych.model.system.background_work import Work, finish
+from triptych.model.system.background_work import Work
 from triptych.model.system.kernel_faults import EXPERTS
 
 MOST_TOKENS = 4096
@@ -102,10 +102,6 @@ class EncoderGraphs:
             blank = [blank_source(model.config)] * self.sizes[-1].segments
             self._features = features_of(blank, self._device, images)
         self._recorded: dict[BatchSize, tuple[Tensor, Callable[[], object]]] = {}
-
-    def record_all(self) -> None:
-        """Record every size."""
-        finish(self.record_each())
 
     def record_each(self) -> Work[None]:
         """Record every size in a part, the largest first, so that the smaller ones fit into its memory."""

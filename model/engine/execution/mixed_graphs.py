@@ -28,7 +28,7 @@ from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
 from triptych.model.network.inputs import StackInput
 from triptych.model.network.transformer import Transformer
 from triptych.model.parallel.rank0 import Rank0Transformer
-from triptych.model.system.background_work import Work, finish
+from triptych.model.system.background_work import Work
 from triptych.model.system.devices import to_device
 
 PROMPTS = 8
@@ -87,10 +87,6 @@ class MixedGraphs:
         # One row for all sizes: they never run at the same time.
         self._row = torch.zeros(most, dtype=torch.int64, device=cache.device)
         self._recorded: dict[MixedSize, tuple[Tensor, Callable[[], object]]] = {}
-
-    def record_all(self) -> None:
-        """Record every size."""
-        finish(self.record_each())
 
     def record_each(self) -> Work[None]:
         """Record every size in a part, the largest first, so that the smaller ones fit into its memory."""
