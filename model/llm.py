@@ -28,8 +28,7 @@ from triptych.model.api.request import (
     TokenOutput,
     token_source,
 )
-from triptych.model.api.sampling_bounds import GREEDY_BELOW, check_sampling
-from triptych.model.api.sampling_defaults import length_of, over_defaults
+from triptych.model.api.sampling_bounds import GREEDY_BELOW, check_sampling, length_of, over_defaults
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.checkpoint import hub, hub_names
 from triptych.model.checkpoint.folder import read_checkpoint

@@ -14,8 +14,13 @@ from triptych.model.checkpoint.folder import Checkpoint, read_checkpoint
 from triptych.model.config.model import ModelConfig
 from triptych.model.config.sharding import Shard
 from triptych.model.engine.planning.cache_budget import max_context
-from triptych.model.engine.planning.fp8_settings import check_kv_dtype
-from triptych.model.engine.planning.kernels import check_kernels, choose_dtype, linears_of, select_kernels
+from triptych.model.engine.planning.kernels import (
+    check_kernels,
+    check_kv_dtype,
+    choose_dtype,
+    linears_of,
+    select_kernels,
+)
 from triptych.model.engine.speculation.plan import DraftPlan, plan_draft
 from triptych.model.errors import ConfigError
 from triptych.model.linear.factory import LinearFactory

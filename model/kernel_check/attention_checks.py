@@ -23,9 +23,14 @@ from triptych.model.config.attention import (
     RopeScaling,
     RotaryConfig,
 )
-from triptych.model.kernel_check.attention_problems import Problem, ProblemTensors, make_tensors
+from triptych.model.kernel_check.attention_problems import (
+    Problem,
+    ProblemTensors,
+    RecurrentProblem,
+    RecurrentStep,
+    make_tensors,
+)
 from triptych.model.kernel_check.check import BOUNDS, compare, repeated
-from triptych.model.kernel_check.recurrent_problems import RecurrentProblem, RecurrentStep
 from triptych.model.network.delta_net import recur
 from triptych.model.network.norms import build_norm, head_norm
 from triptych.model.network.positions import rotary_frequencies, rotate, turns

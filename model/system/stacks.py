@@ -11,8 +11,6 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from triptych.model.system.process_tree import descendants
-
 _SIGNAL = signal.SIGUSR1
 
 
@@ -42,3 +40,20 @@ def _handles_signal(process: int) -> bool:
         if name == "SigCgt":
             return bool(int(mask, 16) >> (_SIGNAL - 1) & 1)
     return False
+
+
+def descendants() -> list[int]:
+    """Return the ids of all running descendants, without zombies."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state not in "ZX":
+                    children.setdefault(int(parent), []).append(int(entry.name))
+    found, todo = [], [os.getpid()]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from triptych.model.engine.planning.cache_budget import KVLayout
 from triptych.model.engine.planning.memory_plan import WeightPlan, cpu_formats, plan_weights
 from triptych.model.errors import ConfigError
 from triptych.model.inspection.anatomy import DTYPE_BYTES, Anatomy, describe_stack, dissect
+from triptych.model.inspection.attention_maps import AttentionMap
 from triptych.service.chat.abilities import folder_abilities
 from triptych.service.planning.capabilities import Capability, capabilities
 from triptych.service.runtimes.model_reader import read_model
@@ -95,7 +99,6 @@ def print_json(name: str, path: Path, *, context: int, memory: int) -> None:
 def write_attention(name: str, path: Path, text: str, out: Path) -> None:
     """Write the HTML page of all attention weights over `text`; raises `ConfigError`."""
     from triptych.model.inspection.attention_maps import attention_maps
-    from triptych.service.cli.attention_page import attention_page
 
     page = attention_page(name, text, attention_maps(path, text))
     try:
@@ -237,3 +240,33 @@ def _size(count: int) -> str:
     while size >= 1024 and unit != "GiB":
         size, unit = size / 1024, next(units)
     return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
+
+
+_LEVELS = 255  # a weight is stored as one byte
+
+
+def attention_page(model: str, text: str, maps: Sequence[AttentionMap]) -> str:
+    """Return the page. It holds the weights as base64, and a script that draws them in the browser."""
+    template = (resources.files("service") / "static" / "attention.html").read_text("utf-8")
+    data = {
+        "model": model,
+        "text": text,
+        "maps": [
+            {
+                "name": one.name,
+                "layers": one.weights.shape[0],
+                "heads": one.weights.shape[1],
+                "queries": one.queries,
+                "keys": one.keys,
+                "weights": base64.b64encode(_as_bytes(one.weights)).decode(),
+            }
+            for one in maps
+        ],
+    }
+    # "</script" inside the JSON would end the element, and "<!--<script" would hide its end.
+    script = json.dumps(data).replace("<", "\\u003c")
+    return template.replace("@@TITLE@@", escape(f"{model}: attention")).replace("@@DATA@@", script)
+
+
+def _as_bytes(weights: torch.Tensor) -> bytes:
+    return (weights * _LEVELS).round().to(torch.uint8).contiguous().numpy().tobytes()

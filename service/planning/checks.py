@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 from triptych.model.api.parameters import Beams
-from triptych.model.api.sampling_bounds import lacks_tokens
-from triptych.model.api.sampling_defaults import beams_of, over_defaults
+from triptych.model.api.sampling_bounds import beams_of, lacks_tokens, over_defaults
 from triptych.model.api.sampling_params import SAMPLING, LineStop
 from triptych.model.api.stats import ModelInfo
 from triptych.model.text.fill_marks import OtherFile

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from triptych.model.api.request import Request, token_source
-from triptych.model.api.sampling_defaults import length_of
+from triptych.model.api.sampling_bounds import length_of
 from triptych.model.api.sampling_params import SamplingParams
 from triptych.model.api.stats import ModelInfo
 from triptych.model.text.infilling import PromptTokens

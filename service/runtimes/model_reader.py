@@ -6,6 +6,7 @@ import asyncio
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from triptych.model.api.messages import ModelSpec
 from triptych.model.checkpoint import hub_names
@@ -13,7 +14,6 @@ from triptych.model.checkpoint.folder import Checkpoint, errors_about, read_chec
 from triptych.model.errors import ConfigError
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.chat.template_probe import read_chat_template
-from triptych.service.core.model_card import card_examples
 from triptych.service.core.models import ServedModel
 from triptych.service.core.pair_template import PairTemplate
 from triptych.service.runtimes.hub_download import download
@@ -81,3 +81,34 @@ class FolderReader:
 
     async def read(self, spec: ModelSpec) -> ServedModel:
         return await asyncio.to_thread(read_model, spec, self._max_beams)
+
+
+_MOST_BYTES = 1 << 16  # of README.md that are read
+_MOST_CHARACTERS = 400  # of an example
+_MOST_EXAMPLES = 4
+
+
+def card_examples(path: Path) -> tuple[str, ...]:
+    """Return the first example texts of a checkpoint's card."""
+    try:
+        with (path if path.is_dir() else path.parent).joinpath("README.md").open("rb") as file:
+            head = file.read(_MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return ()
+    start, _, rest = head.replace("\r\n", "\n").partition("---\n")
+    matter, end, _ = rest.partition("\n---")
+    return _texts(matter) if not start and end else ()
+
+
+def _texts(matter: str) -> tuple[str, ...]:
+    import yaml
+
+    try:
+        found: Any = yaml.load(matter, yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return ()
+    widget = found.get("widget") if isinstance(found, dict) else None
+    listed = widget if isinstance(widget, list) else []
+    texts = [one.get("text") if isinstance(one, dict) else one for one in listed]
+    found = [text for text in texts if isinstance(text, str) and 0 < len(text) <= _MOST_CHARACTERS]
+    return tuple(found[:_MOST_EXAMPLES])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from triptych.model import names
-from triptych.model.checkpoint import hub_gguf, hub_names
+from triptych.model.checkpoint import hub, hub_names
 from triptych.model.checkpoint.hub_names import HubName
 from triptych.model.checkpoint.hub_progress import describe
 from triptych.model.errors import ConfigError
@@ -136,7 +136,7 @@ FILES = (
     ],
 )
 def test_a_gguf_file_is_chosen_by_its_number_format(selector: str, expected: str) -> None:
-    assert hub_gguf.choose("hf:org/name", FILES, selector) == expected
+    assert hub.choose("hf:org/name", FILES, selector) == expected
 
 
 @pytest.mark.parametrize(
@@ -151,15 +151,15 @@ def test_a_gguf_file_is_chosen_by_its_number_format(selector: str, expected: str
 )
 def test_without_one_gguf_file_what_is_there_is_listed(files: tuple[str, ...], selector: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        hub_gguf.choose("hf:org/name", files, selector)
+        hub.choose("hf:org/name", files, selector)
     assert message in str(error.value)
 
 
 def test_all_parts_of_a_model_belong_to_its_first() -> None:
     parts = [f"a/m-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
-    assert hub_gguf.all_parts(parts[0]) == parts
-    assert hub_gguf.all_parts("m.gguf") == ["m.gguf"]
-    assert hub_gguf.choose("hf:org/name", ["m.gguf"], "") == "m.gguf"
+    assert hub.all_parts(parts[0]) == parts
+    assert hub.all_parts("m.gguf") == ["m.gguf"]
+    assert hub.choose("hf:org/name", ["m.gguf"], "") == "m.gguf"
 
 
 def test_progress_has_bytes_rate_and_what_remains() -> None:

@@ -23,8 +23,8 @@ from triptych.model.attention.sdpa import SdpaBackend
 from triptych.model.checkpoint import content
 from triptych.model.checkpoint.coded_layouts import E2M1Layout
 from triptych.model.checkpoint.folder import read_checkpoint
+from triptych.model.checkpoint.integer_formats import matches
 from triptych.model.checkpoint.layouts import IntegerLayout, Layout, pack_projections
-from triptych.model.checkpoint.target_patterns import matches
 from triptych.model.checkpoint.weights_cache import WeightsCache
 from triptych.model.config.formats import integers_in_groups
 from triptych.model.engine.builder import load

@@ -10,8 +10,8 @@ from tests.service.dialects.support import chat_app
 from tests.service.encode_models import client_of, encode_app
 from tests.service.speech import served_speech
 from tests.service.support import App, ask, make_app
-from triptych.service.core.model_card import card_examples
 from triptych.service.planning.capabilities import capabilities, choices
+from triptych.service.runtimes.model_reader import card_examples
 
 ENCODERS = {
     "bert": ["embed", "rerank"],

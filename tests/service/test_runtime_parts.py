@@ -154,7 +154,7 @@ def test_a_session_folder_that_cannot_be_made_is_an_error(no_ray_settings: pytes
 
 _ORPHANS = """
 import subprocess, time
-from triptych.model.system.process_tree import descendants
+from triptych.model.system.stacks import descendants
 from triptych.service.runtimes.ray_serve.main_process import _name, adopt_orphans, end_descendants
 adopt_orphans()
 subprocess.run(["sh", "-c", "sleep 61 & (trap '' TERM; sleep 62) &"])  # which ends and leaves them

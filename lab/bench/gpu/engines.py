@@ -34,6 +34,7 @@ from triptych.model.engine.generate_engine import GenerateEngine
 from triptych.model.engine.step_pacer import MIN_GPU_TOKENS, MIN_TOKENS, StepPacer, StepWork
 from triptych.model.linear.integers import IntegerLinear
 from triptych.model.network.transformer import Transformer
+from triptych.model.system import background_work
 
 Step = Callable[[], tuple[list[TokenOutput], StepStats | None]]
 GREEDY = SamplingParams(ignore_eos=True)
@@ -148,7 +149,7 @@ def build_engines(name: str, model: Transformer, selection: Selection, config: E
         (builder, "warm_up", "warm_up_s"),
     ]
     with timers.on(*parts):
-        loaded = finish(builder.assembling(ModelSpec(name, name, config), checkpoint, model, selection))
+        loaded = background_work.finish(builder.assembling(ModelSpec(name, name, config), checkpoint, model, selection))
     seconds = {**{name: 0.0 for _, _, name in parts}, **timers.seconds, "assemble_s": time.perf_counter() - began}
     return BenchModel(loaded, model, seconds)
 

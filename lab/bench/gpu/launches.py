@@ -7,8 +7,7 @@ import torch
 from lab.bench.gpu.recurrent import TOY
 from triptych.model.attention.triton import TritonBackend
 from triptych.model.cache.kv_cache import StateTables
-from triptych.model.kernel_check.attention_problems import Problem, make_tensors
-from triptych.model.kernel_check.recurrent_problems import RecurrentProblem, RecurrentStep
+from triptych.model.kernel_check.attention_problems import Problem, RecurrentProblem, RecurrentStep, make_tensors
 
 PROBLEMS = (
     Problem(((1, 700), (1, 1)), heads=4, kv_heads=2, dim=80),

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,14 +118,11 @@ def launch_model(described: str) -> None:
         finish(warmup.compile_attention(model, cache, min(most, _MOST_TOKENS), most))
         finish(warmup.compile_products(model))
         if can_record_batches(model):
-            finish(
-                EncoderGraphs(
-                    model, max_num_seqs=_MOST_SEQUENCES, max_num_tokens=_MOST_TOKENS, record=_record
-                ).record_each()
-            )
+            largest: dict[str, Any] = {"max_num_seqs": _MOST_SEQUENCES, "max_num_tokens": _MOST_TOKENS}
+            finish(EncoderGraphs(model, **largest, record=_record).record_each())
         if cache is not None:
             for count in (_MOST_SEQUENCES, 1):
-                sizes = {"max_num_seqs": count, "max_model_len": most, "record": _record}
+                sizes: dict[str, Any] = {"max_num_seqs": count, "max_model_len": most, "record": _record}
                 finish(DecodeGraphs(model, cache, **sizes).record_each())
                 if can_record_prompts(model):
                     finish(MixedGraphs(model, cache, **sizes).record_each())

@@ -13,7 +13,7 @@ from lab.bench.gpu.machine import Bench, need_triton
 from triptych.model.cache.kv_cache import StateTables
 from triptych.model.config.attention import GatedDeltaConfig
 from triptych.model.config.cache import NO_STATE
-from triptych.model.kernel_check.recurrent_problems import RecurrentProblem, RecurrentStep
+from triptych.model.kernel_check.attention_problems import RecurrentProblem, RecurrentStep
 
 TOY = GatedDeltaConfig(2, 4, 12, 8, 4, 1e-6)
 # Of outputs, relative to their largest, and of states: rows of 16 bits are multiplied by TF32.

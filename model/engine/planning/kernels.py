@@ -12,9 +12,9 @@ from triptych.model.config.formats import QUANTIZED_LAYERS, NumberFormat
 from triptych.model.config.model import ModelConfig
 from triptych.model.config.sharding import Shard
 from triptych.model.engine.planning.cache_budget import kv_dtype
-from triptych.model.engine.planning.fp8_settings import fp8_projections, refuse_experts
 from triptych.model.errors import ConfigError
 from triptych.model.linear.factory import LinearFactory
+from triptych.model.linear.fp8 import unsupported as fp8_unsupported
 from triptych.model.linear.integers import unsupported
 from triptych.model.network.native_stack import NativeStack, native_linears
 from triptych.model.parallel.group import Group
@@ -152,3 +152,41 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> Comput
     if config.float16_overflows:
         return ComputeDtype(torch.float32, f"{gpu} has no bfloat16, and {config.model_type} leaves float16's range")
     return ComputeDtype(torch.float16, f"{gpu} has no bfloat16")
+
+
+def fp8_projections(engine: EngineConfig, config: ModelConfig, device: torch.device) -> tuple[str, ...] | None:
+    """Return patterns of the projections to quantise to fp8; None if stored fp8 must be converted too."""
+    missing = _without_fp8(engine, device)
+    if engine.quantization != "fp8":
+        return None if missing is not None else ()
+    if missing is not None:
+        raise ConfigError(
+            f"quantization fp8 needs a GPU of compute capability 8.9 or later and Triton: {missing}; "
+            "a CPU serves int8 and int4"
+        )
+    refuse_experts(engine, config)
+    return tuple(f"{stack}.layers.*" for stack in config.stacks)
+
+
+def refuse_experts(engine: EngineConfig, config: ModelConfig) -> None:
+    """Raise `ConfigError` for a model with experts: no GPU kernel here multiplies quantised experts."""
+    if config.has_experts:
+        raise ConfigError(
+            f"quantization {engine.quantization}: a GPU multiplies the experts of {config.model_type} in floats alone; "
+            "leave it at none for this model"
+        )
+
+
+def _without_fp8(engine: EngineConfig, device: torch.device) -> str | None:
+    """Return why fp8 cannot be computed here, else None; a CPU computes it in Triton's interpreter alone."""
+    if device.type == "cpu" and engine.attention_backend != "triton":
+        return "a CPU does not multiply fp8"
+    return fp8_unsupported(device)
+
+
+def check_kv_dtype(engine: EngineConfig, device: torch.device) -> None:
+    """Raise `ConfigError` if the device cannot use the KV cache's dtype."""
+    if engine.kv_cache_dtype == "fp8" and (missing := _without_fp8(engine, device)) is not None:
+        raise ConfigError(
+            f"kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or later and Triton: {missing}; int8 is served"
+        )

@@ -16,8 +16,7 @@ from typing import Any
 
 from triptych.model.config.bounds import MOST, MOST_HEADS
 from triptych.model.errors import ConfigError, listed, shown
-from triptych.model.families.table.known_keys import KnownKeys, known_keys
-from triptych.model.families.table.uncomputed import UNCOMPUTED
+from triptych.model.families.table.known_keys import UNCOMPUTED, KnownKeys, known_keys
 
 # Settings that do not change the network's results: bookkeeping, training, and generation (which
 # `triptych.model.checkpoint.folder` reads). Patterns match suffixes with one meaning in any name: dropout and token

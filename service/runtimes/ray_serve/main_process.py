@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from triptych.model.system.process_tree import descendants
+from triptych.model.system.stacks import descendants
 from triptych.service.runtimes.assembly import exit_code
 
 # -- Signal handling while the main thread is inside calls to Ray, and a time limit for such calls.
