@@ -33,6 +33,7 @@ from triptych.service.routes import (
     generate,
     huggingface,
     images,
+    llama_cpp,
     messages,
     models,
     ollama,
@@ -52,7 +53,7 @@ from triptych.service.speech.routes import speech_planner
 
 _MODULES = (
     *(generate, encode, openai, responses, messages, ollama, huggingface, ranking, pipelines, text2text, images, audio),
-    *(tokens, operations, models, playground, docs),
+    *(llama_cpp, tokens, operations, models, playground, docs),
 )
 TABLE = RouteTable(row for module in _MODULES for row in module.routes.rows)
 

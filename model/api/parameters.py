@@ -58,6 +58,7 @@ class Parameter:
     huggingface: Taken | str | None = None
     text2text: Taken | str | None = None
     ollama: Taken | str | None = None
+    llama_cpp: Taken | str | None = None
 
     @property
     def description(self) -> str:

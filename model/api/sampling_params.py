@@ -44,6 +44,7 @@ class SamplingParams:
         huggingface="max_new_tokens",
         text2text="max_new_tokens",
         ollama="num_predict",
+        llama_cpp="n_predict",
     )
     min_tokens: int = parameter(
         0,
@@ -71,6 +72,7 @@ class SamplingParams:
         huggingface="temperature",
         text2text="temperature",
         ollama=OWN,
+        llama_cpp=OWN,
     )
     top_k: int = parameter(
         0,
@@ -88,6 +90,7 @@ class SamplingParams:
         huggingface=OWN,
         text2text=OWN,
         ollama=OWN,
+        llama_cpp=OWN,
     )
     top_p: float = parameter(
         1.0,
@@ -105,6 +108,7 @@ class SamplingParams:
         huggingface=OWN,
         text2text=OWN,
         ollama=OWN,
+        llama_cpp=OWN,
     )
     min_p: float = parameter(
         0.0,
@@ -120,6 +124,7 @@ class SamplingParams:
         responses=EXTRA,
         text2text=OWN,
         ollama=OWN,
+        llama_cpp=OWN,
     )
     typical_p: float = parameter(
         1.0,
@@ -133,6 +138,7 @@ class SamplingParams:
         huggingface=OWN,
         text2text=OWN,
         ollama=OWN,
+        llama_cpp=OWN,
     )
     epsilon_cutoff: float = parameter(
         0.0, "Tokens below this probability are not drawn.", least=0, most=1, sent=False, folder=True, draws=True
@@ -161,6 +167,7 @@ class SamplingParams:
         huggingface=OWN,
         text2text=OWN,
         ollama=OWN,
+        llama_cpp="seed",
     )
     n: int = parameter(
         1,
@@ -219,6 +226,7 @@ class SamplingParams:
         messages="stop_sequences",
         huggingface="stop",
         ollama="stop",
+        llama_cpp="stop",
     )
     stop_token_ids: tuple[int, ...] = parameter(  # the engine adds the checkpoint's EOS ids unless `ignore_eos`
         (), "Up to 128 ids that end the output.", [2], limit="max_stop_token_ids", openai=EXTRA
@@ -226,7 +234,7 @@ class SamplingParams:
     include_stop: bool = parameter(
         False, "Keep the stop text in the output.", False, openai="include_stop_str_in_output"
     )
-    ignore_eos: bool = parameter(False, "Continue after the end-of-sequence id.", False, openai=EXTRA)
+    ignore_eos: bool = parameter(False, "Continue after the end-of-sequence id.", False, openai=EXTRA, llama_cpp=OWN)
     repetition_penalty: float = parameter(  # Keskar et al. 2019
         1.0,
         "Above 1 makes tokens of prompt and output less likely.",
@@ -241,6 +249,7 @@ class SamplingParams:
         huggingface=OWN,
         text2text=OWN,
         ollama="repeat_penalty",
+        llama_cpp="repeat_penalty",
     )
     no_repeat_ngram_size: int = parameter(
         0,
@@ -286,6 +295,7 @@ class SamplingParams:
         openai=OWN,
         responses=EXTRA,
         ollama=OWN,
+        llama_cpp=OWN,
     )
     frequency_penalty: float = parameter(
         0.0,
@@ -297,6 +307,7 @@ class SamplingParams:
         responses=EXTRA,
         huggingface=OWN,
         ollama=OWN,
+        llama_cpp=OWN,
     )
     logit_bias: dict[int, float] = parameter(
         dict,
@@ -306,6 +317,7 @@ class SamplingParams:
         most=100,
         limit="max_logit_bias",
         openai=OWN,
+        llama_cpp="logit_bias",
     )
     allowed_token_ids: tuple[int, ...] = parameter(  # bans give way if nothing is left
         (),
@@ -346,6 +358,7 @@ class SamplingParams:
         most=MAX_INT,
         limit="max_logprobs",
         beams=Beams.NEVER,
+        llama_cpp="n_probs",
     )
     prompt_logprobs: int | None = parameter(
         None,

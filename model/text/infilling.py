@@ -19,6 +19,7 @@ from triptych.model.text.sentencepiece_model import SPACE
 _ANCHOR = "\n"  # what a part of a text is put after, where a tokenizer puts a space in front of every text
 _NOTHING = re.compile("(?!)")
 _CHARACTERS_PER_TOKEN = 16  # of a long text that is cut; a text with longer tokens is cut shorter than necessary
+_LONGEST_NAME = 1024  # characters
 _SUFFIX_SHARE = 4  # a suffix gets one part in four of a prompt that is cut, as in llama.cpp
 
 
@@ -54,11 +55,11 @@ class Infilling:
         """Return the prompt for the text between prefix and suffix.
 
         A prompt of more than `most` tokens is cut as in llama.cpp: first the beginning of the other files, then the
-        beginning of the prefix and the end of the suffix, of which the suffix keeps a quarter.
+        beginning of the prefix and the end of the suffix. The suffix keeps a quarter of the room.
         """
         if most is not None:
             longest = _CHARACTERS_PER_TOKEN * most
-            prefix, suffix = prefix[-longest:], suffix[:longest]
+            prefix, suffix, files = prefix[-longest:], suffix[:longest], _last(files, longest)
         before, after = self.part(prefix), self.part(suffix, continues=self.marks.sentinel is None)
         others = self.marks.others(files, lambda text: self.part(text, continues=True))
         whole = self._joined(others, before, after)
@@ -93,6 +94,17 @@ class Infilling:
         begin += len(self._begin) + len(others)
         end = self._end if self.marks.sentinel is not None else ()  # a decoder's text goes on
         return PromptTokens((*self._begin, *others, *ids, *end), begin, begin + len(before))
+
+
+def _last(files: Sequence[OtherFile], characters: int) -> list[OtherFile]:
+    """Return the last files and the end of the one before, of about this length."""
+    kept: list[OtherFile] = []
+    for one in reversed(files):
+        if characters <= 0:
+            break
+        kept.append(OtherFile(one.name[:_LONGEST_NAME], one.text[-characters:]))
+        characters -= len(one.text) + len(one.name)
+    return kept[::-1]
 
 
 def _plain_encoder(whole: tokenizers.Tokenizer, marks: FillMarks) -> Callable[[str], Ids]:

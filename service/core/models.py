@@ -19,6 +19,7 @@ from triptych.model.api.messages import ModelSpec
 from triptych.model.checkpoint.folder import Checkpoint
 from triptych.model.config.model import ModelConfig
 from triptych.model.errors import ConfigError
+from triptych.model.text.infilling import Infilling
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.chat.chat_template import ChatTemplate
 from triptych.service.core.errors import ApiError, invalid, listed, not_found, shorten, unavailable, unknown_model
@@ -119,6 +120,11 @@ class ServedModel:
                 "modules.json, its GGUF file no pooling_type; POST /encode returns its hidden states",
                 *("model", "wrong_task"),
             )
+
+    @property
+    def infilling(self) -> Infilling | None:
+        """What makes prompts for the middle of a text; None if the model cannot fill it in."""
+        return None if self.tokenizer is None else self.tokenizer.infilling(sentinels=self.is_encoder_decoder)
 
     def require_tokenizer(self, param: str) -> Tokenizer:
         """Return the tokenizer; raises a 400 that names the text field `param` if there is none."""

@@ -27,11 +27,27 @@ async def hold_model(request: Request, name: str | None, task: Task, timeout_s: 
 
 async def chat_model(request: Request, name: str | None, timeout_s: float | None = None) -> ServedModel:
     """Hold and return the model called `name`, else the only one with a chat template, else the only generating one."""
+    return await _likely_model(request, name, _chats, "has a chat template", timeout_s)
+
+
+async def filling_model(request: Request, name: str | None, timeout_s: float | None = None) -> ServedModel:
+    """Hold and return the model called `name`, else the only one that fills in the middle, else that generates."""
+    return await _likely_model(request, name, _fills, "fills in the middle", timeout_s)
+
+
+async def _likely_model(
+    request: Request, name: str | None, able: Callable[[ServedModel], bool], what: str, timeout_s: float | None
+) -> ServedModel:
     models = service_of(request).models
-    if name is None and any(map(_chats, models.candidates)):
-        name = models.only_one(_chats, "has a chat template")
+    if name is None and any(map(able, models.candidates)):
+        name = models.only_one(able, what)
     await hold_model(request, name, Task.GENERATE, timeout_s)
     return models.resolve(name, Task.GENERATE)
+
+
+def _fills(served: ServedModel) -> bool:
+    """Return whether a model fills in the middle, or might once it is loaded."""
+    return served.config.can_generate and served.reads_text and (not served.loaded or served.infilling is not None)
 
 
 def _chats(served: ServedModel) -> bool:

@@ -24,7 +24,7 @@ EMBED, RERANK, CLASSIFY, FILL = "embed", "rerank", "classify", "fill"
 TAG, ANSWER, ZERO_SHOT, SPARSE, LATE = "tag", "answer", "zero_shot", "embed_sparse", "embed_tokens"
 CLASSIFY_IMAGE, EMBED_IMAGE = "classify_image", "embed_image"
 # Abilities that several of these have in common, for the examples of routes.
-GENERATE, SEQ2SEQ, JUDGE, TOKENIZE = "generate", "seq2seq", "judge", "tokenize"
+GENERATE, SEQ2SEQ, JUDGE, TOKENIZE, FILL_MIDDLE = "generate", "seq2seq", "judge", "tokenize", "fill_middle"
 MEANINGS = {  # what a model must do, in words
     CHAT: "has a chat template",
     COMPLETE: "continues texts",
@@ -48,6 +48,7 @@ MEANINGS = {  # what a model must do, in words
     SEQ2SEQ: "is an encoder-decoder for texts",
     JUDGE: "classifies texts or pairs of texts",
     TOKENIZE: "has a tokenizer",
+    FILL_MIDDLE: "fills in the middle of texts",
 }
 _SHARED = {
     GENERATE: (COMPLETE, TRANSLATE, SUMMARIZE, REWRITE),
@@ -129,7 +130,8 @@ def choices(models: Iterable[ServedModel]) -> dict[str, Choice]:
                 found.setdefault(ability, Choice(ability, served.name, mask or "", text, one.path, body))
         head = served.config.classifier
         judges = head is not None and not head.per_token and served.config.image is None
-        for ability, has in ((TOKENIZE, served.tokenizer is not None), (JUDGE, judges)):
+        fills = served.config.can_generate and served.infilling is not None
+        for ability, has in ((TOKENIZE, served.tokenizer is not None), (JUDGE, judges), (FILL_MIDDLE, fills)):
             if has:
                 found.setdefault(ability, Choice(ability, served.name, mask or "", "", "", ""))
     return found

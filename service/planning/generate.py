@@ -32,6 +32,7 @@ class GeneratePlan:
     skip_special_tokens: bool
     echo: tuple[str, ...]  # the text before each prompt's output; empty: none
     constraint: OutputConstraint | None = None  # of each output
+    is_cut: bool = False  # whether a prompt was cut to fit
 
     @property
     def prompt_tokens(self) -> int:
@@ -79,6 +80,7 @@ class GeneratePlanner:
             skip_special_tokens=body.skip_special_tokens,
             echo=await self._echo(checked) if body.echo else (),
             constraint=constraint,
+            is_cut=any(prompt.is_cut for prompt in tokens.prompts),
         )
 
     async def _tokenise(self, checked: CheckedPrompts) -> Tokens:

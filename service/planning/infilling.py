@@ -24,8 +24,8 @@ def gap_of(
     """
     if body.suffix is None:
         return None
-    tokenizer = served.require_tokenizer("suffix")
-    infilling = tokenizer.infilling(sentinels=served.is_encoder_decoder)
+    served.require_tokenizer("suffix")
+    infilling = served.infilling
     if infilling is None:
         missing = "sentinels (<extra_id_0>)" if served.is_encoder_decoder else "marks (such as <|fim_prefix|>)"
         message = f"suffix: model {served.name} cannot fill in the middle: its tokenizer has no {missing} for it"

@@ -71,6 +71,7 @@ OPENAI = Dialect("openai", "OpenAI's")
 RESPONSES = Dialect("responses", "OpenAI's")
 MESSAGES = Dialect("messages", "Anthropic's")
 HUGGING_FACE = Dialect("huggingface", "Hugging Face's", "parameters.")
+LLAMA_CPP = Dialect("llama_cpp", "llama.cpp's")
 TEXT2TEXT = Dialect("text2text", "Hugging Face's", "parameters.")
 OLLAMA = Dialect("ollama", "Ollama's", "options.")
 

@@ -20,6 +20,7 @@ from triptych.model.api.request import PARAMETERS
 from triptych.service.dialects.cohere import EmbeddingBody
 from triptych.service.dialects.common import Ignored, Refused, ServedTypes
 from triptych.service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
+from triptych.service.dialects.llama_cpp import InfillBody
 from triptych.service.dialects.messages_bodies import CountBody, MessagesBody
 from triptych.service.dialects.ollama_bodies import (
     OllamaChatBody,
@@ -90,13 +91,15 @@ _HUGGING_FACE: dict[str, type[BaseModel]] = {
     "/pipeline/translation": TranslationBody,
     "/pipeline/summarization, /pipeline/text2text-generation": Text2TextBody,
 }
-BODIES = _OPENAI | _MESSAGES | _OLLAMA | _RANKING | _HUGGING_FACE
+_LLAMA_CPP: dict[str, type[BaseModel]] = {"/infill": InfillBody}
+BODIES = _OPENAI | _MESSAGES | _OLLAMA | _RANKING | _HUGGING_FACE | _LLAMA_CPP
 _PAGES = {  # a page of docs/ for each group of routes, by its title
     "fields-openai.md": ("Fields of OpenAI's API", _OPENAI),
     "fields-anthropic.md": ("Fields of Anthropic's API", _MESSAGES),
     "fields-ollama.md": ("Fields of Ollama's API", _OLLAMA),
     "fields-ranking.md": ("Fields of Cohere's, Jina's and vLLM's APIs", _RANKING),
     "fields-huggingface.md": ("Fields of Hugging Face's APIs", _HUGGING_FACE),
+    "fields-llama-cpp.md": ("Fields of llama.cpp's API", _LLAMA_CPP),
 }
 _HEAD = """# Fields of other servers' APIs
 
@@ -181,6 +184,7 @@ _COLUMNS = {
     "TGI": "huggingface",
     "text2text": "text2text",
     "Ollama": "ollama",
+    "llama.cpp": "llama_cpp",
 }
 
 
