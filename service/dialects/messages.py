@@ -76,8 +76,13 @@ def conversation(body: CountBody, served: ServedModel) -> Conversation:
 
 
 def _variables(body: CountBody, served: ServedModel) -> Mapping[str, tuple[Any, str]]:
-    """Return the variables of the template. If it can turn reasoning off, it does unless the body requests it."""
+    """Return the variables of the template. If it can turn reasoning off, it does unless the body requests it.
+
+    An effort is a wish: templates without levels do not get it. Claude Code sends one to every model.
+    """
     effort = body.output_config.effort if body.output_config is not None else None
+    if served.chat is None or not served.chat.takes("reasoning_effort"):
+        effort = None if effort != "none" else effort
     variables = template_variables(served.chat, effort, "output_config.effort", None, body.chat_template_kwargs)
     thinks = body.thinking is not None and body.thinking.type != "disabled"
     if served.chat is not None and served.chat.takes("enable_thinking"):

@@ -188,7 +188,9 @@ class OutputFormat(DialectBody):
 
 
 class OutputSettings(DialectBody):
-    effort: Effort | None = Field(None, description="How much to reason, if the chat template supports it.")
+    effort: Effort | None = Field(
+        None, description="How much to reason, for chat templates that have levels; others do not read it."
+    )
     format: OutputFormat | None = Field(None, description="A schema that constrains the answer.")
     task_budget: NotSupported = None
 

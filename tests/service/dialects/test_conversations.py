@@ -199,7 +199,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice", IV),
     (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 2}}, "thinking.budget_tokens", IV),
     (MESSAGES, {"stop_sequences": ["a"] * 5}, "stop_sequences", IV),
-    (MESSAGES, {"output_config": {"effort": "high"}}, "output_config.effort", NO),
+    (MESSAGES, {"output_config": {"effort": "some"}}, "output_config.effort", IV),
     (MESSAGES, {"container": "x"}, "container", NO),
     (MESSAGES, {"mcp_servers": [{}]}, "mcp_servers", NO),
     (MESSAGES, {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management", NO),

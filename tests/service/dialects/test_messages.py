@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.service.dialects.support import calling_app, chat_app, prompt_of, says
+from tests.service.dialects.support import TURNS, calling_app, chat_app, prompt_of, says
 from tests.service.dialects.test_conversations import COUNT, GOOD, HELLO, MESSAGES, OWN_TOOLS, SENT
 from tests.service.dialects.test_tools import PARAMETERS, SAID
-from tests.service.support import App, check_accounts, live
+from tests.service.support import App, ask, check_accounts, live
 from triptych.service.dialects.messages import JsonBeginning
 from triptych.service.settings.service_settings import ServiceSettings
 
@@ -82,6 +82,18 @@ def test_reasoning_can_be_left_out_and_is_counted(served: tuple[App, Any]) -> No
     history = [*HELLO, {"role": "assistant", "content": [hidden, {"type": "text", "text": "Yes."}]}, *HELLO]
     client.messages.create(**SENT | {"messages": history})
     assert "<|turn|>assistant\nYes.<|end|>\n<|turn|>user\nWeather?<|end|>" in prompt_of(app)
+
+
+def test_an_effort_reaches_templates_that_have_levels(served: tuple[App, Any]) -> None:
+    """Claude Code sends one to every model."""
+    app, client = served
+    says(app, "Yes.")
+    wish = {"effort": "high"}
+    assert client.messages.create(**SENT, output_config=wish).content[0].text == "Yes."
+    levels = chat_app(TURNS + "{{ reasoning_effort }}", max_model_len=512)
+    body = {"model": "chat", "messages": HELLO, "max_tokens": 1, "output_config": wish}
+    assert ask(levels, "POST", MESSAGES, json=body).status_code == 200
+    assert prompt_of(levels).endswith("high")
 
 
 def test_turns_of_one_author_are_joined(served: tuple[App, Any]) -> None:
