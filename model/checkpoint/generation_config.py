@@ -14,8 +14,7 @@ from typing import Any
 from triptych.model.api.parameters import MAX_INT
 from triptych.model.api.sampling_bounds import check_value
 from triptych.model.api.sampling_params import SAMPLING
-from triptych.model.checkpoint.json_files import read_json
-from triptych.model.checkpoint.setting_tables import Use, asked_for, table, unknown
+from triptych.model.checkpoint.json_files import Use, asked_for, read_json, table, unknown
 from triptych.model.errors import ConfigError, listed
 from triptych.model.families.table.token_rules import generation_rules, only_token
 from triptych.model.system.folder_files import has_file

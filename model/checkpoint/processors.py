@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.model.checkpoint.json_files import read_json
-from triptych.model.checkpoint.setting_tables import Table, Use, asked_for, table, unknown
+from triptych.model.checkpoint.json_files import Table, Use, asked_for, read_json, table, unknown
 from triptych.model.errors import ConfigError, listed
 
 PROCESSOR = "processor_config.json"

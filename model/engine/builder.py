@@ -30,12 +30,11 @@ from triptych.model.engine.generate_builder import (
 )
 from triptych.model.engine.generate_engine import GenerateEngine
 from triptych.model.engine.kernel_checks import checked
-from triptych.model.engine.model_info import describe_model, weight_bytes
+from triptych.model.engine.model_info import conversions, describe_model, weight_bytes
 from triptych.model.engine.network_plan import NetworkPlan, batch_limits, plan_network
 from triptych.model.engine.packing import Part, load_packed, packed_weights, weights_cache_use
 from triptych.model.engine.planning.cache_budget import max_context
 from triptych.model.engine.planning.memory_plan import plan_memory, plan_share
-from triptych.model.engine.planning.stored_weights import conversions
 from triptych.model.engine.speculation.plan import DraftPlan
 from triptych.model.engine.warmup import warm_up
 from triptych.model.errors import ConfigError

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from triptych.model.attention.base import AttentionMetadata
-from triptych.model.config.model import AudioConfig, ImageConfig, MaskDropout
+from triptych.model.config.layer import LayerEmbeddingConfig
+from triptych.model.config.model import AudioConfig, EmbeddingConfig, ImageConfig, MaskDropout
 from triptych.model.config.sharding import Range
 from triptych.model.config.stack import ConvolutionConfig, PositionConfig
 from triptych.model.linear.base import Linear, LinearSpec, Part
@@ -15,6 +16,7 @@ from triptych.model.linear.factory import Collective, LinearFactory
 from triptych.model.linear.native import NativeLinear
 from triptych.model.network.activations import ACTIVATIONS
 from triptych.model.network.inputs import StackInput
+from triptych.model.network.norms import build_norm
 from triptych.model.network.positions import inverse_frequencies
 from triptych.model.system.devices import to_device
 
@@ -202,3 +204,37 @@ class Convolution(nn.Module):
         seen = rows + torch.arange(-reach, reach + 1, device=x.device)  # [T, width]
         outside = (seen < first) | (seen > last)
         return x[seen.clamp(0, len(x) - 1)].masked_fill(outside[..., None], 0.0)
+
+
+class LayerEmbeddings(nn.Module):
+    """`(table(id) sqrt(P) + norm(W x / sqrt(d))) / sqrt(2)` of each token, P numbers for each layer."""
+
+    def __init__(
+        self, config: LayerEmbeddingConfig, embedding: EmbeddingConfig, layers: int, linear: LinearFactory
+    ) -> None:
+        super().__init__()
+        self.shape = (layers, config.size)
+        width, size = layers * config.size, embedding.embedding_size
+        self.tokens = token_table(embedding.vocab_size, width, linear.collective)
+        self.project = linear(LinearSpec("project", size, (Part(width),), bias=False))
+        self.norm = build_norm(config.norm, config.size)
+
+    def forward(self, ids: Tensor, tokens: Tensor) -> Tensor:  # [T], [T, d] embedded -> [T, layers, P]
+        size = tokens.shape[-1]
+        projected = self.norm((self.project(tokens) * size**-0.5).unflatten(-1, self.shape))
+        vectors = self.tokens(ids).to(projected.dtype).unflatten(-1, self.shape)
+        return (projected + vectors * self.shape[1] ** 0.5) * 2**-0.5
+
+
+class VectorGate(nn.Module):
+    """`norm(project(act(gate(x)) * v))` of rows x and their vectors v for the layer."""
+
+    def __init__(self, config: LayerEmbeddingConfig, hidden_size: int, linear: LinearFactory) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.gate = linear(LinearSpec("gate", hidden_size, (Part(config.size),), bias=False))
+        self.project = linear(LinearSpec("project", config.size, (Part(hidden_size),), bias=False))
+        self.norm = build_norm(config.norm, hidden_size)
+
+    def forward(self, x: Tensor, vectors: Tensor) -> Tensor:  # [T, d], [T, P] -> [T, d]
+        return self.norm(self.project(self.activation(self.gate(x)) * vectors))

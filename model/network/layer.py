@@ -21,10 +21,10 @@ from triptych.model.linear.factory import LinearFactory
 from triptych.model.network.attention import CrossAttention, SelfAttention
 from triptych.model.network.delta_net import GatedDeltaNet
 from triptych.model.network.disentangled import DisentangledBias
+from triptych.model.network.embeddings import VectorGate
 from triptych.model.network.feed_forward import build_feed_forward
 from triptych.model.network.fused_ops import add_norm
 from triptych.model.network.inputs import StepContext
-from triptych.model.network.layer_embeddings import VectorGate
 from triptych.model.network.norms import SublayerNorms
 from triptych.model.network.positions import AlibiBias, BucketBias, RelativeBias
 

@@ -16,10 +16,15 @@ from triptych.model.linear.base import Linear, LinearSpec, Part
 from triptych.model.linear.factory import LinearFactory
 from triptych.model.network.activation_dump import PassDump, Write
 from triptych.model.network.disentangled import RelativeTable
-from triptych.model.network.embeddings import Convolution, LearnedPositions, SinusoidalPositions, TokenTable
+from triptych.model.network.embeddings import (
+    Convolution,
+    LayerEmbeddings,
+    LearnedPositions,
+    SinusoidalPositions,
+    TokenTable,
+)
 from triptych.model.network.inputs import CrossInput, StackInput, StepContext
 from triptych.model.network.layer import Layer, Residual
-from triptych.model.network.layer_embeddings import LayerEmbeddings
 from triptych.model.network.norms import build_norm
 from triptych.model.network.positions import BucketBias
 

@@ -279,9 +279,9 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _ps(arguments: argparse.Namespace) -> int:
-    from triptych.service.cli import ps
+    from triptych.service.cli import models
 
-    return ps.run(arguments)
+    return models.ps(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

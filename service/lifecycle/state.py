@@ -32,7 +32,7 @@ from triptych.service.planning.generate import GeneratePlanner
 from triptych.service.planning.response_format import GrammarChecker
 from triptych.service.planning.tokenization import TokenizerThreads
 from triptych.service.sandbox import confinement
-from triptych.service.sandbox.image_pool import ImagePool
+from triptych.service.sandbox.process_pool import ImagePool
 from triptych.service.settings.service_settings import ServiceSettings
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,7 @@ from triptych.service.planning.encode_checks import check_inputs, texts_of
 from triptych.service.planning.outputs.base import CheckedInputs, EncodeInput, InputResult, Json, OutputKind, PartResult
 from triptych.service.planning.requests import engine_id
 from triptych.service.planning.tokenization import Side, TokenizerThreads, check_vocabulary, truncate_ids, truncate_text
-from triptych.service.sandbox.image_pool import ImagePool, RequestImages
-from triptych.service.sandbox.process_pool import WorkerError
+from triptych.service.sandbox.process_pool import ImagePool, RequestImages, WorkerError
 from triptych.service.schemas.encode_bodies import EncodeBody
 from triptych.service.settings.service_settings import Limits
 

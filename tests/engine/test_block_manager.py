@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.engine.scripted import request
 from triptych.model.config.cache import PoolSize
 from triptych.model.engine.scheduling.block_manager import BlockManager
-from triptych.model.engine.scheduling.block_table import BlockTable
-from triptych.model.engine.scheduling.sequence import SequenceState
+from triptych.model.engine.scheduling.sequence import BlockTable, SequenceState
 
 
 def sequence(prompt: int, source: int = 0) -> SequenceState:

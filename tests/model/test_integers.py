@@ -33,7 +33,7 @@ from triptych.model.config.formats import (
 )
 from triptych.model.engine import builder
 from triptych.model.engine.builder import load
-from triptych.model.engine.planning.stored_weights import conversions
+from triptych.model.engine.model_info import conversions
 from triptych.model.engine.warmup import compile_products
 from triptych.model.errors import ConfigError
 from triptych.model.linear import integers as module

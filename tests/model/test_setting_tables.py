@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from triptych.model.checkpoint.generation_config import SETTINGS, SPEECH_SETTINGS
+from triptych.model.checkpoint.json_files import Table, Use
 from triptych.model.checkpoint.processors import AUDIO_SETTINGS, IMAGE_SETTINGS
-from triptych.model.checkpoint.setting_tables import Table, Use
 
 DOCS = Path(__file__).parents[2] / "docs"
 TABLES = {

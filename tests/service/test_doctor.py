@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from triptych.model.native import build
-from triptych.service.cli import doctor, main, ps
+from triptych.service.cli import doctor, main, models
 from triptych.service.cli.service_client import ServiceClient
 
 
@@ -173,7 +173,7 @@ def test_ps_shows_each_model_with_what_it_computes(
     assert first.split() == ["a", "decoder-only", "loaded", "134.5", "M", "1,500", "MB", "8,192", "-", "3", "1", "25%"]
     assert second.split() == ["b", "encoder-only", "available", "-", "-", "-", "-", "-", "-", "-"]
     code, text = ran("ps", "--json", capsys=capsys)
-    assert json.loads(text)["models"] == ps.rows(MODELS, METRICS)
+    assert json.loads(text)["models"] == models.rows(MODELS, METRICS)
     assert json.loads(text)["resident_bytes"] == 566_000_000
 
 

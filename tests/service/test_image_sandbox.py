@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from triptych.model.media.images import ImageError, ImageProcessing
-from triptych.service.sandbox.image_pool import ImagePool, ImageWorker
+from triptych.service.sandbox.process_pool import ImagePool, ImageWorker
 
 PROCESSING = ImageProcessing(32, (32, 32), None, 2, False, 1 / 255, (0.5,) * 3, (0.5,) * 3)
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.model.config.cache import NO_STATE
-from triptych.model.engine.scheduling.block_table import BlockTable
 from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
+from triptych.model.engine.scheduling.sequence import BlockTable
 
 NO_SLOT = -1  # no slot to write to; no placeholder
 

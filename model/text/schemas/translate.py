@@ -14,9 +14,8 @@ from typing import Any
 
 from triptych.model.errors import GrammarError
 from triptych.model.text.patterns import LONGEST, needs_number, search_pattern
-from triptych.model.text.schemas.disjoint import TYPES, Comparison
+from triptych.model.text.schemas.disjoint import TYPES, Comparison, without_empty
 from triptych.model.text.schemas.documents import MAX_NODES, Document, Place, shown
-from triptych.model.text.schemas.emptiness import without_empty
 from triptych.model.text.schemas.numbers import checked_value, numeric, whole
 from triptych.model.text.schemas.objects import ObjectKeywords
 

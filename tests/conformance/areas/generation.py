@@ -20,7 +20,7 @@ from tests.generation_oracle import base, ended, folder_of, ours, theirs
 from tests.model.checkpoints import saved
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.checkpoint.generation_config import SETTINGS
-from triptych.model.checkpoint.setting_tables import Use
+from triptych.model.checkpoint.json_files import Use
 from triptych.model.errors import ConfigError
 
 PROMPT = [76, 13, 65, 36, 7, 3, 21, 87, 78, 63, 50, 43, 5, 37, 65, 28, 96, 55, 71, 72, 90, 15, 27, 75]
