@@ -45,6 +45,7 @@ CLIENTS = (
     Client("litellm", "litellm_client.py", ("litellm==1.110.2",)),
     Client("langchain-openai", "langchain_openai_client.py", ("langchain-openai==1.7.4",)),
     Client("langchain-anthropic", "langchain_anthropic_client.py", ("langchain-anthropic==1.7.10",)),
+    Client("langchain-ollama", "langchain_ollama_client.py", ("langchain-ollama==1.1.0",)),
     Client(
         "langchain-huggingface", "langchain_huggingface_client.py", ("langchain-huggingface==1.2.3", "numpy==2.4.6")
     ),
