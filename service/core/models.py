@@ -195,7 +195,7 @@ class Model:
 
     def serve(self, served: ServedModel) -> None:
         """Mark the model as loaded by the engine."""
-        self.state, self.served, self.refusal, self.keep_alive_s = State.LOADED, served, None, None
+        self.state, self.served, self.refusal = State.LOADED, served, None
         self.used_at = time.monotonic()
 
     def offer(self, checkpoint: Checkpoint) -> None:

@@ -156,7 +156,7 @@ class ModelLoader:
 
     def begin_load(self, model: Model) -> asyncio.Task[None]:
         """Start loading a model; the task never raises, and leaves the model loaded or failed."""
-        model.state, model.reason, model.error = State.LOADING, "", None
+        model.state, model.reason, model.error, model.keep_alive_s = State.LOADING, "", None, None
         task = model.task = asyncio.create_task(self._load(model))
         task.add_done_callback(partial(self._note_unbegun, model, time.monotonic()))
         return task

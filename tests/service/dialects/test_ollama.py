@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from tests.service.dialects.support import CALLS, calling_app, chat_app, prompt_of, says, talker
 from tests.service.dialects.test_conversations import HELLO
 from tests.service.dialects.test_tools import PARAMETERS, SAID
-from tests.service.support import App, ask, byte_tokenizer, check_accounts, live, make_app, run, until
+from tests.service.support import App, ask, byte_tokenizer, check_accounts, info, live, make_app, run, until
 from tests.service.test_infilling import filling, sent
 from triptych.service.core.models import State
 from triptych.service.dialects.ollama_bodies import _seconds
@@ -350,7 +351,7 @@ def test_durations(given: Any, seconds: float) -> None:
 
 
 def test_models_come_and_go_by_keep_alive() -> None:
-    app = make_app(talker(CALLS), max_model_len=8_192)
+    app = make_app(talker(CALLS), max_model_len=8_192, loadable=[info("chat", "decoder-only")])
     says(app, "Yes.")
 
     async def work(client: httpx.AsyncClient) -> None:
@@ -378,6 +379,13 @@ def test_models_come_and_go_by_keep_alive() -> None:
         assert (await client.post("/api/show", json={"model": "chat"})).json()["capabilities"] == ["completion"]
         unloaded = (await sent(CHAT, keep_alive=0)).json()
         assert (unloaded["done_reason"], unloaded["message"]["content"]) == ("unload", "")
+        app.script.load_delay_s = 0.1
+        loading = asyncio.create_task(sent(CHAT))
+        await until(lambda: model.state is State.LOADING)
+        assert (await sent(CHAT, keep_alive=0)).status_code == 200  # once it is loaded
+        assert (await loading).json()["done_reason"] == "load"
+        loader.unload_unneeded()
+        await until(lambda: model.state is State.AVAILABLE)
 
     run(app, work)
     check_accounts(app)
