@@ -55,9 +55,9 @@ serve: .venv/.service
 # The tests start hundreds of processes: what Python compiles is kept for them, also where the environment says otherwise.
 test test-slow: export PYTHONDONTWRITEBYTECODE :=
 
-# In three processes, as a third of the time is waiting (tests/workers.py); a few files are quicker with pytest alone.
+# In three processes, as a part of the time is waiting (tests/workers.py); a few files are quicker with pytest alone.
 test: .venv/.dev
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --workers 3 $(ARGS)
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)

@@ -23,6 +23,9 @@ gc.disable()
 # Services that tests start keep nothing in the cache of the user who runs them.
 os.environ["TRIPTYCH_WEIGHTS_CACHE"] = "off"
 
+# Toys compute in one thread. Threads that collecting started would be missing in the workers, which are forked.
+torch.set_num_threads(1)
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -64,7 +67,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def embedded_service() -> Iterator[Any]:
-    """Start the embedded models and one for speech in float32; the files of tests.workers.EMBEDDED share it.
+    """Start the embedded models and one for speech in float32; one worker runs all files that use it.
 
     In float32 a request gives the same output alone and among others. It runs on one core: threads that wait for each
     other take many times as long where others want the second one.

@@ -1,66 +1,53 @@
-"""How pytest-xdist distributes the suite: by file, so that a file's fixtures are made once.
+"""Running of the suite in several processes: `pytest --workers 3`.
 
-A test marked `alone` measures time or needs all cores: no other worker runs a test during it.
-Files with such tests come last, and files with only such tests at the very end.
-Files that start Ray come first, one after the other in one worker, because they take longest.
-Without xdist nothing here does anything.
+The tests are collected once. Then the workers are forked: each has all collected tests and imported packages at once.
+A worker gets a file at a time, so that a file's fixtures are made once.
+
+A test marked `alone` measures time or needs all cores: it runs after the others, when no other worker is left.
+A worker that dies fails the test that it ran, and a new worker runs the rest of the file. A test that takes longer than
+`LONGEST` is ended in the same way. Processes that a worker or an interrupted run has left are killed.
 """
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
+import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterator
+import time
+import traceback
+import warnings
+from collections import deque
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-RAY = frozenset(
-    {"tests/service/test_runtimes.py", "tests/service/test_lifetimes.py", "tests/service/test_deployment.py"}
-)
-EMBEDDED = frozenset(  # they share one service of the embedded models
-    {
-        *("tests/service/test_embedded.py", "tests/service/test_assistant.py", "tests/service/test_examples_run.py"),
-        *("tests/loadtest/test_service.py", "tests/test_examples.py", "tests/deploy/test_monitoring.py"),
-    }
-)
-_LONG = EMBEDDED | frozenset(  # of single tests or fixtures that take long: begun late they would be waited for
-    {"tests/lab/test_gpu_bench.py", "tests/engine/test_process_transport.py", "tests/service/test_openapi.py"}
-)
+LONGEST = 600.0  # seconds
+_FAREWELL = 60.0  # seconds in which an interrupted worker ends its fixtures
+SHARED = "embedded_service"  # a fixture of the session that is too dear for two workers: its files share one
+_FIRST = {  # files that run in one worker one after the other; what takes longest begins first
+    "Ray": (
+        *("tests/service/test_runtimes.py", "tests/service/test_lifetimes.py", "tests/service/test_deployment.py"),
+    ),
+    SHARED: (),
+    "bench": ("tests/lab/test_gpu_bench.py",),
+    "transport": ("tests/engine/test_process_transport.py",),
+    "schemathesis": ("tests/service/test_openapi.py",),
+}
+_GROUP = {file: group for group, files in _FIRST.items() for file in files}
 _CHECKPOINTS = "CHECKPOINTS_OF_TRIPTYCH_TESTS"
-_PARALLEL = "PYTEST_XDIST_WORKER" in os.environ
+_STARTED_BY = "STARTED_BY_TRIPTYCH_TESTS"  # in the environment of each process that a worker starts
+VARIABLES = (_CHECKPOINTS, _STARTED_BY)
+_PR_SET_PDEATHSIG = 1
 
 
-class Turns:
-    """Readers and writers across all workers, with locks on two existing files.
-
-    A worker that waits for the room holds the gate, so that later workers cannot keep it waiting.
-    """
-
-    def __init__(self) -> None:
-        here = Path(__file__)
-        self._gate, self._room = (path.open("rb") for path in (here, here.with_name("conftest.py")))
-        self._alone = False  # the room is held by this worker alone
-
-    def begin(self, *, alone: bool) -> None:
-        if self._alone and alone:
-            return
-        fcntl.flock(self._gate, fcntl.LOCK_EX)
-        fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(self._gate, fcntl.LOCK_UN)
-        self._alone = alone
-
-    def end(self, *, next_alone: bool) -> None:
-        """Keep the room if the next test runs alone too."""
-        if not (self._alone and next_alone):
-            fcntl.flock(self._room, fcntl.LOCK_UN)
-            self._alone = False
-
-
-_turns = Turns()
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=0, help="run the tests in this number of forked processes")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,52 +55,287 @@ def pytest_configure(config: pytest.Config) -> None:
     if _CHECKPOINTS not in os.environ:
         os.environ[_CHECKPOINTS] = tempfile.mkdtemp(prefix="triptych-tests-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(_CHECKPOINTS), ignore_errors=True))
+    if _STARTED_BY not in os.environ:
+        os.environ[_STARTED_BY] = str(os.getpid())
+        config.add_cleanup(lambda: _kill_left(os.environ.pop(_STARTED_BY)))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that fixtures end what they started
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
-    if not _PARALLEL:
-        return (yield)
-    _turns.begin(alone=_is_alone(item))
-    try:
-        return (yield)
-    finally:
-        _turns.end(next_alone=nextitem is not None and _is_alone(nextitem))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if _PARALLEL:
-        alone, shared = ({_file(item.nodeid) for item in items if _is_alone(item) is is_} for is_ in (True, False))
-        items.sort(key=lambda item: _rank(_file(item.nodeid), alone, shared))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    if config.getvalue("dist") != "loadfile":
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    count = session.config.getoption("--workers")
+    if not count or session.config.option.collectonly or session.testsfailed:
         return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class Files(LoadFileScheduling):
-        """By file, in collection order; files that start Ray stay together, and those of the embedded models."""
-
-        def _split_scope(self, nodeid: str) -> str:
-            file = _file(nodeid)
-            return "Ray" if file in RAY else "embedded models" if file in EMBEDDED else file
-
-    return Files(config, log)
+    _Run(session).run(count)
+    return True
 
 
-def _is_alone(item: pytest.Item) -> bool:
-    return item.get_closest_marker("alone") is not None
+class _Unit:
+    """Tests for one worker, as places in `session.items`."""
+
+    def __init__(self, places: list[int], alone: bool) -> None:
+        self.places = places
+        self.alone = alone
 
 
-def _file(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
+def _units(items: list[pytest.Item]) -> deque[_Unit]:
+    """Return the units in the order in which they begin; those that run alone come last."""
+    found: dict[tuple[bool, str], list[int]] = {(False, group): [] for group in _FIRST}
+    sharing = {_file(item) for item in items if SHARED in item.fixturenames}  # type: ignore[attr-defined]
+    for place, item in enumerate(items):
+        file = _file(item)
+        alone = item.get_closest_marker("alone") is not None
+        found.setdefault((alone, SHARED if file in sharing else _GROUP.get(file, file)), []).append(place)
+    units = [_Unit(places, alone) for (alone, _), places in found.items() if places]
+    return deque(sorted(units, key=lambda unit: unit.alone))
 
 
-def _rank(file: str, alone: set[str], shared: set[str]) -> int:
-    """Return a file's place in the order; `alone` and `shared` are the files with such tests."""
-    if file in alone:
-        return 3 if file in shared else 4
-    return 0 if file in RAY else 1 if file in _LONG else 2
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+class _Worker:
+    """A forked process, as the process that collected sees it."""
+
+    def __init__(self, session: pytest.Session, number: int) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        self.mark = f"{os.environ[_STARTED_BY]}.{number}"
+        self.unit: _Unit | None = None
+        self.place: int | None = None  # of the test that it runs
+        self.limit = 0.0  # when that takes too long
+        self.is_aborted = False
+        self.pid = os.fork()
+        if self.pid == 0:
+            _work(session, theirs, number, self.mark)
+        theirs.close()
+        self.death = os.pidfd_open(self.pid)
+
+    def give(self, unit: _Unit | None) -> None:
+        """Let it run `unit`; None lets it end."""
+        self.unit = unit
+        with suppress(OSError):  # it died meanwhile
+            self.connection.send(unit and unit.places)
+
+    def messages(self) -> list[Any]:
+        found = []
+        with suppress(EOFError, OSError):
+            while self.connection.poll():
+                found.append(self.connection.recv())
+        return found
+
+    def signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def is_dead(self, seconds: float) -> bool:
+        return bool(wait([self.death], seconds))
+
+    def bury(self) -> str:
+        """Kill what it left; returns how it ended, "" if well."""
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.death)
+        self.connection.close()
+        _kill_left(self.mark)
+        code = os.waitstatus_to_exitcode(status)
+        return "" if code == 0 else f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
+class _Run:
+    """Distributes the tests and hands on the workers' reports."""
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session = session
+        self._hook = session.config.hook
+        self._todo = _units(session.items)
+        self._workers: list[_Worker] = []
+        self._waiting: _Worker | None = None  # for the others to end, so that it can run tests alone
+        self._started = 0
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # before it is inherited
+
+    def run(self, count: int) -> None:
+        try:
+            for _ in range(min(count, len(self._todo))):
+                self._next(self._start())
+            while self._workers:
+                self._step()
+                if self._session.shouldfail:
+                    raise self._session.Failed(self._session.shouldfail)
+                if self._session.shouldstop:
+                    raise self._session.Interrupted(self._session.shouldstop)
+        finally:
+            self._interrupt()
+
+    def _start(self) -> _Worker:
+        worker = _Worker(self._session, self._started)
+        self._started += 1
+        self._workers.append(worker)
+        return worker
+
+    def _step(self) -> None:
+        """Handle what the workers sent until now; wait if nothing."""
+        wait([one for worker in self._workers for one in (worker.connection, worker.death)], 1.0)
+        for worker in list(self._workers):
+            is_dead = worker.is_dead(0)  # asked first: then no message can follow
+            for kind, content in worker.messages():
+                self._handle(worker, kind, content)
+            if is_dead:
+                self._ended(worker)
+            elif worker.place is not None and time.monotonic() > worker.limit:
+                # The first signal writes all stacks to stderr (faulthandler).
+                worker.signal(signal.SIGKILL if worker.is_aborted else signal.SIGABRT)
+                worker.is_aborted, worker.limit = True, time.monotonic() + 10
+
+    def _handle(self, worker: _Worker, kind: str, content: Any) -> None:
+        if kind == "begins":
+            worker.place, worker.limit = content, time.monotonic() + LONGEST
+        elif kind == "report":
+            report = self._hook.pytest_report_from_serializable(config=self._session.config, data=content)
+            self._hook.pytest_runtest_logreport(report=report)
+        elif kind == "warning":
+            text, category, file, line, when, nodeid, location = content
+            message = warnings.WarningMessage(text, type(category, (Warning,), {}), file, line)
+            warned = dict(warning_message=message, when=when, nodeid=nodeid, location=location)
+            self._hook.pytest_warning_recorded.call_historic(kwargs=warned)
+        elif kind == "error":
+            self._fail(f"worker {worker.mark}", ("", None, ""), content)
+        elif kind == "ended":
+            worker.place = None
+            assert worker.unit is not None
+            worker.unit.places.remove(content)
+            if not worker.unit.places:
+                self._next(worker)
+
+    def _next(self, worker: _Worker) -> None:
+        """Give it the next unit, unless that runs alone: then all other workers end first."""
+        worker.unit = None
+        if self._todo and (not self._todo[0].alone or self._workers == [worker]):
+            worker.give(self._todo.popleft())
+        elif self._todo and self._waiting is None:
+            self._waiting = worker
+        else:
+            worker.give(None)
+
+    def _ended(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        how = worker.bury()
+        if worker.unit is not None and worker.unit.places:
+            place = worker.unit.places.pop(0)
+            item = self._session.items[place]
+            self._fail(item.nodeid, item.location, f"the worker process {how or 'exited'} during this test")
+            if worker.unit.places:
+                self._start().give(worker.unit)
+            elif self._todo:
+                self._next(self._start())
+        elif how:
+            self._fail(f"worker {worker.mark}", ("", None, ""), f"the worker process {how} after its last test")
+        if self._waiting is not None and self._workers == [self._waiting]:
+            self._next(self._waiting)
+
+    def _fail(self, nodeid: str, location: tuple[str, int | None, str], why: str) -> None:
+        report = pytest.TestReport(nodeid, location, {}, "failed", why, "call")
+        self._hook.pytest_runtest_logreport(report=report)
+
+    def _interrupt(self) -> None:
+        """End all workers; their fixtures end what they started."""
+        for worker in self._workers:
+            worker.signal(signal.SIGINT)
+        end = time.monotonic() + _FAREWELL
+        for worker in self._workers:
+            with suppress(KeyboardInterrupt):  # asked again: not that patiently
+                while not worker.is_dead(0.1) and time.monotonic() < end:
+                    worker.messages()
+            worker.signal(signal.SIGKILL)
+            worker.bury()
+
+
+def _kill_left(mark: str) -> None:
+    """Kill all processes whose environment says that they were started by this run or worker."""
+    ours = f"{_STARTED_BY}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            found = [one for one in (entry / "environ").read_bytes().split(b"\0") if one.startswith(ours)]
+            if found and found[0][len(ours) :][:1] in (b"", b"."):
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+class _Nothing:
+    """Stands for the next test of another file, which shares only the session's fixtures."""
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session = session
+
+    def listchain(self) -> list[pytest.Session]:
+        return [self._session]
+
+
+class _Sender:
+    """The plugin of a worker that sends what the terminal would show."""
+
+    def __init__(self, config: pytest.Config, connection: Connection) -> None:
+        self._config = config
+        self._connection = connection
+        self._is_registered = False
+        config.pluginmanager.register(self)  # which repeats all warnings until now
+        self._is_registered = True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._connection.send(("report", data))
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
+    ) -> None:
+        one = warning_message
+        shown = (str(one.message), one.category.__name__, one.filename, one.lineno, when, nodeid, location)
+        if self._is_registered:
+            self._connection.send(("warning", shown))
+
+
+def _work(session: pytest.Session, connection: Connection, number: int, mark: str) -> NoReturn:
+    """Run units until there is none."""
+    status = 1
+    try:
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        for asked in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(asked, _end_once)
+        os.environ[_STARTED_BY] = mark
+        _separate(session.config, number)
+        _Sender(session.config, connection)
+        with suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
+            while parent == os.getppid() and (places := connection.recv()) is not None:
+                _run_unit(session, places, connection)
+        session._setupstate.teardown_exact(None)
+        status = 0
+    except BaseException:
+        with suppress(OSError):
+            connection.send(("error", traceback.format_exc()))
+    finally:
+        os._exit(status)
+
+
+def _end_once(*_: Any) -> NoReturn:
+    """Interrupt the test; from now on nothing interrupts the ends of its fixtures."""
+    for asked in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(asked, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _run_unit(session: pytest.Session, places: list[int], connection: Connection) -> None:
+    following = [*(session.items[place] for place in places[1:]), _Nothing(session)]
+    for place, nextitem in zip(places, following, strict=True):
+        connection.send(("begins", place))
+        session.config.hook.pytest_runtest_protocol(item=session.items[place], nextitem=nextitem)
+        connection.send(("ended", place))
+
+
+def _separate(config: Any, number: int) -> None:
+    """Give this fork temporary files of its own and a terminal that shows nothing."""
+    config.pluginmanager.unregister(name="terminalreporter")
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()  # its files are open in the other forks too, at the same place
+    capture.start_global_capturing()
+    capture.suspend_global_capture(in_=True)
+    factory = config._tmp_path_factory
+    factory._basetemp = factory.getbasetemp() / f"worker-{number}"
+    factory._basetemp.mkdir()

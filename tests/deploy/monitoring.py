@@ -32,7 +32,7 @@ def dashboard_queries() -> dict[str, str]:
 
 def scaling_queries() -> dict[str, str]:
     """ "autoscaling, number" -> PromQL of the ScaledObject's triggers."""
-    rendered = helm.render({"autoscaling": {"kind": "keda"}})
+    (rendered,) = helm.rendered({"autoscaling": {"kind": "keda"}})
     (triggers,) = (one["spec"]["triggers"] for one in rendered if one["kind"] == "ScaledObject")
     return {f"autoscaling {number}": trigger["metadata"]["query"] for number, trigger in enumerate(triggers)}
 

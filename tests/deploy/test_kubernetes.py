@@ -27,7 +27,7 @@ from triptych.service.settings.serve_config import ServeConfig
 
 KUBERAY = ROOT / "deploy" / "kuberay"
 VERSION = "1.37"
-RENDERED = {"kuberay": render(KUBERAY), **{name: helm.render(values) for name, values in helm.examples().items()}}
+RENDERED = {"kuberay": render(KUBERAY), **helm.charts()}
 MANIFESTS = {
     f"{example} {one['kind']} {one['metadata']['name']}": one for example, found in RENDERED.items() for one in found
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import httpx
 import jsonschema
 import openai
@@ -84,7 +83,7 @@ def test_a_call_that_is_asked_for_is_valid_and_copies_the_request(client: openai
     assert json.loads(call.function.arguments) == {"city": "Oslo"}  # type: ignore[union-attr]
 
 
-def test_anthropics_client_gets_the_same_answer_as_a_stream(url: str, client: openai.OpenAI) -> None:
+def test_anthropics_client_gets_the_same_answer_as_a_stream(url: str, client: openai.OpenAI, anthropic: Any) -> None:
     whole = client.chat.completions.create(model="chat", messages=ASKED, temperature=0, max_tokens=24)
     other = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
     greedy = {"temperature": 0}
