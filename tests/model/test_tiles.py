@@ -28,7 +28,7 @@ from triptych.model.native.build import Built, build_portable
 from triptych.model.native.library import Kind, Library
 from triptych.model.network.transformer import Transformer
 
-SHAPES = [(16, 32), (16, 64), (7, 5), (40, 100), (100, 37), (33, 1000), (144, 96)]
+SHAPES = [(16, 32), (16, 64), (7, 5), (40, 100), (100, 37), (33, 1000), (144, 96), (280, 70)]
 ROWS = [1, 5, 15, 16, 17, 31, 32, 33, 47, 50, 64, 90]
 SMALLEST = 2.0**-126  # the smallest normal number
 

@@ -16,6 +16,9 @@ enum { NONE_COMPILED = 0, USABLE = 1, NOT_IN_CPU = 2, NOT_PERMITTED = 3, WRONG =
 #define PAIR_ROWS (2 * TILE_ROWS)
 #define WEIGHT_TILE (TILE_ROWS * TILE_BYTES) /* bytes of a panel that a step in k takes */
 #define TILE_PREFETCH (4 * WEIGHT_TILE)      /* bytes: how much before their use weights are asked for */
+#define SUMS_WIDTH (2 * PANEL_WIDTH)         /* floats of a row of a block's sums */
+#define SUMS_BYTES (SUMS_WIDTH * sizeof(float))
+#define PART_PANELS 16 /* whose sums are kept while k is taken in parts */
 
 #define TILE_DOT(dtype, sums, a, b)     \
     do {                                \
@@ -60,12 +63,22 @@ INLINE void prefetch_block_outputs(const Output *to, const TileBlock *block, int
     }
 }
 
-/* Where a block's operand rows and weights lie. */
+/* Lines of two panels that are asked for while others are multiplied. */
+typedef struct {
+    const char *at[2];
+    int64_t left; /* of each */
+    int lines;    /* of each, in a step in k */
+} NextWeights;
+
+/* Where the part of a block's operand rows and weights lies that is multiplied now. */
 typedef struct {
     const char *rows, *panels[2];
-    int64_t stride; /* bytes from row to row */
-    int64_t steps;  /* of 64 bytes of k */
-    int cold;       /* whether the weights may be in no cache yet */
+    int64_t stride;    /* bytes from row to row */
+    int64_t steps;     /* of 64 bytes of k */
+    int cold;          /* whether the weights may be in no cache yet */
+    NextWeights *next; /* what is asked for if they are */
+    const float *from; /* sums of earlier parts of k; null: there are none */
+    float *to;         /* where sums go if later parts follow; null: this is the last */
 } BlockInput;
 
 /* Ask for the weights of a later step in k; towards a panel's end for those of the two panels that follow. */
@@ -78,15 +91,32 @@ INLINE void prefetch_weight_tiles(const BlockInput *in, int wide, int64_t step) 
     }
 }
 
+/* Ask for some of the weights that follow this part's. */
+INLINE void prefetch_next(NextWeights *next) {
+    if (next->left <= 0) return;
+    for (int line = 0; line < next->lines; line++, next->at[0] += TILE_BYTES, next->at[1] += TILE_BYTES) {
+        __builtin_prefetch(next->at[0], 0, 2);
+        __builtin_prefetch(next->at[1], 0, 2);
+    }
+    next->left -= next->lines;
+}
+
 /* Compute the sums of a block of one or (`high`) two tiles of rows by one or (`wide`) two panels; meanwhile finish
  * the block before it. `dtype`, `high` and `wide` are constants. */
 INLINE void accumulate_tiles(int dtype, int high, int wide, const Product *p, const BlockInput *in, PendingSums *now,
                              PendingSums *before) {
     int each = (int)((PAIR_ROWS + in->steps - 1) / in->steps); /* rows of the block before that a step finishes */
-    TILE_ZERO(0);
-    if (wide) TILE_ZERO(1);
-    if (high) TILE_ZERO(2);
-    if (high && wide) TILE_ZERO(3);
+    if (in->from) {
+        TILE_LOAD(0, in->from, SUMS_BYTES);
+        if (wide) TILE_LOAD(1, in->from + PANEL_WIDTH, SUMS_BYTES);
+        if (high) TILE_LOAD(2, in->from + TILE_ROWS * SUMS_WIDTH, SUMS_BYTES);
+        if (high && wide) TILE_LOAD(3, in->from + TILE_ROWS * SUMS_WIDTH + PANEL_WIDTH, SUMS_BYTES);
+    } else {
+        TILE_ZERO(0);
+        if (wide) TILE_ZERO(1);
+        if (high) TILE_ZERO(2);
+        if (high && wide) TILE_ZERO(3);
+    }
     for (int64_t step = 0; step < in->steps; step++) {
         const char *rows = in->rows + step * TILE_BYTES;
         TILE_LOAD(6, in->panels[0] + step * WEIGHT_TILE, TILE_BYTES);
@@ -102,33 +132,29 @@ INLINE void accumulate_tiles(int dtype, int high, int wide, const Product *p, co
         }
         if (high && wide) TILE_DOT(dtype, 3, 5, 7);
         if (in->cold) prefetch_weight_tiles(in, wide, step);
-        prefetch_block_outputs(&p->output, &now->block, (int)step * each, each);
+        else prefetch_next(in->next);
+        if (!in->to) prefetch_block_outputs(&p->output, &now->block, (int)step * each, each);
         finish_rows(p, before, each);
     }
     finish_rows(p, before, PAIR_ROWS);
-    const int64_t stride = sizeof *now->sums;
-    TILE_STORE(0, now->sums[0], stride);
-    if (wide) TILE_STORE(1, (float *)now->sums[0] + PANEL_WIDTH, stride);
-    if (high) TILE_STORE(2, now->sums[TILE_ROWS], stride);
-    if (high && wide) TILE_STORE(3, (float *)now->sums[TILE_ROWS] + PANEL_WIDTH, stride);
+    float *to = in->to ? in->to : (float *)now->sums[0];
+    TILE_STORE(0, to, SUMS_BYTES);
+    if (wide) TILE_STORE(1, to + PANEL_WIDTH, SUMS_BYTES);
+    if (high) TILE_STORE(2, to + TILE_ROWS * SUMS_WIDTH, SUMS_BYTES);
+    if (high && wide) TILE_STORE(3, to + TILE_ROWS * SUMS_WIDTH + PANEL_WIDTH, SUMS_BYTES);
 }
 
-/* Compute the sums of the block that `now` names; `dtype` and `cold` are constants. */
-INLINE void multiply_block(int dtype, int cold, const Product *p, PendingSums *now, PendingSums *before) {
+/* Compute the sums of the block that `now` names, over a part of k; `dtype` is a constant. */
+INLINE void multiply_block(int dtype, const Product *p, const BlockInput *in, PendingSums *now, PendingSums *before) {
     const TileBlock *block = &now->block;
-    int64_t bytes = padded_k(dtype, p->matrix->k) * element_bytes(dtype);
-    BlockInput in = {.stride = p->operand.stride * element_bytes(dtype), .steps = bytes / TILE_BYTES, .cold = cold};
-    in.rows = (const char *)p->operand.rows + block->row * in.stride;
-    in.panels[0] = (const char *)p->matrix->data + block->panel * bytes * PANEL_WIDTH;
-    in.panels[1] = in.panels[0] + bytes * PANEL_WIDTH;
     if (block->rows > TILE_ROWS && block->wide)
-        accumulate_tiles(dtype, 1, 1, p, &in, now, before);
+        accumulate_tiles(dtype, 1, 1, p, in, now, before);
     else if (block->rows > TILE_ROWS)
-        accumulate_tiles(dtype, 1, 0, p, &in, now, before);
+        accumulate_tiles(dtype, 1, 0, p, in, now, before);
     else if (block->wide)
-        accumulate_tiles(dtype, 0, 1, p, &in, now, before);
+        accumulate_tiles(dtype, 0, 1, p, in, now, before);
     else
-        accumulate_tiles(dtype, 0, 0, p, &in, now, before);
+        accumulate_tiles(dtype, 0, 0, p, in, now, before);
 }
 
 /* The block at `row` of a product of `rows` rows. Tiles are configured once, whole unless there are too few rows for
@@ -140,21 +166,86 @@ INLINE TileBlock block_at(int64_t rows, int64_t row, int64_t panel, int wide) {
     return (TileBlock){start, panel, (int)height, wide, (int)(row - start)};
 }
 
-/* Multiply all blocks: as many rows at a time as stay in the second cache while all panels pass. */
+/* How a product is divided: rows [row, row_end) by panels [panel, panel_end), over steps [step, step_end) of k. */
+typedef struct {
+    int64_t row, row_end, panel, panel_end, step, step_end;
+} TilePart;
+
+/* Where a panel's weights lie from a step on. */
+INLINE const char *panel_at(const Product *p, int64_t steps, int64_t panel, int64_t step) {
+    return (const char *)p->matrix->data + (panel * steps + step) * WEIGHT_TILE;
+}
+
+/* Begin to ask for two panels of `next`, while `blocks` blocks of `steps` steps are multiplied. */
+INLINE NextWeights next_weights(const Product *p, int64_t all, const TilePart *next, int64_t panel, int64_t blocks) {
+    int64_t second = min_i64(panel + 1, next->panel_end - 1);
+    int lines = (int)((TILE_ROWS + blocks - 1) / blocks);
+    int64_t left = (next->step_end - next->step) * TILE_ROWS;
+    return (NextWeights){{panel_at(p, all, panel, next->step), panel_at(p, all, second, next->step)}, left, lines};
+}
+
+/* Multiply one part, whose first panels nothing has asked for yet if it is `cold`. Meanwhile ask for the weights of the
+ * next panels, after the last for those of part `after`, if it is another one. */
+INLINE void multiply_part(int dtype, const Product *p, int64_t rows, int64_t steps, const TilePart *part,
+                          const TilePart *after, int cold, float *partial, PendingSums **now, PendingSums **before) {
+    int64_t blocks = (part->row_end - part->row + PAIR_ROWS - 1) / PAIR_ROWS;
+    int64_t stride = p->operand.stride * element_bytes(dtype);
+    int more = memcmp(part, after, sizeof *part) != 0;
+    for (int64_t panel = part->panel; panel < part->panel_end; panel += 2) {
+        int follows = panel + 2 < part->panel_end;
+        NextWeights next = next_weights(p, steps, follows ? part : after, follows ? panel + 2 : after->panel, blocks);
+        if (!follows && !more) next.left = 0;
+        for (int64_t row = part->row; row < part->row_end; row += PAIR_ROWS, partial += PAIR_ROWS * SUMS_WIDTH) {
+            (*now)->block = block_at(rows, row, panel, part->panel_end - panel > 1);
+            BlockInput in = {.stride = stride, .steps = part->step_end - part->step, .next = &next};
+            in.rows = (const char *)p->operand.rows + (*now)->block.row * stride + part->step * TILE_BYTES;
+            for (int j = 0; j < 2; j++) in.panels[j] = panel_at(p, steps, panel + j, part->step);
+            in.cold = row == part->row && (blocks == 1 || (cold && panel == part->panel));
+            in.from = part->step ? partial : NULL, in.to = part->step_end < steps ? partial : NULL;
+            multiply_block(dtype, p, &in, *now, *before);
+            if (in.to) continue;
+            PendingSums *finished = *before;
+            *before = *now, *now = finished;
+        }
+    }
+}
+
+/* The part that follows: the next of k, of panels or of rows; past the end the last one again. `size` has how many of
+ * each a part takes at most. */
+INLINE TilePart part_after(const TilePart *part, const TilePart *all, const TilePart *size) {
+    TilePart next = *part;
+    if (part->step_end < all->step_end) {
+        next.step = part->step_end;
+    } else if (part->panel_end < all->panel_end) {
+        next.panel = part->panel_end, next.step = 0;
+    } else if (part->row_end < all->row_end) {
+        next.row = part->row_end, next.panel = all->panel, next.step = 0;
+    }
+    next.row_end = min_i64(next.row + size->row, all->row_end);
+    next.panel_end = min_i64(next.panel + size->panel, all->panel_end);
+    next.step_end = min_i64(next.step + size->step, all->step_end);
+    return next;
+}
+
+/* Multiply all blocks: as many rows at a time, of as much of k, as stay in the second cache while panels pass. */
 INLINE void multiply_blocks(int dtype, const Product *p, int64_t rows, int64_t first, int64_t last) {
-    int64_t bytes = rows * padded_k(dtype, p->matrix->k) * element_bytes(dtype);
-    int64_t times = bytes / CACHED_ROW_BYTES + 1, chunk = round_up((rows + times - 1) / times, PAIR_ROWS);
+    int64_t steps = padded_k(dtype, p->matrix->k) * element_bytes(dtype) / TILE_BYTES;
+    int64_t most = max_i64(CACHED_ROW_BYTES / (steps * TILE_BYTES) / PAIR_ROWS * PAIR_ROWS, PART_ROWS);
+    int64_t times = (rows + most - 1) / most, together = round_up((rows + times - 1) / times, PAIR_ROWS);
+    int64_t depth = max_i64(1, CACHED_ROW_BYTES / (together * TILE_BYTES));
+    int64_t parts = together == PAIR_ROWS ? 1 : (steps + depth - 1) / depth;
+    TilePart all = {0, rows, first, last, 0, steps};
+    TilePart size = {.row = together, .panel = parts > 1 ? PART_PANELS : last - first, .step = (steps + parts - 1) / parts};
+    float partial[PART_ROWS * PART_PANELS * PANEL_WIDTH] __attribute__((aligned(64))); /* sums of a part's blocks */
     PendingSums pending[2], *now = pending, *before = pending + 1;
     before->block = (TileBlock){0};
-    for (int64_t from = 0; from < rows; from += chunk)
-        for (int64_t panel = first; panel < last; panel += 2)
-            for (int64_t row = from; row < rows && row < from + chunk; row += PAIR_ROWS) {
-                now->block = block_at(rows, row, panel, last - panel > 1);
-                if (row == from) multiply_block(dtype, 1, p, now, before);
-                else multiply_block(dtype, 0, p, now, before);
-                PendingSums *finished = before;
-                before = now, now = finished;
-            }
+    TilePart none = {0, 0, first, first, 0, 0}, part = part_after(&none, &all, &size);
+    for (int cold = 1, more = first < last; more; cold = 0) {
+        TilePart next = part_after(&part, &all, &size);
+        more = memcmp(&next, &part, sizeof part) != 0;
+        multiply_part(dtype, p, rows, steps, &part, &next, cold, partial, &now, &before);
+        part = next;
+    }
     finish_rows(p, before, PAIR_ROWS);
 }
 

@@ -52,8 +52,10 @@ INLINE TileShapes shapes_of(int first, int second) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Bytes of an operand that fit, with two panels, into the second-level cache (2 MiB on CPUs with tiles). */
+/* Bytes of an operand that fit, with two panels and the next two, into the second-level cache (2 MiB on CPUs with
+ * tiles), and rows that are multiplied with the same weights though only a part of each fits. */
 #define CACHED_ROW_BYTES 1310720
+#define PART_ROWS 256
 #define REQUEST_FEATURE 0x1023   /* ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18             /* XFEATURE_XTILEDATA */
 
@@ -83,7 +85,8 @@ INLINE void tiles_end(void) { _tile_release(); }
 
 #else
 
-#define CACHED_ROW_BYTES 2048 /* so that tests with small products take rows in parts too */
+#define CACHED_ROW_BYTES 2048 /* so that tests with small products take rows and k in parts too */
+#define PART_ROWS 64
 
 INLINE int cpu_has_tiles(void) { return 1; }
 INLINE int tiles_permitted(void) { return 1; }

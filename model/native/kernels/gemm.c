@@ -38,7 +38,7 @@ int operand_kind(const PackedMatrix *matrix) {
 int64_t operand_bytes(const PackedMatrix *matrix) {
     int kind = operand_kind(matrix);
     if (kind == GROUPS) return grouped_row_bytes(matrix);
-    return kind == F32 ? round_up(matrix->k, PANEL_WIDTH) * 4 : padded_k(kind, matrix->k) * element_bytes(kind);
+    return odd_lines(padded_k(kind, matrix->k) * element_bytes(kind));
 }
 
 void write_operand(const PackedMatrix *matrix, const float *from, void *to, float *scale) {

@@ -14,9 +14,8 @@ typedef struct {
     int32_t sum; /* of the group's integers */
 } GroupStep;
 
-/* An odd number of lines of memory: the rows of a tile lie in different sets of the first cache. */
 INLINE int64_t grouped_row_bytes(const PackedMatrix *matrix) {
-    return round_up(grouped_k(matrix) + group_count(matrix) * (int64_t)sizeof(GroupStep) - 64, 128) + 64;
+    return odd_lines(grouped_k(matrix) + group_count(matrix) * (int64_t)sizeof(GroupStep));
 }
 
 /* The steps of a row's groups. */

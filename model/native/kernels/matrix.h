@@ -55,6 +55,9 @@ typedef struct {
 INLINE int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 INLINE int64_t element_bytes(int64_t dtype) { return dtype == F32 ? 4 : dtype == BF16 ? 2 : 1; }
 
+/* Bytes of a row in an odd number of lines of memory: rows that are read together lie in different sets of caches. */
+INLINE int64_t odd_lines(int64_t bytes) { return round_up(bytes - 64, 128) + 64; }
+
 /* How many panels a matrix has. */
 INLINE int64_t panel_count(const PackedMatrix *matrix) { return round_up(matrix->n, PANEL_WIDTH) / PANEL_WIDTH; }
 

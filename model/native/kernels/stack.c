@@ -46,10 +46,10 @@ static Operand mlp_inner(const StackContext *t, const MLPLayer *layer, const Nor
     int kind = operand_kind(&layer->down);
     int64_t size = layer->down.k, bytes = operand_bytes(&layer->down);
     Output up = {.rows = t->inner, .activation = layer->gated ? NO_ACTIVATION : layer->activation};
-    if (!layer->gated && (kind == F32 || (kind == BF16 && bytes == 2 * size))) { /* what comes out is what goes in */
-        up.stride = size, up.bf16_rows = kind == BF16;
+    if (!layer->gated && (kind == F32 || (kind == BF16 && padded_k(BF16, size) == size))) { /* comes out as it goes in */
+        up.stride = bytes / element_bytes(kind), up.bf16_rows = kind == BF16;
         multiply(&t->team, &layer->up, operand, rows, up);
-        return (Operand){t->inner, size, NULL};
+        return (Operand){t->inner, up.stride, NULL};
     }
     up.stride = layer->up.n;
     multiply(&t->team, &layer->up, operand, rows, up);
