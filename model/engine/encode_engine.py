@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from triptych.model.api.messages import Abort
 from triptych.model.api.request import (
     EncodeOutput,
     EncodeRequest,
@@ -131,7 +132,16 @@ class EncodeEngine:
 
     def abort(self, request_id: str, reason: FinishReason) -> list[EncodeOutput]:
         """Drop a waiting or paused input; idempotent. A launched one ends with its results."""
-        return self._drop([request for request in self._unanswered if request.request_id == request_id], reason)
+        return self.abort_all([Abort(self.name, request_id, None, reason)])
+
+    def abort_all(self, aborts: Sequence[Abort]) -> list[EncodeOutput]:
+        """Drop what is named, in one pass over the inputs."""
+        if not self._waiting and self._paused is None:
+            return []
+        reasons = {abort.request_id: abort.reason for abort in aborts}
+        found = [request for request in self._unanswered if request.request_id in reasons]
+        self._drop(found, FinishReason.CANCELLED)
+        return [EncodeOutput(one.request_id, finish_reason=reasons[one.request_id]) for one in found]
 
     def recover(self) -> list[EncodeOutput]:
         """Reset the engine after an exception: end every input with an error."""

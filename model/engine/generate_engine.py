@@ -12,12 +12,14 @@ step.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, compress, count
 from typing import TYPE_CHECKING
 
+from triptych.model.api.messages import Abort
 from triptych.model.api.request import FinishReason, Request, TokenOutput
 from triptych.model.api.stats import EngineStats, StepStats
 from triptych.model.engine.compiling_grammars import CompilingGrammars
@@ -74,6 +76,7 @@ class GenerateEngine:
         self._pending_step: PendingStep | None = None
         self._last_collect_time = 0.0
         self._arrival_numbers = count()
+        self._next_deadline = math.inf  # not after that of any sequence
         self._outputs: list[TokenOutput] = []  # not yet returned to the loop
 
     @property
@@ -101,6 +104,8 @@ class GenerateEngine:
     def add(self, request: Request) -> None:
         """Add a request; its `max_tokens` is limited to the rest of the context length."""
         request = self._limit_max_tokens(request)
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
         indices = range(1 if request.params.num_beams > 1 else request.params.n)
         pools = len(self.block_manager.pools)
         sequences = [
@@ -124,8 +129,18 @@ class GenerateEngine:
 
     def abort(self, request_id: str, index: int | None, reason: FinishReason) -> list[TokenOutput]:
         """End the sequences of a request, or only its sequence `index`, now; idempotent."""
-        sequences = [s for s in self.scheduler if s.request.request_id == request_id and index in (None, s.index)]
-        self._end_all(sequences, reason)
+        return self.abort_all([Abort(self.name, request_id, index, reason)])
+
+    def abort_all(self, aborts: Sequence[Abort]) -> list[TokenOutput]:
+        """End what is named, in one pass over the sequences: thousands of waiting clients may disconnect together."""
+        named: dict[str, list[Abort]] = {}
+        for abort in aborts:
+            named.setdefault(abort.request_id, []).append(abort)
+        found = [(s, named[s.request.request_id]) for s in self.scheduler if s.request.request_id in named]
+        for sequence, of_request in found:
+            reason = next((one.reason for one in of_request if one.index in (None, sequence.index)), None)
+            if reason is not None:
+                self._end_all([sequence], reason)
         return self._take_outputs()
 
     def recover(self) -> list[TokenOutput]:
@@ -401,8 +416,11 @@ class GenerateEngine:
             self._end_all(sequences, FinishReason.ERROR, error)
 
     def _end_expired(self, now: float) -> None:
-        late = [s for s in self.scheduler if s.request.deadline is not None and s.request.deadline <= now]
-        self._end_all(late, FinishReason.DEADLINE)
+        if now < self._next_deadline:
+            return
+        timed = [(s.request.deadline, s) for s in self.scheduler if s.request.deadline is not None]
+        self._next_deadline = min((deadline for deadline, _ in timed if deadline > now), default=math.inf)
+        self._end_all([sequence for deadline, sequence in timed if deadline <= now], FinishReason.DEADLINE)
 
     def _end_all(self, sequences: Iterable[SequenceState], reason: FinishReason, error: str | None = None) -> None:
         for sequence in sequences:

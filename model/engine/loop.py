@@ -219,14 +219,17 @@ class EngineLoop:
         self.models.free(model)
 
     def _abort(self, aborts: Iterable[Abort], events: Events) -> None:
+        of_model: dict[str, list[Abort]] = {}
         for abort in aborts:
-            model = self.models.get(abort.model)
+            of_model.setdefault(abort.model, []).append(abort)
+        for name, named in of_model.items():
+            model = self.models.get(name)
             if model is None:
                 continue  # its requests ended with it
             with self._isolate_faults(model, events):
-                events.encoded += model.encode.abort(abort.request_id, abort.reason)
+                events.encoded += model.encode.abort_all(named)
                 if model.generate is not None:
-                    events.tokens += model.generate.abort(abort.request_id, abort.index, abort.reason)
+                    events.tokens += model.generate.abort_all(named)
 
     def _step(self, events: Events) -> None:
         """Step the engine whose turn it is; check deadlines and compiled grammars of all engines from time to time."""

@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.scripted import Harness, expected_tokens, next_token
 from tests.matrix import rest_is_slow
+from triptych.model.api.messages import Abort
 from triptych.model.api.request import FinishReason
 from triptych.model.engine.scheduling.scheduled_step import UNLIMITED, SampledToken, StepBudget
 from triptych.model.engine.scheduling.sequence import SequenceState
@@ -223,6 +224,25 @@ def test_preempted_encoder_decoders_encode_their_source_again() -> None:
     assert all(harness.tokens(r.request_id) == expected_tokens(r) for r in made)
 
 
+def test_aborts_of_one_frame_look_at_the_sequences_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(max_num_seqs=1)
+    for at in range(40):
+        harness.add(f"r{at}", max_tokens=3, n=2)
+    harness.step()
+    passes, scheduler = [], type(harness.engine.scheduler)
+    all_of = scheduler.__iter__
+    monkeypatch.setattr(scheduler, "__iter__", lambda self: passes.append(1) or all_of(self))  # type: ignore[func-returns-value]
+    cancelled, stopped = FinishReason.CANCELLED, FinishReason.STOP
+    aborts = [Abort("scripted", f"r{at}", None, cancelled) for at in range(1, 39)]
+    harness.outputs += harness.engine.abort_all([*aborts, Abort("scripted", "r39", 1, stopped)])
+    assert len(passes) == 1
+    monkeypatch.undo()
+    harness.run()
+    ended = harness.ends()
+    assert {ended[f"r{at}", index] for at in range(1, 39) for index in (0, 1)} == {cancelled}
+    assert (ended["r39", 0], ended["r39", 1]) == (FinishReason.LENGTH, stopped)
+
+
 def test_deadlines_end_running_and_waiting_sequences() -> None:
     harness = Harness(max_num_seqs=1)
     harness.add("running", max_tokens=100, deadline=time.monotonic() + 3600)
@@ -231,8 +251,7 @@ def test_deadlines_end_running_and_waiting_sequences() -> None:
     harness.add("waiting", deadline=time.monotonic() - 1)
     harness.step()
     assert harness.ends() == {("waiting", 0): FinishReason.DEADLINE}
-    (sequence,) = harness.engine.scheduler.running
-    object.__setattr__(sequence.request, "deadline", time.monotonic() - 1)
+    harness.engine._end_expired(time.monotonic() + 3601)
     harness.step()
     assert harness.ends()["running", 0] is FinishReason.DEADLINE
     harness.run()

@@ -219,6 +219,8 @@ class Scheduler:
         most = self.max_num_batched_tokens if source_limit is None else min(source_limit, self.max_num_batched_tokens)
         source_budget = most  # of its own: a long source must not wait for an idle decoder
         places = self.max_num_seqs - sum(sequence.num_slots for sequence in self.running)
+        if budget < 1 or places < 1:
+            return
         for sequence in list(self.waiting):
             if budget < 1 or places < 1:
                 return
