@@ -126,13 +126,14 @@ LAB = """
     bench/gpu           : loadtest/results bench bench/peers model/config model/api model/system model/checkpoint
                           model/linear model/cache model/attention model/network model/sampling model/kernel_check
                           model/engine/execution model/engine
+    servers             : faults bench/peers
     paced_engine        : model/api model/system
     worst_bodies        :
     site                : service/app service/routes
-    commands            : training faults bench bench/peers paced_engine worst_bodies loadtest/errors loadtest/settings
-                          loadtest/records loadtest/results loadtest/generator loadtest/server loadtest/runs
-                          loadtest/commands model/errors model/api model/system model/llm model/quantization
-                          model/pretrained
+    commands            : training faults bench bench/peers servers paced_engine worst_bodies loadtest/errors
+                          loadtest/settings loadtest/records loadtest/results loadtest/generator loadtest/server
+                          loadtest/runs loadtest/commands model/errors model/api model/system model/llm
+                          model/quantization model/pretrained
     __main__            : commands
 """
 

@@ -36,19 +36,25 @@ class Site:
         self,
         arguments: Sequence[str],
         *,
+        executable: str | Path = sys.executable,
         program: Sequence[str] = SERVE,
+        ready_path: str = "/readyz",
+        start_s: float = START_S,
         environment: Mapping[str, str] | None = None,
         stderr: str = "",
         every_core: bool = False,
     ) -> None:
-        """`stderr`: a device for the log; none: a file that is deleted at the end. Without `every_core` the service
-        gets all cores but one, which the load generator needs: threads that wait for each other suffer most from
-        sharing.
+        """Starts `executable` with `program` and `arguments`, by default the service.
+
+        `ready_path` answers 200 within `start_s` seconds. `stderr`: a device for the log; none: a file that is deleted
+        at the end. Without `every_core` the service gets all cores but one, which the load generator needs: threads
+        that wait for each other suffer most from sharing.
         """
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.unanswered = 0
+        self._ready_path, self._start_s = ready_path, start_s
         self.address = ("127.0.0.1", port)
         self.url = f"http://127.0.0.1:{port}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRIPTYCH_", "RAY_"))}
@@ -56,7 +62,7 @@ class Site:
         self._log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 (closed with the site)
         with open(stderr or self._log.name, "w") as log, nullcontext() if every_core else _cores():
             self.process = subprocess.Popen(
-                [sys.executable, *program, *arguments, "--port", str(port)],
+                [executable, *program, *arguments, "--port", str(port)],
                 env={**kept, **(environment or {}), "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -65,7 +71,7 @@ class Site:
 
     def __enter__(self) -> Self:
         try:
-            self.wait(self.ready, START_S)
+            self.wait(self.ready, self._start_s)
         except BaseException:
             self.close()
             raise
@@ -113,7 +119,7 @@ class Site:
 
     def ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/readyz", timeout=5, trust_env=False).status_code == 200
+            return httpx.get(f"{self.url}{self._ready_path}", timeout=5, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
 

@@ -18,10 +18,10 @@ from triptych.model.api.stats import ModelInfo, StepStats
 _MEMORY = 5.0  # seconds of work
 _PRIOR_TOKENS, _PRIOR_STEPS = 256, 4
 _PRIOR_OPERATIONS, _PRIOR_BYTES = {"cpu": 1e12, "gpu": 1e14}, {"cpu": 2e10, "gpu": 1e12}  # a second
-_PRIOR_STEP = 1e-3  # seconds of a decode step besides weights
+_PRIOR_STEP = 1e-3  # seconds of a decode step that are not for weights
 _PRIOR_OUTPUT = 128.0  # decode steps of a sequence, before any has ended
 _LEAST_ENDS, _MOST_ENDS = 8, 64  # ended sequences that the average output is of: those of the prior, and at most
-_OUTLIER, _LEAST_OUTLIER = 4.0, 2.0  # a step counts at most as so many average ones, or as these seconds
+_OUTLIER, _LEAST_OUTLIER = 4.0, 2.0  # a step counts at most as 4 average ones, or as 2 seconds
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -37,8 +38,11 @@ _NAMES = {
 _ARCHITECTURES = {"qwen3_moe": "qwen3moe"}  # where llama.cpp calls them otherwise
 
 
-def write_gguf(folder: Path, file: Path) -> None:
-    """Write a Llama or Qwen3, also with experts, as GGUF, one tensor after another, matrices in their number format."""
+def write_gguf(folder: Path, file: Path, *, vocabulary: bool = False) -> None:
+    """Write a Llama or Qwen3, also with experts, as GGUF, one tensor after another, matrices in their number format.
+
+    `vocabulary`: with its tokens, if it is a Llama, so that a server can read texts.
+    """
     import gguf
 
     raw = read_json(folder / "config.json")
@@ -57,7 +61,10 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.add_rope_freq_base(raw.get("rope_theta", 10_000.0))
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_vocab_size(raw["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    if vocabulary:
+        _add_vocabulary(writer, read_json(folder / "tokenizer.json"), raw)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     experts = raw.get("num_experts") or raw.get("num_local_experts")
     if experts:
         writer.add_expert_count(experts)
@@ -77,6 +84,30 @@ def write_gguf(folder: Path, file: Path) -> None:
                 tensor = _interleaved(parts[0], tensor, raw)
             writer.write_tensor_data(_kept(tensor, None)[0])
     writer.close()
+
+
+def _add_vocabulary(writer: Any, tokenizer: Any, raw: dict[str, Any]) -> None:
+    """Write a BPE over SentencePiece's signs: llama.cpp joins the pair with the highest score, the earliest merge's."""
+    import gguf
+
+    ids, special = tokenizer["model"]["vocab"], {one["content"] for one in tokenizer["added_tokens"]}
+    tokens = sorted(ids, key=ids.__getitem__)
+    ranks = {"".join(merge): rank for rank, merge in reversed(list(enumerate(tokenizer["model"]["merges"])))}
+    types = [
+        gguf.TokenType.CONTROL
+        if token in special
+        else gguf.TokenType.BYTE
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", token)
+        else gguf.TokenType.NORMAL
+        for token in tokens
+    ]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1.0 - ranks.get(token, len(ranks)) for token in tokens])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(raw["bos_token_id"])
+    writer.add_eos_token_id(raw["eos_token_id"])
+    writer.add_unk_token_id(0)
 
 
 def _together(names: Iterable[str]) -> dict[str, list[str]]:

@@ -1,0 +1,132 @@
+"""The servers that `python -m lab served` compares: how each is started with a benchmark model.
+
+All compute in bfloat16 on every core, run 64 sequences at once, and reuse no prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from lab.bench.peers import Unsupported
+from lab.faults.site import Site
+from lab.servers.environments import made, preloaded
+
+SEQUENCES = 64
+SEQUENCE_TOKENS = 2304  # of a prompt and its output, at most
+_START_S = 900.0  # vLLM compiles at its first start
+_CACHE_GB = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Describes a server."""
+
+    start: Callable[[str, Path], Site]  # of a benchmark model and its folder
+    version: Callable[[], str]
+
+
+def _triptych(name: str, folder: Path) -> Site:
+    options = ("--runtime", "local", "--no-prefix-caching", "--max-num-seqs", str(SEQUENCES))
+    return Site([f"{name}={folder}", *options], every_core=True)
+
+
+def _vllm(name: str, folder: Path) -> Site:
+    environment = made("vllm")
+    variables = {
+        "LD_PRELOAD": ":".join(map(str, preloaded(environment))),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GB),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    options = ["--model", str(_prefixed(folder)), "--served-model-name", name, "--host", "127.0.0.1"]
+    options += ["--dtype", "bfloat16", "--max-num-seqs", str(SEQUENCES)]
+    if name.startswith("N"):
+        options += ["--runner", "pooling"]
+    else:
+        length = min(SEQUENCE_TOKENS, _config(folder)["max_position_embeddings"])
+        options += ["--no-enable-prefix-caching", "--max-model-len", str(length)]
+    return Site(
+        options,
+        executable=environment / "bin" / "python",
+        program=("-m", "vllm.entrypoints.openai.api_server"),
+        ready_path="/health",
+        start_s=_START_S,
+        environment=variables,
+        every_core=True,
+    )
+
+
+def _llama_cpp(*more: str) -> Callable[[str, Path], Site]:
+    def start(name: str, folder: Path) -> Site:
+        if name not in ("D2", "D2S", "D3"):
+            raise Unsupported("only Llama's decoders are written as GGUF with a vocabulary")
+        cores = str(len(os.sched_getaffinity(0)))
+        options = ["--model", str(_gguf(folder)), "--alias", name, "--host", "127.0.0.1", "--no-webui"]
+        options += ["--parallel", str(SEQUENCES), "--ctx-size", str(SEQUENCES * SEQUENCE_TOKENS)]
+        options += ["--batch-size", "2048", "--threads", cores, "--threads-batch", cores, "--no-cache-prompt", *more]
+        executable = made("llama.cpp") / "llama-server"
+        return Site(options, executable=executable, program=(), ready_path="/health", start_s=_START_S, every_core=True)
+
+    return start
+
+
+def _prefixed(folder: Path) -> Path:
+    """Return a copy of a decoder's folder whose tensors have the `model.` of published checkpoints; others as is."""
+    if _config(folder)["model_type"] != "llama":
+        return folder
+    copy = folder.parent / f"{folder.name}-prefixed"
+    if not (copy / "config.json").exists():
+        copy.mkdir(exist_ok=True)
+        tensors = {f"model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+        save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+        shutil.copy(folder / "tokenizer.json", copy)
+        (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        shutil.copy(folder / "config.json", copy)
+    return copy
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def _gguf(folder: Path) -> Path:
+    """Return the model as a GGUF file with its vocabulary, which is written if missing, in a process of its own."""
+    file = folder.parent / f"{folder.name}-served.gguf"
+    if not file.exists():
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), str(made("llama.cpp") / "python")])}
+        command = [sys.executable, "-m", "lab.servers.servers", str(folder), str(file)]
+        subprocess.run(command, check=True, env=variables, stdout=sys.stderr)
+    return file
+
+
+def _own_version() -> str:
+    return f"torch {torch.__version__}"
+
+
+SERVERS = {
+    "triptych": Server(_triptych, _own_version),
+    "vllm": Server(_vllm, lambda: made("vllm").name),
+    "llama.cpp": Server(_llama_cpp(), lambda: made("llama.cpp").name),
+    "llama.cpp-plain": Server(_llama_cpp("--no-repack"), lambda: made("llama.cpp").name),  # weights as they are stored
+}
+
+
+if __name__ == "__main__":
+    from lab.bench.peers.llama_cpp_formats import write_gguf
+
+    making = Path(sys.argv[2] + ".making")
+    write_gguf(Path(sys.argv[1]), making, vocabulary=True)
+    making.rename(sys.argv[2])
