@@ -25,7 +25,7 @@ from triptych.service.dialects.common import (
 )
 from triptych.service.dialects.other_fields import Cached, ChatNotServed, Harmless, NotServed, OtherNames
 from triptych.service.schemas.parameters import OPENAI, Parameters
-from triptych.service.schemas.types import Prompt, Text, TextOrTexts, TokenId
+from triptych.service.schemas.types import PromptOrNone, Text, TextOrTexts, TokenId
 
 SCHEMA_EXAMPLE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
@@ -130,7 +130,7 @@ class Sampling(Extended, Harmless, NotServed, OtherNames, Parameters):
 class CompletionBody(Sampling):
     """Continue a prompt, as OpenAI's completions do."""
 
-    prompt: Prompt = Field(
+    prompt: PromptOrNone = Field(
         description="Text, token ids, or several of either.", examples=["def add(a, b):", ["a", "b"], [1, 42]]
     )
     echo: bool | None = Field(None, description="Put the prompt before the output.", examples=[False])

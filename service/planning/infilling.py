@@ -23,6 +23,8 @@ def gap_of(
     `cuts`: a prompt that is too long is cut, not refused.
     """
     if body.suffix is None:
+        if body.prompt == "":
+            raise invalid("prompt is empty: without suffix it should have at least 1 character", "prompt")
         return None
     served.require_tokenizer("suffix")
     infilling = served.infilling

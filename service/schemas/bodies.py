@@ -10,7 +10,7 @@ from triptych.service.core.request_context import REQUEST_ID_PATTERN
 from triptych.service.schemas.parameters import Parameters, native_body
 from triptych.service.schemas.types import (
     Body,
-    Prompt,
+    PromptOrNone,
     TextOrIds,
     Texts,
     TokenIds,
@@ -72,7 +72,7 @@ class GenerateBody(Parameters):
     """Continue a prompt (decoder-only) or generate from a source (encoder-decoder)."""
 
     model: ModelName = None
-    prompt: Prompt = Field(
+    prompt: PromptOrNone = Field(
         description="Text, token ids, or a list of up to 32 of either. The tokenizer adds special tokens to text, not "
         "to ids.",
         examples=["def fibonacci(n):", ["import os", "import sys"], [1, 42, 7], [[1, 42], [1, 7]]],

@@ -111,6 +111,13 @@ Prompt = Annotated[
     | Annotated[TokenIdLists, Tag("<id_lists>")],
     _union("a string, a list of strings, a list of token ids or a list of lists of token ids"),
 ]
+PromptOrNone = Annotated[  # one that may be the empty text, if a suffix follows the output
+    Annotated[str, Tag("<text>")]
+    | Annotated[Texts, Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[TokenIdLists, Tag("<id_lists>")],
+    _union("a string, a list of strings, a list of token ids or a list of lists of token ids"),
+]
 EncodeInput = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[Texts, Tag("<texts>")]

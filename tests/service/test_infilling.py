@@ -69,6 +69,11 @@ def test_several_prompts(app: App) -> None:
     assert [len(request.prompt_token_ids) for request in app.client.submitted] == [7, 6]
 
 
+def test_no_prefix(app: App) -> None:
+    assert post(app, "/v1/completions", prompt="").status_code == 200
+    assert sent(app) == "<fim_prefix><fim_suffix>yz<fim_middle>"
+
+
 def test_no_suffix(app: App) -> None:
     for path, suffix in (("/generate", None), ("/v1/completions", ""), ("/v1/completions", None)):
         assert post(app, path, suffix=suffix).status_code == 200
