@@ -24,6 +24,7 @@ from triptych.model.engine.packing import PackOrder, PackReply, packed_weights
 from triptych.model.errors import ConfigError
 from triptych.model.network.packed_weights import PackedWeights
 from triptych.model.system.child_process import FrameSocket, ignore_signals
+from triptych.model.system.log_lines import log_as_parent
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def main() -> None:
     order = msgspec.msgpack.decode(frames.receive(), type=PackOrder)
     if order.idle:
         _yield_to_others()
-    logging.basicConfig(level=order.log_level, format="%(levelname)s %(name)s: %(message)s")
+    log_as_parent(order.log_level)
     torch.set_num_threads(order.threads)
     packed: PackedWeights | None = None
     try:

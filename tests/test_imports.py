@@ -76,7 +76,7 @@ SERVICE = """
     core                : model/errors model/api model/config model/system model/gguf model/text model/checkpoint
                           chat/chat_template chat/template_files chat/render_pool
     schemas             : model/api settings core
-    observability       : model/errors model/api settings core
+    observability       : model/errors model/api model/system settings core
     planning/outputs    : model/errors model/api model/config model/text model/checkpoint settings core schemas
     planning            : model/errors model/api model/text model/media model/checkpoint settings sandbox core schemas
                           planning/outputs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import select
 import socket
 import sys
@@ -12,6 +11,7 @@ import msgspec
 
 from triptych.model.api.messages import Commands, Events
 from triptych.model.system.child_process import FrameSocket, ignore_signals
+from triptych.model.system.log_lines import log_as_parent
 from triptych.model.system.stacks import print_stacks_on_signal
 
 _YOUNG_OBJECTS = 10_000  # between garbage collections; reference counting frees nearly all of a step's objects
@@ -53,7 +53,7 @@ def main() -> None:
     from triptych.model.engine.loop import EngineLoop
 
     gc.freeze()  # all libraries
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    log_as_parent()
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         EngineLoop(SocketChannel(connection), freeze_objects).run()
 

@@ -49,6 +49,7 @@ from triptych.model.parallel.step_ring import RingReader
 from triptych.model.system.background_work import finish
 from triptych.model.system.child_process import FrameSocket, ignore_signals
 from triptych.model.system.devices import add_in_float32
+from triptych.model.system.log_lines import log_as_parent
 from triptych.model.system.stacks import print_stacks_on_signal
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ def main() -> None:
     ignore_signals()
     print_stacks_on_signal()
     descriptor, rendezvous, ring, rank, size = map(int, sys.argv[1:])
-    logging.basicConfig(level=logging.INFO, format=f"%(levelname)s %(name)s (rank {rank}): %(message)s")
+    log_as_parent(rank=rank)
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=_exit_on_close, args=(connection,), daemon=True).start()
     try:

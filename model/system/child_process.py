@@ -9,7 +9,7 @@ import struct
 import subprocess
 from collections.abc import Iterable
 
-from triptych.model.system import python_child
+from triptych.model.system import log_lines, python_child
 
 ENGINE_VARIABLE = "TRIPTYCH_ENGINE_MODULE"  # names another module that speaks the same frames, for measurements
 ENGINE = os.environ.get(ENGINE_VARIABLE) or "triptych.model.engine"  # the module of the engine process
@@ -65,6 +65,7 @@ def engine_environment() -> dict[str, str]:
     # Ray sets this to the replica's number of CPUs; the engine chooses its threads itself.
     environment.pop("OMP_NUM_THREADS", None)
     environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    environment[log_lines.VARIABLE] = log_lines.child_format()
     return environment
 
 

@@ -20,11 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
-
-import msgspec
+from typing import TextIO
 
 from triptych.model.api.stats import StepStats
+from triptych.model.system.log_lines import JsonLines
 from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.request_context import RequestContext, current
 from triptych.service.settings.service_settings import LogFormat
@@ -95,23 +94,15 @@ class PlainFormatter(_SafeFormatter):
         return super().format(record)
 
 
-class JsonFormatter(_SafeFormatter):
-    """Formats a record as a JSON object: ts, level, logger, message, request_id and the record's `fields`."""
+class JsonFormatter(_SafeFormatter, JsonLines):
+    """Formats a record as `JsonLines` does, with its request's id."""
 
-    def format(self, record: logging.LogRecord) -> str:
+    def __init__(self) -> None:
+        JsonLines.__init__(self)
+
+    def fields(self) -> dict[str, object]:
         context = current()
-        line: dict[str, Any] = {
-            "ts": round(record.created, 3),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if context is not None:
-            line["request_id"] = context.request_id
-        line |= getattr(record, "fields", {})
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        return {} if context is None else {"request_id": context.request_id}
 
 
 # -- A named pipe that carries the stderr of Ray's workers to this process, which prints it. Ray itself prints its
