@@ -21,8 +21,15 @@ from typing import Any
 
 from triptych.model.checkpoint import hub_names
 from triptych.model.checkpoint.hub_names import HubName
-from triptych.model.checkpoint.hub_progress import Meter, bar_class
-from triptych.model.checkpoint.json_files import MODULE_PICKLES, MODULE_SAFETENSORS, PICKLES, SAFETENSORS, SETTINGS
+from triptych.model.checkpoint.json_files import (
+    CARD,
+    MODULE_PICKLES,
+    MODULE_SAFETENSORS,
+    PICKLES,
+    SAFETENSORS,
+    SETTINGS,
+)
+from triptych.model.checkpoint.progress import Meter, bar_class
 from triptych.model.errors import ConfigError
 from triptych.model.gguf.paths import SHARD
 
@@ -122,7 +129,7 @@ def _download(name: HubName, patterns: tuple[str, ...], max_bytes: int | None) -
             huggingface_hub.snapshot_download,
             name.repository,
             revision=name.revision,
-            allow_patterns=list(patterns),
+            allow_patterns=[*patterns, CARD],
             ignore_patterns=list(_OTHERS),
             tqdm_class=bar_class(meter),
             library_name="triptych",
@@ -137,6 +144,8 @@ def _download(name: HubName, patterns: tuple[str, ...], max_bytes: int | None) -
                 snapshot = partial(snapshot, local_files_only=True)  # the Hub does not answer
         try:
             folder: Any = snapshot()
+        except errors.IncompleteSnapshotError:  # the Hub does not answer: a model is served without its card too
+            folder = snapshot(allow_patterns=list(patterns))
         finally:
             meter.close()
         return Path(folder)

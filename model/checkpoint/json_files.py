@@ -52,9 +52,12 @@ MODULE_SAFETENSORS = tuple(_MODULE + name for name in SAFETENSORS)
 MODULE_PICKLES = (SPARSE, COLBERT, *(_MODULE + name for name in PICKLES))
 
 
+CARD = "README.md"  # its examples of texts
+
+
 def is_read(name: str) -> bool:
     """Return whether a file of this name within the folder may be read."""
-    patterns = (*SETTINGS, *SAFETENSORS, *PICKLES, *MODULE_SAFETENSORS, *MODULE_PICKLES)
+    patterns = (CARD, *SETTINGS, *SAFETENSORS, *PICKLES, *MODULE_SAFETENSORS, *MODULE_PICKLES)
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

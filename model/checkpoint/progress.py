@@ -1,4 +1,4 @@
-"""Shows how a download proceeds: a bar on a terminal, elsewhere a log line every few seconds."""
+"""Shows how a download or the reading of weights proceeds: a bar on a terminal, else a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ logger = logging.getLogger(__name__)
 
 
 class Meter:
-    """The progress of one download. The library counts bytes in several bars; the one with the largest total holds."""
+    """The progress of one download, or of what `verb` says is done with bytes.
 
-    def __init__(self, name: str) -> None:
+    The library of downloads counts bytes in several bars; the one with the largest total holds.
+    """
+
+    def __init__(self, name: str, verb: str = "downloaded") -> None:
         self._name = name
+        self._verb = verb
         self._on_terminal = sys.stderr.isatty()
         self._lock = threading.Lock()
         self._began: tuple[float, float] | None = None  # when, and how many bytes were there already
@@ -43,7 +47,9 @@ class Meter:
             ):
                 return
             self._shown = now
-            self._show(describe(done, total, now - self._began[0], done - self._began[1]), done / total, ended)
+            self._show(
+                describe(done, total, now - self._began[0], done - self._began[1], self._verb), done / total, ended
+            )
 
     def close(self) -> None:
         """Leave the bar's line, if one was drawn."""
@@ -63,9 +69,9 @@ class Meter:
         self._drawn = True
 
 
-def describe(done: float, total: float, seconds: float, received: float) -> str:
+def describe(done: float, total: float, seconds: float, received: float, verb: str = "downloaded") -> str:
     """Say how many bytes are there, how fast they come, and how long the rest takes."""
-    text = f"{done / _MEGABYTE:,.0f} of {total / _MEGABYTE:,.0f} MB downloaded"
+    text = f"{done / _MEGABYTE:,.0f} of {total / _MEGABYTE:,.0f} MB {verb}"
     rate = received / seconds if seconds > 0 else 0.0
     if rate <= 0:
         return text

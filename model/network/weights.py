@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -21,6 +20,7 @@ from triptych.model.attention.base import AttentionBackend
 from triptych.model.checkpoint.folder import Checkpoint
 from triptych.model.checkpoint.fused_experts import joined
 from triptych.model.checkpoint.load_plan import few, plan_load
+from triptych.model.checkpoint.progress import Meter
 from triptych.model.checkpoint.tensor_files import BUFFER_BYTES, TensorReader, TensorSource, bytes_in_flight
 from triptych.model.checkpoint.tensor_sources import tensor_sources
 from triptych.model.config.model import ModelConfig
@@ -36,7 +36,6 @@ from triptych.model.network.embeddings import TokenTable
 from triptych.model.network.transformer import Transformer
 
 TOKEN_TABLES = ("tokens.weight", "source_tokens.weight")  # the second of an encoder that has its own
-PROGRESS_SECONDS = 5.0  # between two words of how far loading is
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +82,16 @@ def plan_sources(model: Transformer, checkpoint: Checkpoint) -> WeightSources:
 def fill_weights(model: Network, name: str, sources: WeightSources) -> Network:
     """Read what is planned into a network without storage; `name` is the checkpoint's, for the log."""
     filler = _Filler(model, sources.table_dtype)
-    progress = _Progress(name, {name: tensor.shape for name, tensor in sources.stored.items()})
+    meter, left = Meter(name, "read"), {name: tensor.nbytes for name, tensor in sources.stored.items()}
+    total = sum(left.values())
     unbounded = dict[str, None]()
     with TensorReader(sources.stored) as reader:
         for source, rule in sources.rules:
             if not _fill(filler, reader, source, rule, sources.shapes[rule.target], sources.slices[rule.target]):
                 unbounded[source] = None
-            progress.read(source)
+            left.pop(source, None)
+            meter.update(total - sum(left.values()), total)
+    meter.close()
     if unbounded:
         found = f"{len(unbounded)} tensors of float16 hold infinities or NaN, {few(unbounded)}"
         logger.warning("%s: %s: they were beyond float16's range when they were stored", name, found)
@@ -177,23 +179,6 @@ class _Filler:
         adopt_parameters(self._model, self._parameters, self._table_dtype)
         for linear in linears(self._model):
             linear.finish()
-
-
-class _Progress:
-    """Says from time to time how much of a large checkpoint is read."""
-
-    def __init__(self, name: str, sources: Mapping[str, Shape]) -> None:
-        self._name = name
-        self._left = {source: math.prod(shape) for source, shape in sources.items()}
-        self._total = sum(self._left.values())
-        self._said = time.monotonic()
-
-    def read(self, source: str) -> None:
-        self._left.pop(source, None)
-        if time.monotonic() - self._said >= PROGRESS_SECONDS:
-            self._said = time.monotonic()
-            share = 1 - sum(self._left.values()) / self._total
-            logger.info("%s: %.0f %% of %.2f billion weights read", self._name, 100 * share, self._total / 1e9)
 
 
 def stored_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from triptych.model import names
-from triptych.model.checkpoint import hub, hub_names, hub_progress
+from triptych.model.checkpoint import hub, hub_names, progress
 from triptych.model.errors import ConfigError
 
 _UNNAMED = ("/", "./", "../", "~", "hf:", "http://", "https://")  # with these a text begins with its path
@@ -42,4 +42,4 @@ def folder(path: str) -> Path:
 def show_downloads() -> None:
     """Let downloads write lines to standard error where it is no terminal."""
     logging.basicConfig(format="%(message)s")
-    logging.getLogger(hub_progress.__name__).setLevel(logging.INFO)
+    logging.getLogger(progress.__name__).setLevel(logging.INFO)

@@ -11,6 +11,7 @@ from typing import Any
 from triptych.model.api.messages import ModelSpec
 from triptych.model.checkpoint import hub_names
 from triptych.model.checkpoint.folder import Checkpoint, errors_about, read_checkpoint
+from triptych.model.checkpoint.json_files import CARD
 from triptych.model.errors import ConfigError
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.chat.template_probe import read_chat_template
@@ -91,7 +92,7 @@ _MOST_EXAMPLES = 4
 def card_examples(path: Path) -> tuple[str, ...]:
     """Return the first example texts of a checkpoint's card."""
     try:
-        with (path if path.is_dir() else path.parent).joinpath("README.md").open("rb") as file:
+        with (path if path.is_dir() else path.parent).joinpath(CARD).open("rb") as file:
             head = file.read(_MOST_BYTES).decode(errors="replace")
     except OSError:
         return ()

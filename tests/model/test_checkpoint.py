@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tests.model.parity import decoder_logits
 from triptych.model.api.engine_config import EngineConfig
 from triptych.model.api.messages import ModelSpec
 from triptych.model.attention.sdpa import SdpaBackend
+from triptych.model.checkpoint import progress
 from triptych.model.checkpoint.folder import read_checkpoint
 from triptych.model.config.stack import PositionKind
 from triptych.model.engine.builder import load
@@ -462,16 +464,27 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "nowhere")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_a_large_checkpoint_shows_how_far_it_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("triptych.model.network.weights.PROGRESS_SECONDS", 0.0)
-    with caplog.at_level(logging.INFO, "triptych.model.network.weights"):
+    """Lines where there is no terminal, else one bar, as downloads have."""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_MEGABYTE", 1.0)
+    with caplog.at_level(logging.INFO, progress.__name__):
         read_and_load(saved("gpt2").path)
-    shares = [int(record.getMessage().split()[1]) for record in caplog.records]
-    assert len(shares) > 10
-    assert shares == sorted(shares)
-    assert shares[-1] == 100
+    read = [int(record.getMessage().split()[1].replace(",", "")) for record in caplog.records]
+    assert len(read) > 10 and read == sorted(read)
+    assert all("MB read" in record.getMessage() for record in caplog.records)
+    monkeypatch.setattr(progress, "_BAR_SECONDS", 0.0)
+    monkeypatch.setattr("sys.stderr", screen := Terminal())
+    read_and_load(saved("gpt2").path)
+    *_, last = screen.getvalue().split("\r\x1b[K")
+    assert f"[{24 * '#'}]" in last and "MB read" in last and last.endswith("\n")
 
 
 def test_an_error_says_which_of_several_models_it_is_about(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.runtimes.model_reader import read_model
 
 # Files of other tools that refusals look for.
-NOT_DOWNLOADED = {"adapter_model.bin", "adapter_model.safetensors", "README.md"}  # examples of a card are optional
+NOT_DOWNLOADED = {"adapter_model.bin", "adapter_model.safetensors"}
 
 
 @pytest.fixture
@@ -79,4 +79,4 @@ def test_all_that_a_tokenizer_is_asked_for_is_downloaded(name: str, asked: set[P
 
 def test_what_bge_m3_and_colbert_have_besides_is_downloaded() -> None:
     assert all(map(is_read, ("sparse_linear.pt", "colbert_linear.pt", "artifact.metadata", "0_Transformer/vocab.txt")))
-    assert not any(map(is_read, ("optimizer.pt", "training_args.bin", "rng_state.pth", "README.md", "onnx/model.onnx")))
+    assert not any(map(is_read, ("optimizer.pt", "training_args.bin", "rng_state.pth", "onnx/model.onnx")))

@@ -9,7 +9,7 @@ import pytest
 from triptych.model import names
 from triptych.model.checkpoint import hub, hub_names
 from triptych.model.checkpoint.hub_names import HubName
-from triptych.model.checkpoint.hub_progress import describe
+from triptych.model.checkpoint.progress import describe
 from triptych.model.errors import ConfigError
 from triptych.model.pretrained import embedded_models
 

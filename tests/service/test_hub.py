@@ -83,7 +83,7 @@ def test_only_the_files_that_are_read_are_downloaded_and_once(
     served, url = hub
     commit = served.publish("org/bert", files)
     client = Client(url, tmp_path)
-    read = sorted(files.keys() - {"README.md", "onnx/model.onnx", "tf_model.h5"})
+    read = sorted(files.keys() - {"onnx/model.onnx", "tf_model.h5"})
     assert client.resolve("hf:org/bert") == [f"hf:org/bert@{commit}", read]
     asked = served.requests.copy()
     assert not [name for name in asked if name.split()[1] not in read]
@@ -203,7 +203,7 @@ def test_a_gguf_file_is_downloaded_alone_by_its_format_or_path(
         f"hf:org/x@{commit}",
         f"hf:org/one@{one}",
     ]
-    expected = {"config.json", "one.gguf", "x-Q4_K_M.gguf", "x-Q8_0.gguf"}
+    expected = {"README.md", "config.json", "one.gguf", "x-Q4_K_M.gguf", "x-Q8_0.gguf"}
     assert {name.split()[1] for name in served.requests} == expected
     served.error = 503  # what is in the cache needs no Hub
     assert client.resolve_each(*((name, False) for name, _ in found)) == found
@@ -229,9 +229,9 @@ def test_a_download_writes_lines_with_rate_and_remaining_time_where_there_is_no_
     served.publish("org/large", {"config.json": b"{}", "model.safetensors": os.urandom(30 << 20)})
     client = Client(url, tmp_path)
     code = (
-        "import sys, logging; from triptych.model.checkpoint import hub, hub_progress\n"
+        "import sys, logging; from triptych.model.checkpoint import hub, progress\n"
         "logging.basicConfig(format='%(message)s', level=logging.INFO, stream=sys.stdout)\n"
-        "hub_progress.LINE_SECONDS = 0; sys.stderr = sys.stdout; hub.local_folder('hf:org/large')"
+        "progress.LINE_SECONDS = 0; sys.stderr = sys.stdout; hub.local_folder('hf:org/large')"
     )
     lines = [line for line in client.run("-c", code).splitlines() if "MB downloaded" in line]
     assert len({line.split()[1] for line in lines}) >= 2, lines
