@@ -59,10 +59,10 @@ def test_what_models_launch(capability: int, tmp_path: Path) -> None:
     for kernel in compiled("compiled_models", tmp_path, str(capability), *MODELS):
         assert kernel["shared"] <= SHARED_MEMORY[capability], kernel
         # For 10.0 the assembler of Triton 3.7 keeps some kernels in 128 registers, and up to six more in memory.
-        # The sine of a large angle is computed in a local array.
-        assert kernel["stack"] <= {"attend": 24, "turn_positions": 32, "sampling_kernel": 8}.get(kernel["kernel"], 0), (
-            kernel
-        )
+        # The sine of a large angle is computed in a local array. Sampling runs once a step.
+        sampling = 16 if capability == 120 else 8
+        most = {"attend": 24, "turn_positions": 32, "sampling_kernel": sampling}
+        assert kernel["stack"] <= most.get(kernel["kernel"], 0), kernel
         if kernel["kernel"] == "attend":
             check_attention(kernel, capability, few=kernel["BLOCK_M"] == 16)
 
