@@ -24,7 +24,7 @@ from triptych.model.config.attention import (
 from triptych.model.config.layer import Activation
 from triptych.model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
 from triptych.model.kernel_check.check import Check, LaunchCheck
-from triptych.model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
+from triptych.model.kernel_check.product_checks import ExpertsCheck, ProductCheck, SamplingCheck
 from triptych.model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
 from triptych.model.kernel_check.step_checks import RowProductCheck, StaticRowCheck, StepCheck
 
@@ -32,7 +32,7 @@ _TYPES: dict[str, type[Any]] = {
     one.__name__: one
     for one in (
         *(LaunchCheck, AttentionCheck, PreparationCheck, RecurrenceCheck),
-        *(IntegersCheck, Fp8Check, ExpertsCheck, SamplingCheck),
+        *(ProductCheck, ExpertsCheck, SamplingCheck),
         *(StepCheck, RowProductCheck, StaticRowCheck, Activation),
         *(IntegerShape, Fp8Shape, ExpertsShape),
         *(AttentionConfig, GatedDeltaConfig, RotaryConfig, AlibiConfig, BucketBiasConfig, NormConfig),

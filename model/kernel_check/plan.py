@@ -13,7 +13,7 @@ from triptych.model.config.layer import Activation, ExpertsConfig, LayerConfig, 
 from triptych.model.config.model import ModelConfig
 from triptych.model.kernel_check.attention_checks import AttentionCheck, PreparationCheck, RecurrenceCheck
 from triptych.model.kernel_check.check import Check, LaunchCheck
-from triptych.model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
+from triptych.model.kernel_check.product_checks import ExpertsCheck, ProductCheck, SamplingCheck
 from triptych.model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
 from triptych.model.kernel_check.step_checks import RowProductCheck, StaticRowCheck, StepCheck
 from triptych.model.linear.base import Linear, linears
@@ -106,10 +106,10 @@ def _product(linear: Linear, dtype: torch.dtype) -> Check | None:
     inputs = _cut(spec.inputs, max(256, 1 << (_MATRIX // outputs).bit_length()))
     if isinstance(linear, IntegerLinear) and linear.kernels:
         zeros = linear.weight_offset is not None
-        return IntegersCheck(IntegerShape(outputs, inputs, linear.bits, linear.group, zeros, bias=bias), dtype)
+        return ProductCheck(IntegerShape(outputs, inputs, linear.bits, linear.group, zeros, bias=bias), dtype)
     if isinstance(linear, Fp8Linear) and linear.kernels:
         block = linear.storage.block if linear.storage.block[1] else None
-        return Fp8Check(Fp8Shape(outputs, inputs, block, bias), dtype)
+        return ProductCheck(Fp8Shape(outputs, inputs, block, bias), dtype)
     if isinstance(linear, ExpertsLinear) and linear.kernels:
         experts = _cut(spec.experts, 16)
         shape = ExpertsShape(experts, _cut(outputs, 256), _cut(spec.inputs, 1024), bias)

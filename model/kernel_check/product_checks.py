@@ -27,42 +27,28 @@ from triptych.model.system import kernel_faults
 
 
 @dataclass(frozen=True, slots=True)
-class IntegersCheck:
-    """A projection with weights in integers."""
+class ProductCheck:
+    """A projection with weights in integers or in fp8."""
 
-    shape: IntegerShape
+    shape: IntegerShape | Fp8Shape
     dtype: torch.dtype
 
     @property
     def part(self) -> str:
-        return kernel_faults.INTEGERS
+        return kernel_faults.FP8 if isinstance(self.shape, Fp8Shape) else kernel_faults.INTEGERS
 
     def run(self, device: torch.device) -> None:
-        _check_product(integer_projection(self.shape, device, self.dtype), f"a product of {self.shape}", self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Check:
-    """A projection with weights in fp8."""
-
-    shape: Fp8Shape
-    dtype: torch.dtype
-
-    @property
-    def part(self) -> str:
-        return kernel_faults.FP8
-
-    def run(self, device: torch.device) -> None:
-        _check_product(fp8_projection(self.shape, device, self.dtype), f"an fp8 product of {self.shape}", self.dtype)
-
-
-def _check_product(linear: CompiledLinear, what: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator(linear.device).manual_seed(0)
-    for rows in (*linear.tiled_rows, 7):
-        x = torch.randn(rows, linear.spec.inputs, device=linear.device, generator=generator).to(dtype)
-        expected = linear.reference(x).float()
-        for found in repeated(partial(linear.by_kernels, x), linear.device):
-            compare(f"{what} with {rows} rows", found, expected, BOUNDS[dtype])
+        shape, generator = self.shape, torch.Generator(device).manual_seed(0)
+        linear: CompiledLinear
+        if isinstance(shape, Fp8Shape):
+            linear = fp8_projection(shape, device, self.dtype)
+        else:
+            linear = integer_projection(shape, device, self.dtype)
+        for rows in (*linear.tiled_rows, 7):
+            x = torch.randn(rows, linear.spec.inputs, device=device, generator=generator).to(self.dtype)
+            expected = linear.reference(x).float()
+            for found in repeated(partial(linear.by_kernels, x), device):
+                compare(f"a product of {shape} with {rows} rows", found, expected, BOUNDS[self.dtype])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from triptych.model.config.formats import Storage
 from triptych.model.linear.base import Linear, LinearSpec, Split, TensorShape, softcapped
 from triptych.model.linear.scales import DequantizedWhileRead
 from triptych.model.system import fallbacks
+from triptych.model.system.devices import has_triton
 
 # -- Products of floats: by torch, and on a GPU in the way that is fastest for the number of rows and of outputs.
 
@@ -36,7 +37,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def has_row_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether a product has one row and a matrix that is large enough for the kernel of one row."""
-    return x.shape[0] == 1 and weight.numel() >= _MIN_ROW_WORK and weight.dtype is x.dtype and _has_triton(x.device)
+    return x.shape[0] == 1 and weight.numel() >= _MIN_ROW_WORK and weight.dtype is x.dtype and has_triton(x.device)
 
 
 def row_kernel_kind(linear: Linear) -> Hashable | None:
@@ -49,27 +50,18 @@ def row_kernel_kind(linear: Linear) -> Hashable | None:
     return spec.bias, spec.num_outputs % 16 == 0, spec.inputs % 16 == 0
 
 
-@cache
-def _has_triton(device: torch.device) -> bool:
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def use_cublas(error: Exception) -> None:
     """Multiply one row as any other number of rows from now on, as the kernel for it is broken."""
     fallbacks.note_once(_ROW_KERNEL, error)
 
 
 def _row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    found: Any = NotImplemented
     if not fallbacks.noted(_ROW_KERNEL):
         from triptych.model.linear import triton_floats
 
-        try:
-            return triton_floats.multiply_row(x.contiguous(), weight.contiguous(), bias)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of a compiler
-            fallbacks.note(_ROW_KERNEL, error)
-    return functional.linear(x, weight, bias)
+        found = fallbacks.attempt(_ROW_KERNEL, triton_floats.multiply_row, x.contiguous(), weight.contiguous(), bias)
+    return functional.linear(x, weight, bias) if found is NotImplemented else found
 
 
 def unaligned_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -13,8 +13,6 @@ Shapes: B rows, V tokens, H tokens of the head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 
 import numpy as np
@@ -24,7 +22,7 @@ from torch.nn.functional import pad
 
 from triptych.model.api.sampling_params import SAMPLING, SamplingParams
 from triptych.model.system import fallbacks
-from triptych.model.system.devices import device_tensor
+from triptych.model.system.devices import device_tensor, has_triton
 
 HEADS = (64, 1024)  # sizes of the head, tried before the whole vocabulary is sorted
 # How many programs search a row for its largest logit on a GPU, by the first number of rows: few kinds of launch, since
@@ -47,9 +45,8 @@ def sample_into(
     kernel = _kernel(logits.device)
     if kernel is not None:
         covered = [i for i in remaining if kernel.covers(params[i])]
-        if covered and _try_launch(
-            kernel.launch_sampling, logits, tokens, *([v[i] for i in covered] for v in (rows, params, uniforms))
-        ):
+        chosen = ([v[i] for i in covered] for v in (rows, params, uniforms))
+        if covered and _launched(kernel.launch_sampling, logits, tokens, *chosen):
             remaining = [i for i in remaining if not kernel.covers(params[i])]
     if remaining:
         at = device_tensor([rows[i] for i in remaining], logits.device, torch.int64)
@@ -67,7 +64,7 @@ def likeliest(logits: Tensor) -> Tensor:
     kernel = _kernel(logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     parts = LIKELIEST_PARTS[max(first for first in LIKELIEST_PARTS if first <= len(logits))] if len(logits) else 1
-    if kernel is None or not _try_launch(kernel.launch_greedy, logits, tokens, parts):
+    if kernel is None or not _launched(kernel.launch_greedy, logits, tokens, parts):
         tokens = logits.argmax(dim=-1)
     return tokens
 
@@ -79,28 +76,15 @@ def use_torch(error: Exception) -> None:
 
 def _kernel(device: torch.device) -> ModuleType | None:
     """Return the module of the Triton kernel; None on a CPU and after a failed launch."""
-    if device.type != "cuda" or fallbacks.noted(_FALLBACK) or not _has_triton(device):
+    if device.type != "cuda" or fallbacks.noted(_FALLBACK) or not has_triton(device):
         return None
     from triptych.model.sampling import triton_sampling
 
     return triton_sampling
 
 
-@cache
-def _has_triton(device: torch.device) -> bool:
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _try_launch(launch: Callable[..., None], *arguments: object) -> bool:
-    """Launch a kernel and return whether that worked; after a failure none is launched again."""
-    try:
-        launch(*arguments)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        fallbacks.note(_FALLBACK, error)
-        return False
-    return True
+def _launched(launch: Callable[..., None], *arguments: object) -> bool:
+    return fallbacks.attempt(_FALLBACK, launch, *arguments) is not NotImplemented
 
 
 def sample_rows(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:

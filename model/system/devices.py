@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -40,6 +41,12 @@ def add_in_float32() -> None:
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+@cache
+def has_triton(device: torch.device) -> bool:
+    """Return whether Triton is installed and compiles for a GPU of this generation."""
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

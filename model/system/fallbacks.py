@@ -7,6 +7,8 @@ engine does not start with any.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 _reasons: dict[str, str] = {}  # by feature
 
@@ -23,6 +25,20 @@ def note_once(what: str, error: BaseException) -> None:
     """Record and log the fallback `what`, unless it was recorded before: its first cause stays."""
     if not noted(what):
         note(what, error)
+
+
+def attempt(what: str, launch: Callable[..., Any], *arguments: object) -> Any:
+    """Launch a kernel and return its result; `NotImplemented` if that fails, which is recorded as the fallback `what`.
+
+    Errors for want of memory are raised.
+    """
+    try:
+        return launch(*arguments)
+    except Exception as error:  # a compiler's own, too
+        if type(error).__name__ == "OutOfMemoryError":  # torch's
+            raise
+        note(what, error)
+        return NotImplemented
 
 
 def found() -> tuple[str, ...]:

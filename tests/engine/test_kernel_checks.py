@@ -180,7 +180,7 @@ def test_checks_are_of_what_a_model_launches() -> None:
     assert found.count("ExpertsCheck") == found.count("SamplingCheck") == 2
     # Norms, two of positions, gates, sums over experts.
     assert (found.count("StepCheck"), found.count("StaticRowCheck")) == (5, 1)
-    assert planned("llama-gqa", LinearFactory(torch.bfloat16, GPU, fp8=("*",))).count("Fp8Check") >= 3
+    assert planned("llama-gqa", LinearFactory(torch.bfloat16, GPU, fp8=("*",))).count("ProductCheck") >= 3
 
 
 @pytest.mark.parametrize(("size", "most", "cut"), [(100, 64, 100), (4096, 1024, 1024), (151_936, 32_768, 53_632)])
@@ -216,7 +216,7 @@ def test_recurrent_layers_by_torch_are_not_recorded() -> None:
 
 
 def test_sampling_by_torch_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_sampling, "_has_triton", lambda device: True)
+    monkeypatch.setattr(random_sampling, "has_triton", lambda device: True)
     assert random_sampling._kernel(GPU) is not None
     for _ in range(2):
         random_sampling.use_torch(RuntimeError("13 of 16 sampled tokens are not those of torch"))

@@ -45,7 +45,7 @@ def test_a_small_matrix_or_another_device_has_no_kernel_of_one_row(monkeypatch: 
     assert kind(1031, CUDA) == (True, False, True)
     assert kind(1000, CUDA) is None
     assert kind(1024, torch.device("cpu")) is None
-    monkeypatch.setattr(float_linear, "_has_triton", lambda device: True)
+    monkeypatch.setattr(float_linear, "has_triton", lambda device: True)
     weight = torch.empty(1024, 1024, dtype=torch.float16)
     assert float_linear.has_row_kernel(weight[:1], weight)
     assert not float_linear.has_row_kernel(weight[:2], weight)

@@ -34,7 +34,7 @@ from triptych.model.kernel_check.child import run_check
 from triptych.model.kernel_check.codec import decode, encode
 from triptych.model.kernel_check.memory import Memory, identity_of, source_files
 from triptych.model.kernel_check.processes import Checker, Outcome
-from triptych.model.kernel_check.product_checks import ExpertsCheck, Fp8Check, IntegersCheck, SamplingCheck
+from triptych.model.kernel_check.product_checks import ExpertsCheck, ProductCheck, SamplingCheck
 from triptych.model.kernel_check.product_problems import ExpertsShape, Fp8Shape, IntegerShape
 from triptych.model.kernel_check.step_checks import RowProductCheck, StaticRowCheck, StepCheck
 from triptych.model.kernel_check.step_problems import step_problems
@@ -65,10 +65,10 @@ CHECKS: dict[str, Check] = {
     "fp8 preparation": PreparationCheck(ROTARY, F32, torch.float8_e4m3fn, 8),
     "packed preparation": PreparationCheck(ROTARY, F32, None, 8),
     "recurrence": RecurrenceCheck(GatedDeltaConfig(2, 4, 12, 8, 4, 1e-6), F32),
-    "int8": IntegersCheck(IntegerShape(64, 96, 8, 0), F32),
-    "int4": IntegersCheck(IntegerShape(32, 264, 4, 32, zeros=True, bias=True), F32),
-    "fp8": Fp8Check(Fp8Shape(96, 64, bias=True), F32),
-    "fp8 blocks": Fp8Check(Fp8Shape(64, 96, (32, 32)), F32),
+    "int8": ProductCheck(IntegerShape(64, 96, 8, 0), F32),
+    "int4": ProductCheck(IntegerShape(32, 264, 4, 32, zeros=True, bias=True), F32),
+    "fp8": ProductCheck(Fp8Shape(96, 64, bias=True), F32),
+    "fp8 blocks": ProductCheck(Fp8Shape(64, 96, (32, 32)), F32),
     "experts": ExpertsCheck(ExpertsShape(3, 40, 70, bias=True), F32),
     "sampling": SamplingCheck(300, F32),
     "one row": RowProductCheck(37, 69, bias=True, dtype=F32),

@@ -280,7 +280,7 @@ def test_where_the_kernel_fails_tokens_are_drawn_without_it(monkeypatch: pytest.
     assert torch.equal(sample(logits, rows), expected)
     assert fallbacks.found() == ("tokens are drawn in many kernels: ptxas is missing",)
     monkeypatch.undo()
-    monkeypatch.setattr(random_sampling, "_has_triton", lambda device: True)
+    monkeypatch.setattr(random_sampling, "has_triton", lambda device: True)
     assert random_sampling._kernel(torch.device("cuda")) is None  # and is not tried again
     fallbacks.forget()
     kernel.error = torch.OutOfMemoryError("for now")

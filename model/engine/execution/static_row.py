@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from triptych.model.engine.execution.batch import BatchLayout, StepBatch
 from triptych.model.system import fallbacks
+from triptych.model.system.devices import has_triton
 
 _KERNEL = "the row of a recorded step is filled in several kernels"
 
@@ -35,29 +33,18 @@ def _filled_by_kernel(
     static: Tensor, layout: BatchLayout, packed: Tensor, used: BatchLayout, tokens: Tensor | None
 ) -> bool:
     """Fill the row by one kernel, and return whether that worked: torch takes ten, some 250 us on the host."""
-    if fallbacks.noted(_KERNEL) or not _has_triton():
+    if fallbacks.noted(_KERNEL) or not has_triton(packed.device):
         return False
     from triptych.model.engine.execution import triton_static_row
 
-    try:
-        with torch.cuda.device_of(packed):
-            triton_static_row.fill(static, layout, packed, used, tokens)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a compiler
-        fallbacks.note(_KERNEL, error)
-        return False
-    return True
+    with torch.cuda.device_of(packed):
+        filled = fallbacks.attempt(_KERNEL, triton_static_row.fill, static, layout, packed, used, tokens)
+    return filled is not NotImplemented
 
 
 def use_torch(error: Exception) -> None:
     """Fill rows by torch from now on, as the kernel is broken."""
     fallbacks.note_once(_KERNEL, error)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _copied(row: Tensor, layout: BatchLayout, packed: Tensor, used: BatchLayout) -> StepBatch:
