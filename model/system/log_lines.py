@@ -34,7 +34,7 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
     def fields(self) -> dict[str, object]:
-        """Return what every record has besides its own fields."""
+        """Return the names of attributes that every log record has."""
         return self._fields
 
 
