@@ -34,7 +34,7 @@ class JsonLines(logging.Formatter):
         return msgspec.json.encode(line).decode()
 
     def fields(self) -> dict[str, object]:
-        """Return the names of attributes that every log record has."""
+        """Return the fields that are added to every line."""
         return self._fields
 
 
