@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from triptych.model.errors import ConfigError
@@ -26,17 +27,24 @@ def require_positive(*, most: float = MOST, **sizes: float) -> None:
 def require_numbers(config: Any, seen: set[int] | None = None) -> None:
     """Raise `ConfigError` for a field, at any depth, that is declared as a number and holds something else."""
     seen = set() if seen is None else seen
-    if id(config) in seen or not is_dataclass(config):
+    if id(config) in seen:
         return
     seen.add(id(config))  # the layers of a stack are often one object
-    for one in fields(config):
-        value = getattr(config, one.name)
-        if one.type in ("int", "int | None") and value is not None and type(value) is not int:
-            raise ConfigError(f"{one.name} must be a whole number, found {str(value)[:40]}")
-        if one.type in ("float", "float | None") and value is not None and not _is_finite(value):
-            raise ConfigError(f"{one.name} must be a finite number, found {str(value)[:40]}")
+    for name, declared in _fields(config.__class__):
+        value = getattr(config, name)
+        if declared in ("int", "int | None") and value is not None and type(value) is not int:
+            raise ConfigError(f"{name} must be a whole number, found {str(value)[:40]}")
+        if declared in ("float", "float | None") and value is not None and not _is_finite(value):
+            raise ConfigError(f"{name} must be a finite number, found {str(value)[:40]}")
         for part in value if isinstance(value, tuple) else (value,):
-            require_numbers(part, seen)
+            if _fields(part.__class__):
+                require_numbers(part, seen)
+
+
+@cache
+def _fields(kind: Any) -> tuple[tuple[str, object], ...]:
+    """Return the names and declared types of a dataclass's fields; none for another class."""
+    return tuple((one.name, one.type) for one in fields(kind)) if is_dataclass(kind) else ()
 
 
 def _is_finite(value: object) -> bool:
