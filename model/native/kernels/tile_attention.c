@@ -6,8 +6,8 @@
  * bits of one that is prefilled.
  *
  * The heads that share keys are queries like others: query j is head j % per of row j / per. In AMX tiles, of up to
- * TILE_ROWS queries, as in decoding, keys are a product's rows, where they lie; of more, and for vectors, they are
- * packed as its columns. A sum of products has the same bits either way. */
+ * TILE_ROWS queries, as in decoding, keys are a product's rows, where they lie; of more they are packed as its columns.
+ * Vectors multiply columns, which for few queries are made in registers. A sum of products has the same bits either way. */
 #include "tile_products.h"
 
 #if HAS_TILED_ATTENTION
@@ -46,6 +46,7 @@ static void take_block(Scratch *scratch, const AttentionShape *a, TiledQueries *
 static void take_queries(Scratch *scratch, int64_t count, int in_tiles, TiledQueries *t) {
     int64_t padded = round_up(count, PAIR_ROWS);
     t->count = count, t->in_tiles = in_tiles, t->few = in_tiles && count <= TILE_ROWS;
+    t->passing = !in_tiles && count <= PASSING_QUERIES;
     t->queries = scratch_take(scratch, padded * t->depth * sizeof *t->queries);
     t->sums = scratch_take(scratch, padded * t->width * sizeof *t->sums);
     t->totals = scratch_take(scratch, padded * LANES * sizeof *t->totals);
@@ -185,7 +186,7 @@ static BlockTile block_tile(const TiledQueries *t, int64_t first, int64_t rows) 
 
 /* Add the block to all queries. */
 INLINE void attend_block(int kind, int64_t dim, TiledQueries *t) {
-    if (!t->few) pack_keys(kind, t);
+    if (!t->few && !t->passing) pack_keys(kind, t);
     t->finite = pack_values(kind, dim, t, t->from - t->begin, t->to - t->begin);
     if (kind == INT8) load_block_scales(t);
     int64_t most = t->in_tiles ? PAIR_ROWS : TILE_ROWS; /* whose scores stay in the first cache */

@@ -21,6 +21,7 @@ typedef struct {
     int64_t position, count;   /* of the first query's row; of queries */
     int64_t depth, width;      /* dim in whole tiles of bf16, and of floats */
     int in_tiles, few;         /* whether AMX tiles multiply; few queries: whether the keys are a product's rows */
+    int passing;               /* whether vectors multiply keys while these pass through registers, for some queries */
     bf16 *queries;             /* [count][depth], whole tiles of rows; few: [depth / 2][16][2] */
     float *sums;               /* [count][width] */
     float *totals, *tops;      /* [count][LANES] of weights; [count] the largest score, times log2(e) */
@@ -78,6 +79,17 @@ INLINE void read_ahead(const StoredHead *head, int64_t first, int64_t count) {
         for (int64_t byte = 0; byte < head->bytes; byte += 64) __builtin_prefetch(head_at(head, key) + byte);
 }
 
+/* Turn numbers [depth, depth + 32) of KEY_GROUP keys from `key` into columns of a product; those of keys outside of
+ * [from, last) are zero. */
+INLINE void turn_keys(int kind, const StoredHead *stored, int64_t key, int64_t depth, int64_t from, int64_t last,
+                      __m512i *rows) {
+    for (int i = 0; i < KEY_GROUP; i++) {
+        int seen = key + i >= from && key + i < last;
+        rows[i] = seen ? load_tile_row(kind, head_at(stored, key + i), depth, stored->dim) : _mm512_setzero_si512();
+    }
+    transpose_words(rows);
+}
+
 /* Pack the block's keys as columns of a product; those that no query sees are zero. */
 INLINE void pack_keys(int kind, const TiledQueries *t) {
     const StoredHead stored = stored_keys(kind, t);
@@ -86,12 +98,7 @@ INLINE void pack_keys(int kind, const TiledQueries *t) {
     for (int64_t key = 0; key < last; key += KEY_GROUP) {
         if (key + AHEAD >= from) read_ahead(&stored, key + AHEAD, KEY_GROUP);
         for (int64_t depth = 0; depth < t->depth; depth += 32, to += 16) {
-            for (int i = 0; i < KEY_GROUP; i++) {
-                int seen = key + i >= from && key + i < last;
-                rows[i] = seen ? load_tile_row(kind, head_at(&stored, key + i), depth, stored.dim)
-                               : _mm512_setzero_si512();
-            }
-            transpose_words(rows);
+            turn_keys(kind, &stored, key, depth, from, last, rows);
             for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i, rows[i]);
         }
     }

@@ -9,6 +9,7 @@
 
 #define PAIR_ROWS (2 * TILE_ROWS)         /* queries that share packed keys while they are in tiles */
 #define VECTOR_ROWS 8                     /* queries whose sums are in registers, by two panels */
+#define PASSING_QUERIES 4                 /* for which keys are not packed */
 #define SCORE_STRIDE (BLOCK_KEYS + LANES) /* floats: not a power of two, whose rows would share sets of the cache */
 
 /* What a block adds to a tile's queries. */
@@ -185,6 +186,32 @@ static void score_by_vectors(const TiledQueries *t, const BlockTile *tile) {
     }
 }
 
+/* Scores of up to `rows` queries, a constant, with keys that pass through registers. */
+INLINE void score_passing(int kind, int rows, const TiledQueries *t, const BlockTile *tile) {
+    const StoredHead stored = stored_keys(kind, t);
+    int64_t from = t->from - t->begin, last = t->to - t->begin;
+    for (int64_t key = tile->begin; key < tile->end; key += KEY_GROUP) {
+        __m512 sums[VECTOR_ROWS];
+        read_ahead(&stored, key + AHEAD, KEY_GROUP);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) sums[i] = _mm512_setzero_ps();
+        for (int64_t depth = 0; depth < t->depth; depth += 32) {
+            __m512i columns[KEY_GROUP];
+            turn_keys(kind, &stored, key, depth, from, last, columns);
+#pragma GCC unroll 16
+            for (int j = 0; j < KEY_GROUP; j++)
+#pragma GCC unroll 8
+                for (int i = 0; i < rows; i++) {
+                    int32_t both;
+                    memcpy(&both, t->queries + (tile->first + i) * t->depth + depth + 2 * j, sizeof both);
+                    sums[i] = _mm512_dpbf16_ps(sums[i], (__m512bh)_mm512_set1_epi32(both), (__m512bh)columns[j]);
+                }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) _mm512_storeu_ps(t->scores + i * SCORE_STRIDE + key, sums[i]);
+    }
+}
+
 /* Sums of values for `rows` rows of weights, of `panels` panels from `panel`. */
 INLINE void sum_columns(int rows, int panels, const TiledQueries *t, const BlockTile *tile, int64_t row,
                         int64_t panel) {
@@ -214,7 +241,8 @@ static void sum_by_vectors(const TiledQueries *t, const BlockTile *tile) {
             if (left > 4) {
                 sum_columns(VECTOR_ROWS, 2, t, tile, row, panel);
             } else if (panels % 4 == 0) {
-                if (left > 1) sum_columns(4, 4, t, tile, row, panel);
+                if (left > 2) sum_columns(4, 4, t, tile, row, panel);
+                else if (left == 2) sum_columns(2, 4, t, tile, row, panel);
                 else sum_columns(1, 4, t, tile, row, panel);
                 panel += 2;
             } else if (left > 1) {
@@ -230,11 +258,13 @@ INLINE void score_keys(int kind, int64_t dim, const TiledQueries *t, const Block
 #if HAS_TILES
     if (t->few) score_rows(kind, dim, t, tile);
     else if (t->in_tiles) score_packed(t, tile);
-    else score_by_vectors(t, tile);
-#else
-    (void)kind, (void)dim;
-    score_by_vectors(t, tile);
+    else
 #endif
+    if (t->passing && tile->rows == 1) score_passing(kind, 1, t, tile);
+    else if (t->passing && tile->rows == 2) score_passing(kind, 2, t, tile);
+    else if (t->passing) score_passing(kind, PASSING_QUERIES, t, tile);
+    else score_by_vectors(t, tile);
+    (void)dim;
 }
 
 /* Sums of the block's values by the tile's weights. */
