@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triptych.model.errors import ConfigError, EngineError
+from triptych.model.system import python_child
 
 Json = dict[str, Any]
 
@@ -103,7 +103,8 @@ def started_service(name: str, path: str, options: list[str]) -> Iterator[Servic
     key = secrets.token_urlsafe(24)
     own = ("TRIPTYCH_PORT", "TRIPTYCH_HOST", "TRIPTYCH_CONFIG", "TRIPTYCH_API_KEY_FILE")  # settings of other services
     environment = {name: value for name, value in os.environ.items() if name not in own} | {"TRIPTYCH_API_KEYS": key}
-    command = [sys.executable, "-m", "triptych.service.cli.main", "serve", f"{name}={path}", *options]
+    environment |= python_child.import_path()
+    command = python_child.command("triptych.service.cli.main", "serve", f"{name}={path}", *options)
     command += ["--runtime", "local", "--host", "127.0.0.1", "--port", "0"]
     child = subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from triptych.model.errors import EngineError
 from triptych.model.native import build
 from triptych.service.cli import doctor, main, models
-from triptych.service.cli.service_client import ServiceClient
+from triptych.service.cli.service_client import ServiceClient, started_service
 
 
 def ran(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -181,3 +182,13 @@ def test_ps_without_a_service_says_so(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as end:
         main.main(("ps", "--url", "http://127.0.0.1:1"))
     assert end.value.code == 1 and "http://127.0.0.1:1 does not answer" in capsys.readouterr().err
+
+
+def test_a_started_service_is_this_one_whatever_the_working_folder_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "triptych").mkdir()
+    (tmp_path / "triptych" / "__init__.py").write_text("raise SystemExit('another package')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EngineError, match="no such folder"), started_service("m", str(tmp_path / "none"), []):
+        pass
