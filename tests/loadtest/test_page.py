@@ -56,6 +56,10 @@ def test_a_run(browser: Browser, tmp_path: Path, run: Json) -> None:
         *("Throughput over time", "Latency", "Not answered"),
     ]
     assert "missed error_rate<0.1%" in browser.text("#chips")
+    bare = (
+        "[...document.querySelectorAll('th:empty, .scroll:not([tabindex]), body > :not(header, main, script, [role])')]"
+    )
+    assert browser.run(f"return {bare}.map((one) => one.outerHTML)") == []  # what axe would find
     marks = browser.run(
         "return [...document.querySelectorAll('#charts svg')].map((s) => s.querySelectorAll('path').length)"
     )
