@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Thread, main_thread
 from typing import Any, ParamSpec, TypeVar
@@ -20,7 +21,9 @@ from triptych.model.text.fill_marks import find_marks, find_sentinels
 from triptych.model.text.gguf_tokenizer import GGUFFiles, build_gguf_tokenizer
 from triptych.model.text.infilling import Infilling
 from triptych.model.text.piece_tokenizers import PieceTokenizer
+from triptych.model.text.sentencepiece_model import SPACE
 from triptych.model.text.source_languages import SourceLanguages, source_languages
+from triptych.model.text.spelled_marks import SpelledMarks
 from triptych.model.text.tokenizer_builder import build_tokenizer, cleans_up
 from triptych.model.text.tokenizer_class import put_end_after_texts
 from triptych.model.text.tokenizer_files import Files, is_panic, library_errors
@@ -32,6 +35,7 @@ _LARGE_VOCABULARY = 50_000  # tokens; the library frees fewer within some 10 ms
 _MAX_LOCKED = 256  # tokens that are decoded under the interpreter's lock, which takes about 0.1 ms
 _LONG_TEXT = 65_536  # characters; the places of more are found only if they are wanted
 REPLACEMENT = "\ufffd"  # a byte-level decoder's output for an incomplete character
+_ANCHOR = "\n"  # what a part is put after, where the tokenizer puts a space in front of every text
 _MASKS = ("[MASK]", "<mask>")  # where no file other than tokenizer.json names the mask token
 _UNKNOWNS = ("[UNK]", "<unk>")
 
@@ -241,6 +245,33 @@ class Tokenizer:
         [encoding] = self._encodings([_item(text, pair)], add_special_tokens)
         _check_number(len(encoding), most)
         return Encoded(tuple(encoding.ids), tuple(encoding.type_ids))
+
+    def encode_parts(self, parts: Sequence[str], *, most: int | None = None) -> tuple[int, ...]:
+        """Return the tokens of a text that is cut: no token spans two parts, and none are put around the text.
+
+        Raises `TooManyTokensError` for more than `most` tokens.
+        """
+        ids = self.encode(parts[0], add_special_tokens=False, most=most).ids
+        if len(parts) == 1:
+            return ids
+        anchor = self.encode(_ANCHOR, add_special_tokens=False).ids
+        if not (anchor and self.token_name(anchor[0]).startswith(SPACE)):
+            anchor = ()
+        texts = [f"{_ANCHOR}{part}" if anchor else part for part in parts[1:]]
+        found = self.encode_batch(texts, add_special_tokens=False)
+        ids += tuple(token for one in found for token in one.ids[len(anchor) :])
+        _check_number(len(ids), most)
+        return ids
+
+    @property
+    def special_texts(self) -> list[str]:
+        """The texts of the special tokens."""
+        return [text for text, token in self._added.items() if token in self.special_ids]
+
+    @cached_property
+    def spelled_marks(self) -> SpelledMarks:
+        """The special tokens, as what is searched for in texts."""
+        return SpelledMarks(self.special_texts)
 
     def infilling(self, *, sentinels: bool) -> Infilling | None:
         """Return what makes prompts for the middle of a text; None without marks or, for `sentinels`, without those."""

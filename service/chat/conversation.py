@@ -8,9 +8,9 @@ from typing import Any
 
 from triptych.model.errors import TooManyTokensError
 from triptych.service.chat.call_grammar import reply_grammar
-from triptych.service.chat.chat_template import ChatTemplate, TemplateTraits
-from triptych.service.chat.formats import ToolFormat, reasoning_format, tool_format
-from triptych.service.chat.message_fit import fitted_messages, given_ids, shown_tools
+from triptych.service.chat.chat_template import ChatTemplate
+from triptych.service.chat.formats import ToolFormat, calls_of, reasoning_format
+from triptych.service.chat.message_fit import fitted_messages, given_ids, new_separator, parted_messages, shown_tools
 from triptych.service.chat.reply_parser import ReplyFormat
 from triptych.service.chat.tools import Json, ToolUse
 from triptych.service.core.context_bound import ContextBound, context_exceeded
@@ -20,8 +20,6 @@ from triptych.service.lifecycle.state import Service
 from triptych.service.planning.admission import check_room
 from triptych.service.planning.checks import ReplyShape
 from triptych.service.planning.response_format import OutputConstraint, check_schema, schema_constraint
-
-_JSON_TRAITS = TemplateTraits(tool_format="json")  # of templates that read no tools: messages ask for JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +85,20 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
     if conversation.use.is_held or answer_is_held:
         for tool in conversation.use.callable:
             check_schema(tool.schema, tool.param, service.limits)
-    chat, calls, text = await _prompt(service, served, conversation)
+    chat, calls, parts = await _prompt(service, served, conversation)
     tokenizer = served.require_tokenizer(param)
     reasoning = reasoning_format(chat.traits, service.settings.reasoning_format)
 
     def work() -> tuple[int, ...]:
-        return tokenizer.encode(text, add_special_tokens=False, most=context).ids
+        return tokenizer.encode_parts(parts, most=context)
 
     try:
-        ids = await service.threads.run(served.name, len(text), work)
+        ids = await service.threads.run(served.name, sum(map(len, parts)), work)
     except TooManyTokensError as error:
         raise context_exceeded(context, f"{param} has {error.count} prompt tokens", param) from None
     if not ids:
         raise _empty(param)
-    use, ending = conversation.use, text.rstrip()
+    use, ending = conversation.use, "".join(parts).rstrip()
     opened = closed = False
     if reasoning is not None and reasoning.opening:
         opening, closing = reasoning.opening.strip(), reasoning.closing
@@ -122,9 +120,10 @@ async def take_turn(service: Service, served: ServedModel, conversation: Convers
 
 async def count_tokens(service: Service, served: ServedModel, conversation: Conversation) -> int:
     """Return the number of tokens of the prompt that `take_turn` makes."""
-    _, _, text = await _prompt(service, served, conversation)
+    _, _, parts = await _prompt(service, served, conversation)
     tokenizer = served.require_tokenizer(conversation.param)
-    count = await service.threads.run(served.name, len(text), lambda: tokenizer.count(text, add_special_tokens=False))
+    size = sum(map(len, parts))
+    count = await service.threads.run(served.name, size, lambda: len(tokenizer.encode_parts(parts)))
     if not count:
         raise _empty(conversation.param)
     return count
@@ -136,8 +135,8 @@ def _empty(param: str) -> ApiError:
 
 async def _prompt(
     service: Service, served: ServedModel, conversation: Conversation
-) -> tuple[ChatTemplate, ToolFormat | None, str]:
-    """Return the template of a conversation, the format of its calls, and its prompt."""
+) -> tuple[ChatTemplate, ToolFormat | None, list[str]]:
+    """Return the template of a conversation, the format of its calls, and its prompt, cut within spelled marks."""
     param, limits = conversation.param, service.limits
     chat, calls = _chosen(service, served, conversation.use)
     for name, found, most in (
@@ -178,10 +177,7 @@ def _chosen(service: Service, served: ServedModel, use: ToolUse) -> tuple[ChatTe
         message = f"{problem}; /v1/completions and /generate take plain prompts"
         raise invalid(message, "model", "no_chat_template")
     chat = served.chat.chosen(with_tools=bool(use.callable))
-    setting = service.settings.tool_format
-    if not chat.reads("tools"):
-        return chat, tool_format(_JSON_TRAITS, setting)
-    calls = tool_format(chat.traits, setting)
+    calls = calls_of(chat, service.settings.tool_format)
     if calls is None and use.callable:
         message = (
             f"tools: model {served.name} does not support tools: {chat.traits.tools_problem}. Send no tools or "
@@ -193,7 +189,7 @@ def _chosen(service: Service, served: ServedModel, use: ToolUse) -> tuple[ChatTe
 
 async def _rendered(
     service: Service, served: ServedModel, chat: ChatTemplate, conversation: Conversation, calls: ToolFormat | None
-) -> str:
+) -> list[str]:
     for name, (_, param) in conversation.variables.items():
         if not chat.takes(name):
             raise invalid(
@@ -203,8 +199,10 @@ async def _rendered(
             )
     tools = conversation.use.tools if conversation.use.choice != "none" else ()
 
+    marks, separator = served.require_tokenizer(conversation.param).spelled_marks, new_separator()
+
     def fitted() -> list[Json]:
-        return fitted_messages(conversation.messages, tools, chat, calls)
+        return parted_messages(fitted_messages(conversation.messages, tools, chat, calls), marks, separator)
 
     # Descriptions of tools, which may be long, are written into the messages in another thread.
     messages = await service.threads.run_in_thread(fitted) if tools and not chat.reads("tools") else fitted()
@@ -213,7 +211,10 @@ async def _rendered(
     bound = ContextBound(context, limits.prompt_characters_per_token, limits.max_text_bytes)
     shown = shown_tools(tools, chat.traits)
     if conversation.continues:
-        return await chat.continued(service.renderers, messages, bound, tools=shown, more=more)
-    return await chat.render(
-        service.renderers, messages, bound, add_generation_prompt=conversation.to_speak, tools=shown, more=more
-    )
+        text = await chat.continued(service.renderers, messages, bound, tools=shown, more=more)
+    else:
+        speaks = conversation.to_speak
+        text = await chat.render(
+            service.renderers, messages, bound, add_generation_prompt=speaks, tools=shown, more=more
+        )
+    return text.split(separator)

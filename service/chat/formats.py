@@ -23,6 +23,7 @@ from triptych.service.chat.chat_template import (
     ArgumentSyntax,
     CallIds,
     CallSyntax,
+    ChatTemplate,
     ReasoningMarks,
     TemplateTraits,
 )
@@ -30,6 +31,7 @@ from triptych.service.chat.marked_calls import MarkedCalls
 from triptych.service.chat.parts import call_id
 
 AUTO, NONE = "auto", "none"
+_JSON_TRAITS = TemplateTraits(tool_format="json")
 OWN = "template"  # name of a format that was read from a template
 
 
@@ -326,6 +328,11 @@ def tool_format(traits: TemplateTraits, setting: str = AUTO) -> ToolFormat | Non
     if traits.call_syntax is not None:
         return own_format(traits.call_syntax, traits.call_ends)
     return TOOL_FORMATS[traits.tool_format] if traits.tool_format else None
+
+
+def calls_of(chat: ChatTemplate, setting: str = AUTO) -> ToolFormat | None:
+    """Return the format of calls for a template, JSON if it reads no tools: then messages describe them."""
+    return tool_format(chat.traits if chat.reads("tools") else _JSON_TRAITS, setting)
 
 
 @lru_cache(maxsize=256)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from triptych.model.text.spelled_marks import SpelledMarks
 from triptych.service.chat.call_grammar import written_calls
 from triptych.service.chat.chat_template import CallIds, ChatTemplate, TemplateTraits, in_parts
 from triptych.service.chat.formats import ToolFormat, fitting_id
@@ -103,6 +105,34 @@ def shown_tools(tools: Iterable[Tool], traits: TemplateTraits) -> list[Json]:
 def given_ids(traits: TemplateTraits, calls: ToolFormat | None) -> CallIds:
     """Return the form that ids of calls must have."""
     return traits.ids if calls is None or traits.ids is not CallIds.ANY else calls.ids
+
+
+# -- Special tokens that a user or a tool spells. The tokenizer would read them as tokens that end a turn or begin one,
+# so the prompt is cut within each.
+
+
+def new_separator() -> str:
+    """Return a text that no client can guess, of digits: templates change neither these nor their JSON."""
+    return f"{secrets.randbits(128):039d}"
+
+
+def parted_messages(messages: Sequence[Json], marks: SpelledMarks, separator: str) -> list[Json]:
+    """Return the messages with a separator in each mark that users and tools spell."""
+    return [_parted(one, marks, separator) if one["role"] in ("user", "tool") else one for one in messages]
+
+
+def _parted(message: Json, marks: SpelledMarks, separator: str) -> Json:
+    content = message.get("content")
+    if isinstance(content, str):
+        return message | {"content": marks.parted(content, separator)}
+    if not isinstance(content, list):
+        return message
+    return message | {
+        "content": [
+            part | {"text": marks.parted(part["text"], separator)} if isinstance(part.get("text"), str) else part
+            for part in content
+        ]
+    }
 
 
 class _Fit:
