@@ -148,7 +148,7 @@ _TO_FUNCTIONS, _COMMENTARY = (
     "<|channel|>commentary json<|message|>",
 )  # as gpt-oss's template writes it
 _MOST_VARYING = 64  # characters of an id, a number or a type
-_GAP = r"/\n{0,2}/"  # between reasoning and what follows
+_GAP = r"/\n{0,2}/"  # before reasoning, and between it and what follows
 
 
 def reply_grammar(format: ReplyFormat, use: ToolUse, answer: str, special: SpecialId) -> str:
@@ -181,7 +181,7 @@ class _Writer:
     def _thought(self, format: ReasoningFormat) -> str:
         """Return what matches the reasoning, which is optional unless the prompt has opened it."""
         rest = f"{self._until('thought', format.closing)} {_GAP}"
-        return rest if self._format.reasoning_opened else f"({self._text(format.opening)} {rest})?"
+        return rest if self._format.reasoning_opened else f"({_GAP} {self._text(format.opening)} {rest})?"
 
     def _body(self) -> str:
         """Return what matches the reply after its reasoning."""
@@ -224,7 +224,10 @@ class _Writer:
         if syntax.separator and not syntax.separator.strip():
             again = f"({again} | {text(syntax.before)})"  # some models write no space between calls
         more = f"({again} call)*" if self._use.parallel and not syntax.one else ""
-        return f"{text(first)} call {more} {text(syntax.closing)}"
+        # Brackets stand alone where JSON may begin with them too: the lexer takes the longest text that may follow.
+        brackets = first[: len(first) - len(first.lstrip("[{"))] if self._answer else ""
+        begin = " ".join(text(one) for one in (*brackets, first.removeprefix(brackets)))
+        return f"{begin} call {more} {text(syntax.closing)}"
 
     def _rules_of(self, at: int) -> ArgumentRules:
         return ArgumentRules(self._rules, f"arguments_{at}", self._text, self._until)
