@@ -19,6 +19,16 @@ _CLOSING = re.compile(r"\s*(<[^<>\s]{1,64}>|\[[^\[\]\n]{1,64}\])")
 _LAST_LINE = re.compile(r"([^\n<>\[\]]{8,64})$")
 
 
+def without_reasoning(reply: str, format: ReasoningFormat | None) -> str:
+    """Return a reply without its reasoning, or without the closing mark of reasoning that the prompt has opened."""
+    if format is None or not format.closing:
+        return reply
+    text = reply.lstrip()
+    if text.startswith(format.opening.strip()) and format.closing in text:
+        return text.partition(format.closing)[2]
+    return text.removeprefix(format.closing) if text.startswith(format.closing) else reply
+
+
 class ReasoningProbe:
     """A search for the reasoning marks of one template; `render` returns the text of a conversation, or None."""
 
@@ -39,13 +49,7 @@ class ReasoningProbe:
 
     def without(self, reply: str) -> str:
         """Return a reply without its reasoning, or without the closing mark of reasoning that the prompt has opened."""
-        found = self._found
-        if found is None or not found.closing:
-            return reply
-        text = reply.lstrip()
-        if text.startswith(found.opening.strip()) and found.closing in text:
-            return text.partition(found.closing)[2]
-        return text.removeprefix(found.closing) if text.startswith(found.closing) else reply
+        return without_reasoning(reply, self._found)
 
     def _written(self) -> dict[str, Any]:
         """Return the marks that the template writes around the reasoning of a message."""

@@ -46,13 +46,14 @@ class TemplateFiles:
         return found
 
 
-def template_files(folder: Path) -> TemplateFiles | None:
-    """Return the folder's templates; None if there is none. Raises `TemplateError`."""
+def template_files(folder: Path, own: Path | None = None) -> TemplateFiles | None:
+    """Return the folder's templates, or the one in the file `own`; None if there is none. Raises `TemplateError`."""
     config = read_json(folder / "tokenizer_config.json")
     if (gguf := gguf_path(folder)) is not None:
         config = {**gguf_tokenizer_config(gguf), **config}
     templates = (
-        _jinja_files(folder)
+        ({} if own is None else {"default": read_template(own)})
+        or _jinja_files(folder)
         or _named(folder, "tokenizer_config.json", config.get("chat_template"))
         or _named(folder, "chat_template.json", read_json(folder / "chat_template.json").get("chat_template"))
     )
@@ -64,6 +65,13 @@ def template_files(folder: Path) -> TemplateFiles | None:
     named = {**read_json(folder / "special_tokens_map.json"), **config}
     tokens = {name: text for name in TOKENS if (text := _token_text(named.get(name))) is not None}
     return TemplateFiles(templates, tokens)
+
+
+def read_template(file: Path) -> str:
+    """Return the template in a file; raises `TemplateError`."""
+    if not (text := _text(file.parent, file)):
+        raise TemplateError(f"{file}: {'the file is empty' if has_file(file) else 'no such file'}; expected a template")
+    return text
 
 
 def _jinja_files(folder: Path) -> dict[str, str]:

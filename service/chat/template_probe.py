@@ -94,6 +94,22 @@ def _for_tools(source: str, tokens: tuple[tuple[str, str], ...], name: str, work
     return template.with_traits(_Probe(template, worker).traits())
 
 
+def last_reply(text: str, prompt: str, plain: str = "") -> tuple[str, bool]:
+    """Return the last reply of a rendered conversation, and whether its start is certain.
+
+    `prompt` is what is rendered before the reply, `plain` the beginning of a conversation whose reply has no calls.
+    """
+    is_sure = bool(prompt) and text.startswith(prompt)
+    if is_sure:
+        begin = len(prompt)
+    else:
+        begin = max(len(shared_beginning(text, one)) for one in (prompt, plain))
+        tag = max(text.rfind("<", 0, begin), text.rfind("[", 0, begin))
+        if tag > max(text.rfind(">", 0, begin), text.rfind("]", 0, begin)):
+            begin = tag  # the texts differ within a tag
+    return text[begin : begin + _MOST_REPLY], is_sure
+
+
 class _Style:
     """A form in which messages with calls are given to a template."""
 
@@ -247,15 +263,8 @@ class _Probe:
 
     def _reply(self, text: str) -> tuple[str, bool]:
         """Return the last reply of a rendered conversation without reasoning, and whether its start is certain."""
-        is_sure = bool(self._prompt) and text.startswith(self._prompt)
-        if is_sure:
-            begin = len(self._prompt)
-        else:
-            begin = max(len(shared_beginning(text, one)) for one in (self._prompt, self._plain))
-            tag = max(text.rfind("<", 0, begin), text.rfind("[", 0, begin))
-            if tag > max(text.rfind(">", 0, begin), text.rfind("]", 0, begin)):
-                begin = tag  # the texts differ within a tag
-        return self._reasoning.without(text[begin : begin + _MOST_REPLY]), is_sure
+        reply, is_sure = last_reply(text, self._prompt, self._plain)
+        return self._reasoning.without(reply), is_sure
 
     def _read_back(self, text: str, style: _Style) -> dict[str, Any] | None:
         """Return the traits of the format that parses the call correctly; None if there is none."""

@@ -243,6 +243,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check(arguments: argparse.Namespace) -> int:
+    from triptych.service.cli import check
+
+    return check.run(arguments)
+
+
 def _quantize(arguments: argparse.Namespace) -> int:
     path = folder(named(arguments.model)[1])
     from triptych.service.cli import quantize
@@ -304,6 +310,7 @@ _COMMANDS = {
     "transcribe": _transcribe,
     "encode": _encode,
     "inspect": _inspect,
+    "check": _check,
     "quantize": _quantize,
     "models": _models,
     "launch": _launch,

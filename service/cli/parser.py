@@ -79,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_transcribe(commands)
     _add_encode(commands)
     _add_inspect(commands)
+    _add_check(commands)
     _add_quantize(commands)
     _add_models(commands)
     _add_launch(commands)
@@ -263,6 +264,17 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, one line a model")
     parser.add_argument("--attention", metavar="TEXT", help="write an HTML page of all attention weights over a text")
     parser.add_argument("--out", default="attention.html", metavar="FILE", help="its path (default: attention.html)")
+    _add_verbose(parser)
+    parser.set_defaults(flags=_flags(parser))
+
+
+def _add_check(commands: Any) -> None:
+    text = "check a model's chat template: what it writes is read back, whole and streamed, and held by grammars"
+    exits = "Exits 1 if a check fails, 2 if the template or the tokenizer cannot be read. Weights are not read."
+    parser = commands.add_parser("check", help=text, description=f"{text}. {exits}")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{_MODEL}; only its tokenizer with --template")
+    parser.add_argument("--template", metavar="FILE", help="a Jinja file that is checked in place of the model's own")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     _add_verbose(parser)
     parser.set_defaults(flags=_flags(parser))
 

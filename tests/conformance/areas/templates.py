@@ -1,16 +1,14 @@
 """Published chat templates: rendered as the reference library renders them, and calls read back.
 
 Each template gets 30 kinds of conversation. What our messages become is compared with what the reference makes of the
-same messages; a refusal by both counts as equal. The call that a template writes is read back whole and in every split,
-and the grammar of a forced call must accept it.
+same messages; a refusal by both counts as equal. The checks of `triptych check` are run too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -18,52 +16,18 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.conformance.template_files import published_templates
-from triptych.model.text.grammar_matcher import Vocabulary, compile_grammar
-from triptych.model.text.token_bytes import TokenBytes
-from triptych.service.chat.call_grammar import reply_grammar
 from triptych.service.chat.chat_template import ChatTemplate
-from triptych.service.chat.formats import REASONING_FORMATS, ToolFormat, tool_format
+from triptych.service.chat.formats import tool_format
 from triptych.service.chat.message_fit import fitted_messages, shown_tools
-from triptych.service.chat.parts import WholeReply
 from triptych.service.chat.render_pool import RenderError, RenderPool, RenderWorker
-from triptych.service.chat.reply_parser import ReplyFormat, ReplyParser
+from triptych.service.chat.template_check import ASKED, TOOLS, TemplateCheck, called, results
 from triptych.service.chat.template_files import TemplateError, TemplateFiles
-from triptych.service.chat.template_probe import _Probe, probed_template
-from triptych.service.chat.tools import Tool, ToolUse
+from triptych.service.chat.template_probe import probed_template
 from triptych.service.core.context_bound import ContextBound
 from triptych.service.core.errors import ApiError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 _OTHER = "{% for message in messages %}{{ message.content }}{% endfor %}"
-_WHERE = {"type": "string", "description": "Where."}
-TOOLS = (
-    Tool(
-        "get_weather",
-        "Tells the weather.",
-        {"type": "object", "properties": {"city": _WHERE, "n": {"type": "integer"}}},
-    ),
-    Tool("list_files", None, None),
-    Tool(
-        "send",
-        "Sends it.",
-        {
-            "type": "object",
-            "properties": {
-                "text": {"type": "string"},
-                "to": {"type": "array", "items": {"type": "string"}},
-                "urgent": {"type": "boolean"},
-                "more": {"type": "object", "properties": {"k": {"type": "null"}}},
-            },
-            "required": ["text"],
-        },
-    ),
-)
-CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "a call": [("get_weather", {"city": "Malmö", "n": 3})],
-    "no arguments": [("list_files", {})],
-    "hard values": [("send", {"text": 'a "b" <c> \\ {d} 7', "to": ["x", "y"], "urgent": True, "more": {"k": None}})],
-    "two calls": [("get_weather", {"city": "Lund", "n": 1}), ("get_weather", {"city": "Oslo", "n": 2})],
-}
 Message = dict[str, Any]
 
 
@@ -76,23 +40,11 @@ def _said(text: str | None = "Well.", **more: Any) -> Message:
 
 
 def _called(kind: str, text: str | None = None, **more: Any) -> Message:
-    calls = [
-        {"id": f"call_{at}a2b3c4d5e6", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for at, (name, arguments) in enumerate(CALLS[kind])
-    ]
-    return {"role": "assistant", **({} if text is None else {"content": text}), "tool_calls": calls, **more}
-
-
-def _results(count: int = 1, **more: Any) -> list[Message]:
-    return [
-        {"role": "tool", "content": f"Result {at}", "tool_call_id": f"call_{at}a2b3c4d5e6", **more}
-        for at in range(count)
-    ]
+    return called(kind, **({} if text is None else {"content": text}), **more)
 
 
 _SYSTEM = {"role": "system", "content": "Be brief."}
 _DEVELOPER = {"role": "developer", "content": "Be brief."}
-_WEATHER = _user("Weather?")
 # Messages, whether there are tools, and whether the model is to speak.
 KINDS: dict[str, tuple[list[Message], bool, bool]] = {
     "hello": ([_user()], False, True),
@@ -109,23 +61,23 @@ KINDS: dict[str, tuple[list[Message], bool, bool]] = {
     "spaces": ([_user("  a \n b  "), _said(" c \n"), _user("d")], False, True),
     "marks in the text": ([_user("<think> {{ x }} [INST] </s> <|im_end|>")], False, True),
     "unicode": ([_user("Zürich 東京 🙂")], False, True),
-    "tools": ([_WEATHER], True, True),
-    "tools and system": ([_SYSTEM, _WEATHER], True, True),
-    "tools, later turn": ([_user(), _said(), _WEATHER], True, True),
-    "call without content": ([_WEATHER, _called("a call")], True, False),
-    "call with null content": ([_WEATHER, _called("a call") | {"content": None}], True, False),
-    "call with empty content": ([_WEATHER, _called("a call", "")], True, False),
-    "call with content": ([_WEATHER, _called("a call", "Let me see.")], True, False),
-    "call of no arguments": ([_WEATHER, _called("no arguments")], True, False),
-    "call of hard values": ([_WEATHER, _called("hard values")], True, False),
-    "parallel calls": ([_WEATHER, _called("two calls")], True, False),
-    "a result": ([_WEATHER, _called("a call"), *_results()], True, True),
-    "results": ([_WEATHER, _called("two calls"), *_results(2)], True, True),
-    "after a result": ([_WEATHER, _called("a call"), *_results(), _said("Warm."), _user("Thanks")], True, True),
-    "calls without tools": ([_WEATHER, _called("a call"), *_results()], False, True),
+    "tools": ([ASKED], True, True),
+    "tools and system": ([_SYSTEM, ASKED], True, True),
+    "tools, later turn": ([_user(), _said(), ASKED], True, True),
+    "call without content": ([ASKED, _called("a call")], True, False),
+    "call with null content": ([ASKED, _called("a call") | {"content": None}], True, False),
+    "call with empty content": ([ASKED, _called("a call", "")], True, False),
+    "call with content": ([ASKED, _called("a call", "Let me see.")], True, False),
+    "call of no arguments": ([ASKED, _called("no arguments")], True, False),
+    "call of hard values": ([ASKED, _called("hard values")], True, False),
+    "parallel calls": ([ASKED, _called("two calls")], True, False),
+    "a result": ([ASKED, _called("a call"), *results("Result 0")], True, True),
+    "results": ([ASKED, _called("two calls"), *results("Result 0", "Result 1")], True, True),
+    "after a result": ([ASKED, _called("a call"), *results("Result 0"), _said("Warm."), _user("Thanks")], True, True),
+    "calls without tools": ([ASKED, _called("a call"), *results("Result 0")], False, True),
     "reasoning": ([_user(), _said("Well.", reasoning_content="Hm.")], False, False),
     "reasoning of an earlier turn": ([_user(), _said("Well.", reasoning_content="Hm."), _user("Why?")], False, True),
-    "reasoning and a call": ([_WEATHER, _called("a call", reasoning_content="Hm."), *_results()], True, True),
+    "reasoning and a call": ([ASKED, _called("a call", reasoning_content="Hm."), *results("Result 0")], True, True),
 }
 
 
@@ -133,18 +85,17 @@ def run(report: Report, packages: Packages) -> None:
     """Try each template."""
     formats: Counter[str] = Counter()
     reasoning: Counter[str] = Counter()
-    vocabulary = Vocabulary(
-        TokenBytes(tuple(bytes([byte]) for byte in range(256)), tuple(bytes([byte]) for byte in range(256)))
-    )
     worker = RenderWorker(20.0)
     for name, source in sorted(published_templates(packages).items()):
         for_tools = name.endswith("tool_use")  # the folder's other template is for conversations without tools
         files = {"default": _OTHER, "tool_use": source} if for_tools else {"default": source}
         try:
-            chat = probed_template(TemplateFiles(files, TOKENS), name).chosen(with_tools=for_tools)
+            whole = probed_template(TemplateFiles(files, TOKENS), name)
         except TemplateError as error:
             _check_refusal(report, name, source, error)
             continue
+        _check_itself(report, name, TemplateCheck(whole, worker))
+        chat = whole.chosen(with_tools=for_tools)
         traits = chat.traits
         for kind, (messages, with_tools, speak) in KINDS.items():
             if for_tools and not with_tools:
@@ -157,13 +108,21 @@ def run(report: Report, packages: Packages) -> None:
             continue
         format = tool_format(traits)
         formats["(refused)" if format is None else format.name] += 1
-        if format is None:
-            report.refuses(f"{name}: tools", traits.tools_problem)
-        elif not traits.calls_in_content:
-            _read_back(report, name, worker, chat, format, vocabulary)
     worker.close()
     print("  tools:", dict(formats.most_common()))
     print("  reasoning:", dict(reasoning.most_common()))
+
+
+def _check_itself(report: Report, name: str, template: TemplateCheck) -> None:
+    """Run the checks of `triptych check`. A grammar that takes another form than the template's counts as a failure."""
+    for check in template.all():
+        if check.name == "tool format" and check.result == "no":
+            report.refuses(f"{name}: tools", check.reason)
+        elif check.reason.startswith("the template does not render it"):  # nor does the reference, by the comparison
+            report.refuses(f"{name}: {check.name}", check.reason)
+        elif check.result != "not applicable":  # what a template refuses is compared with the reference
+            is_exact = check.result == "yes" and not (check.reason and check.name.startswith("grammar"))
+            report.check(f"{name}: {check.name}", is_exact, check.reason)
 
 
 def _check_refusal(report: Report, name: str, source: str, error: TemplateError) -> None:
@@ -249,70 +208,3 @@ def _compare_continued(report: Report, case: str, worker: RenderWorker, chat: Ch
     except (ApiError, RenderError):
         text = None
     report.check(case, text == expected, f"{text!r} is not {expected!r}")
-
-
-def _read_back(
-    report: Report, name: str, worker: RenderWorker, chat: ChatTemplate, format: ToolFormat, vocabulary: Vocabulary
-) -> None:
-    """Check that calls which the template writes are read back, however they are cut, and that a grammar takes them."""
-    probe = _Probe(chat, worker)
-    probe.traits()
-    use = ToolUse(TOOLS, "required")
-    reply_format = ReplyFormat(calls=format, tools={tool.name: tool for tool in TOOLS})
-    channels = REASONING_FORMATS["harmony"] if format.name == "harmony" else None
-    held = ReplyFormat(channels, calls=format, tools=reply_format.tools, is_held=True)
-    shown = shown_tools(TOOLS, chat.traits)
-    for kind, calls in CALLS.items():
-        fitted = fitted_messages([_WEATHER, _called(kind)], TOOLS, chat, format)
-        try:
-            text = _rendered(worker, chat, fitted, shown, speak=False)
-            prompt = _rendered(worker, chat, [_WEATHER], shown, speak=True)
-        except RenderError:
-            continue  # compared with the reference elsewhere
-        probe._prompt, probe._plain = prompt, ""
-        reply, _ = probe._reply(text)
-        if not all(str(value) in reply for _, given in calls for value in list(given.values())[:1]):
-            continue  # the template takes one call, or changes strings
-        found = ReplyParser(reply_format).whole(reply)
-        report.check(f"{name}: read back: {kind}", _calls(found) == calls, f"{_calls(found)} from {reply!r}")
-        streamed = all(_calls(_streamed(reply_format, pieces)) == _calls(found) for pieces in _splits(reply))
-        report.check(f"{name}: in pieces: {kind}", streamed, f"another reply in pieces: {reply!r}")
-        grammar = reply_grammar(held, use, "", lambda _: None)
-        taken = _taken(grammar, vocabulary, reply[max(reply.find(format.syntax.trigger), 0) :])
-        report.check(
-            f"{name}: grammar: {kind}",
-            taken is not None and _calls(ReplyParser(held).whole(taken)) == calls,
-            f"{taken!r} of {reply!r}",
-        )
-
-
-def _calls(reply: WholeReply) -> list[tuple[str, Any]]:
-    try:
-        return [(call.name, json.loads(call.arguments)) for call in reply.calls]
-    except ValueError:
-        return [(call.name, call.arguments) for call in reply.calls]
-
-
-def _splits(text: str) -> Iterator[list[str]]:
-    yield list(text)
-    yield from ([text[:at], text[at:]] for at in range(1, len(text)))
-
-
-def _streamed(format: ReplyFormat, pieces: list[str]) -> WholeReply:
-    parser, reply = ReplyParser(format), WholeReply()
-    for piece in pieces:
-        reply.add(parser.push(piece))
-    reply.add(parser.push("", end=True))
-    return reply
-
-
-def _taken(grammar: str, vocabulary: Vocabulary, text: str) -> str | None:
-    """Return the beginning of a text that is a whole reply of the grammar; None if no beginning is."""
-    matcher, data, complete = compile_grammar(grammar, vocabulary), text.encode(), 0
-    for at, byte in enumerate(data):
-        if not matcher.tokens[byte]:
-            break
-        matcher.accept(byte)
-        if matcher.is_complete:
-            complete = at + 1
-    return data[:complete].decode() if complete else None
