@@ -256,8 +256,8 @@ class TemplateCheck:
             taken = self._taken(lambda special: reply_grammar(held, ToolUse(TOOLS, "required"), "", special), text)
             return taken is not None and _calls(ReplyParser(held).whole(taken)) == calls
 
-        written = reply[max(reply.find(format.syntax.trigger), 0) :].lstrip()
-        if is_taken(written):
+        written = reply[max(reply.find(format.syntax.trigger), 0) :]
+        if is_taken(written) or is_taken(written.lstrip()):
             return Check(name, "yes")
         if is_taken(own := written_calls(format.syntax, calls)):
             return Check(name, "yes", f"held as {_short(own)}; the template writes {_short(written)}")
