@@ -33,7 +33,7 @@ asyncio.run(start())
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        (["-m", "loadtest", "--help"], "usage: python -m triptych.loadtest"),
+        (["-m", "triptych.loadtest", "--help"], "usage: python -m triptych.loadtest"),
         (["-P", "-c", DOWNLOAD], "hf:no name"),
         (["-P", "-c", FLEET], "1"),  # a worker whose input ends before it has a job
     ],

@@ -77,7 +77,7 @@ class Replays(EncoderGraphs):
 
     def __init__(self, model: Transformer, **settings: Any) -> None:
         super().__init__(model, record=recorded, **settings)
-        self.record_all()
+        finish(self.record_each())
         self.ran: list[BatchSize] = []
 
     def run(self, size: BatchSize, sources: Any) -> Tensor:

@@ -36,7 +36,7 @@ class RecordingOwner:
     def abort(self, model: str, request_id: str, index: int | None, reason: FinishReason) -> None:
         self.aborted.append((request_id, index, reason))
 
-    def started(self, model: str, request_id: str) -> None:
+    def started(self, model: str, request_id: str, cached_tokens: int) -> None:
         self.begun.append(request_id)
 
     def release(self, request_id: str) -> None:

@@ -38,6 +38,7 @@ from triptych.model.engine.scheduling.block_manager import BlockManager
 from triptych.model.engine.scheduling.scheduled_step import SchedulerOutput
 from triptych.model.engine.scheduling.scheduler import Scheduler
 from triptych.model.network.delta_net import recur
+from triptych.model.system.background_work import finish
 
 KINDS = ["gpt2", "llama-gqa", "phi3-longrope", "gemma3", "qwen3-next", "t5-relu", "bart"]
 
@@ -130,10 +131,10 @@ def outputs_of(
     decode, mixed = None, None
     if graphs:
         decode = DecodeGraphs(model, cache, max_num_seqs=12, max_model_len=64, record=recorded)
-        decode.record_all()
+        finish(decode.record_each())
     if prompts:
         mixed = MixedGraphs(model, cache, max_num_seqs=12, max_model_len=64, record=recorded)
-        mixed.record_all()
+        finish(mixed.record_each())
     runner = CountingRunner(model, cache, blocks, decode, mixed_graphs=mixed)
     eos = model.config.eos_token_ids
     engine = GenerateEngine(

@@ -36,6 +36,7 @@ from triptych.model.engine.scheduling.scheduler import Scheduler
 from triptych.model.engine.speculation.draft_model import DraftModel
 from triptych.model.engine.speculation.propose import MAX_VERIFIED_ROWS
 from triptych.model.network.transformer import Transformer
+from triptych.model.system.background_work import finish
 from triptych.model.text.grammar import choice_grammar, regex_grammar
 from triptych.model.text.grammar_matcher import Grammars
 from triptych.model.text.token_bytes import TokenBytes
@@ -63,7 +64,7 @@ def recorded_graphs(model: Transformer, pages: KVCache, num_seqs: int) -> dict[s
     if model.encoder is not None:
         found["encoder_graphs"] = EncoderGraphs(model, max_num_seqs=num_seqs, max_num_tokens=256, record=recorded)
     for one in found.values():
-        one.record_all()
+        finish(one.record_each())
     return found
 
 

@@ -23,6 +23,7 @@ from triptych.model.engine.execution.encoder_graphs import BatchSize, EncoderGra
 from triptych.model.engine.execution.mixed_graphs import MixedSize
 from triptych.model.engine.execution.sources import source_input
 from triptych.model.llm import LLM
+from triptych.model.system.background_work import finish
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: kernels are compiled, see -m gpu")
 KINDS = ("gemma2", "t5-relu")
@@ -85,7 +86,7 @@ def test_texts_of_a_recorded_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(encoder_graphs, "batch_sizes", lambda *_: [BatchSize(16, 3)])
     model, sources = loaded(kind, TritonBackend()), [token_source(prompt(length, length)) for length in (7, 2)]
     graphs = EncoderGraphs(model, max_num_seqs=3, max_num_tokens=16, record=recorded)
-    graphs.record_all()
+    finish(graphs.record_each())
     with torch.inference_mode():
         expected = model.encode(source_input(sources, CPU))
         assert difference(graphs.run(BatchSize(16, 3), sources), expected) < 1e-5

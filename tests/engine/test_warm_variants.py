@@ -94,10 +94,10 @@ def test_traffic_launches_only_warmed_variants(kind: str, kv: torch.dtype) -> No
         finish(compile_attention(model, cache, BUDGET, CONTEXT))
     with noted() as seen:
         graphs = DecodeGraphs(model, cache, max_num_seqs=12, max_model_len=CONTEXT, record=recorded)
-        graphs.record_all()
+        finish(graphs.record_each())
         mixed = MixedGraphs(model, cache, max_num_seqs=12, max_model_len=CONTEXT, record=recorded)
         if can_record_prompts(model):
-            mixed.record_all()
+            finish(mixed.record_each())
         for recording in (None, graphs):
             runner = ModelRunner(model, cache, blocks, recording)
             engine = GenerateEngine(kind, runner, Scheduler(blocks, 12, BUDGET), max_model_len=CONTEXT)
@@ -154,9 +154,8 @@ def test_encoders_too(kind: str) -> None:
             while encode.has_work:
                 encode.step()
         if can_record_batches(model):
-            EncoderGraphs(
-                model, max_num_seqs=8, max_num_tokens=4096, record=recorded, images=encode._images
-            ).record_all()
+            batches = EncoderGraphs(model, max_num_seqs=8, max_num_tokens=4096, record=recorded, images=encode._images)
+            finish(batches.record_each())
     assert variants(seen) == variants(warmed)
 
 

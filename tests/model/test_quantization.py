@@ -290,7 +290,7 @@ def test_second_moments_are_those_of_the_inputs(tmp_path: Path, packed_here: Non
     llm = loaded(original, dtype="float32")
     assert llm.tokenizer is not None and llm.network.tokens is not None and llm.network.decoder is not None
     ids = torch.tensor(llm.tokenizer.encode("import json").ids)
-    rows = llm.network.decoder.layers[0].attn_norms.pre(llm.network.tokens.weight[ids].float())
+    rows = llm.network.decoder.layers[0].attn_norms.pre(llm.network.tokens(ids).float())
     expected = rows.square().mean(0)
     assert torch.allclose(moments["decoder.layers.0.attn.qkv"], expected + 0.01 * expected.mean(), rtol=1e-4)
 

@@ -40,7 +40,7 @@ from triptych.model.parallel.group import Group
 from triptych.model.parallel.messages import Load, Message, Pools, Step
 from triptych.model.parallel.rank_processes import RankProcesses
 from triptych.model.system import fallbacks, kernel_faults
-from triptych.model.system.background_work import Work
+from triptych.model.system.background_work import Work, finish
 from triptych.model.system.child_process import FrameSocket
 
 SETTINGS: dict[str, Any] = {"block_size": 4, "device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 20}
@@ -279,7 +279,9 @@ def test_a_rank_that_cannot_record_leaves_all_without_graphs(
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no graph for you")
 
-    monkeypatch.setattr(rank_main, "recorded", lambda graphs: (graphs.record_all(), (None, "no graph for you"))[1])
+    monkeypatch.setattr(
+        rank_main, "recorded", lambda graphs: (finish(graphs.record_each()), (None, "no graph for you"))[1]
+    )
     model = loaded("llama-gqa", 2)
     try:
         requests = [request("llama-gqa", "one", 5, max_tokens=4)]
