@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 VARIABLE = "TRIPTYCH_LOG_FORMAT"  # the service's setting too
 
@@ -36,6 +36,19 @@ class JsonLines(logging.Formatter):
     def fields(self) -> dict[str, object]:
         """Return the fields that are added to every line."""
         return self._fields
+
+
+def is_json(log_format: object, stream: TextIO) -> bool:
+    """Return whether lines to `stream` are JSON, by the setting: json, plain or auto (plain on a terminal)."""
+    return log_format == "json" or (log_format == "auto" and not stream.isatty())
+
+
+def begin(log_format: object) -> None:
+    """Write log lines to stderr in a format, so that a child that is started now does too, until all is configured."""
+    handler = logging.StreamHandler()
+    if is_json(log_format, sys.stderr):
+        handler.setFormatter(JsonLines())
+    logging.getLogger().handlers[:] = [handler]
 
 
 def child_format() -> str:

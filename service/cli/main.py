@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from triptych.model import names
 from triptych.model.checkpoint import hub, hub_names
 from triptych.model.errors import ConfigError, EngineError, GrammarError
+from triptych.model.system import log_lines
 from triptych.model.system.child_process import ENGINE, ConnectedChild
 from triptych.service.cli import completion
 from triptych.service.cli.model_arguments import folder, named, show_downloads
@@ -93,6 +94,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         print(f"triptych: {note}", file=sys.stderr)
     if settings.get("runtime") != "local":
         return _run(served, settings, groups, None)
+    log_lines.begin(settings.get("log_format", "auto"))
     engine = ConnectedChild(ENGINE)  # imports torch in the meantime
     try:
         return _run(served, settings, groups, engine)

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TextIO
 
 from triptych.model.api.stats import StepStats
-from triptych.model.system.log_lines import JsonLines
+from triptych.model.system.log_lines import JsonLines, is_json
 from triptych.service.core.engine_client import EngineClient
 from triptych.service.core.request_context import RequestContext, current
 from triptych.service.settings.service_settings import LogFormat
@@ -36,9 +36,8 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tup
 def setup(log_format: LogFormat = "auto", *, stream: TextIO | None = None, verbose: bool = False) -> None:
     """Send all log lines to `stream` (stderr) in one format, and disable uvicorn's own access log."""
     stream = stream or sys.stderr
-    as_json = log_format == "json" or (log_format == "auto" and not stream.isatty())
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter() if as_json else PlainFormatter())
+    handler.setFormatter(JsonFormatter() if is_json(log_format, stream) else PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if verbose else logging.INFO)
