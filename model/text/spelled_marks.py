@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import groupby
 
 
 class SpelledMarks:
-    """The texts of special tokens, as something that is searched in time linear in the text."""
+    """The texts of special tokens, as a pattern whose search takes time linear in the text."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = frozenset(text for text in texts if len(text) > 1)
-        self._lengths = sorted({len(text) for text in self._texts})
-        firsts = "".join(sorted({text[0] for text in self._texts}))
-        self._first = re.compile(f"[{re.escape(firsts)}]") if firsts else None
+        wanted = sorted({text for text in texts if len(text) > 1})
+        self._pattern = re.compile(f"(?s:(?={_any_of(wanted)})(.))") if wanted else None
 
     def parted(self, text: str, separator: str) -> str:
         """Return the text with a separator after the first character of each special token that it spells."""
-        if self._first is None:
-            return text
-        pieces, begin = [], 0
-        for found in self._first.finditer(text):
-            at = found.start()
-            if any(text[at : at + length] in self._texts for length in self._lengths):
-                pieces.append(text[begin : at + 1])
-                begin = at + 1
-        return separator.join((*pieces, text[begin:])) if pieces else text
+        return text if self._pattern is None else self._pattern.sub(lambda found: found[1] + separator, text)
+
+
+def _any_of(texts: list[str]) -> str:
+    """Return a pattern that matches any of these sorted texts; it looks at each character of a text once."""
+    first, last = texts[0], texts[-1]  # between which all others are
+    shared = first[: next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+    rest = [text[len(shared) :] for text in texts]
+    if "" in rest:  # a text that ends here is found whatever follows
+        return re.escape(shared)
+    branches = "|".join(_any_of(list(group)) for _, group in groupby(rest, key=lambda text: text[0]))
+    return f"{re.escape(shared)}(?:{branches})"

@@ -36,6 +36,7 @@ _MAX_LOCKED = 256  # tokens that are decoded under the interpreter's lock, which
 _LONG_TEXT = 65_536  # characters; the places of more are found only if they are wanted
 REPLACEMENT = "\ufffd"  # a byte-level decoder's output for an incomplete character
 _ANCHOR = "\n"  # what a part is put after, where the tokenizer puts a space in front of every text
+_PARTS = 1024  # parts that are encoded before their tokens are counted
 _MASKS = ("[MASK]", "<mask>")  # where no file other than tokenizer.json names the mask token
 _UNKNOWNS = ("[UNK]", "<unk>")
 
@@ -257,11 +258,13 @@ class Tokenizer:
         anchor = self.encode(_ANCHOR, add_special_tokens=False).ids
         if not (anchor and self.token_name(anchor[0]).startswith(SPACE)):
             anchor = ()
-        texts = [f"{_ANCHOR}{part}" if anchor else part for part in parts[1:]]
-        found = self.encode_batch(texts, add_special_tokens=False)
-        ids += tuple(token for one in found for token in one.ids[len(anchor) :])
-        _check_number(len(ids), most)
-        return ids
+        found = list(ids)
+        for at in range(1, len(parts), _PARTS):
+            texts = [f"{_ANCHOR}{part}" if anchor else part for part in parts[at : at + _PARTS]]
+            for one in self.encode_batch(texts, add_special_tokens=False):
+                found += one.ids[len(anchor) :]
+            _check_number(len(found), most)
+        return tuple(found)
 
     @property
     def special_texts(self) -> list[str]:

@@ -21,6 +21,8 @@ from triptych.service.planning.admission import check_room
 from triptych.service.planning.checks import ReplyShape
 from triptych.service.planning.response_format import OutputConstraint, check_schema, schema_constraint
 
+_LONG = 20_000  # characters
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -204,8 +206,10 @@ async def _rendered(
     def fitted() -> list[Json]:
         return parted_messages(fitted_messages(conversation.messages, tools, chat, calls), marks, separator)
 
-    # Descriptions of tools, which may be long, are written into the messages in another thread.
-    messages = await service.threads.run_in_thread(fitted) if tools and not chat.reads("tools") else fitted()
+    # Long texts, and descriptions of tools that are written into the messages, are handled in another thread.
+    size = sum(len(text) for one in conversation.messages if isinstance(text := one.get("content"), str))
+    is_long = size > _LONG or (tools and not chat.reads("tools"))
+    messages = await service.threads.run_in_thread(fitted) if is_long else fitted()
     more = {name: value for name, (value, _) in conversation.variables.items()}
     limits, context = service.limits, service.model_info(served.name).max_model_len
     bound = ContextBound(context, limits.prompt_characters_per_token, limits.max_text_bytes)
