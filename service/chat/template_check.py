@@ -19,6 +19,20 @@ from triptych.model.text.token_bytes import TokenBytes, token_bytes
 from triptych.model.text.tokenizer import Tokenizer
 from triptych.service.chat.call_grammar import reply_grammar, written_calls
 from triptych.service.chat.chat_template import ChatTemplate
+from triptych.service.chat.check_conversations import (
+    ANSWER,
+    ASKED,
+    CALLS,
+    SAID,
+    SCHEMA,
+    SHOWN_TEXTS,
+    THOUGHT,
+    TOOLS,
+    UNICODE,
+    Calls,
+    called,
+    turns,
+)
 from triptych.service.chat.formats import (
     OWN,
     REASONING_FORMATS,
@@ -33,7 +47,7 @@ from triptych.service.chat.reasoning_probe import without_reasoning
 from triptych.service.chat.render_pool import RenderError, RenderWorker
 from triptych.service.chat.reply_parser import ReplyFormat, ReplyParser
 from triptych.service.chat.template_probe import last_reply
-from triptych.service.chat.tools import Json, Tool, ToolUse
+from triptych.service.chat.tools import Json, ToolUse
 from triptych.service.core.errors import scrub
 
 Result = Literal["yes", "no", "not applicable"]
@@ -48,87 +62,6 @@ class Check:
     name: str
     result: Result
     reason: str = ""
-
-
-# -- The conversations
-
-_WHERE = {"type": "string", "description": "Where."}
-TOOLS = (
-    Tool(
-        "get_weather",
-        "Tells the weather.",
-        {"type": "object", "properties": {"city": _WHERE, "n": {"type": "integer"}}},
-    ),
-    Tool("list_files", None, None),
-    Tool(
-        "send",
-        "Sends it.",
-        {
-            "type": "object",
-            "properties": {
-                "text": {"type": "string"},
-                "to": {"type": "array", "items": {"type": "string"}},
-                "urgent": {"type": "boolean"},
-                "more": {"type": "object", "properties": {"k": {"type": "null"}}},
-            },
-            "required": ["text"],
-        },
-    ),
-)
-Calls = list[tuple[str, dict[str, Any]]]
-CALLS: dict[str, Calls] = {
-    "a call": [("get_weather", {"city": "Malmö", "n": 3})],
-    "no arguments": [("list_files", {})],
-    "hard values": [("send", {"text": 'a "b" <c> \\ {d} 7', "to": ["x", "y"], "urgent": True, "more": {"k": None}})],
-    "two calls": [("get_weather", {"city": "Lund", "n": 1}), ("get_weather", {"city": "Oslo", "n": 2})],
-}
-ASKED: Json = {"role": "user", "content": "Weather?"}
-_MARKS = "<think> {{ x }} {% if %} [INST] </s> <|im_end|> <tool_call> [TOOL_CALLS]"
-_UNICODE = "Zürich 東京 🙂 नमस्ते 👩‍👩‍👧 שלום"
-_THOUGHT, _SAID = "Hmm-9.", "Well-5."
-_ANSWER = {"city": "Malmö", "n": 3}
-_SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "n": {"type": "integer"}},
-    "required": ["city", "n"],
-    "additionalProperties": False,
-}
-
-
-def called(kind: str, **more: Any) -> Json:
-    """Return a message of the assistant with the calls of a kind."""
-    calls = [
-        {"id": f"call_{at}a2b3c4d5e6", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for at, (name, arguments) in enumerate(CALLS[kind])
-    ]
-    return {"role": "assistant", "tool_calls": calls, **more}
-
-
-def results(*texts: str) -> list[Json]:
-    """Return the messages with the results of calls."""
-    return [{"role": "tool", "content": text, "tool_call_id": f"call_{at}a2b3c4d5e6"} for at, text in enumerate(texts)]
-
-
-def _turns(*texts: str) -> list[Json]:
-    return [{"role": "user" if at % 2 == 0 else "assistant", "content": text} for at, text in enumerate(texts)]
-
-
-def _system(role: str) -> list[Json]:
-    return [{"role": role, "content": "Rule-4"}, *_turns("Question-3")]
-
-
-# Name, messages, whether there are tools, and whether a template may refuse the conversation.
-_SHOWN_TEXTS: tuple[tuple[str, list[Json], bool, bool], ...] = (
-    ("turns", _turns("Question-1", "Answer-2", "Question-3", "Answer-4", "Question-5"), False, False),
-    ("system message", _system("system"), False, True),
-    ("developer message", _system("developer"), False, True),
-    ("Unicode", _turns(_UNICODE), False, False),
-    ("marks in a user's text", _turns(_MARKS), False, False),
-    ("result of a call", [ASKED, called("a call"), *results("Result-1")], True, False),
-    ("results of two calls", [ASKED, called("two calls"), *results("Result-1", "Result-2")], True, True),
-    ("marks in a result", [ASKED, called("a call"), *results(_MARKS)], True, False),
-    ("turns after a result", [ASKED, called("a call"), *results("Result-1"), *_turns("x", "Q-2")[1:]], True, False),
-)
 
 
 class TemplateCheck:
@@ -151,7 +84,7 @@ class TemplateCheck:
     def all(self) -> Iterator[Check]:
         """Run all checks, in the order of a table."""
         yield from self._formats()
-        for name, messages, with_tools, may_refuse in _SHOWN_TEXTS:
+        for name, messages, with_tools, may_refuse in SHOWN_TEXTS:
             if with_tools and self._calls is None:
                 yield Check(name, "not applicable", "tools are refused")
             else:
@@ -242,10 +175,10 @@ class TemplateCheck:
         text = self._rendered([ASKED, called(kind)], with_tools=True)
         prompt = self._rendered([ASKED], with_tools=True, speak=True)
         try:
-            plain = self._rendered([ASKED, {"role": "assistant", "content": _SAID}], with_tools=True)
+            plain = self._rendered([ASKED, {"role": "assistant", "content": SAID}], with_tools=True)
         except RenderError:
             plain = ""
-        return without_reasoning(last_reply(text, prompt, plain.rpartition(_SAID)[0])[0], self._reasoning)
+        return without_reasoning(last_reply(text, prompt, plain.rpartition(SAID)[0])[0], self._reasoning)
 
     def _held(self, name: str, format: ToolFormat, calls: Calls, reply: str) -> Check:
         """Check that a grammar of a forced call takes these calls, as the template or the format writes them."""
@@ -271,12 +204,12 @@ class TemplateCheck:
         if thoughts is None:
             yield from (Check(name, "not applicable", "there is no reasoning format") for name in names)
         else:
-            format, reply, note = self._thought(thoughts, _SAID)
+            format, reply, note = self._thought(thoughts, SAID)
             found = ReplyParser(format).whole(reply)
-            is_whole = (found.reasoning, found.content) == (_THOUGHT, _SAID)
+            is_whole = (found.reasoning, found.content) == (THOUGHT, SAID)
             yield Check(names[0], "yes", note) if is_whole else Check(names[0], "no", f"{found} of {_short(reply)}")
             yield _outcome(names[1], _is_one(format, reply), f"other parts in pieces: {_short(reply)}")
-        answer = json.dumps(_ANSWER, ensure_ascii=False)
+        answer = json.dumps(ANSWER, ensure_ascii=False)
         format, reply, _ = self._thought(thoughts, answer)
         for name, use in (("response_format", ToolUse()), ("response_format with tools", ToolUse(TOOLS))):
             name = f"grammar: {name}"
@@ -291,7 +224,7 @@ class TemplateCheck:
             )
             content = self._calls.syntax.content if use.tools and self._calls is not None else ""
             taken = self._taken(
-                lambda special: reply_grammar(whole, use, json_grammar(_SCHEMA), special),  # noqa: B023
+                lambda special: reply_grammar(whole, use, json_grammar(SCHEMA), special),  # noqa: B023
                 reply,
             )
             read = None if taken is None else ReplyParser(whole).whole(taken).content.removeprefix(content)
@@ -301,12 +234,12 @@ class TemplateCheck:
         """Return a reply with reasoning and its format, and what is said of its origin."""
         if thoughts is None:
             return ReplyFormat(), said, ""
-        asked = _turns("Question-3")
+        asked = turns("Question-3")
         try:
             prompt = self._rendered(asked, speak=True)
             answered = {"role": "assistant", "content": said}
             ending = self._rendered([*asked, answered]).rpartition(said)[2]
-            text = self._rendered([*asked, answered | {"reasoning_content": _THOUGHT}])
+            text = self._rendered([*asked, answered | {"reasoning_content": THOUGHT}])
             reply, is_sure = last_reply(text, prompt)
         except RenderError:
             prompt, ending, reply, is_sure = "", "", "", False
@@ -314,7 +247,7 @@ class TemplateCheck:
         format = ReplyFormat(thoughts, reasoning_opened=opened)
         written = reply.removesuffix(ending)
         between = written.rpartition(thoughts.closing)[2].removesuffix(said) if thoughts.closing else ""
-        if _THOUGHT in written and written.endswith(said) and (opened or thoughts.opening.strip() in written):
+        if THOUGHT in written and written.endswith(said) and (opened or thoughts.opening.strip() in written):
             if not between.strip():
                 return format, written, ""
             note = f"tried without {_short(between)}, which the template writes before the answer"
@@ -322,8 +255,8 @@ class TemplateCheck:
             note = "the template leaves it out of earlier replies; tried with the format's marks"
         if thoughts.name == "harmony":
             begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
-            return ReplyFormat(thoughts), f"{begin}{_THOUGHT}{end}{said}", note
-        return ReplyFormat(thoughts), f"{thoughts.opening}{_THOUGHT}{thoughts.closing}\n\n{said}", note
+            return ReplyFormat(thoughts), f"{begin}{THOUGHT}{end}{said}", note
+        return ReplyFormat(thoughts), f"{thoughts.opening}{THOUGHT}{thoughts.closing}\n\n{said}", note
 
     def _taken(self, grammar: Callable[[Callable[[str], int | None]], str], text: str) -> str | None:
         """Return the beginning of a text that is a whole reply of the grammar; None if no beginning is."""
@@ -365,9 +298,9 @@ class TemplateCheck:
         return Check(name, "yes", f"spelt in several tokens: {', '.join(lost)}" if lost else "")
 
     def _keeps_unicode(self, name: str, tokenizer: Tokenizer) -> Check:
-        prompt = self._rendered(_turns(_UNICODE), speak=True)
+        prompt = self._rendered(turns(UNICODE), speak=True)
         text = tokenizer.decode_part(tokenizer.encode(prompt, add_special_tokens=False).ids, skip_special_tokens=False)
-        return _outcome(name, _UNICODE in text, f"{_UNICODE} is decoded to {_short(text)}")
+        return _outcome(name, UNICODE in text, f"{UNICODE} is decoded to {_short(text)}")
 
     def _keeps_marks(self, name: str, tokenizer: Tokenizer) -> Check:
         """Check that special tokens which a user spells are no special tokens of the prompt, and keep their text."""
@@ -376,7 +309,7 @@ class TemplateCheck:
             return Check(name, "not applicable", "the tokenizer has no special tokens")
         counts = []
         for text in (spelled, "x"):
-            [said] = parted_messages(_turns(text), tokenizer.spelled_marks, separator)
+            [said] = parted_messages(turns(text), tokenizer.spelled_marks, separator)
             ids = tokenizer.encode_parts(self._rendered([said], speak=True).split(separator))
             counts.append(sum(token in tokenizer.special_ids for token in ids))
             if text == spelled and text not in (shown := tokenizer.decode_part(ids, skip_special_tokens=False)):

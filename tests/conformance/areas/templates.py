@@ -17,10 +17,11 @@ from tests.conformance.packages import Packages
 from tests.conformance.report import Report
 from tests.conformance.template_files import published_templates
 from triptych.service.chat.chat_template import ChatTemplate
+from triptych.service.chat.check_conversations import ASKED, TOOLS, called, results
 from triptych.service.chat.formats import tool_format
 from triptych.service.chat.message_fit import fitted_messages, shown_tools
 from triptych.service.chat.render_pool import RenderError, RenderPool, RenderWorker
-from triptych.service.chat.template_check import ASKED, TOOLS, TemplateCheck, called, results
+from triptych.service.chat.template_check import TemplateCheck
 from triptych.service.chat.template_files import TemplateError, TemplateFiles
 from triptych.service.chat.template_probe import probed_template
 from triptych.service.core.context_bound import ContextBound
