@@ -28,6 +28,7 @@ from triptych.service.lifecycle.state import Service
 from triptych.service.observability.logs import ActivityLog
 from triptych.service.observability.metrics import Metrics
 from triptych.service.routes import (
+    decisions,
     docs,
     encode,
     generate,
@@ -53,7 +54,7 @@ from triptych.service.speech.routes import speech_planner
 
 _MODULES = (
     *(generate, encode, openai, responses, messages, ollama, huggingface, ranking, pipelines, text2text, images, audio),
-    *(llama_cpp, tokens, operations, models, playground, docs),
+    *(decisions, llama_cpp, tokens, operations, models, playground, docs),
 )
 TABLE = RouteTable(row for module in _MODULES for row in module.routes.rows)
 

@@ -131,6 +131,11 @@ async def count_tokens(service: Service, served: ServedModel, conversation: Conv
     return count
 
 
+async def rendered(service: Service, served: ServedModel, conversation: Conversation) -> str:
+    """Return the text of the prompt that `take_turn` makes."""
+    return (await _prompt(service, served, conversation))[2]
+
+
 def _empty(param: str) -> ApiError:
     return invalid(f"{param}: the chat template makes an empty prompt of it", param, "empty_prompt")
 

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ CHAT, COMPLETE, TRANSCRIBE, SPEECH_TRANSLATE = "chat", "complete", "transcribe",
 TRANSLATE, SUMMARIZE, REWRITE = "translate", "summarize", "rewrite"
 EMBED, RERANK, CLASSIFY, FILL = "embed", "rerank", "classify", "fill"
 TAG, ANSWER, ZERO_SHOT, SPARSE, LATE = "tag", "answer", "zero_shot", "embed_sparse", "embed_tokens"
+DECIDE, MODERATE = "decide", "moderate"
 CLASSIFY_IMAGE, EMBED_IMAGE = "classify_image", "embed_image"
 # Abilities that several of these have in common, for the examples of routes.
 GENERATE, SEQ2SEQ, JUDGE, TOKENIZE, FILL_MIDDLE = "generate", "seq2seq", "judge", "tokenize", "fill_middle"
@@ -40,6 +42,8 @@ MEANINGS = {  # what a model must do, in words
     TAG: "classifies tokens",
     ANSWER: "finds answers in a text",
     ZERO_SHOT: "classifies by any labels",
+    DECIDE: "answers questions with probabilities",
+    MODERATE: "classifies texts into labels with names",
     SPARSE: "makes sparse vectors",
     LATE: "makes a vector for each token, as ColBERT does",
     CLASSIFY_IMAGE: "classifies images",
@@ -58,6 +62,7 @@ _SHARED = {
 SOUND = "@-"  # as the file of a form: the command pipes the service's sample into it
 SAMPLE = "sample.flac"  # the path of the sample, which the service sends if a model transcribes
 
+_UNNAMED = re.compile(r"(?i)label[ _-]?\d+|\d+")  # labels that a checkpoint has by default
 _CHAT_TEMPERATURE = 0.3  # where the folder names none: at 1, the default of OpenAI's API, small models talk nonsense
 _QUESTION = "What is gravity?"  # `chat` is sure of the first tokens of its answer, whatever the kernels
 _SENTENCES = ["A cat sleeps on the mat.", "A kitten naps on the rug."]
@@ -115,6 +120,12 @@ class Choice:
     body: str  # of that, as JSON
 
 
+def has_categories(labels: Sequence[str]) -> bool:
+    """Whether a classifier's labels have names, and are not those of entailment or of relevance."""
+    is_entailment = any(label.lower().startswith("entail") for label in labels)
+    return len(labels) > 1 and not is_entailment and not all(map(_UNNAMED.fullmatch, labels))
+
+
 def choices(models: Iterable[ServedModel]) -> dict[str, Choice]:
     """Return the first of the models that has each ability, loaded ones first."""
     found: dict[str, Choice] = {}
@@ -131,7 +142,9 @@ def choices(models: Iterable[ServedModel]) -> dict[str, Choice]:
         head = served.config.classifier
         judges = head is not None and not head.per_token and served.config.image is None
         fills = served.config.can_generate and served.infilling is not None
-        for ability, has in ((TOKENIZE, served.tokenizer is not None), (JUDGE, judges), (FILL_MIDDLE, fills)):
+        named = judges and head is not None and has_categories(head.labels)
+        also = (TOKENIZE, served.tokenizer is not None), (JUDGE, judges), (MODERATE, named), (FILL_MIDDLE, fills)
+        for ability, has in also:
             if has:
                 found.setdefault(ability, Choice(ability, served.name, mask or "", "", "", ""))
     return found
@@ -174,6 +187,13 @@ def _of_decoder(served: ServedModel) -> Iterable[Capability]:
         yield Capability(CHAT, "/v1/chat/completions", body)
     prompt = "The capital of France is" if served.chat is not None else text or "Once upon a time"
     yield Capability(COMPLETE, "/generate", {"model": served.name, "prompt": prompt, "max_tokens": 32})
+    if served.chat is not None:
+        yield _decision(served, "The statement is about a person.")
+
+
+def _decision(served: ServedModel, statement: str) -> Capability:
+    question = {"type": "predicate", "instructions": statement}
+    return Capability(DECIDE, "/v1/decisions", {"model": served.name, "input": _FACT, "questions": [question]})
 
 
 def _of_pairs(served: ServedModel) -> Iterable[Capability]:
@@ -208,6 +228,7 @@ def _of_encoder(served: ServedModel) -> Iterable[Capability]:
     if "zero_shot" in made:
         labels = {"labels": ["sports", "science"]}
         yield Capability(ZERO_SHOT, "/encode", {"model": name, "input": _FACT, "output": "zero_shot", **labels})
+        yield _decision(served, "A person was born in London.")
     if "token_classification" in made:
         yield Capability(TAG, "/encode", {"model": name, "input": text or _FACT, "output": "token_classification"})
     if "question_answering" in made:

@@ -17,7 +17,7 @@ ENCODERS = {
     "bert": ["embed", "rerank"],
     "bert-masked": ["fill", "embed", "rerank", "embed_sparse"],
     "bert-sequence": ["classify"],
-    "bert-nli": ["classify", "zero_shot"],
+    "bert-nli": ["classify", "zero_shot", "decide"],
     "bert-entities": ["tag"],
     "bert-answers": ["answer"],
     "vit": ["embed_image"],
@@ -38,7 +38,7 @@ def test_examples_of_models_that_write() -> None:
     """A chat model is asked in a chat, not by a raw prompt; a model without a tokenizer gets token ids."""
     app = chat_app(max_model_len=512)
     shown = {one["name"]: one["capabilities"] for one in ask(app, "GET", "/info").json()["models"]}
-    assert [one["name"] for one in shown["chat"]] == ["chat", "complete"]
+    assert [one["name"] for one in shown["chat"]] == ["chat", "complete", "decide"]
     for able in shown.values():
         for one in able:
             assert ask(app, "POST", one["path"], json=one["body"]).status_code == 200, one

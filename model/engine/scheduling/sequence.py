@@ -234,10 +234,14 @@ class SequenceState:
 
     @property
     def reuses_prefix(self) -> bool:
-        """Whether cached blocks will do: scores of the prompt, a probe and an alignment need its own rows."""
+        """Whether cached blocks will do: scores of the prompt, a probe and an alignment need its own rows.
+
+        The last row is always computed, so a probe after the whole prompt needs no other.
+        """
         if self.request.alignment is not None:
             return False
-        if self.params.probe is not None and self.probe_logprobs is None:
+        probe = self.params.probe
+        if probe is not None and self.probe_logprobs is None and probe.position < self.num_prompt_tokens - 1:
             return False
         return self.params.prompt_logprobs is None or len(self.prompt_logprobs) >= self.num_prompt_tokens
 

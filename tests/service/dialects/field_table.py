@@ -19,6 +19,7 @@ from triptych.model.api.parameters import Beams, Taken
 from triptych.model.api.request import PARAMETERS
 from triptych.service.dialects.cohere import EmbeddingBody
 from triptych.service.dialects.common import Ignored, Refused, ServedTypes
+from triptych.service.dialects.decision_bodies import DecisionBody, ModerationBody
 from triptych.service.dialects.huggingface import EmbedBody, PredictBody, RerankBody, TextGenerationBody
 from triptych.service.dialects.llama_cpp import InfillBody
 from triptych.service.dialects.messages_bodies import CountBody, MessagesBody
@@ -53,6 +54,8 @@ _OPENAI: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
     "/v1/embeddings": EmbeddingBody,
+    "/v1/decisions": DecisionBody,
+    "/v1/moderations": ModerationBody,
     "/v1/audio/transcriptions": TranscriptionForm,
     "/v1/audio/translations": TranslationForm,
 }

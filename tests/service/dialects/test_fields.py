@@ -28,6 +28,7 @@ TYPES = [
     ("/v1/chat/completions", f"{OPENAI}.chat.completion_create_params.CompletionCreateParamsStreaming"),
     ("/v1/completions", f"{OPENAI}.completion_create_params.CompletionCreateParamsStreaming"),
     ("/v1/embeddings", f"{OPENAI}.embedding_create_params.EmbeddingCreateParams"),
+    ("/v1/decisions", f"{OPENAI}.decision_create_params.DecisionCreateParams"),
     ("/v1/responses", f"{OPENAI}.responses.response_create_params.ResponseCreateParamsStreaming"),
     ("/v1/audio/transcriptions", f"{OPENAI}.audio.transcription_create_params.TranscriptionCreateParamsStreaming"),
     ("/v1/audio/translations", f"{OPENAI}.audio.translation_create_params.TranslationCreateParams"),

@@ -1,0 +1,181 @@
+"""OpenAI's decisions and moderations: probabilities of answers, and categories of texts."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from triptych.model.api.request import Request as EngineRequest
+from triptych.model.errors import TooManyTokensError
+from triptych.service.chat.conversation import Conversation, rendered
+from triptych.service.core.context_bound import context_exceeded
+from triptych.service.core.errors import invalid, too_large
+from triptych.service.core.models import ServedModel
+from triptych.service.dialects import decisions
+from triptych.service.dialects.common import fields_of, naming_errors, native_generate
+from triptych.service.dialects.decision_bodies import DecisionBody, ModerationBody
+from triptych.service.dialects.decisions import EncodedQuestions, LabelTree
+from triptych.service.dialects.ranking import judges_pairs
+from triptych.service.http.bodies import cancel_on_disconnect, context_of_request, json_response, read_body
+from triptych.service.http.model_use import choose_model
+from triptych.service.http.route_table import Example, Routes, json_body, replies
+from triptych.service.lifecycle.state import Service, service_of
+from triptych.service.planning.admission import check_room
+from triptych.service.planning.capabilities import DECIDE, MODERATE
+from triptych.service.planning.tokenization import check_vocabulary
+from triptych.service.routes import encode
+from triptych.service.routes.label_probes import LabelProbes, probing
+
+routes = Routes("generate")
+_ANCHOR = 16  # characters before a label that are tokenised with it
+
+
+@routes.post(
+    "/v1/decisions",
+    "Answer questions with probabilities, as OpenAI does",
+    json_body(DecisionBody, decisions=Example(DECIDE, own=True)),
+    replies("The answers, in the order of the questions.", Any),
+)
+async def decide(request: Request) -> Response:
+    """Works with OpenAI's client. Nothing is generated: a model that writes text computes one prefill a question over
+    the shared input, and a classifier reads the input with each label.
+    """
+    body = await read_body(request, DecisionBody)
+    service = service_of(request)
+    decisions.check(body, service.limits.max_encode_inputs)
+    served = await choose_model(request, body.model, _decides, "writes text or classifies texts", body.timeout_s)
+    body = body.model_copy(update={"model": served.name})
+    if judges_pairs(served):
+        questions = EncodedQuestions(body, served)
+        with naming_errors(questions.names()):
+            return await encode.answer(request, questions.body(), questions.reply)
+    with service.handling(), naming_errors(decisions.NAMES):
+        return await _answer(request, service, body, served)
+
+
+@routes.post(
+    "/v1/moderations",
+    "Classify texts by what may be harmful, as OpenAI does",
+    json_body(ModerationBody, moderations=Example(MODERATE, {"input": "{text}"})),
+    replies("The categories of each text.", Any),
+    task="encode",
+)
+async def moderate(request: Request) -> Response:
+    """Works with OpenAI's client. Categories are the labels of a classifier: OpenAI's where names match, others under
+    their own names.
+    """
+    body = await read_body(request, ModerationBody)
+    what = "classifies texts into labels with names (`id2label` of config.json)"
+    served = await choose_model(request, body.model, decisions.moderates, what, body.timeout_s)
+    with naming_errors({"output": "model"}):
+        found = decisions.moderate(body.model_copy(update={"model": served.name}))
+        return await encode.answer(request, found, decisions.moderation_reply)
+
+
+def _decides(served: ServedModel) -> bool:
+    """Return whether a model answers questions."""
+    head = served.config.classifier
+    if not served.reads_text or served.config.image is not None or (head is not None and head.spans):
+        return False
+    return judges_pairs(served) or served.config.can_generate
+
+
+class _Prompts(NamedTuple):
+    """The tokens of each question's prompt, and the tree of its labels."""
+
+    ids: list[tuple[int, ...]]
+    trees: list[LabelTree]
+
+
+async def _answer(request: Request, service: Service, body: DecisionBody, served: ServedModel) -> Response:
+    context, info = context_of_request(), service.model_info(served.name)
+    check_room(service.client, served)
+    before, after = await _around(service, body, served)
+    characters = len(before) + sum(len(decisions.asked(one)) for one in body.questions)
+    prompts = await service.threads.run(
+        served.name, characters, lambda: _prompts(body, served, before, after, info.max_model_len)
+    )
+    most = service.limits.max_encode_inputs
+    if (count := sum(len(one.branches) for one in prompts.trees)) > most:
+        message = f"questions: their labels part at {count} places, more than max_encode_inputs ({most}); send fewer"
+        raise too_large(message, "questions", "too_many_inputs")
+    probes = await _probes(service, body, prompts)
+    service.check_not_given_up()
+    context.model, context.tokens_in = served.name, sum(one.num_sent_tokens for one in probes)
+    running = LabelProbes(service.client, service.jobs, context, info.max_num_seqs)
+    found = iter(await cancel_on_disconnect(request, running.run(probes)))
+    answers = []
+    for question, tree in zip(body.questions, prompts.trees, strict=True):
+        shares, mass = tree.shares({path: next(found) for path in tree.branches})
+        answers.append(decisions.answer(question, shares, mass=mass))
+    return json_response(decisions.reply(served.name, answers, context.tokens_in, running.cached_tokens))
+
+
+async def _around(service: Service, body: DecisionBody, served: ServedModel) -> tuple[str, str]:
+    """Return the text of the prompt before each question, and the text after it."""
+    if served.chat is None:
+        return decisions.plain(body) + "\n\n", "\nAnswer:"
+    mark = secrets.token_hex(16)
+    messages = decisions.messages(body)
+    if messages[-1]["role"] == "user":
+        messages[-1]["content"] += f"\n\n{mark}"
+    else:
+        messages.append({"role": "user", "content": mark})
+    variables = {"enable_thinking": (False, "model")} if served.chat.takes("enable_thinking") else {}
+    text = await rendered(service, served, Conversation(messages, variables=variables, param="input"))
+    before, *others = text.split(mark)
+    if len(others) != 1:
+        raise invalid(f"input: the chat template of model {served.name} does not show the last message once", "input")
+    return before, others[0]
+
+
+def _prompts(body: DecisionBody, served: ServedModel, before: str, after: str, context: int) -> _Prompts:
+    """Tokenise what the questions share once, and each question with its labels."""
+    tokenizer = served.require_tokenizer("input")
+    is_plain = served.chat is None
+    gap = " " if is_plain and not served.is_encoder_decoder else ""
+    whole, trees = [], []
+    try:
+        shared = (
+            () if served.is_encoder_decoder else tokenizer.encode(before, add_special_tokens=is_plain, most=context).ids
+        )
+        for at, question in enumerate(body.questions):
+            own = decisions.asked(question) + after
+            if served.is_encoder_decoder:
+                whole.append(tokenizer.encode(before + own, most=context).ids)
+            else:
+                whole.append((*shared, *tokenizer.encode(own, add_special_tokens=False, most=context).ids))
+            anchor = "" if served.is_encoder_decoder else own[-_ANCHOR:]
+            begin = tokenizer.encode(anchor, add_special_tokens=False).ids
+            labels = []
+            for value in decisions.values_of(question):
+                label = gap + decisions.as_json(value)
+                ids = tokenizer.encode(anchor + label, add_special_tokens=False).ids
+                joined = ids[: len(begin)] == begin
+                labels.append(ids[len(begin) :] if joined else tokenizer.encode(label, add_special_tokens=False).ids)
+                check_vocabulary(labels[-1], served.source_vocab_size, f"questions[{at}]")
+            trees.append(decisions.label_tree(labels, question, f"questions[{at}]"))
+    except TooManyTokensError as error:
+        raise context_exceeded(context, f"input has {error.count} tokens", "input") from None
+    return _Prompts(whole, trees)
+
+
+async def _probes(service: Service, body: DecisionBody, prompts: _Prompts) -> list[EngineRequest]:
+    """Return a request for each place at which the labels of a question part."""
+    context, found = context_of_request(), []
+    fields = fields_of(body) | {"temperature": 0.0, "num_beams": 1, "return_token_ids": True}
+    count = len(prompts.ids)
+    bounds = [*range(0, count, service.limits.max_prompts), count]
+    for begin, end in pairwise(bounds):
+        trees: Sequence[LabelTree] = prompts.trees[begin:end]
+        longest = max(len(path) for tree in trees for path in tree.branches)
+        asked = native_generate(fields | {"max_tokens": longest + 1}, [list(ids) for ids in prompts.ids[begin:end]])
+        plan = await service.generate_planner.plan(asked, context.request_id, context.started)
+        for one, tree in zip(plan.requests, trees, strict=True):
+            found += [probing(one, path, tokens) for path, tokens in tree.branches.items()]
+    return found
