@@ -131,8 +131,8 @@ async def count_tokens(service: Service, served: ServedModel, conversation: Conv
     return count
 
 
-async def rendered(service: Service, served: ServedModel, conversation: Conversation) -> str:
-    """Return the text of the prompt that `take_turn` makes."""
+async def rendered(service: Service, served: ServedModel, conversation: Conversation) -> list[str]:
+    """Return the text of the prompt that `take_turn` makes, cut within spelled marks."""
     return (await _prompt(service, served, conversation))[2]
 
 

@@ -21,7 +21,7 @@ from triptych.service.dialects.common import (
 )
 from triptych.service.dialects.openai_bodies import RefusalPart
 from triptych.service.dialects.other_fields import Cached
-from triptych.service.dialects.responses_bodies import InputCall, InputCallOutput, InputItem, InputText
+from triptych.service.dialects.responses_bodies import InputCall, InputItem, InputText
 from triptych.service.schemas.types import Text
 
 MAX_QUESTIONS, MAX_CHOICES = 400, 255
@@ -79,7 +79,9 @@ class DecisionMessage(InputItem):
     phase: Annotated[Any, Ignored("templates do not distinguish answers from comments")] = None
 
 
-class DecisionOutput(InputCallOutput):
+class DecisionOutput(InputItem):
+    type: Literal["function_call_output"] = Field(description="The type of the item.")
+    call_id: str = Field(description="Id of the call.", examples=["call_1"])
     output: Content = Field(description="What the function returned.", examples=["Sun"])
 
 

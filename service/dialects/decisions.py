@@ -294,7 +294,8 @@ class EncodedQuestions:
         if isinstance(question, Predicate):
             return [float(1 / (1 + np.exp(against - logits[:, at]))[0])]
         odds = logits[:, at] if self._entails is not None else logits[:, at] - against
-        return np.exp(odds - np.logaddexp.reduce(odds)).tolist()  # type: ignore[no-any-return]
+        shares: list[float] = np.exp(odds - np.logaddexp.reduce(odds)).tolist()
+        return shares
 
     def _place(self, served: ServedModel, value: str | bool, place: str) -> int:
         found = [at for at, label in enumerate(self._labels) if value == label]

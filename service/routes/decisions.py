@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,12 +12,13 @@ from starlette.responses import Response
 from triptych.model.api.request import Request as EngineRequest
 from triptych.model.errors import TooManyTokensError
 from triptych.service.chat.conversation import Conversation, rendered
+from triptych.service.chat.message_fit import new_separator
 from triptych.service.core.context_bound import context_exceeded
 from triptych.service.core.errors import invalid, too_large
 from triptych.service.core.models import ServedModel
 from triptych.service.dialects import decisions
 from triptych.service.dialects.common import fields_of, naming_errors, native_generate
-from triptych.service.dialects.decision_bodies import DecisionBody, ModerationBody
+from triptych.service.dialects.decision_bodies import DecisionBody, ModerationBody, Question
 from triptych.service.dialects.decisions import EncodedQuestions, LabelTree
 from triptych.service.dialects.ranking import judges_pairs
 from triptych.service.http.bodies import cancel_on_disconnect, context_of_request, json_response, read_body
@@ -96,7 +96,7 @@ async def _answer(request: Request, service: Service, body: DecisionBody, served
     context, info = context_of_request(), service.model_info(served.name)
     check_room(service.client, served)
     before, after = await _around(service, body, served)
-    characters = len(before) + sum(len(decisions.asked(one)) for one in body.questions)
+    characters = sum(map(len, before)) + sum(len(decisions.asked(one)) for one in body.questions)
     prompts = await service.threads.run(
         served.name, characters, lambda: _prompts(body, served, before, after, info.max_model_len)
     )
@@ -116,53 +116,71 @@ async def _answer(request: Request, service: Service, body: DecisionBody, served
     return json_response(decisions.reply(served.name, answers, context.tokens_in, running.cached_tokens))
 
 
-async def _around(service: Service, body: DecisionBody, served: ServedModel) -> tuple[str, str]:
-    """Return the text of the prompt before each question, and the text after it."""
+async def _around(service: Service, body: DecisionBody, served: ServedModel) -> tuple[list[str], list[str]]:
+    """Return the text of the prompt before each question, and the text after it, cut within spelled marks."""
     if served.chat is None:
-        return decisions.plain(body) + "\n\n", "\nAnswer:"
-    mark = secrets.token_hex(16)
+        return [decisions.plain(body) + "\n\n"], ["\nAnswer:"]
+    mark = new_separator()
     messages = decisions.messages(body)
     if messages[-1]["role"] == "user":
         messages[-1]["content"] += f"\n\n{mark}"
     else:
         messages.append({"role": "user", "content": mark})
     variables = {"enable_thinking": (False, "model")} if served.chat.takes("enable_thinking") else {}
-    text = await rendered(service, served, Conversation(messages, variables=variables, param="input"))
-    before, *others = text.split(mark)
-    if len(others) != 1:
+    parts = await rendered(service, served, Conversation(messages, variables=variables, param="input"))
+    if "".join(parts).count(mark) != 1:
         raise invalid(f"input: the chat template of model {served.name} does not show the last message once", "input")
-    return before, others[0]
+    at = next(at for at, part in enumerate(parts) if mark in part)
+    head, tail = parts[at].split(mark)
+    return [*parts[:at], head], [tail, *parts[at + 1 :]]
 
 
-def _prompts(body: DecisionBody, served: ServedModel, before: str, after: str, context: int) -> _Prompts:
+def _prompts(
+    body: DecisionBody, served: ServedModel, before: Sequence[str], after: Sequence[str], context: int
+) -> _Prompts:
     """Tokenise what the questions share once, and each question with its labels."""
     tokenizer = served.require_tokenizer("input")
-    is_plain = served.chat is None
-    gap = " " if is_plain and not served.is_encoder_decoder else ""
     whole, trees = [], []
     try:
-        shared = (
-            () if served.is_encoder_decoder else tokenizer.encode(before, add_special_tokens=is_plain, most=context).ids
-        )
+        shared: tuple[int, ...] = ()
+        if served.chat is not None:
+            shared = tokenizer.encode_parts(before, most=context)
+        elif not served.is_encoder_decoder:
+            shared = tokenizer.encode(before[0], most=context).ids
         for at, question in enumerate(body.questions):
-            own = decisions.asked(question) + after
+            asked = decisions.asked(question)
             if served.is_encoder_decoder:
-                whole.append(tokenizer.encode(before + own, most=context).ids)
+                whole.append(tokenizer.encode(before[0] + asked + after[0], most=context).ids)
             else:
-                whole.append((*shared, *tokenizer.encode(own, add_special_tokens=False, most=context).ids))
-            anchor = "" if served.is_encoder_decoder else own[-_ANCHOR:]
-            begin = tokenizer.encode(anchor, add_special_tokens=False).ids
-            labels = []
-            for value in decisions.values_of(question):
-                label = gap + decisions.as_json(value)
-                ids = tokenizer.encode(anchor + label, add_special_tokens=False).ids
-                joined = ids[: len(begin)] == begin
-                labels.append(ids[len(begin) :] if joined else tokenizer.encode(label, add_special_tokens=False).ids)
-                check_vocabulary(labels[-1], served.source_vocab_size, f"questions[{at}]")
+                whole.append((*shared, *tokenizer.encode_parts(["", *_joined(asked, after, served)], most=context)))
+            labels = _labels(question, served, asked + "".join(after))
+            for ids in labels:
+                check_vocabulary(ids, served.source_vocab_size, f"questions[{at}]")
             trees.append(decisions.label_tree(labels, question, f"questions[{at}]"))
     except TooManyTokensError as error:
         raise context_exceeded(context, f"input has {error.count} tokens", "input") from None
     return _Prompts(whole, trees)
+
+
+def _joined(asked: str, after: Sequence[str], served: ServedModel) -> list[str]:
+    """Return a question and what follows it, cut within the marks that the question spells, as messages are."""
+    separator = new_separator()
+    *parts, last = served.require_tokenizer("input").spelled_marks.parted(asked, separator).split(separator)
+    return [*parts, last + after[0], *after[1:]]
+
+
+def _labels(question: Question, served: ServedModel, before: str) -> list[tuple[int, ...]]:
+    """Return the tokens of each label as they are after the text `before`."""
+    tokenizer = served.require_tokenizer("input")
+    anchor = "" if served.is_encoder_decoder else before[-_ANCHOR:]
+    gap = "" if served.chat is not None or served.is_encoder_decoder else " "
+    begin, labels = tokenizer.encode(anchor, add_special_tokens=False).ids, []
+    for value in decisions.values_of(question):
+        label = gap + decisions.as_json(value)
+        ids = tokenizer.encode(anchor + label, add_special_tokens=False).ids
+        is_joined = ids[: len(begin)] == begin
+        labels.append(ids[len(begin) :] if is_joined else tokenizer.encode(label, add_special_tokens=False).ids)
+    return labels
 
 
 async def _probes(service: Service, body: DecisionBody, prompts: _Prompts) -> list[EngineRequest]:
