@@ -28,6 +28,8 @@ def write(folder: Path, version: str) -> None:
     (pages / "reference").mkdir()
     for name, text in made.items():
         (pages / "reference" / name).write_text(text, encoding="utf-8")
+    for name in ("accessible.css", "accessible.js"):
+        shutil.copyfile(Path(__file__).with_name(name), folder / "pages" / name)
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     entries = "".join(f"      - reference/{name}\n" for name in made if name != "index.md")
     (folder / "mkdocs.yml").write_text(config + entries, encoding="utf-8")
