@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -25,6 +26,9 @@ _CONNECT_SECONDS = 5.0  # for /info
 _REPLY_SECONDS = 3600.0  # between two parts of a stream; the service has its own limits
 _LAST_LINES = 20  # of a service that does not start
 _END_SECONDS = 20.0  # for a service to end, which is killed then
+_LONG_WORK = frozenset(  # loggers whose lines tell why a start takes long
+    {"triptych.model.native.build", "triptych.model.engine.packing", "triptych.model.checkpoint.progress"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,8 @@ def _wait_ready(child: subprocess.Popen[str]) -> str:
     url = ""
     for line in child.stderr:
         last.append(line)
+        if notice := _notice(line):
+            print(notice, file=sys.stderr, flush=True)
         if found := re.match(r"triptych \S+ on (http://\S+)", line):
             url = found[1]
         if line.startswith("ready in") and url:
@@ -134,6 +140,15 @@ def _wait_ready(child: subprocess.Popen[str]) -> str:
             return url
     problem = next((line for line in reversed(last) if line.startswith("triptych: ")), "".join(last))
     raise EngineError(problem.removeprefix("triptych: ").strip() or "the service did not start")
+
+
+def _notice(line: str) -> str:
+    """Return the message of a log line that tells why the start takes long; empty for other lines."""
+    try:
+        found = json.loads(line)
+        return str(found["message"]) if found["logger"] in _LONG_WORK else ""
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _drain(lines: Iterator[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,12 @@ from tests.service.browser import eventually
 from tests.service.dialects.support import chat_app, prompt_of, says
 from tests.service.support import App, live
 from tests.service.test_cli import triptych, triptych_here
+from triptych.model.checkpoint import progress
+from triptych.model.engine import packing
+from triptych.model.native import build
+from triptych.model.system.log_lines import JsonLines
 from triptych.service.cli import run as command
+from triptych.service.cli import service_client
 from triptych.service.settings.service_settings import ServiceSettings
 
 NOWHERE = "http://127.0.0.1:9"  # nothing listens on this port
@@ -140,3 +146,14 @@ def test_a_model_that_no_service_has_is_served_for_the_time_of_the_chat() -> Non
     assert run.returncode == 0 and run.stdout.strip(), run.stderr
     assert run.stderr.startswith(f"loading code (no service at {NOWHERE} has it)")
     assert "Traceback" not in run.stderr
+
+
+def test_the_start_of_a_service_tells_what_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    def line(logger: logging.Logger, text: str) -> str:
+        return JsonLines().format(logging.LogRecord(logger.name, logging.INFO, "", 0, text, (), None)) + "\n"
+
+    told = [line(build.logger, "compiling"), line(packing.logger, "packing"), line(progress.logger, "5 %")]
+    rest = [line(logging.getLogger("uvicorn"), "x"), "triptych 1 on http://a:1 (y)\n", "ready in 1 s.\n", "later\n"]
+    child = mock.Mock(stderr=iter(told + rest))
+    assert service_client._wait_ready(child) == "http://a:1"
+    assert capsys.readouterr().err == "compiling\npacking\n5 %\n"
