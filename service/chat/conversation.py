@@ -211,13 +211,16 @@ async def _rendered(
     def fitted() -> list[Json]:
         return parted_messages(fitted_messages(conversation.messages, tools, chat, calls), marks, separator)
 
+    limits, context = service.limits, service.model_info(served.name).max_model_len
+    bound = ContextBound(context, limits.prompt_characters_per_token, limits.max_text_bytes)
     # Long texts, and descriptions of tools that are written into the messages, are handled in another thread.
-    size = sum(len(text) for one in conversation.messages if isinstance(text := one.get("content"), str))
+    texts = [text for one in conversation.messages if isinstance(text := one.get("content"), str)]
+    for text in texts:
+        bound.check(text, "messages")  # a search in a longer one would keep the event loop waiting
+    size = sum(map(len, texts))
     is_long = size > _LONG or (tools and not chat.reads("tools"))
     messages = await service.threads.run_in_thread(fitted) if is_long else fitted()
     more = {name: value for name, (value, _) in conversation.variables.items()}
-    limits, context = service.limits, service.model_info(served.name).max_model_len
-    bound = ContextBound(context, limits.prompt_characters_per_token, limits.max_text_bytes)
     shown = shown_tools(tools, chat.traits)
     if conversation.continues:
         text = await chat.continued(service.renderers, messages, bound, tools=shown, more=more)

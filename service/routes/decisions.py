@@ -32,13 +32,16 @@ from triptych.service.routes import encode
 from triptych.service.routes.label_probes import LabelProbes, probing
 
 routes = Routes("generate")
+_EXAMPLE = Example(
+    DECIDE, {"input": "Hello", "questions": [{"type": "predicate", "instructions": "This is a greeting."}]}, own=True
+)
 _ANCHOR = 16  # characters before a label that are tokenised with it
 
 
 @routes.post(
     "/v1/decisions",
     "Answer questions with probabilities, as OpenAI does",
-    json_body(DecisionBody, decisions=Example(DECIDE, own=True)),
+    json_body(DecisionBody, decisions=_EXAMPLE),
     replies("The answers, in the order of the questions.", Any),
 )
 async def decide(request: Request) -> Response:
