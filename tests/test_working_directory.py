@@ -28,11 +28,16 @@ async def start():
     print(await process.wait())
 asyncio.run(start())
 """
+PAGE = """
+from triptych.service.http.static_pages import page
+print(page("docs").body[:9].decode() + page("playground").body[:9].decode())
+"""
 
 
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
+        (["-P", "-c", PAGE], "<!doctype<!doctype"),
         (["-m", "triptych.loadtest", "--help"], "usage: python -m triptych.loadtest"),
         (["-P", "-c", DOWNLOAD], "hf:no name"),
         (["-P", "-c", FLEET], "1"),  # a worker whose input ends before it has a job

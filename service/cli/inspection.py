@@ -247,7 +247,7 @@ _LEVELS = 255  # a weight is stored as one byte
 
 def attention_page(model: str, text: str, maps: Sequence[AttentionMap]) -> str:
     """Return the page. It holds the weights as base64, and a script that draws them in the browser."""
-    template = (resources.files("service") / "static" / "attention.html").read_text("utf-8")
+    template = (resources.files("triptych.service") / "static" / "attention.html").read_text("utf-8")
     data = {
         "model": model,
         "text": text,

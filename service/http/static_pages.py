@@ -30,7 +30,7 @@ def _text(name: str) -> str:
 
 
 def _file(name: str) -> str:
-    return files("service").joinpath(f"static/{name}").read_text(encoding="utf-8")
+    return files("triptych.service").joinpath(f"static/{name}").read_text(encoding="utf-8")
 
 
 @cache

@@ -113,6 +113,8 @@ def test_the_wheel_serves_in_an_empty_environment(tmp_path: Path, monkeypatch: p
     code = "from triptych import LLM, embedded_models; print(LLM(embedded_models()['code']).generate(['def '])[0])"
     subprocess.run([python, "-c", code], check=True)
     with running([], tmp_path / "cwd", python=str(python)) as started:
+        pages = [httpx.get(f"{started.url}/{name}", headers={"Accept": "text/html"}) for name in ("", "docs")]
+        assert [one.status_code for one in pages] == [200, 200]
         info = httpx.get(f"{started.url}/info").json()
         body = {"model": "normalize", "prompt": "the third of march twenty twenty four"}
         reply = httpx.post(f"{started.url}/generate", json=body, timeout=60).json()
