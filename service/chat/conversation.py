@@ -216,7 +216,11 @@ async def _rendered(
     # Long texts, and descriptions of tools that are written into the messages, are handled in another thread.
     texts = [text for one in conversation.messages if isinstance(text := one.get("content"), str)]
     for text in texts:
-        bound.check(text, "messages")  # a search in a longer one would keep the event loop waiting
+        # A search in a longer text would keep the event loop waiting.
+        if len(text) > bound.characters:
+            found = f"messages give a text of more than {bound.characters} characters"
+            raise context_exceeded(context, found, "messages")
+        bound.check_bytes(text, "messages")
     size = sum(map(len, texts))
     is_long = size > _LONG or (tools and not chat.reads("tools"))
     messages = await service.threads.run_in_thread(fitted) if is_long else fitted()
