@@ -182,8 +182,7 @@ class TemplateCheck:
 
     def _held(self, name: str, format: ToolFormat, calls: Calls, reply: str) -> Check:
         """Check that a grammar of a forced call takes these calls, as the template or the format writes them."""
-        channels = REASONING_FORMATS["harmony"] if format.name == "harmony" else None
-        held = ReplyFormat(channels, calls=format, tools={tool.name: tool for tool in TOOLS}, is_held=True)
+        held = _forced(format)
 
         def is_taken(text: str) -> bool:
             taken = self._taken(lambda special: reply_grammar(held, ToolUse(TOOLS, "required"), "", special), text)
@@ -326,8 +325,7 @@ class TemplateCheck:
             found = tokenizer.special_token_id(mark)
             return found if found in tokenizer.special_ids else None
 
-        channels = REASONING_FORMATS["harmony"] if format.name == "harmony" else None
-        held = ReplyFormat(channels, calls=format, tools={tool.name: tool for tool in TOOLS}, is_held=True)
+        held = _forced(format)
         text = written_calls(format.syntax, CALLS["a call"])
         try:
             vocabulary = Vocabulary(token_bytes(tokenizer, tokenizer.vocab_size))
@@ -363,6 +361,12 @@ def _why_not(format: ToolFormat | None, reply: str, calls: Calls) -> str:
     said = [str(value) for _, given in calls for value in list(given.values())[:1]]
     lost = [text for text in said if not any(one in reply for one in (text, _escaped(text), json.dumps(text)[1:-1]))]
     return f"the template leaves out or changes {', '.join(map(_short, lost))}" if lost else ""
+
+
+def _forced(format: ToolFormat) -> ReplyFormat:
+    """Return the format of a reply that a grammar makes call a tool."""
+    channels = REASONING_FORMATS["harmony"] if format.name == "harmony" else None
+    return ReplyFormat(channels, calls=format, tools={tool.name: tool for tool in TOOLS}, is_held=True)
 
 
 def _calls(reply: WholeReply) -> list[tuple[str, Any]]:
