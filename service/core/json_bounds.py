@@ -69,11 +69,12 @@ class JsonSize(NamedTuple):
 
     values: int  # names, texts, lists and objects
     marks: int  # commas, which bound the number of numbers, and escapes in texts
+    blanks: int  # bytes of white space between values
 
 
 def json_size(raw: bytes, most_values: int, most_marks: int) -> JsonSize:
     """Count the values of `raw`, and stop after a part in which a maximum is exceeded."""
-    opened = quotes = marks = 0
+    opened = quotes = marks = blanks = 0
     is_inside = is_escaped = False  # whether a part begins inside a text, or after a backslash
     for at in range(0, len(raw), _PART):
         part = raw[at : at + _PART]
@@ -91,6 +92,7 @@ def json_size(raw: bytes, most_values: int, most_marks: int) -> JsonSize:
         quotes += len(pieces) - 1
         opened += outside.count(b"{") + outside.count(b"[")
         marks += outside.count(b",")
+        blanks += len(outside) - len(outside.translate(None, b" \t\r\n"))
         if opened + quotes // 2 > most_values or marks > most_marks:
             break
-    return JsonSize(opened + quotes // 2, marks)
+    return JsonSize(opened + quotes // 2, marks, blanks)

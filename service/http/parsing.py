@@ -25,6 +25,7 @@ B = TypeVar("B", bound=BaseModel)
 Choose = Callable[[Sequence[str]], type[B]]  # returns the model of a body with these keys
 
 _INLINE_BYTES = 65_536  # of a body that is parsed on the event loop
+_MOST_BLANKS = 4_000_000  # bytes of white space between values, which parsers skip while no other thread runs
 
 
 async def parsed(request: Request, raw: bytes, model: type[B] | Choose[B]) -> B:
@@ -91,9 +92,11 @@ def _kind(model: type[B] | Choose[B], keys: Sequence[str]) -> type[B]:
 
 def check_size(raw: bytes, limits: Limits) -> None:
     """Raise a 413 for a body with too many values."""
-    if len(raw) <= min(limits.max_json_values, limits.max_json_numbers):
+    if len(raw) <= min(limits.max_json_values, limits.max_json_numbers, _MOST_BLANKS):
         return
     size = json_size(raw, limits.max_json_values, limits.max_json_numbers)
+    if size.blanks > _MOST_BLANKS:
+        raise too_large(f"the body has more than {_MOST_BLANKS} bytes of white space between its values")
     for name, found, what in (
         ("max_json_values", size.values, "names, texts, lists and objects"),
         ("max_json_numbers", size.marks, "numbers and escapes in texts"),

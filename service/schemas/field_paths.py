@@ -121,7 +121,7 @@ MOST: Final[Mapping[str, str]] = {  # limit of a field that is a list, or an obj
     **{name: one.row.limit for name, one in PARAMETERS.items() if one.row.limit and not one.is_number},
     "stop_sequences": "max_stop_strings",
     "choice": "max_choices",
-    **dict.fromkeys(("input_extra", "response_fields"), "max_content_parts"),
+    **dict.fromkeys(("input_extra", "response_fields", "chat_template_kwargs"), "max_content_parts"),
     "prompt": "max_prompts",
     **dict.fromkeys(("input", "inputs", "texts", "documents", "sentences", "text_1", "text_2"), "max_encode_inputs"),
 }

@@ -215,9 +215,10 @@ def test_values_are_counted_as_a_parser_finds_them(monkeypatch: pytest.MonkeyPat
         for one in values:
             for ascii in (True, False):
                 raw = json.dumps(one, ensure_ascii=ascii).encode()
+                blanks = len(raw) - len(json.dumps(one, ensure_ascii=ascii, separators=(",", ":")).encode())
                 counted, commas = _sizes(one)
                 escapes = len(re.findall(rb"\\.", raw))
-                assert json_size(raw, 10**6, 10**6) == (counted, commas + escapes), raw
+                assert json_size(raw, 10**6, 10**6) == (counted, commas + escapes, blanks), raw
     assert json_size(b"[[[[", 2, 2).values == 4
 
 
