@@ -25,14 +25,14 @@ MODEL = """
     system              : errors
     gguf                : errors
     text                : errors api system gguf
-    media               : errors config
+    vision              : errors config
     speech/resampling
     speech/audio_file   : speech/resampling
     speech/log_mel      : errors
     families/table      : errors config
     families            : errors config families/table
     native              : errors config system
-    checkpoint          : errors config api system gguf media speech/log_mel families families/table
+    checkpoint          : errors config api system gguf vision speech/log_mel families families/table
     speech              : api text checkpoint
     linear              : errors config system native
     cache               : errors config system
@@ -47,12 +47,12 @@ MODEL = """
     engine/speculation/ngrams
     engine/speculation/model_drafts
     engine/scheduling   : errors config api text engine/speculation/ngrams engine/speculation/model_drafts
-    engine/execution    : errors config api system media cache attention sampling network parallel engine/scheduling
+    engine/execution    : errors config api system vision cache attention sampling network parallel engine/scheduling
     kernel_check        : errors config api system checkpoint linear cache attention sampling network
                           engine/execution
     engine/speculation  : errors config api text checkpoint linear cache attention sampling network engine/planning
                           engine/scheduling engine/execution
-    engine              : errors config api system text media native checkpoint families families/table linear cache
+    engine              : errors config api system text vision native checkpoint families families/table linear cache
                           attention sampling network kernel_check parallel engine/planning engine/scheduling
                           engine/execution engine/speculation
     pack                : errors api checkpoint system network engine
@@ -60,13 +60,13 @@ MODEL = """
     pretrained
     names               : errors gguf checkpoint pretrained
     llm_speech          : errors api text checkpoint speech engine
-    llm                 : errors api text media checkpoint speech network engine llm_speech names
+    llm                 : errors api text vision checkpoint speech network engine llm_speech names
     quantization        : errors config api native gguf checkpoint families families/table linear attention network
                           engine engine/planning llm
 """
 SERVICE = """
     settings            : model/errors model/api model/checkpoint model/pretrained model/names
-    sandbox             : model/errors model/system model/text model/media
+    sandbox             : model/errors model/system model/text
     core/request_context
     core/errors         : model/errors core/request_context
     core/context_bound  : core/errors
@@ -75,12 +75,13 @@ SERVICE = """
     chat/chat_template  : core/context_bound core/errors chat/template_files chat/render_pool
     core                : model/errors model/api model/config model/system model/gguf model/text model/checkpoint
                           chat/chat_template chat/template_files chat/render_pool
+    images              : model/errors model/vision sandbox core
     schemas             : model/api settings core
     observability       : model/errors model/api model/system settings core
     planning/outputs    : model/errors model/api model/config model/text model/checkpoint settings core schemas
-    planning            : model/errors model/api model/text model/media model/checkpoint settings sandbox core schemas
+    planning            : model/errors model/api model/text model/checkpoint settings sandbox images core schemas
                           planning/outputs
-    lifecycle           : model/errors model/api model/gguf model/checkpoint settings sandbox core observability
+    lifecycle           : model/errors model/api model/gguf model/checkpoint settings sandbox images core observability
                           planning chat/render_pool
     chat                : model/errors model/text settings sandbox core schemas planning lifecycle
     http                : model/errors model/api model/text settings core schemas observability planning lifecycle
@@ -113,7 +114,7 @@ LOADTEST = """
     __main__            : commands
 """
 LAB = """
-    training            : model/errors model/config model/api model/text model/media model/speech/resampling
+    training            : model/errors model/config model/api model/text model/vision model/speech/resampling
                           model/speech/log_mel model/families
                           model/families/table model/attention model/network model/llm model/pretrained
     faults              : loadtest/errors loadtest/settings loadtest/records loadtest/results loadtest/generator

@@ -58,9 +58,9 @@ from triptych.model.families.table.heads import token_classifier
 from triptych.model.families.table.token_rules import within_vocabulary
 from triptych.model.gguf.container import read_gguf
 from triptych.model.gguf.paths import gguf_path
-from triptych.model.media.images import ImageProcessing, prepared_size, read_image_processing
 from triptych.model.speech.log_mel import LogMel, read_log_mel
 from triptych.model.system.folder_files import has_file
+from triptych.model.vision.processing import ImageProcessing, prepared_size, read_image_processing, with_defaults
 
 _MOST_CHARACTERS = 600  # of a message about a folder
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -244,17 +244,20 @@ def _log_mel(path: Path, config: ModelConfig, warnings: list[str]) -> LogMel | N
 def _with_images(path: Path, config: ModelConfig, warnings: list[str]) -> tuple[ModelConfig, ImageProcessing | None]:
     """Return the network at the size of its images, and how these become pixels.
 
-    By ViT's settings where the folder does not say.
+    By the usual settings of its type where the folder does not say.
     """
     if config.image is None:
         return config, None
     if (processor := read_processor(path, IMAGE_PARTS)) is None:
-        warnings.append(f"{MISSING}: images are prepared with the usual settings of ViT")
-        return config, read_image_processing({}, config.image)
+        warnings.append(f"{MISSING}: images are prepared with the usual settings of {config.model_type}")
+        size = config.image.size
+        settings = {**with_defaults({}, config.model_type), "crop_size": size}
+        return config, read_image_processing(settings | ({} if "size" in settings else {"size": size}), config.image)
     warnings += warnings_of(processor, IMAGE_SETTINGS)
-    config = config.at_image_size(prepared_size(processor.settings, processor.where) or config.image.size)
+    settings = with_defaults(processor.settings, config.model_type)
+    config = config.at_image_size(prepared_size(settings, processor.where) or config.image.size)
     assert config.image is not None
-    return config, read_image_processing(processor.settings, config.image, processor.where)
+    return config, read_image_processing(settings, config.image, processor.where)
 
 
 def _quantization_settings(path: Path, raw: dict[str, Any]) -> Any:

@@ -38,7 +38,6 @@ from triptych.model.engine.planning.memory_plan import plan_memory, plan_share
 from triptych.model.engine.speculation.plan import DraftPlan
 from triptych.model.engine.warmup import warm_up
 from triptych.model.errors import ConfigError
-from triptych.model.media.images import ImageProcessing
 from triptych.model.network.activation_dump import VARIABLE, dump_folder
 from triptych.model.network.adapters import load_adapters
 from triptych.model.network.native_scratch import planned_scratch
@@ -51,6 +50,7 @@ from triptych.model.system import fallbacks, kernel_faults
 from triptych.model.system.background_work import Work, finish, in_thread
 from triptych.model.system.fault_limit import FaultLimit
 from triptych.model.system.host_memory import available_memory
+from triptych.model.vision.processing import ImageProcessing
 
 if TYPE_CHECKING:
     from triptych.model.parallel.rank_processes import RankProcesses

@@ -40,11 +40,11 @@ from triptych.model.engine.scheduling.scheduled_step import (
     StepBudget,
     StepDemand,
 )
-from triptych.model.media.images import ImageProcessing
 from triptych.model.network.adapters import Adapters
 from triptych.model.network.inputs import CrossInput, StackInput, packed_input, with_unread_rows
 from triptych.model.network.stack import StackPass
 from triptych.model.network.transformer import Transformer
+from triptych.model.vision.processing import ImageProcessing
 
 _OF_LABELS = (EncodeTask.LOGITS, EncodeTask.SCORES)
 

@@ -151,7 +151,9 @@ class ClassParameters(DialectBody):
 class ImageBody(HuggingFaceBody):
     """Classify an image, as InferenceClient does if there are parameters."""
 
-    inputs: str = Field(min_length=1, description="A JPEG or PNG file as base64.", examples=[PIXEL])
+    inputs: str = Field(
+        min_length=1, description="A JPEG, PNG, WebP or GIF file in base64, or as a data URL.", examples=[PIXEL]
+    )
     parameters: ClassParameters | None = Field(None, description="Parameters.")
 
 

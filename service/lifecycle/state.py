@@ -21,6 +21,7 @@ from triptych.service.core.models_folder import ModelsFolder
 from triptych.service.core.response_store import ResponseStore
 from triptych.service.core.threads import Threads
 from triptych.service.core.write_batch import WriteBatch
+from triptych.service.images.image_pool import ImagePool
 from triptych.service.lifecycle.fleet import Fleet, LocalFleet, ModelOrders, Replicas
 from triptych.service.lifecycle.folder_watch import FolderWatch
 from triptych.service.lifecycle.jobs import Jobs
@@ -32,7 +33,6 @@ from triptych.service.planning.generate import GeneratePlanner
 from triptych.service.planning.response_format import GrammarChecker
 from triptych.service.planning.tokenization import TokenizerThreads
 from triptych.service.sandbox import confinement
-from triptych.service.sandbox.process_pool import ImagePool
 from triptych.service.settings.service_settings import ServiceSettings
 
 logger = logging.getLogger(__name__)

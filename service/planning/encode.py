@@ -8,7 +8,6 @@ What each output needs and reads is in `triptych.service.planning.outputs`.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,18 +17,18 @@ import msgspec
 
 from triptych.model.api.request import EncodeOutput, EncodeRequest, Pooling, image_source, token_source
 from triptych.model.errors import TooManyTokensError
-from triptych.model.media.images import ImageError
 from triptych.model.text.tokenizer import Encoded, Located
 from triptych.service.core.context_bound import context_exceeded
 from triptych.service.core.engine_client import EngineClient
-from triptych.service.core.errors import invalid, unavailable
+from triptych.service.core.errors import invalid
 from triptych.service.core.models import Models, ServedModel, Task
+from triptych.service.images.files import pixels_of
+from triptych.service.images.image_pool import ImagePool
 from triptych.service.planning.admission import check_room, check_timeout, loaded_info
 from triptych.service.planning.encode_checks import check_inputs, texts_of
 from triptych.service.planning.outputs.base import CheckedInputs, EncodeInput, InputResult, Json, OutputKind, PartResult
 from triptych.service.planning.requests import engine_id
 from triptych.service.planning.tokenization import Side, TokenizerThreads, check_vocabulary, truncate_ids, truncate_text
-from triptych.service.sandbox.process_pool import ImagePool, RequestImages, WorkerError
 from triptych.service.schemas.encode_bodies import EncodeBody
 from triptych.service.settings.service_settings import Limits
 
@@ -119,7 +118,12 @@ class EncodePlanner:
         checked.bounds.check_tokens(image.num_tokens * len(inputs))
         shape = (image.channels, image.size, image.size)
         images = self._images.request(processing)
-        found = [image_source(await _pixels(one, served, images), shape, image.num_tokens) for one in inputs]
+        found = []
+        for one in inputs:
+            if one.image is None:
+                raise invalid(f'{one.param}: model {served.name} reads images: send [{{"image": base64}}]', one.param)
+            pixels = await pixels_of(one.image, f"{one.param}.image", images)
+            found.append(image_source(pixels, shape, image.num_tokens))
         base = self._base(checked, arrival)
         requests = tuple(EncodeRequest(engine_id(request_id), source=one, **base) for one in found)
         readings = tuple(Reading(owner, one, Encoded((), ())) for owner, one in enumerate(inputs))
@@ -161,21 +165,6 @@ class EncodePlanner:
             )
             requests.append(request)
         return tuple(requests)
-
-
-async def _pixels(one: EncodeInput, served: ServedModel, images: RequestImages) -> bytes:
-    """Decode and resize an image file as the model needs; raises a 400 that names the input."""
-    if one.image is None:
-        raise invalid(f'{one.param}: model {served.name} reads images: send [{{"image": base64}}]', one.param)
-    param = f"{one.param}.image"
-    try:
-        return await images.prepare(base64.b64decode(one.image, validate=True))
-    except WorkerError as error:
-        raise unavailable(f"no process is free to decode images: {error}; try again", "image_busy", 2) from None
-    except ImageError as error:
-        raise invalid(f"{param}: {error}", param, "invalid_image") from None
-    except ValueError:
-        raise invalid(f"{param} is not base64", param, "invalid_image") from None
 
 
 _DEFAULT_STRIDE = 128  # tokens that two adjacent windows of a long text share

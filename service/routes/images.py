@@ -39,7 +39,7 @@ def classifies_images(served: ServedModel) -> bool:
     MODEL_IN_QUERY,
 )
 async def image_classification(request: Request) -> Response:
-    """The body is the file, or JSON with the file as base64 and parameters; JPEG or PNG."""
+    """The body is the file, or JSON with the file as base64 and parameters; JPEG, PNG, WebP or GIF."""
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if declared.endswith("json"):
         return await classify(request, with_model(request, await parsed(request, await raw_body(request), ImageBody)))

@@ -73,7 +73,9 @@ class TextPair(Body):
 class ImageFile(Body):
     """An image file for a vision model."""
 
-    image: str = Field(min_length=1, description="A JPEG or PNG file as base64.", examples=[PIXEL])
+    image: str = Field(
+        min_length=1, description="A JPEG, PNG, WebP or GIF file in base64, or as a data URL.", examples=[PIXEL]
+    )
 
 
 Images = Annotated[list[ImageFile], Field(min_length=1, fail_fast=True)]

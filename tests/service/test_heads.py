@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.engine.thread_transport import ThreadTransport
 from tests.model.checkpoints import saved
-from tests.model.test_images import ANIMATED, file, picture, png_of
+from tests.model.test_images import file, picture, png_of
 from tests.service.encode_models import Client, client_of
 from tests.service.support import word_tokenizer
 from tests.service.test_bad_requests import check_error
@@ -168,19 +168,28 @@ class TestImages:
     @pytest.mark.parametrize(
         ("data", "words"),
         [
-            (b"hello", "not an image file of JPEG or PNG"),
+            (b"hello", "not an image file of JPEG, PNG, WEBP or GIF"),
             (FILES[0][:2000], "the image file is broken"),
             (FILES[1][:700], "the image file is broken"),
             (png_of(100_000, 100_000), "pixels"),
-            (file(picture(8, 8), "PNG", **ANIMATED), "animated"),
-            (file(picture(8, 8), "GIF", **ANIMATED), "not an image file of JPEG or PNG"),
+            (file(picture(8, 8), "BMP"), "not an image file of JPEG, PNG, WEBP or GIF"),
         ],
-        ids=["text", "half png", "half jpeg", "huge", "animated png", "animated gif"],
+        ids=["text", "half png", "half jpeg", "huge", "bmp"],
     )
     def test_files_that_are_not_taken(self, client: Client, data: bytes, words: str) -> None:
         reply = client.post(model="vit", input=[coded(FILES[0]), coded(data)])
         assert words in check_error(reply, 400, "input[1].image", "invalid_image")["message"]
         assert client.post(model="vit", input=[coded(FILES[0])]).status_code == 200
+
+    def test_a_data_url_is_its_file(self, client: Client) -> None:
+        given = [coded(FILES[0]), {"image": "data:image/png;base64," + coded(FILES[0])["image"]}]
+        first, second = (item["embedding"] for item in client.encode(model="vit", input=given)["data"])
+        assert first == second
+
+    @pytest.mark.parametrize("url", ["http://127.0.0.1/a.png", "https://a.b/c", "file:///etc/passwd", "data:a/b,c"])
+    def test_no_address_is_followed(self, client: Client, url: str) -> None:
+        error = check_error(client.post(model="vit", input=[{"image": url}]), 400, "input[0].image", "invalid_image")
+        assert "follows no addresses" in error["message"] or "a data URL must have" in error["message"]
 
     @pytest.mark.parametrize("text", ["not base64!", "aGk", "é"])
     def test_invalid_base64(self, client: Client, text: str) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 
-from triptych.model.media.images import ImageError, ImageProcessing
-from triptych.service.sandbox.process_pool import ImagePool, ImageWorker
+from triptych.model.vision.decoding import ImageError
+from triptych.model.vision.processing import ImageProcessing
+from triptych.service.images.image_pool import ImagePool, ImageWorker
 
 PROCESSING = ImageProcessing(32, (32, 32), None, 2, False, 1 / 255, (0.5,) * 3, (0.5,) * 3)
 

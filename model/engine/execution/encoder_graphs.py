@@ -28,12 +28,12 @@ from triptych.model.config.layer import ExpertsConfig
 from triptych.model.config.model import ModelConfig
 from triptych.model.engine.execution.cuda_graphs import Recorder
 from triptych.model.engine.execution.sources import blank_source, features_of
-from triptych.model.media.images import ImageProcessing
 from triptych.model.network.inputs import StackInput
 from triptych.model.network.parameter_counts import parameters_by_part
 from triptych.model.network.transformer import Transformer
 from triptych.model.system.background_work import Work
 from triptych.model.system.kernel_faults import EXPERTS
+from triptych.model.vision.processing import ImageProcessing
 
 MOST_TOKENS = 4096
 SINGLE = (16, 32, 64, 128, 256, 512)  # tokens of the batches with one text

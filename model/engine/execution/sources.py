@@ -23,10 +23,10 @@ from triptych.model.config.model import ModelConfig
 from triptych.model.config.stack import StackConfig
 from triptych.model.engine.scheduling.scheduled_step import ScheduledSequence
 from triptych.model.engine.scheduling.sequence import SequenceState
-from triptych.model.media.images import ImageProcessing
 from triptych.model.network.alignment import head_weights, mean_of_heads, warp
 from triptych.model.network.inputs import StackInput, packed_input
 from triptych.model.system.devices import device_tensor, to_device
+from triptych.model.vision.processing import ImageProcessing
 
 # -- Converts sources to the network's input: packed token ids, or pixels or frames with their positions.
 

@@ -93,7 +93,7 @@ def test_files_that_no_model_takes() -> None:
 
 
 def test_broken_images_are_named(url: str) -> None:
-    with pytest.raises(HfHubHTTPError, match="inputs: not an image file of JPEG or PNG"):
+    with pytest.raises(HfHubHTTPError, match="inputs: not an image file of JPEG, PNG, WEBP or GIF"):
         InferenceClient(model=f"{url}/pipeline/image-classification", token="any").image_classification(b"hello")
 
 

@@ -1,37 +1,38 @@
 """Image preprocessing for vision models, as the checkpoint's preprocessor_config.json describes it.
 
-Decoding is bounded: format, pixel count and frame count are checked in the header before any pixel is decoded.
-The service runs `prepare` in a process of its own (`triptych.service.sandbox.image_main`); it needs Pillow, no torch.
+The service runs `prepare` in a process of its own (`triptych.service.images.image_main`); it needs Pillow, no torch.
 It returns 8 bits a channel; the engine normalises them on the model's device with `scale` and `shift`.
 """
 
 from __future__ import annotations
 
-import io
-import warnings
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from triptych.model.config.model import ImageConfig
 from triptych.model.errors import ConfigError
+from triptych.model.vision.decoding import MAX_PIXELS, ImageError, decode
 
 if TYPE_CHECKING:
     from PIL import Image  # imported where an image is read: text models do not need it
 
-T = TypeVar("T")
-_BILINEAR = 2  # Pillow's number of the filter, also in preprocessor_config.json
+_BILINEAR, _BICUBIC = 2, 3  # Pillow's numbers of the filters, also in preprocessor_config.json
 
-FORMATS = ("JPEG", "PNG")
+_OPENAI_MEAN, _OPENAI_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+_OPENAI = {"resample": _BICUBIC, "image_mean": _OPENAI_MEAN, "image_std": _OPENAI_STD, "default_to_square": False}
+# What a class of processor has for fields that its file lacks, where that is not ViT's.
+_CLASSES: Mapping[str, Mapping[str, Any]] = {
+    "CLIP": {**_OPENAI, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": 224},
+    "Bit": {**_OPENAI, "size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": 224},
+    "DeiT": {"resample": _BICUBIC, "size": 256, "do_center_crop": True, "crop_size": 224},
+    "Siglip": {"resample": _BICUBIC, "size": {"height": 224, "width": 224}, "default_to_square": False},
+}
+_TYPES = {"clip": "CLIP", "siglip": "Siglip"}  # the class of a model type, where a file names none
 _LONGEST_SIDE = 16_384  # pixels that a processor may resize a side to
-
-MAX_PIXELS = 32_000_000  # of the file; decoded they take three to four bytes each
-
-
-class ImageError(ValueError):
-    """An image file was refused; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,40 +77,18 @@ class ImageProcessing:
         return np.asarray(image, dtype=np.uint8).transpose(2, 0, 1).tobytes()
 
 
-def num_pixels(data: bytes) -> int:
-    """Return how many pixels a file has by its header; raises `ImageError` as `decode`."""
-    return _opened(data, lambda image: image.width * image.height)
+def with_defaults(raw: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Return a processor's settings with the defaults of the class that the file names, or of the model's type.
 
-
-def decode(data: bytes) -> Image.Image:
-    """Decode a JPEG or PNG file of one frame and at most `MAX_PIXELS` to RGB; raises `ImageError`."""
-    return _opened(data, lambda image: image.convert("RGB"))
-
-
-def _opened(data: bytes, use: Callable[[Image.Image], T]) -> T:
-    """Return what `use` makes of a file whose header was read and checked."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # checked against MAX_PIXELS instead
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-            if image.width * image.height > MAX_PIXELS:
-                raise ImageError(
-                    f"the image has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,} are not taken"
-                )
-            # A camera's JPEG may contain further pictures (thumbnails), which are no animation.
-            if image.format == "PNG" and getattr(image, "n_frames", 1) > 1:
-                raise ImageError("an animated image is not taken")
-            return use(image)
-    except Image.DecompressionBombError:
-        raise ImageError(f"the image has more than {MAX_PIXELS:,} pixels, which are not taken") from None
-    except UnidentifiedImageError:
-        raise ImageError(f"not an image file of {' or '.join(FORMATS)}") from None
-    except (OSError, SyntaxError, ValueError) as error:
-        if isinstance(error, ImageError):
-            raise
-        raise ImageError("the image file is broken") from None
+    A single number is the shorter edge for the classes that keep proportions (CLIP's older files).
+    """
+    name = str(raw.get("image_processor_type") or raw.get("feature_extractor_type") or "")
+    kind = re.sub("(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", name) or _TYPES.get(model_type, "")
+    found = {**_CLASSES.get(kind, {}), **{key: value for key, value in raw.items() if value is not None}}
+    size = found.get("size")
+    if isinstance(size, int) and not isinstance(size, bool) and found.get("default_to_square") is False:
+        found["size"] = {"shortest_edge": size}
+    return found
 
 
 def prepared_size(raw: Mapping[str, Any], where: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The process that decodes image files, which its parent can kill: `python -m triptych.service.sandbox.image_main`.
+"""The process that decodes image files, which its parent can kill: `python -m triptych.service.images.image_main`.
 
 A decoder is a C program that reads untrusted bytes, and a file of 100 KB may have 32 million pixels. So each file gets
 its own process, which `triptych.service.sandbox.worker_main` confines and the kernel kills at the time limit.
@@ -14,7 +14,8 @@ from typing import Any
 
 from PIL import Image
 
-from triptych.model.media.images import MAX_PIXELS, ImageError, ImageProcessing, num_pixels
+from triptych.model.vision.decoding import MAX_PIXELS, ImageError, num_pixels
+from triptych.model.vision.processing import ImageProcessing
 from triptych.service.sandbox import worker_main
 
 _MEMORY = (1 << 30) + 16 * MAX_PIXELS  # address space: the libraries, and two or three copies of the pixels

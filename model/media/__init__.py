@@ -1,1 +1,0 @@
-"""Media files to model inputs."""

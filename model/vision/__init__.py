@@ -1,0 +1,1 @@
+"""Image files to the pixels that a vision model reads."""

@@ -1,0 +1,41 @@
+"""Image files as requests send them: base64 or a data URL. An address is never followed."""
+
+from __future__ import annotations
+
+import base64
+
+from triptych.model.vision.decoding import ImageError
+from triptych.service.core.errors import ApiError, invalid, shorten, unavailable
+from triptych.service.images.image_pool import RequestImages
+from triptych.service.sandbox.process_pool import WorkerError
+
+_SCHEME = 32  # characters in which an address has its scheme
+
+
+def file_bytes(value: str, param: str) -> bytes:
+    """Return the bytes of an image in base64 or a data URL; raises a 400 that names `param`."""
+    head, separator, data = value.partition(",") if value[:5].lower() == "data:" else ("", ",", value)
+    if head and not (separator and head.lower().endswith(";base64")):
+        raise _refused(f"{param}: a data URL must have the form data:image/png;base64,DATA", param)
+    if "://" in value[:_SCHEME]:
+        found = shorten(value[:80])
+        raise _refused(f"{param}: the service follows no addresses, found {found}; send the file in base64", param)
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        raise _refused(f"{param} is not base64", param) from None
+
+
+async def pixels_of(value: str, param: str, images: RequestImages) -> bytes:
+    """Return an image as the pixels that the model reads; raises a 400 that names `param`, or a 503."""
+    data = file_bytes(value, param)
+    try:
+        return await images.prepare(data)
+    except WorkerError as error:
+        raise unavailable(f"no process is free to decode images: {error}; try again", "image_busy", 2) from None
+    except ImageError as error:
+        raise _refused(f"{param}: {error}", param) from None
+
+
+def _refused(message: str, param: str) -> ApiError:
+    return invalid(message, param, "invalid_image")
