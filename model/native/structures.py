@@ -203,6 +203,18 @@ class StateSpan(ctypes.Structure):
     _fields_ = (("first", c_int64), ("last", c_int64), ("source", c_int64), ("target", c_int64))
 
 
+class LowRank(ctypes.Structure):
+    _fields_ = (("down", PackedMatrix), ("up", PackedMatrix), ("first_output", c_int64), ("scale", c_float))
+
+
+class Addition(ctypes.Structure):
+    _fields_ = (("count", c_int64), ("parts", POINTER(LowRank)))
+
+
+class AdapterRun(ctypes.Structure):
+    _fields_ = (("first", c_int64), ("last", c_int64), ("additions", POINTER(Addition)))
+
+
 class Step(ctypes.Structure):
     _fields_ = (
         ("rows", c_int64),
@@ -220,11 +232,14 @@ class Step(ctypes.Structure):
         ("spans", POINTER(StateSpan)),
         ("planned_keys", c_int64),
         ("cross_queries", POINTER(c_void_p)),
+        ("num_runs", c_int64),
+        ("runs", POINTER(AdapterRun)),
+        ("rank_width", c_int64),
     )
 
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (  # in the order of the C function structure_sizes
     *(PackedMatrix, KVPages, Segments, AttentionShape, ScoreBias, RelativePositions, Attention, Norm, SublayerNorms),
     *(AttentionLayer, DeltaLayer, Expert, ExpertsLayer, MLPLayer, Layer, Stack),
-    *(RotaryTable, LayerStates, StateSpan, Step),
+    *(RotaryTable, LayerStates, StateSpan, LowRank, Addition, AdapterRun, Step),
 )

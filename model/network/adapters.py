@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ from triptych.model.families.table.rules import LinearRule, Shape, TensorRule, Z
 # adapter adds `scale * B A x` to a projection `W x`, and `scale * A[id] B` to an embedding. The matrices of all
 # adapters are concatenated, and a row's other adapters are masked, so rows of any adapters, and of none, are
 # computed together and do not depend on each other. They are kept, and multiplied, in float32.
+
+
+class RowAdapters(Protocol):
+    """The adapters of a step's rows."""
+
+    def added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """Return a projection's outputs `y` `[T, outputs]` of rows `x` `[T, inputs]` with what the adapters add."""
+
+    def embedded(self, name: str, ids: Tensor, vectors: Tensor) -> Tensor:
+        """Return a table's rows `vectors` `[T, E]` at `ids` `[T]` with what the adapters add."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +47,7 @@ class Adapters:
         self.config = config
         self.matrices = matrices
 
-    def of_segments(self, chosen: Iterable[int | None], lengths: Iterable[int]) -> RowAdapters | None:
+    def of_segments(self, chosen: Iterable[int | None], lengths: Iterable[int]) -> MaskedAdapters | None:
         """Return the rows' adapters, for segments of these `lengths` with one adapter each; None if there are none."""
         rows = [which for which, length in zip(chosen, lengths, strict=True) for _ in range(length)]
         if all(which is None for which in rows):
@@ -45,11 +56,11 @@ class Adapters:
         slots = torch.arange(len(self.config.names), device=device)
         at = torch.tensor([-1 if which is None else which for which in rows], device=device)
         mask = (at[:, None] == slots).repeat_interleave(self.config.rank, dim=1)
-        return RowAdapters(self.matrices, mask * self.config.scale)
+        return MaskedAdapters(self.matrices, mask * self.config.scale)
 
 
-class RowAdapters:
-    """The adapters of a step's rows."""
+class MaskedAdapters:
+    """The adapters of a step's rows, all of the checkpoint's own at once."""
 
     def __init__(self, matrices: Mapping[str, LowRank], mask: Tensor) -> None:
         """`mask` `[T, adapters * rank]` is the scale at a row's own adapter, and 0 at the others."""

@@ -50,6 +50,8 @@ from triptych.model.native.structures import Layer as LayerData
 from triptych.model.native.structures import Stack as StackData
 from triptych.model.native.structures import Step as StepData
 from triptych.model.network.disentangled import DisentangledBias
+from triptych.model.network.lora import AdapterRuns
+from triptych.model.network.native_adapters import fill_runs
 from triptych.model.network.native_coverage import unsupported_stack
 from triptych.model.network.native_structures import (
     NativePositions,
@@ -189,6 +191,8 @@ class NativeStack:
         if context.layer_vectors is not None:
             kept.append(context.layer_vectors.float().contiguous())
             step.vectors = kept[-1].data_ptr()
+        if isinstance(inputs.adapters, AdapterRuns):
+            fill_runs(step, self.stack, inputs.adapters)
         if self._score_biases:
             step.score_biases = self._make_biases(max(inputs.metadata.kv_lens))
         if self._relative:

@@ -15,6 +15,7 @@ from triptych.model.config.stack import PositionKind, StackConfig
 from triptych.model.linear.base import Linear, LinearSpec, Part
 from triptych.model.linear.factory import LinearFactory
 from triptych.model.network.activation_dump import PassDump, Write
+from triptych.model.network.adapters import MaskedAdapters
 from triptych.model.network.disentangled import RelativeTable
 from triptych.model.network.embeddings import (
     Convolution,
@@ -150,7 +151,7 @@ class StackPass:
         self.layers_done = 0
         self._stack, self._cache = stack, cache
         x = stack.embed(tokens, inputs)
-        plain = inputs.read_rows is None and inputs.adapters is None
+        plain = inputs.read_rows is None and not isinstance(inputs.adapters, MaskedAdapters)
         covers = plain and stack.runner is not None and stack.runner.covers(cache, cross)
         self._runner = stack.runner if covers else None
         x = x if self._runner is None else x.float().contiguous()

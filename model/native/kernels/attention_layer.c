@@ -2,6 +2,8 @@
 #define _GNU_SOURCE /* sched_getcpu */
 #include "attention_layer.h"
 
+#include "low_rank.h"
+
 /* Normalise a row's queries or keys [heads][dim] in place. */
 static void norm_heads(const AttentionLayer *layer, int64_t heads, const Norm *norm, float *rows) {
     int64_t dim = layer->shape.dim;
@@ -55,10 +57,10 @@ static void finish_heads(const StackContext *t, const AttentionLayer *layer, int
 }
 
 /* Add the projected output of an attention, which is in t->attended, to x. Ends at a barrier. */
-static void finish_attention(const StackContext *t, const AttentionLayer *layer) {
+static void finish_attention(const StackContext *t, const AttentionLayer *layer, int64_t number, int place) {
     int64_t rows = t->step->rows;
     Operand operand = prepare_operand(&t->team, NULL, &layer->output, t->attended, rows);
-    add_sublayer(t, &layer->output, operand, rows, &layer->norms.output, layer->scale, t->x);
+    add_sublayer(t, number, place, &layer->output, operand, rows, &layer->norms.output, layer->scale, t->x);
     norm_rows(t, &layer->norms.post, t->x, rows);
 }
 
@@ -72,16 +74,17 @@ static const ScoreBias *score_bias_of(const AttentionLayer *layer, const Step *s
     return layer->score_bias < 0 ? NULL : step->score_biases + layer->score_bias;
 }
 
-void encoder_self_attention(const StackContext *t, const AttentionLayer *layer) {
+void encoder_self_attention(const StackContext *t, const AttentionLayer *layer, int64_t number) {
     const Stack *stack = t->stack;
     const Step *step = t->step;
     const AttentionShape *a = &layer->shape;
     PackedMatrix like = {.dtype = a->dim % 2 ? F32 : stack->dtype};
-    int kind = operand_kind(&like), changed = changes_heads(layer); /* by finish_heads, which reads floats */
+    int kind = operand_kind(&like); /* changes are finish_heads', which reads floats */
+    int changed = changes_heads(layer) || is_adapted(t, number, ATTENTION_INPUT);
     int64_t width = (a->heads + 2 * a->kv_heads) * a->dim;
     Output qkv = {.rows = t->qkv, .stride = width, .bf16_rows = kind == BF16 && !changed};
     Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->input, t->x, step->rows);
-    multiply(&t->team, &layer->input, operand, step->rows, qkv);
+    project(t, number, ATTENTION_INPUT, &layer->input, operand, 0, step->rows, qkv);
     if (changed) finish_heads(t, layer, a->kv_heads, NULL, kind);
     EncoderAttention attention = {.shape = a, .segments = step->segments + layer->segments, .kind = kind};
     attention.bias = score_bias_of(layer, step), attention.tiles = stack->tiles;
@@ -90,7 +93,7 @@ void encoder_self_attention(const StackContext *t, const AttentionLayer *layer) 
     attention.out = t->attended;
     encoder_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
     wait_for_threads(&t->team);
-    finish_attention(t, layer);
+    finish_attention(t, layer, number, ATTENTION_OUTPUT);
 }
 
 /* How attention over pages computes long contexts: in bf16 where the network's products are. */
@@ -116,7 +119,8 @@ void self_attention(const StackContext *t, const AttentionLayer *layer, int64_t 
     int64_t keys = (input_heads(layer) - 2 * a->kv_heads) * a->dim;
     int64_t values = keys + kv_heads * a->dim, width = values + kv_heads * a->dim;
     Operand operand = prepare_operand(&t->team, &layer->norms.pre, &layer->input, t->x, step->rows);
-    multiply(&t->team, &layer->input, operand, step->rows, (Output){.rows = t->qkv, .stride = width});
+    Output qkv = {.rows = t->qkv, .stride = width};
+    project(t, number, ATTENTION_INPUT, &layer->input, operand, 0, step->rows, qkv);
     KVPages rows = {.kind = F32, .keys = t->qkv + keys, .values = t->qkv + values};
     rows.key_stride = rows.value_stride = width;
     const KVPages *pages = step->pages ? step->pages + number : NULL;
@@ -128,7 +132,7 @@ void self_attention(const StackContext *t, const AttentionLayer *layer, int64_t 
     paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
     wait_for_threads(&t->team);
     if (layer->output_gate) gate_attended(t, layer, width);
-    finish_attention(t, layer);
+    finish_attention(t, layer, number, ATTENTION_OUTPUT);
 }
 
 void cross_attention(const StackContext *t, const AttentionLayer *layer, int64_t number) {
@@ -149,5 +153,5 @@ void cross_attention(const StackContext *t, const AttentionLayer *layer, int64_t
     attention.queries = t->qkv, attention.query_stride = width, attention.out = t->attended;
     paged_attention(&attention, t->team.thread, t->team.threads, t->team.scratch);
     wait_for_threads(&t->team);
-    finish_attention(t, layer);
+    finish_attention(t, layer, number, NOT_ADAPTED);
 }

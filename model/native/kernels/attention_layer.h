@@ -5,7 +5,7 @@
 #include "stack_context.h"
 
 /* Self attention of segments that see themselves in both directions: products in the operands' kind, no pages. */
-void encoder_self_attention(const StackContext *t, const AttentionLayer *layer);
+void encoder_self_attention(const StackContext *t, const AttentionLayer *layer, int64_t number);
 /* Self attention over pages, which get this step's keys and values first, or over the rows themselves. A layer that
  * reads an earlier one's keys finds them in its pages, which are that one's. */
 void self_attention(const StackContext *t, const AttentionLayer *layer, int64_t number);

@@ -82,7 +82,8 @@ EXPORTED int64_t structure_sizes(int64_t *sizes, int64_t count) {
         sizeof(PackedMatrix),  sizeof(KVPages),        sizeof(Segments), sizeof(AttentionShape), sizeof(ScoreBias),
         sizeof(RelativePositions), sizeof(Attention),  sizeof(Norm), sizeof(SublayerNorms), sizeof(AttentionLayer),
         sizeof(DeltaLayer),    sizeof(Expert),         sizeof(ExpertsLayer), sizeof(MLPLayer),   sizeof(Layer),
-        sizeof(Stack),         sizeof(RotaryTable),    sizeof(LayerStates),  sizeof(StateSpan),  sizeof(Step),
+        sizeof(Stack),         sizeof(RotaryTable),    sizeof(LayerStates),  sizeof(StateSpan),  sizeof(LowRank),
+        sizeof(Addition),      sizeof(AdapterRun),     sizeof(Step),
     };
     int64_t known = sizeof found / sizeof *found;
     for (int64_t i = 0; i < count && i < known; i++) sizes[i] = found[i];

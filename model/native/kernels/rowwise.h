@@ -57,6 +57,17 @@ static inline void scale_in_place(float *x, float factor, int64_t size) {
     for (; i < size; i++) x[i] *= factor;
 }
 
+/* Apply an activation to x [size]. */
+static inline void activate_in_place(int64_t activation, float *x, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(x + i, activate((int)activation, load(x + i)));
+    for (; i < size; i++) {
+        float some[LANES] = {x[i]};
+        store(some, activate((int)activation, load(some)));
+        x[i] = some[0];
+    }
+}
+
 /* Multiply x [size] by the sigmoids of gates [size]. */
 static inline void gate_sigmoid(float *x, const float *gates, int64_t size) {
     int64_t i = 0;

@@ -5,6 +5,7 @@
  * each other at barriers wherever one reads what another wrote. */
 #define _GNU_SOURCE /* sched_getcpu */
 #include "attention_layer.h"
+#include "low_rank.h"
 
 #include <omp.h>
 
@@ -16,14 +17,14 @@ static void recurrence(const StackContext *t, const DeltaLayer *layer, int64_t n
     const Step *step = t->step;
     const LayerStates *states = step->states ? step->states + number : NULL;
     Operand operand = delta_operand(&t->team, layer, step, states, &t->delta, t->stack->hidden, t->x);
-    add_sublayer(t, &layer->output, operand, step->rows, &layer->norms.output, layer->scale, t->x);
+    add_sublayer(t, number, NOT_ADAPTED, &layer->output, operand, step->rows, &layer->norms.output, layer->scale, t->x);
     norm_rows(t, &layer->norms.post, t->x, step->rows);
 }
 
-/* Activate and gate what `up` gave, or multiply it by `vectors`, rows `stride` apart, and write it as the operand that
- * `down` reads. Ends at a barrier. */
-static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64_t rows, const float *vectors,
-                             int64_t stride) {
+/* Gate what `up` gave, apply `activation` to it, or multiply it by `vectors`, rows `stride` apart, and write it as the
+ * operand that `down` reads. Ends at a barrier. */
+static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64_t rows, int64_t activation,
+                             const float *vectors, int64_t stride) {
     int kind = operand_kind(&layer->down);
     int64_t size = layer->down.k, width = layer->up.n, bytes = operand_bytes(&layer->down), first, last;
     const ThreadContext *team = &t->team;
@@ -31,6 +32,7 @@ static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64
     for (int64_t row = first; row < last; row++) {
         float *at = t->inner + row * width;
         if (layer->gated) gate_in_place(layer->activation, (GateClamp){layer->limit, layer->gain}, at, size);
+        if (activation) activate_in_place(activation, at, size);
         if (vectors) multiply_in_place(at, vectors + row * stride, size);
         if (kind != F32) write_operand(&layer->down, at, team->operand + row * bytes, team->operand_scales + row);
     }
@@ -39,27 +41,31 @@ static Operand gated_operand(const StackContext *t, const MLPLayer *layer, int64
     return (Operand){team->operand, bytes / element_bytes(kind), team->operand_scales};
 }
 
-/* What the second product of an MLP reads, of the norm `pre` of `rows` rows from `from`. Ends at a barrier. */
-static Operand mlp_inner(const StackContext *t, const MLPLayer *layer, const Norm *pre, const float *from,
-                         int64_t rows) {
+/* What the second product of an MLP reads, of the norm `pre` of `rows` rows from `from`, the context's from `begin` on.
+ * Ends at a barrier. */
+static Operand mlp_inner(const StackContext *t, const MLPLayer *layer, int64_t number, const Norm *pre,
+                         const float *from, int64_t begin, int64_t rows) {
     Operand operand = prepare_operand(&t->team, pre, &layer->up, from, rows);
-    int kind = operand_kind(&layer->down);
-    int64_t size = layer->down.k, bytes = operand_bytes(&layer->down);
+    int kind = operand_kind(&layer->down), adapted = is_adapted(t, number, MLP_UP);
+    int64_t size = layer->down.k, bytes = operand_bytes(&layer->down), after = NO_ACTIVATION;
     Output up = {.rows = t->inner, .activation = layer->gated ? NO_ACTIVATION : layer->activation};
-    if (!layer->gated && (kind == F32 || (kind == BF16 && padded_k(BF16, size) == size))) { /* comes out as it goes in */
+    if (adapted) after = up.activation, up.activation = NO_ACTIVATION;
+    if (!layer->gated && !adapted && (kind == F32 || (kind == BF16 && padded_k(BF16, size) == size))) { /* comes out as it goes in */
         up.stride = bytes / element_bytes(kind), up.bf16_rows = kind == BF16;
         multiply(&t->team, &layer->up, operand, rows, up);
         return (Operand){t->inner, up.stride, NULL};
     }
     up.stride = layer->up.n;
-    multiply(&t->team, &layer->up, operand, rows, up);
-    return gated_operand(t, layer, rows, NULL, 0);
+    project(t, number, MLP_UP, &layer->up, operand, begin, rows, up);
+    return gated_operand(t, layer, rows, after, NULL, 0);
 }
 
 /* Add the MLP of `rows` rows from `from` to those of x. Ends at a barrier. */
-static void mlp(const StackContext *t, const MLPLayer *layer, const float *from, float *x, int64_t rows) {
-    Operand inner = mlp_inner(t, layer, &layer->norms.pre, from, rows);
-    add_sublayer(t, &layer->down, inner, rows, &layer->norms.output, layer->scale, x);
+static void mlp(const StackContext *t, const MLPLayer *layer, int64_t number, const float *from, float *x,
+                int64_t rows) {
+    int64_t begin = (x - t->x) / t->stack->hidden;
+    Operand inner = mlp_inner(t, layer, number, &layer->norms.pre, from, begin, rows);
+    add_sublayer(t, number, MLP_DOWN, &layer->down, inner, rows, &layer->norms.output, layer->scale, x);
 }
 
 /* Add what a layer makes of the step's vectors to `rows` rows of x from row `begin` on. Ends at a barrier. */
@@ -70,8 +76,8 @@ static void add_vectors(const StackContext *t, const MLPLayer *layer, int64_t nu
     Output up = {.rows = t->inner, .stride = size, .activation = layer->activation};
     multiply(&t->team, &layer->up, operand, rows, up);
     const float *vectors = t->step->vectors + (t->first_row + begin) * stride + number * size;
-    Operand inner = gated_operand(t, layer, rows, vectors, stride);
-    add_sublayer(t, &layer->down, inner, rows, &layer->norms.output, layer->scale, x);
+    Operand inner = gated_operand(t, layer, rows, NO_ACTIVATION, vectors, stride);
+    add_sublayer(t, number, NOT_ADAPTED, &layer->down, inner, rows, &layer->norms.output, layer->scale, x);
 }
 
 /* Multiply all rows by a layer's scale. Ends at a barrier. */
@@ -84,14 +90,15 @@ static void scale_rows(const StackContext *t, float scale) {
 
 /* Normalise the experts' outputs in t->sublayer, and add the normed MLP of `rows` rows from `from`. Ends at a
  * barrier. */
-static void add_parallel_mlp(const StackContext *t, const MLPLayer *layer, const float *from, int64_t rows) {
+static void add_parallel_mlp(const StackContext *t, const MLPLayer *layer, int64_t number, const float *from,
+                             int64_t rows) {
     const ExpertsLayer *experts = layer->experts;
     int64_t hidden = t->stack->hidden, first, last;
     norm_rows(t, &experts->norms.output, t->sublayer, rows);
     for (int64_t at = 0; at < rows; at += CHUNK_ROWS) {
         int64_t some = min_i64(rows - at, CHUNK_ROWS);
         float *to = t->experts.outputs;
-        Operand inner = mlp_inner(t, layer, &experts->mlp_norms.pre, from + at * hidden, some);
+        Operand inner = mlp_inner(t, layer, number, &experts->mlp_norms.pre, from + at * hidden, at, some);
         multiply(&t->team, &layer->down, inner, some, (Output){.rows = to, .stride = hidden});
         thread_range(&t->team, some, &first, &last);
         for (int64_t row = first; row < last; row++) {
@@ -103,7 +110,8 @@ static void add_parallel_mlp(const StackContext *t, const MLPLayer *layer, const
 }
 
 /* Add the experts of `rows` rows from `from` to those of x. Ends at a barrier. */
-static void experts(const StackContext *t, const MLPLayer *layer, const float *from, float *x, int64_t rows) {
+static void experts(const StackContext *t, const MLPLayer *layer, int64_t number, const float *from, float *x,
+                    int64_t rows) {
     int64_t hidden = t->stack->hidden, first, last;
     if (layer->norms.output.kind == NO_NORM) {
         add_experts(&t->team, layer, &t->experts, hidden, from, x, rows, layer->scale);
@@ -112,7 +120,7 @@ static void experts(const StackContext *t, const MLPLayer *layer, const float *f
     thread_range(&t->team, rows, &first, &last); /* add_experts adds to these after its first barrier */
     memset(t->sublayer + first * hidden, 0, (last - first) * hidden * sizeof *x);
     add_experts(&t->team, layer, &t->experts, hidden, from, t->sublayer, rows, 1.0f);
-    if (layer->experts->norms.output.kind != NO_NORM) add_parallel_mlp(t, layer, from, rows);
+    if (layer->experts->norms.output.kind != NO_NORM) add_parallel_mlp(t, layer, number, from, rows);
     add_normed(t, &layer->norms.output, x, rows);
 }
 
@@ -126,13 +134,13 @@ static void run_layer(const StackContext *t, int64_t number) {
         from = t->saved;
     }
     if (layer->delta) recurrence(t, layer->delta, number);
-    else if (is_bidirectional(layer, t->step)) encoder_self_attention(t, &layer->self);
+    else if (is_bidirectional(layer, t->step)) encoder_self_attention(t, &layer->self, number);
     else self_attention(t, &layer->self, number);
     if (layer->has_cross) cross_attention(t, &layer->cross, number);
     int64_t chunk = layer->mlp.experts ? expert_rows(rows) : CHUNK_ROWS;
     for (int64_t at = 0; at < rows; at += chunk)
-        (layer->mlp.experts ? experts : mlp)(t, &layer->mlp, from + at * hidden, t->x + at * hidden,
-                                             min_i64(rows - at, chunk));
+        (layer->mlp.experts ? experts : mlp)(t, &layer->mlp, number, from + at * hidden,
+                                             t->x + at * hidden, min_i64(rows - at, chunk));
     norm_rows(t, &layer->mlp.norms.post, t->x, rows);
     for (int64_t at = 0; layer->has_vectors && at < rows; at += CHUNK_ROWS)
         add_vectors(t, &layer->vectors, number, at, min_i64(rows - at, CHUNK_ROWS));

@@ -38,7 +38,8 @@ static int64_t attention_scratch(const Stack *stack, const Step *step) {
 typedef struct {
     int64_t qkv, attended, inner_bytes; /* inner_bytes: between an MLP's products */
     int64_t operand_bytes, mlp_operand_bytes;
-    int saved, sublayer; /* whether any layer needs such a buffer */
+    int64_t attention_k, mlp_k;     /* of what their products read */
+    int saved, sublayer, integers; /* whether any layer needs such a buffer, or multiplies integers */
     DeltaSizes delta;
     ExpertSizes experts;
 } LayerSizes;
@@ -49,6 +50,8 @@ static void measure_attention(const AttentionLayer *layer, int64_t heads, LayerS
     sizes->attended = max_i64(sizes->attended, layer->shape.heads * layer->shape.dim);
     sizes->operand_bytes = max_i64(sizes->operand_bytes, operand_bytes(&layer->input));
     sizes->operand_bytes = max_i64(sizes->operand_bytes, operand_bytes(&layer->output));
+    sizes->attention_k = max_i64(sizes->attention_k, max_i64(layer->input.k, layer->output.k));
+    sizes->integers |= layer->input.dtype >= INT8 || layer->output.dtype >= INT8;
     sizes->sublayer |= layer->norms.output.kind != NO_NORM;
 }
 
@@ -57,6 +60,8 @@ static void measure_mlp(const MLPLayer *mlp, LayerSizes *sizes) {
     sizes->inner_bytes = max_i64(sizes->inner_bytes, max_i64(mlp->up.n * 4, operand_bytes(&mlp->down)));
     sizes->mlp_operand_bytes = max_i64(sizes->mlp_operand_bytes, operand_bytes(&mlp->up));
     sizes->mlp_operand_bytes = max_i64(sizes->mlp_operand_bytes, operand_bytes(&mlp->down));
+    sizes->mlp_k = max_i64(sizes->mlp_k, max_i64(mlp->up.k, mlp->down.k));
+    sizes->integers |= mlp->up.dtype >= INT8 || mlp->down.dtype >= INT8;
     sizes->sublayer |= mlp->norms.output.kind != NO_NORM;
 }
 
@@ -102,7 +107,15 @@ void take_stack_buffers(Scratch *scratch, const Stack *stack, const Step *step, 
     team->operand = scratch_take(scratch, max_i64(rows * sizes.operand_bytes, chunk * sizes.mlp_operand_bytes));
     team->operand_scales = scratch_take(scratch, rows * number);
     take_expert_buffers(scratch, &sizes.experts, stack->hidden, expert_rows(rows), team, &t->experts);
+    int adapts = step->num_runs && sizes.integers;
+    PackedMatrix of_attention = {.dtype = stack->dtype, .k = sizes.attention_k}, of_mlp = of_attention;
+    of_mlp.k = sizes.mlp_k;
+    int64_t adapted = max_i64(rows * operand_bytes(&of_attention), chunk * operand_bytes(&of_mlp));
+    t->ranks = scratch_take(scratch, step->num_runs ? rows * step->rank_width * number : 0);
+    t->adapted_operand = scratch_take(scratch, adapts ? adapted : 0);
     for (int thread = 0; thread < team->threads; thread++) {
+        float *widened = scratch_take(scratch, adapts ? max_i64(sizes.attention_k, sizes.mlp_k) * number : 0);
+        if (thread == team->thread) t->adapted_line = widened;
         void *own = scratch_take(scratch, own_bytes);
         float *line = scratch_take(scratch, stack->hidden * number);
         if (thread == team->thread) team->scratch = own, team->line = line;

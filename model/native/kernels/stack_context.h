@@ -24,6 +24,9 @@ typedef struct {
     DeltaBuffers delta;
     float *inner;      /* [chunk][inner]: between an MLP's products */
     ExpertBuffers experts;
+    float *ranks;          /* [rows][rank_width]: between the products of adapters */
+    char *adapted_operand; /* rows as an adapter's first product reads them, where the layer's are integers */
+    float *adapted_line;   /* the thread's own: one of them as floats */
 } StackContext;
 
 /* Whether a layer's self attention is over whole segments, without pages, and sees them in both directions. */
@@ -59,19 +62,6 @@ INLINE void add_normed(const StackContext *t, const Norm *output_norm, float *x,
         add_in_place(x + row * hidden, t->team.line, hidden);
     }
     wait_for_threads(&t->team);
-}
-
-/* Add output norm(operand x matrix^T + bias) to rows of x, or without a norm `scale` times that product. Ends at a
- * barrier. */
-INLINE void add_sublayer(const StackContext *t, const PackedMatrix *matrix, Operand operand, int64_t rows,
-                         const Norm *output_norm, float scale, float *x) {
-    int64_t hidden = t->stack->hidden;
-    if (output_norm->kind == NO_NORM) {
-        multiply(&t->team, matrix, operand, rows, (Output){.rows = x, .stride = hidden, .add = 1, .add_scale = scale});
-        return;
-    }
-    multiply(&t->team, matrix, operand, rows, (Output){.rows = t->sublayer, .stride = hidden});
-    add_normed(t, output_norm, x, rows);
 }
 
 #endif
