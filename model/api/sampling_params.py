@@ -309,6 +309,16 @@ class SamplingParams:
         ollama=OWN,
         llama_cpp=OWN,
     )
+    penalty_window: int = parameter(
+        0,
+        "The three penalties look at this many tokens, the last ones of prompt and output; 0: that of repetition at "
+        "all tokens, the others at the output.",
+        64,
+        least=0,
+        most=MAX_INT,
+        ollama="repeat_last_n",
+        llama_cpp="repeat_last_n",
+    )
     logit_bias: dict[int, float] = parameter(
         dict,
         "Added to the logits of up to 300 token ids.",

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 _MODULUS = (1 << 127) - 1  # a prime
 _BASE = 1 + randbelow(_MODULUS - 1)  # random for each process, so that no client can construct hash collisions
 
+_MANY = 64  # a longer list of tokens is counted at once
+
 _Successors = dict[int, int | set[int]]  # hash of a context -> the tokens that followed it, nearly always one
 
 
 class TokenCounts:
-    """Counts tokens: distinct `tokens` `[N]` in the order of their first occurrence, and their `counts` `[N]`."""
+    """Counts tokens: distinct `tokens` `[N]` and their `counts` `[N]`."""
 
     def __init__(self) -> None:
         self._columns: dict[int, int] = {}  # by token
@@ -33,13 +35,27 @@ class TokenCounts:
     def counts(self) -> NDArray[np.int64]:
         return self._table[1, : len(self._columns)]
 
-    def add(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
+    def present(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the tokens whose count is above 0, and these counts."""
+        there = self.counts > 0
+        return self.tokens[there], self.counts[there]
+
+    def add(self, tokens: Sequence[int]) -> None:
+        counted: Iterable[tuple[int, int]] = ((token, 1) for token in tokens)
+        if len(tokens) > _MANY:
+            distinct, counts = np.unique(np.array(tokens, np.int64), return_counts=True)
+            counted = zip(distinct.tolist(), counts.tolist(), strict=True)
+        for token, count in counted:
             column = self._columns.setdefault(token, len(self._columns))
             if column == self._table.shape[1]:
                 self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
             self._table[0, column] = token
-            self._table[1, column] += 1
+            self._table[1, column] += count
+
+    def remove(self, tokens: Iterable[int]) -> None:
+        """Take back tokens that were added."""
+        for token in tokens:
+            self._table[1, self._columns[token]] -= 1
 
     def copy(self) -> TokenCounts:
         copy = TokenCounts()
@@ -127,29 +143,37 @@ class SourceTokens:
 
 
 class History:
-    """Token statistics of one sequence. Each method gets all token ids and reads those that are new."""
+    """Token statistics of one sequence. Each method gets all token ids and reads those that are new.
+
+    With a `window`, penalties look at the last `window` tokens of prompt and output, as in llama.cpp.
+    """
 
     def __init__(
-        self, num_prompt_tokens: int, no_repeat_ngram_size: int = 0, source: SourceTokens | None = None
+        self, num_prompt_tokens: int, no_repeat_ngram_size: int = 0, source: SourceTokens | None = None, window: int = 0
     ) -> None:
         self.source = source
+        self._window = window
         self._num_prompt_tokens = num_prompt_tokens
         self._prompt: NDArray[np.int64] | None = None  # its distinct tokens
-        self._output = TokenCounts()
-        self._num_counted = num_prompt_tokens
+        self._counts = TokenCounts()  # of the output, or of the window
+        self._begin = self._end = 0 if window else num_prompt_tokens  # of the counted tokens
         self._ngrams = NgramTable(no_repeat_ngram_size, num_prompt_tokens) if no_repeat_ngram_size else None
 
     def seen(self, token_ids: Sequence[int]) -> NDArray[np.int64]:
-        """Return the distinct tokens of the prompt, then those of the output `[N]`."""
+        """Return the distinct tokens of the prompt, then those of the output `[N]`; or those of the window."""
+        if self._window:
+            return self.counted(token_ids)[0]
         if self._prompt is None:
             self._prompt = np.unique(np.array(token_ids[: self._num_prompt_tokens], np.int64))
-        return np.concatenate([self._prompt, self.output(token_ids).tokens])
+        return np.concatenate([self._prompt, self.counted(token_ids)[0]])
 
-    def output(self, token_ids: Sequence[int]) -> TokenCounts:
-        """Count the output's tokens."""
-        self._output.add(token_ids[self._num_counted :])
-        self._num_counted = len(token_ids)
-        return self._output
+    def counted(self, token_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the distinct tokens of the output, or of the window, and how often each is there."""
+        begin, end = max(self._begin, len(token_ids) - self._window) if self._window else self._begin, len(token_ids)
+        self._counts.remove(token_ids[self._begin : min(begin, self._end)])
+        self._counts.add(token_ids[max(begin, self._end) :])
+        self._begin, self._end = begin, end
+        return self._counts.present() if self._window else (self._counts.tokens, self._counts.counts)
 
     def repeating(self, token_ids: Sequence[int]) -> list[int]:
         """Return the tokens that would complete an n-gram a second time, or one of the source."""
@@ -163,7 +187,7 @@ class History:
 
     def fork(self) -> History:
         """Return an independent copy for another continuation (a beam)."""
-        copy = History(self._num_prompt_tokens, source=self.source)
-        copy._prompt, copy._output, copy._num_counted = self._prompt, self._output.copy(), self._num_counted
+        copy = History(self._num_prompt_tokens, source=self.source, window=self._window)
+        copy._prompt, copy._counts, copy._begin, copy._end = self._prompt, self._counts.copy(), self._begin, self._end
         copy._ngrams = self._ngrams.fork() if self._ngrams is not None else None
         return copy

@@ -108,7 +108,9 @@ class SamplingRow:
 
     @property
     def token_history(self) -> History:
-        return self.history if self.history is not None else History(self.num_prompt_tokens)
+        if self.history is not None:
+            return self.history
+        return History(self.num_prompt_tokens, window=self.params.penalty_window)
 
 
 def uniform(seed: int, index: int, counter: int) -> float:
@@ -269,15 +271,15 @@ def _divide(logits: Tensor, at: NDArray[np.int64], seen: Sequence[NDArray[np.int
 
 
 def _apply_presence_and_frequency_penalties(logits: Tensor, rows: Sequence[SamplingRow], at: NDArray[np.int64]) -> None:
-    """Subtract presence + frequency x count from the logits of the output's tokens, in place."""
+    """Subtract presence + frequency x count from the logits of the tokens that are counted, in place."""
     penalised = [i for i, row in enumerate(rows) if row.params.presence_penalty or row.params.frequency_penalty]
-    outputs = [rows[i].token_history.output(rows[i].token_ids) for i in penalised]
+    counted = [rows[i].token_history.counted(rows[i].token_ids) for i in penalised]
     penalties = [
         np.float32(rows[i].params.presence_penalty)
-        + np.float32(rows[i].params.frequency_penalty) * output.counts.astype(np.float32)
-        for i, output in zip(penalised, outputs, strict=True)
+        + np.float32(rows[i].params.frequency_penalty) * counts.astype(np.float32)
+        for i, (_, counts) in zip(penalised, counted, strict=True)
     ]
-    where = _flat_indices(logits, at[penalised], [output.tokens for output in outputs])
+    where = _flat_indices(logits, at[penalised], [tokens for tokens, _ in counted])
     penalty = to_device(torch.from_numpy(np.concatenate(penalties)), logits.device)
     logits.view(-1).scatter_(0, where, logits.view(-1).index_select(0, where) - penalty)
 

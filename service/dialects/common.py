@@ -14,6 +14,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from triptych.model.api.parameters import MAX_INT
 from triptych.service.core.errors import NOT_SUPPORTED, ApiError, from_validation, invalid, shorten
 from triptych.service.core.json_bounds import check_levels, too_deep
 from triptych.service.core.models import ServedModel
@@ -27,6 +28,7 @@ from triptych.service.schemas.types import Body
 B = TypeVar("B", bound=Body)
 
 _SEED_LIMIT = 2**63  # native seeds are below it
+_LAST = 64  # tokens at which penalties of llama.cpp and Ollama look
 
 NATIVE_NAMES: Mapping[str, str] = MappingProxyType({})
 
@@ -281,6 +283,17 @@ def sampling_fields(body: Any, dialect: Dialect, served: ServedModel) -> dict[st
 def native_seed(seed: int | None) -> int | None:
     """Map a seed of another API, which may be negative, to a native one."""
     return None if seed is None else seed % _SEED_LIMIT
+
+
+def native_penalties(last: int | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Map `repeat_last_n` of llama.cpp and Ollama: 0 switches penalties off, -1 is all tokens.
+
+    Without it the client's penalties look at 64 tokens, the folder's at all.
+    """
+    if last == 0:
+        return {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    given = any(fields[name] is not None for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"))
+    return {"penalty_window": (_LAST if given else 0) if last is None else last if last > 0 else MAX_INT}
 
 
 def native_top_k(top_k: int | None) -> int | None:

@@ -24,6 +24,7 @@ from triptych.service.dialects.common import (
     Refused,
     json_format,
     native_generate,
+    native_penalties,
     sampling_fields,
 )
 from triptych.service.http.json_replies import DataEvents, Generation, Json
@@ -76,6 +77,13 @@ class InfillBody(Extended, Parameters):
     stop: TextOrTexts | None = Field(None, description="Texts that end the output before them.", examples=["\n\n"])
     seed: int | None = Field(None, description="As in /generate; -1: random.", examples=[7])
     repeat_penalty: float | None = Field(None, description="`repetition_penalty` of /generate.", examples=[1.0])
+    repeat_last_n: int | None = Field(
+        None,
+        ge=-1,
+        description="How many tokens the penalties look at, the last ones of prompt and output; -1: all; 0 switches "
+        "penalties off. Default: 64 for penalties of the request, all for the checkpoint's.",
+        examples=[64],
+    )
     logit_bias: dict[TokenId, float] | list[tuple[TokenId, float | StrictBool]] | None = Field(
         None, description="As in /generate, or as pairs; false: never.", examples=[[[42, -5.0]]]
     )
@@ -121,7 +129,6 @@ class InfillBody(Extended, Parameters):
     dry_penalty_last_n: Annotated[Any, Ignored(_OFF)] = None
     dry_sequence_breakers: Annotated[Any, Ignored(_OFF)] = None
     top_n_sigma: Annotated[Any, Refused(-1, -1.0)] = None
-    repeat_last_n: Annotated[Any, Refused(-1)] = None
     post_sampling_probs: NotTrue = None
     timings_per_token: NotTrue = None
     return_progress: NotTrue = None
@@ -154,6 +161,7 @@ def infill(body: InfillBody, served: ServedModel) -> GenerateBody:
         "grammar": body.grammar or None,
         "return_token_ids": bool(body.return_tokens),
     }
+    fields |= native_penalties(body.repeat_last_n, fields)
     if body.json_schema is not None:
         fields["response_format"] = json_format(body.json_schema, "json_schema")
     found = native_generate(fields, body.input_prefix + (body.prompt or ""))

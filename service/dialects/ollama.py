@@ -17,7 +17,14 @@ from triptych.service.chat.tools import tool_use
 from triptych.service.core.errors import ApiError, invalid, ollama_error, shorten
 from triptych.service.core.models import ServedModel
 from triptych.service.dialects.blocks import Block, BlockRendering, arguments_of
-from triptych.service.dialects.common import PromptValue, fields_of, json_format, native_encode, native_generate
+from triptych.service.dialects.common import (
+    PromptValue,
+    fields_of,
+    json_format,
+    native_encode,
+    native_generate,
+    native_penalties,
+)
 from triptych.service.dialects.ollama_bodies import (
     OllamaChatBody,
     OllamaEmbedBody,
@@ -113,15 +120,8 @@ def check_thinking(body: WritingBody, served: ServedModel, format: ReplyFormat) 
 
 def check(body: WritingBody) -> None:
     """Raise `ApiError`, with the body's own field names, for fields that contradict each other."""
-    options = body.options or Options.model_validate({})
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    neutral = {"repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-    given = [name for name, off in neutral.items() if getattr(options, name) not in (None, off)]
-    if options.repeat_last_n not in (None, 0, -1) and given:
-        param = "options.repeat_last_n"
-        message = f"{param}: options.{given[0]} looks at all tokens; send -1 for that, or 0 to switch it off"
-        raise invalid(message, param, "not_supported")
     if isinstance(body, OllamaGenerateBody) and (body.system or body.context):
         if body.raw:
             raise invalid("raw mode does not support template, system, or context", "raw")
@@ -162,8 +162,7 @@ def generate_body(
             fields[name] = value
     if fields["top_p"] == 0:
         fields |= {"temperature": 0.0, "top_p": None}
-    if options.repeat_last_n == 0:
-        fields |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    fields |= native_penalties(options.repeat_last_n, fields)
     if isinstance(body, OllamaGenerateBody):
         fields["suffix"] = body.suffix or None
     if isinstance(body.format, dict):

@@ -70,15 +70,15 @@ class Options(DialectBody, Parameters):
     )
     repeat_penalty: float | None = Field(
         None,
-        description="`repetition_penalty` of /generate: it looks at all tokens of prompt and output. Default: the "
-        "checkpoint's, else 1.",
+        description="`repetition_penalty` of /generate. Default: the checkpoint's, else 1.",
         examples=[1.1],
     )
     repeat_last_n: int | None = Field(
         None,
-        description="0 switches penalties off; -1 is all tokens, at which they always look. Other numbers are accepted "
-        "only without a penalty.",
-        examples=[-1],
+        ge=-1,
+        description="How many tokens the penalties look at, the last ones of prompt and output; -1: all; 0 switches "
+        "penalties off. Default: 64 for penalties of the request, all for the checkpoint's.",
+        examples=[64],
     )
     draft_num_predict: int | None = Field(
         None, description="`num_speculative_tokens` of /generate. The output does not depend on it.", examples=[8]

@@ -136,8 +136,8 @@ class HistoryRunner(BeamRunner):
         if step.samples:
             assert sequence.history is not None
             fresh = History(sequence.num_prompt_tokens, sequence.params.no_repeat_ngram_size)
-            kept, anew = (one.output(tokens) for one in (sequence.history, fresh))
-            assert kept.tokens.tolist() == anew.tokens.tolist() and kept.counts.tolist() == anew.counts.tolist()
+            kept, anew = (one.counted(tokens) for one in (sequence.history, fresh))
+            assert [one.tolist() for one in kept] == [one.tolist() for one in anew]
             assert set(sequence.history.repeating(tokens)) == set(fresh.repeating(tokens))
             assert set(sequence.history.seen(tokens).tolist()) == set(tokens)
         return super()._compute(step, tokens)

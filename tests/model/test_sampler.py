@@ -174,10 +174,13 @@ def processed_row_by_row(scores: Tensor, rows: list[SamplingRow]) -> Tensor:
         p = one.params
         for token, bias in p.logit_bias.items():
             scores[i, token] += bias
-        for token in set(one.token_ids) if p.repetition_penalty != 1.0 else ():
+        window = one.token_ids[-p.penalty_window :] if p.penalty_window else None
+        seen = one.token_ids if window is None else window
+        for token in set(seen) if p.repetition_penalty != 1.0 else ():
             score, factor = scores[i, token], torch.tensor(p.repetition_penalty)
             scores[i, token] = score / factor if score > 0 else score * factor
-        for token, count in Counter(one.token_ids[one.num_prompt_tokens :]).items():
+        counted = one.token_ids[one.num_prompt_tokens :] if window is None else window
+        for token, count in Counter(counted).items():
             frequency = torch.tensor(p.frequency_penalty) * torch.tensor(float(count))
             scores[i, token] -= torch.tensor(p.presence_penalty) + frequency
         for token in one.banned_token_ids:
@@ -200,6 +203,7 @@ imposed_rows = st.builds(
         repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
         presence_penalty=st.sampled_from([0.0, 0.4, -0.3]),
         frequency_penalty=st.sampled_from([0.0, 0.1, -0.7]),
+        penalty_window=st.sampled_from([0, 0, 1, 3, 100]),
         logit_bias=st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100, width=32), max_size=4),
     ),
     token_ids,

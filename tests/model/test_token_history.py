@@ -24,8 +24,8 @@ def check(history: History, tokens: list[int], prompt: int, size: int, asked: st
         assert set(found) == repeating(tokens, size)
         assert len(found) == len(set(found))
     if asked in ("output", "all"):
-        output = history.output(tokens)
-        assert dict(zip(output.tokens.tolist(), output.counts.tolist(), strict=True)) == Counter(tokens[prompt:])
+        found, counts = (one.tolist() for one in history.counted(tokens))
+        assert dict(zip(found, counts, strict=True)) == Counter(tokens[prompt:])
     if asked in ("seen", "all"):
         assert set(history.seen(tokens).tolist()) == set(tokens)
 
@@ -49,6 +49,19 @@ def test_forks_equal_a_history_from_scratch(prompt: list[int], size: int, script
         check(fork, longer, len(prompt), size, asked)
     for tokens, history in branches:
         check(history, tokens, len(prompt), size, "all")
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=99), st.integers(1, 9), steps)
+def test_a_window_has_the_last_tokens(prompt: list[int], window: int, script: list[tuple[int, int, str]]) -> None:
+    branches = [(list(prompt), History(len(prompt), window=window))]
+    for which, token, asked in script:
+        tokens, history = branches[which % len(branches)]
+        branches.append(([*tokens, token], history.fork()))
+        for tokens, history in branches if asked else ():
+            found, counts = (one.tolist() for one in history.counted(tokens))
+            assert dict(zip(found, counts, strict=True)) == Counter(tokens[-window:])
+            assert set(history.seen(tokens).tolist()) == set(tokens[-window:])
 
 
 @settings(deadline=None)
@@ -86,7 +99,7 @@ def test_cost_of_a_new_token_does_not_grow_with_the_text() -> None:
     def seconds(history: History) -> float:
         began = time.thread_time()
         history.repeating(tokens)
-        history.output(tokens)
+        history.counted(tokens)
         return time.thread_time() - began
 
     first_read = seconds(history)

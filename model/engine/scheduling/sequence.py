@@ -107,7 +107,7 @@ class SequenceState:
         if history or compared:
             source = self.request.source.token_ids if self.request.source is not None else self.request.prompt_token_ids
             tokens = SourceTokens(source, p.encoder_no_repeat_ngram_size) if compared else None
-            self.history = History(self.num_prompt_tokens, p.no_repeat_ngram_size, tokens)
+            self.history = History(self.num_prompt_tokens, p.no_repeat_ngram_size, tokens, p.penalty_window)
 
     @classmethod
     def of(

@@ -18,6 +18,7 @@ from tests.service.dialects.test_conversations import HELLO
 from tests.service.dialects.test_tools import PARAMETERS, SAID
 from tests.service.support import App, ask, byte_tokenizer, check_accounts, info, live, make_app, run, until
 from tests.service.test_infilling import filling, sent
+from triptych.model.api.parameters import MAX_INT
 from triptych.service.core.models import State
 from triptych.service.dialects.ollama_bodies import _seconds
 from triptych.service.settings.service_settings import Limits, ServiceSettings
@@ -152,6 +153,14 @@ def test_options_are_taken_by_their_names(app: App) -> None:
         assert send(app, path, options=off, stream=False).status_code == 200
         params = app.client.submitted[-1].params
         assert (params.repetition_penalty, params.temperature, params.max_tokens > 7_000) == (1, 0, True)
+        for given, window in (
+            ({"repeat_last_n": 32}, 32),
+            ({"repeat_last_n": -1}, MAX_INT),
+            ({}, 0),
+            ({"presence_penalty": 0.5}, 64),
+        ):
+            assert send(app, path, options=given, stream=False).status_code == 200
+            assert app.client.submitted[-1].params.penalty_window == window
         for schema, held in (("json", "%json"), (PARAMETERS, "%json"), ("", ""), (None, "")):
             assert send(app, path, format=schema, stream=False).status_code == 200
             assert held in app.client.submitted[-1].params.grammar
@@ -160,7 +169,7 @@ def test_options_are_taken_by_their_names(app: App) -> None:
 @pytest.mark.parametrize(
     ("path", "changes", "words"),
     [
-        (CHAT, {"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "options.repeat_last_n"),
+        (CHAT, {"options": {"repeat_penalty": 1.1, "repeat_last_n": -2}}, "options.repeat_last_n"),
         (CHAT, {"options": {"num_predict": 0}}, "options.num_predict"),
         (CHAT, {"options": {"mirostat": 2}}, "options.mirostat is not supported"),
         (CHAT, {"options": {"temprature": 1}}, "unknown field 'temprature' in options; did you mean 'temperature'"),
